@@ -1,0 +1,77 @@
+"""halfstep: mixed-precision training on PyTorch that says what it did.
+
+In: a model and an optimizer. Out: the same two, prepared to train in a 16-bit format
+where that is safe, and a report of every step. The names below are the public API;
+they load on first use, so that `import halfstep` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from halfstep import checkpoint, formats, levels, machine, policy
+    from halfstep.casting import autocast
+    from halfstep.errors import UserError
+    from halfstep.grad_scaler import GradScaler
+    from halfstep.master import MasterWeights
+    from halfstep.policy import Decision, Policy, Rule
+    from halfstep.scaler import LossScaleCollapse
+    from halfstep.session import Session, prepare
+    from halfstep.stats import StepReport
+
+__version__ = "0.1.0"
+
+_ROOM_OF = {
+    "Decision": "policy",
+    "GradScaler": "grad_scaler",
+    "LossScaleCollapse": "scaler",
+    "MasterWeights": "master",
+    "Policy": "policy",
+    "Rule": "policy",
+    "Session": "session",
+    "StepReport": "stats",
+    "UserError": "errors",
+    "autocast": "casting",
+    "prepare": "session",
+}
+_ROOMS = ("checkpoint", "formats", "levels", "machine", "policy")
+
+__all__ = [
+    "Decision",
+    "GradScaler",
+    "LossScaleCollapse",
+    "MasterWeights",
+    "Policy",
+    "Rule",
+    "Session",
+    "StepReport",
+    "UserError",
+    "autocast",
+    "checkpoint",
+    "formats",
+    "levels",
+    "machine",
+    "policy",
+    "prepare",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use."""
+    if name in _ROOM_OF:
+        room = import_module(f"halfstep.{_ROOM_OF[name]}")
+        value: object = getattr(room, name)
+    elif name in _ROOMS:
+        value = import_module(f"halfstep.{name}")
+    else:
+        message = f"module 'halfstep' has no attribute {name!r}"
+        raise AttributeError(message)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

@@ -1,0 +1,6 @@
+"""`python -m halfstep`, which torchrun starts once for each process."""
+
+from halfstep.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks: the same work at each level and with what people use instead."""

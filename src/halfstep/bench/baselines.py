@@ -1,0 +1,135 @@
+"""What most people write instead: the plain loop, to be measured beside ours.
+
+In: the settings of the bench. Out: time, losses and accuracy. The loop is not tuned
+and not spoiled: every text is padded to 128 and tokenised in the collate function,
+the optimizer is AdamW, mixed precision is torch.autocast with torch.amp.GradScaler.
+Model, vocabulary, split, schedule and clipping are those of `halfstep train`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from halfstep.train import text
+from halfstep.train.config import TrainConfig
+from halfstep.train.data import load
+from halfstep.train.loop import rate_factor
+from halfstep.train.run import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from halfstep.train.data import Example
+
+PADDED = 128
+
+
+def plain_loop(
+    *,
+    data: str | None,
+    limit: int | None,
+    seed: int,
+    epochs: int,
+    model: str,
+    amp: bool,
+) -> dict[str, Any]:
+    """Train and evaluate as tutorials do; return what was measured.
+
+    Args:
+        data: File or folder; None is the built-in data.
+        limit: First rows only.
+        seed: Of the split, the weights and the order.
+        epochs: Passes over the data.
+        model: "tiny" or "small".
+        amp: With torch.autocast and torch.amp.GradScaler; otherwise fp32.
+    """
+    config = TrainConfig(data=data, limit=limit, seed=seed, epochs=epochs, model=model)
+    corpus = load(
+        Path(data) if data else None,
+        label_names=None,
+        limit=limit,
+        dev_share=config.dev_share,
+        seed=seed,
+    )
+    torch.manual_seed(seed)
+    made = text.build(
+        model,
+        [example.text for example in corpus.train],
+        corpus.labels,
+        max_length=PADDED,
+        dropout=None,
+    )
+    plan = resolve(config, corpus, from_scratch=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def collate(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
+        batch = made.tokenizer(
+            [example.text for example in examples],
+            padding="max_length",
+            truncation=True,
+            max_length=PADDED,
+            return_tensors="pt",
+        )
+        batch["labels"] = torch.tensor([example.label for example in examples])
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+
+    loader: DataLoader[Any] = DataLoader(
+        corpus.train,  # type: ignore[arg-type]
+        config.batch_size,
+        shuffle=True,
+        collate_fn=collate,
+    )
+    net = made.model.to(device).train()
+    optimizer = torch.optim.AdamW(net.parameters(), plan.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: rate_factor(step, plan.total_steps, plan.warmup)
+    )
+    scaler = torch.amp.GradScaler(device, enabled=amp)
+    low = torch.float16 if device == "cuda" else torch.bfloat16
+    losses, skipped = [], 0
+    began = time.perf_counter()
+    for _ in range(epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            with torch.autocast(device, low, enabled=amp):
+                loss = net(**batch).loss
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), config.clip)
+            scaler.step(optimizer)
+            scale = scaler.get_scale()
+            scaler.update()
+            if scaler.get_scale() >= scale:
+                schedule.step()
+            else:
+                skipped += 1
+            losses.append(loss.item())
+    seconds = time.perf_counter() - began
+    dev_loss, dev_accuracy = _evaluate(net, corpus.dev, collate)
+    last = losses[-max(1, len(losses) // 10) :]
+    return {
+        "train_seconds": seconds,
+        "examples_per_s": epochs * len(corpus.train) / seconds,
+        "train_loss": sum(last) / len(last),
+        "dev_loss": dev_loss,
+        "dev_accuracy": dev_accuracy,
+        "skipped": skipped,
+    }
+
+
+@torch.no_grad()
+def _evaluate(net: Any, dev: Sequence[Example], collate: Any) -> tuple[float, float]:  # noqa: ANN401
+    """Return loss and accuracy in fp32."""
+    net.eval()
+    loss, right = 0.0, 0
+    for start in range(0, len(dev), 128):
+        batch = collate(dev[start : start + 128])
+        out = net(**batch)
+        loss += out.loss.item() * len(batch["labels"])
+        right += int((out.logits.argmax(-1) == batch["labels"]).sum())
+    return loss / len(dev), right / len(dev)

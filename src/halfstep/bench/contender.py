@@ -1,0 +1,52 @@
+"""One contender of `halfstep bench train`, in a process of its own.
+
+In: a task as JSON, the only argument. Out: one line of JSON with what it measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from halfstep import machine
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """Run one task; return time, memory, losses and accuracy."""
+    kind, amp = task.pop("loop"), task.pop("amp", False)
+    if kind == "plain":
+        from halfstep.bench.baselines import plain_loop
+
+        measured = plain_loop(**task, amp=amp)
+    else:
+        measured = _halfstep(task)
+    return measured | {"peak_memory_bytes": machine.peak_memory("cpu")}
+
+
+def _halfstep(task: dict[str, Any]) -> dict[str, Any]:
+    """Run `halfstep train` with the settings of the plain loop."""
+    from halfstep.train.run import run
+
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stdout(sys.stderr):
+            result = run(task | {"mask_tokens": 0.0, "out": str(Path(folder) / "run")})
+        records = [r for r in result.folder.records() if "event" not in r]
+    losses = [record["loss"] for record in records]
+    last = losses[-max(1, len(losses) // 10) :]
+    summary = result.summary
+    return {
+        "train_seconds": summary["train_seconds"],
+        "examples_per_s": summary["examples_per_s"],
+        "train_loss": sum(last) / len(last),
+        "dev_loss": summary["dev"]["loss"],
+        "dev_accuracy": summary["dev"]["accuracy"],
+        "skipped": summary["skipped"],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

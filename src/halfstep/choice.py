@@ -1,0 +1,61 @@
+"""Which level and format to train with: words in, a decision with its reason out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from halfstep import formats, levels, machine
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The level and format to train with, and why."""
+
+    level: levels.Level
+    format: formats.FloatFormat
+    """The 16-bit format; fp32 at O0."""
+    reason: str
+
+    def __str__(self) -> str:
+        """Return both words, as they stand in flags."""
+        return f"{self.level} {self.format}"
+
+
+def choose(level: str, dtype: str | torch.dtype, device: str) -> Choice:
+    """Turn words into a level and a format; "auto" asks the machine.
+
+    Args:
+        level: "O0" to "O3" or "auto".
+        dtype: "fp32", "bf16", "fp16" or "auto".
+        device: "cpu" or "cuda".
+
+    Raises:
+        UserError: If a word is unknown, or the two contradict each other.
+    """
+    fixed = None if dtype == "auto" else formats.parse(dtype)
+    if level == "auto":
+        if fixed is None:
+            advice = machine.recommend(device)
+            found, format_ = levels.parse(advice.level), formats.parse(advice.dtype)
+            return Choice(found, format_, advice.reason)
+        found = levels.O0 if fixed is formats.FP32 else levels.O2
+        return Choice(found, fixed, f"dtype {fixed} was asked for")
+    found = levels.parse(level)
+    reason = f"level {level} was asked for"
+    if not found.low:
+        if fixed not in (None, formats.FP32):
+            message = f"level={level} is fp32 throughout; dtype={fixed} needs O1 to O3."
+            raise UserError(message)
+        return Choice(found, formats.FP32, reason)
+    if fixed is formats.FP32:
+        message = f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
+        raise UserError(message)
+    if fixed is None:
+        fp16 = device == "cuda" and not machine.native("bf16", device)
+        fixed = formats.FP16 if fp16 else formats.BF16
+    return Choice(found, fixed, reason)

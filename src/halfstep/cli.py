@@ -1,0 +1,259 @@
+"""The command line: one function a command, each importing its room inside.
+
+In: words. Out: text on standard output, files where asked for, exit status 0; or one
+line on standard error and status 2 for what cannot be used, 1 for a run that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from halfstep.report import Table
+
+_EPILOG = """\
+examples:
+  halfstep env                               what this machine can do, and why
+  halfstep train                             the built-in emotions, best level for here
+  halfstep train --data posts.csv --out runs/posts
+  halfstep train --resume --out runs/posts   after a crash
+  halfstep predict runs/latest "..."         label and probabilities
+  torchrun --nproc-per-node 2 -m halfstep train
+"""
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run one command and leave the process."""
+    sys.exit(run(words))
+
+
+def run(words: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status."""
+    arguments = _parser().parse_args(words)
+    warnings.showwarning = _show_warning
+    try:
+        arguments.command(arguments)
+    except (UserError, OSError) as error:
+        return _complain(error, 2)
+    except KeyboardInterrupt:
+        return _complain("interrupted; go on with --resume", 130)
+    except RuntimeError as error:
+        from halfstep.scaler import LossScaleCollapse
+
+        if not isinstance(error, LossScaleCollapse):
+            raise
+        return _complain(error, 1)
+    return 0
+
+
+def _complain(what: object, status: int) -> int:
+    line = " ".join(str(what).split())
+    print(f"halfstep: error: {line}", file=sys.stderr)
+    return status
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,  # noqa: ANN401 -- the signature is the library's
+    line: str | None = None,
+) -> None:
+    """Print a warning in one line, as the rest of the program speaks."""
+    del category, filename, lineno, line
+    words = " ".join(str(message).split())
+    print(f"halfstep: warning: {words}", file=file or sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.exit(_complain(f"{message}; see {self.prog} --help", 2))
+
+
+def _parser() -> argparse.ArgumentParser:
+    from halfstep import __version__
+
+    parser = _Parser(
+        prog="halfstep",
+        description="Train PyTorch models in mixed precision, and see what it did.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(
+        metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    _add_train(commands)
+    _add_predict(commands)
+    _add_bench(commands)
+    _add_env(commands)
+    _add_levels(commands)
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write what is printed as data"
+    )
+
+
+def _show(tables: Sequence[Table], json_file: Path | None) -> None:
+    """Print tables, and write them as data where asked for."""
+    from halfstep.report import write_text
+
+    print("\n\n".join(table.text().rstrip() for table in tables))
+    if json_file:
+        data = [table.data() for table in tables]
+        write_text(json_file, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its type private
+    from halfstep.train.config import add_flags
+
+    parser = commands.add_parser(
+        "train",
+        help="train a text classifier in mixed precision",
+        description="Train a text classifier. Without flags: the built-in emotions, "
+        "a small model from scratch, at the level that this machine runs best.",
+    )
+    add_flags(parser)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--resume", action="store_true", help="go on with the run in --out"
+    )
+    mode.add_argument(
+        "--overwrite", action="store_true", help="replace the run in --out"
+    )
+    parser.set_defaults(command=_train)
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    import os
+
+    from halfstep.train.config import typed
+    from halfstep.train.run import run as train
+
+    # One process of many must not print what the first already does.
+    leads = os.environ.get("RANK", "0") == "0"
+    result = train(
+        typed(arguments), resume=arguments.resume, overwrite=arguments.overwrite
+    )
+    if leads:
+        print()
+        _show(result.tables, None)
+        print(f"\nreport: {result.folder.path / 'report.html'}")
+
+
+def _add_predict(commands: Any) -> None:  # noqa: ANN401
+    parser = commands.add_parser(
+        "predict",
+        help="label texts with a finished run",
+        description="Print the label and the probability of each class for texts.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a finished run")
+    parser.add_argument(
+        "texts",
+        nargs="+",
+        metavar="TEXT",
+        help="texts to label; - reads one a line from standard input",
+    )
+    _add_json(parser)
+    parser.set_defaults(command=_predict)
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    from halfstep.report import Cell, Table
+    from halfstep.train.predict import predict
+
+    texts: list[str] = arguments.texts
+    if texts == ["-"]:
+        try:
+            read = sys.stdin.buffer.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            message = f"standard input is not UTF-8 at byte {error.start}."
+            raise UserError(message) from error
+        texts = [line for line in read.splitlines() if line.strip()]
+        if not texts:
+            message = "standard input holds no text; give one a line."
+            raise UserError(message)
+    found = predict(arguments.run, texts)
+    labels = tuple(found[0].probabilities)
+    rows: list[tuple[Cell, ...]] = [
+        (each.label, *each.probabilities.values(), each.text.strip()) for each in found
+    ]
+    table = Table("Predictions", ("label", *labels, "text"), tuple(rows))
+    _show([table], arguments.json)
+
+
+def _add_bench(commands: Any) -> None:  # noqa: ANN401
+    from halfstep.bench.train import add_flags
+
+    parser = commands.add_parser(
+        "bench",
+        help="measure levels and peers side by side",
+        description="Measure halfstep beside what people use instead, in one run.",
+    )
+    kinds = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
+    train = kinds.add_parser(
+        "train",
+        help="the text classifier at each level, beside a plain torch.amp loop",
+        description="Train the same model on the same texts at each level and with "
+        "the loop that most people write; print time, memory and quality.",
+    )
+    add_flags(train)
+    _add_json(train)
+    train.set_defaults(command=_bench_train)
+
+
+def _bench_train(arguments: argparse.Namespace) -> None:
+    from halfstep.bench.train import bench
+
+    _show([bench(arguments)], arguments.json)
+
+
+def _add_env(commands: Any) -> None:  # noqa: ANN401
+    parser = commands.add_parser(
+        "env",
+        help="what this machine can do, and the level to use",
+        description="Show the machine, its measured matrix-product rates, and the "
+        "level and dtype that follow from them.",
+    )
+    parser.add_argument(
+        "--refresh", action="store_true", help="measure again instead of remembering"
+    )
+    _add_json(parser)
+    parser.set_defaults(command=_env)
+
+
+def _env(arguments: argparse.Namespace) -> None:
+    from halfstep import machine
+
+    _show(machine.tables(refresh=arguments.refresh), arguments.json)
+
+
+def _add_levels(commands: Any) -> None:  # noqa: ANN401
+    parser = commands.add_parser(
+        "levels",
+        help="the levels O0 to O3 as a table",
+        description="Show what each level stores and computes in 16 bits.",
+    )
+    _add_json(parser)
+    parser.set_defaults(command=_levels)
+
+
+def _levels(arguments: argparse.Namespace) -> None:
+    from halfstep import levels
+
+    _show([levels.table()], arguments.json)

@@ -1,0 +1,93 @@
+"""Many processes: torchrun's environment, data parallelism, and agreement.
+
+In: the environment that torchrun sets. Out: a `World`, a model wrapped in DDP, sums
+and maxima over ranks. With one process every function is the identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all that train together."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """The one process that writes files and speaks."""
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def join(device: str) -> Iterator[World]:
+    """Join the processes that torchrun started; leave them at the end.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (nccl; each process takes the GPU of its local
+            rank).
+    """
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    where = torch.device(device, local) if device == "cuda" else torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield World(0, 1, where)
+        return
+    dist.init_process_group(
+        "nccl" if where.type == "cuda" else "gloo",
+        device_id=where if where.type == "cuda" else None,
+    )
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), where)
+    finally:
+        dist.destroy_process_group()
+
+
+def data_parallel(model: nn.Module, world: World) -> nn.Module:
+    """Wrap a model so that its gradients are averaged over all processes."""
+    if world.size == 1:
+        return model
+    ids = [world.device.index] if world.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids)
+
+
+def unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Return a region in which a DDP model keeps its gradients to itself."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+def highest(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the elementwise maximum over all processes, the same on each."""
+    if dist.is_initialized():
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return value
+
+
+def total(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the elementwise sum over all processes, the same on each."""
+    if dist.is_initialized():
+        dist.all_reduce(value, dist.ReduceOp.SUM, group=group)
+    return value
+
+
+def wait_for_all() -> None:
+    """Return when every process has come this far."""
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,92 @@
+"""Which modules are stored and run in what, and why: a table for people.
+
+In: a prepared model, its choice and policy. Out: a `Table`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep import formats, optable
+from halfstep.policy import Policy, decide, type_names
+from halfstep.report import Cell, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from halfstep.choice import Choice
+
+_COLUMNS = ("module", "count", "parameters", "stored", "runs in", "why")
+
+
+def precision_table(
+    model: nn.Module,
+    choice: Choice,
+    policy: Policy,
+    device: str,
+    notes: Sequence[str] = (),
+) -> Table:
+    """Return one row for each type of module that holds parameters.
+
+    Args:
+        model: Prepared: stored as its level says.
+        choice: Level and format.
+        policy: Rules that put modules apart.
+        device: "cpu" or "cuda".
+        notes: Lines below the table.
+    """
+    rows: dict[tuple[str, ...], tuple[int, int]] = {}
+    for path, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own:
+            stored = ", ".join(sorted({_word(param.dtype) for param in own}))
+            runs = _runs_in(model, path, stored, choice, policy, device)
+            key = (type(module).__name__, stored, *runs)
+            count, numbers = rows.get(key, (0, 0))
+            rows[key] = count + 1, numbers + sum(param.numel() for param in own)
+    shown: list[tuple[Cell, ...]] = [
+        (key[0], *rows[key], *key[1:]) for key in sorted(rows)
+    ]
+    return Table("Precision", _COLUMNS, tuple(shown), tuple(notes))
+
+
+def _runs_in(
+    model: nn.Module,
+    path: str,
+    stored: str,
+    choice: Choice,
+    policy: Policy,
+    device: str,
+) -> tuple[str, str]:
+    """Return the format that a module runs in, and why."""
+    for depth in range(path.count(".") + 1, -1, -1):
+        outer = ".".join(path.split(".")[:depth])
+        island = decide(
+            None,
+            (torch.float32,),
+            device,
+            policy=policy,
+            module=outer,
+            types=type_names(model.get_submodule(outer)),
+        )
+        if island.category == optable.FP32 and choice.level.low:
+            return formats.FP32.name, f"rule {island.row}"
+    if not choice.level.autocast:
+        return stored, "as stored: this level has no autocast"
+    operation = optable.OPERATION_OF.get(type(model.get_submodule(path)).__name__)
+    if operation is None:
+        return "each operation's own", "no single operation does its work"
+    low = choice.format.dtype
+    decision = decide(operation, (low,), device, low=low)
+    runs = "as its input" if decision.dtype is None else _word(decision.dtype)
+    return runs, decision.reason
+
+
+def _word(dtype: torch.dtype) -> str:
+    """Return a format's short word, or torch's for a dtype that is none of ours."""
+    known = {format_.dtype: format_.name for format_ in formats.FORMATS.values()}
+    return known.get(dtype, str(dtype).removeprefix("torch."))

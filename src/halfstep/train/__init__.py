@@ -1,0 +1,1 @@
+"""The program that fine-tunes a text model: config, data, model, loop, evaluation."""

@@ -1,0 +1,175 @@
+"""From texts to token ids and models: built from scratch, or loaded with transformers.
+
+In: a model name and the training texts. Out: a tokenizer and a classifier.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+    },
+    "small": {
+        "num_hidden_layers": 6,
+        "hidden_size": 384,
+        "num_attention_heads": 6,
+        "intermediate_size": 1536,
+    },
+}
+"""Name -> shape of the BERT models that are built from scratch."""
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_LEAST_COUNT = 2  # so that characters seen once train the embedding of unknown ones
+_INIT_STD = 0.05  # BERT's 0.02 leaves few steps' worth of signal in a narrow model
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A tokenizer and a model that fit each other."""
+
+    tokenizer: Any
+    model: nn.Module
+    from_scratch: bool
+
+
+def build(
+    name: str,
+    texts: Sequence[str],
+    labels: Sequence[str],
+    *,
+    max_length: int,
+    dropout: float | None,
+) -> Classifier:
+    """Return the classifier that a name stands for.
+
+    Args:
+        name: "tiny", "small", or what transformers' `from_pretrained` takes.
+        texts: Training texts, whose characters become the vocabulary.
+        labels: Names of the classes.
+        max_length: Tokens after which a text is cut.
+        dropout: None: 0.1 from scratch, otherwise the model's own.
+
+    Raises:
+        UserError: If transformers cannot load the name.
+    """
+    words: dict[str, Any] = {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: index for index, label in enumerate(labels)},
+    }
+    if name not in SIZES:
+        return _pretrained(name, words, max_length, dropout)
+    from transformers import BertConfig, BertForSequenceClassification
+
+    tokenizer = character_tokenizer(texts, max_length)
+    rate = 0.1 if dropout is None else dropout
+    config = BertConfig(
+        **SIZES[name],
+        **words,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max_length,
+        hidden_dropout_prob=rate,
+        attention_probs_dropout_prob=rate,
+        initializer_range=_INIT_STD,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Classifier(
+        tokenizer, BertForSequenceClassification(config), from_scratch=True
+    )
+
+
+def _pretrained(
+    name: str, words: dict[str, Any], max_length: int, dropout: float | None
+) -> Classifier:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    changes = {}
+    if dropout is not None:
+        changes = dict.fromkeys(
+            ("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            name, ignore_mismatched_sizes=True, dtype="float32", **words, **changes
+        )
+    except (OSError, ValueError) as error:
+        where = "that folder" if Path(name).exists() else "that folder or hub name"
+        first = str(error).strip().partition("\n")[0]
+        message = (
+            f"--model {name}: transformers cannot load {where}: {first} The models "
+            f"built from scratch are {', '.join(SIZES)}."
+        )
+        raise UserError(message) from error
+    if tokenizer.pad_token_id is None:
+        message = f"--model {name}: its tokenizer has no padding token."
+        raise UserError(message)
+    tokenizer.model_max_length = min(tokenizer.model_max_length, max_length)
+    return Classifier(tokenizer, model, from_scratch=False)
+
+
+def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: ANN401
+    """Return a tokenizer whose tokens are the characters of some texts.
+
+    Text is normalised (NFKC, lower case) and loses its white space, so that the same
+    sentence reads the same with and without word boundaries.
+    """
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+    )
+    from transformers import PreTrainedTokenizerFast
+
+    normalizer = normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(r"\s+"), ""),
+        ]
+    )
+    counts = Counter(char for text in texts for char in normalizer.normalize_str(text))
+    kept = sorted(char for char, count in counts.items() if count >= _LEAST_COUNT)
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *kept])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106
+    core.normalizer = normalizer
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    pad, unknown, start, end, mask = SPECIAL
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core,
+        pad_token=pad,
+        unk_token=unknown,
+        cls_token=start,
+        sep_token=end,
+        mask_token=mask,
+        model_max_length=max_length,
+    )
+
+
+def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:  # noqa: ANN401
+    """Return the token ids of each text, cut to the tokenizer's length."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(list(texts), truncation=True)["input_ids"]
+    return ids

@@ -1,0 +1,50 @@
+"""What holds for every test: a fixed seed, a private cache, and nothing left behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# A busy machine may take any time over one example; a slow test is no wrong one.
+settings.register_profile("halfstep", deadline=None)
+settings.load_profile("halfstep")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, and say so."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep measured rates away from the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Begin with the same random numbers; end with torch's state as it was."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    left_on = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    threads_now = torch.get_num_threads()
+    # The next test must not pay for this one.
+    for device in left_on:
+        torch.set_autocast_enabled(device, False)  # noqa: FBT003 -- torch's own
+    torch.set_num_threads(threads)
+    assert not left_on, f"the test left autocast on for {left_on}"
+    assert threads_now == threads, f"the test left torch at {threads_now} threads"

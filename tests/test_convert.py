@@ -1,0 +1,343 @@
+"""What each level stores in 16 bits, and what runs apart in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from halfstep import levels
+from halfstep.convert import Conversion, attach_island, convert_
+from halfstep.errors import UserError
+from halfstep.policy import TORCH, Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: nn.LayerNorm(4),
+    "rms": lambda: nn.RMSNorm(4),
+    "group": lambda: nn.GroupNorm(2, 4),
+    "batch": lambda: nn.BatchNorm1d(4),
+    "instance": lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+}
+
+
+class Zoo(nn.Module):
+    """One of everything that conversion treats in its own way."""
+
+    places: Tensor
+    table: Tensor
+    wide: Tensor
+    phases: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.norms = nn.ModuleDict({name: make() for name, make in NORMS.items()})
+        self.recurrent = nn.LSTM(4, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("places", torch.arange(3))
+        self.register_buffer("table", torch.rand(3))
+        self.register_buffer("wide", torch.rand(3, dtype=torch.float64))
+        self.register_buffer("phases", torch.zeros(3, dtype=torch.complex64))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+
+
+KEPT = {"places": torch.int64, "wide": torch.float64, "mask": torch.bool}
+KEPT |= {"phases": torch.complex64}
+
+
+def rules(*words: str) -> Policy:
+    """Return a policy from rules as words."""
+    return Policy.parse(" + ".join(["torch", *words]))
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_o2_spares_normalisation(low: torch.dtype) -> None:
+    """Law: at O2 norms keep fp32 parameters and buffers, all other floats are low."""
+    model = Zoo()
+    convert_(model, levels.O2, low, TORCH)
+    for name, tensor in model.state_dict().items():
+        if name in KEPT or name.endswith("num_batches_tracked"):
+            assert tensor.dtype == KEPT.get(name, torch.int64)
+        else:
+            assert tensor.dtype == (FP32 if name.startswith("norms.") else low), name
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_o3_spares_nothing(low: torch.dtype) -> None:
+    """Law: at O3 every fp32 number is stored low; integers and float64 are not."""
+    model = Zoo()
+    convert_(model, levels.O3, low, TORCH)
+    for name, tensor in model.state_dict().items():
+        if name in KEPT or name.endswith("num_batches_tracked"):
+            assert tensor.dtype == KEPT.get(name, torch.int64)
+        else:
+            assert tensor.dtype == low, name
+
+
+@pytest.mark.parametrize("level", [levels.O0, levels.O1])
+def test_o0_and_o1_store_fp32(level: levels.Level) -> None:
+    """Law: these levels leave every tensor's dtype and numbers as they are."""
+    model = Zoo()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert convert_(model, level, BF16, TORCH) == Conversion({}, ())
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_identity_survives() -> None:
+    """Law: parameters stay the same objects, tied ones tied, and hooks still run."""
+    model = Zoo()
+    before = dict(model.named_parameters())
+    values = {name: param.detach().clone() for name, param in before.items()}
+    called: list[str] = []
+    model.head.register_forward_hook(lambda *_: called.append("module"))
+    weight: Any = model.head.weight
+    weight.register_hook(lambda _: called.append("tensor"))
+    weight.register_post_accumulate_grad_hook(lambda _: called.append("sum"))
+    conversion = convert_(model, levels.O2, BF16, TORCH)
+    for name, param in model.named_parameters():
+        assert param is before[name]
+    assert model.head.weight is model.embedding.weight
+    # Originals are the fp32 values before; the stored ones are those, rounded.
+    names = {id(param): name for name, param in before.items()}
+    assert len(conversion.originals) == 1 + 4
+    for param, original in conversion.originals.items():
+        assert torch.equal(original, values[names[id(param)]])
+        assert torch.equal(param, original.to(BF16))
+    torch.autograd.backward(model.head(torch.ones(2, 4, dtype=BF16)).sum())
+    assert called == ["module", "tensor", "sum"]
+    assert model.head.weight.grad is not None
+    assert model.head.weight.grad.dtype == BF16
+
+
+def test_o3_casts_what_goes_in() -> None:
+    """Law: the model's floating inputs arrive low, by place and by name; ids do not."""
+    seen: dict[str, torch.dtype] = {}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, ids: Tensor, **more: Any) -> Tensor:
+            seen.update(x=x.dtype, ids=ids.dtype, mask=more["mask"][0].dtype)
+            out: Tensor = self.inner(x)
+            return out
+
+    model = Model()
+    convert_(model, levels.O3, BF16, TORCH)
+    out = model(torch.ones(1, 4), torch.arange(2), mask=[torch.ones(2)])
+    assert seen == {"x": BF16, "ids": torch.int64, "mask": BF16}
+    assert out.dtype == BF16
+
+
+class Watch(nn.Linear):
+    """A layer that notes how it was called."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__(size, size)
+        self.seen: list[tuple[torch.dtype, bool]] = []
+
+    def forward(self, x: Tensor, *, fail: bool = False) -> Tensor:
+        """Note the input's dtype and whether autocast is on."""
+        self.seen.append((x.dtype, torch.is_autocast_enabled("cpu")))
+        if fail:
+            message = "inside"
+            raise RuntimeError(message)
+        return super().forward(x)
+
+
+@contextlib.contextmanager
+def region() -> Iterator[None]:
+    """Open an autocast region, and check that it is as it was at the end."""
+    with torch.autocast("cpu", BF16):
+        yield
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == BF16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("level", [levels.O1, levels.O2])
+@pytest.mark.parametrize("rule", ["module:1=fp32", "type:Watch=fp32"])
+def test_islands(level: levels.Level, rule: str) -> None:
+    """Law: a rule's module is stored and run in fp32 without autocast; others low."""
+    model = nn.Sequential(nn.Linear(4, 4), Watch(), nn.Linear(4, 4))
+    conversion = convert_(model, level, BF16, rules(rule))
+    assert conversion.islands == ("1",)
+    low = BF16 if level.low_weights else FP32
+    assert [p.dtype for p in model.parameters()] == [low, low, FP32, FP32, low, low]
+    outputs: list[torch.dtype] = []
+    for module in model:
+        module.register_forward_hook(lambda *args: outputs.append(args[2].dtype))
+    with region():
+        model(torch.ones(2, 4))
+    assert outputs == [BF16, FP32, BF16]
+    assert isinstance(model[1], Watch)
+    assert model[1].seen == [(FP32, False)]
+
+
+def test_islands_at_o3() -> None:
+    """Law: without autocast an island's output comes back low for the next layer."""
+    model = nn.Sequential(nn.Linear(4, 4), Watch(), nn.Linear(4, 4))
+    convert_(model, levels.O3, BF16, rules("module:1=fp32"))
+    assert model(torch.ones(2, 4)).dtype == BF16
+    assert isinstance(model[1], Watch)
+    assert model[1].seen == [(FP32, False)]
+    assert model[1].weight.dtype == FP32
+
+
+def test_islands_at_o0() -> None:
+    """Law: where all is fp32 there is nothing to keep apart: no hook is attached."""
+    model = nn.Sequential(Watch())
+    convert_(model, levels.O0, FP32, rules("module:0=fp32"))
+    assert not model[0]._forward_pre_hooks
+
+
+def test_an_island_may_fail() -> None:
+    """Law: after an error inside, autocast is on again, and the island still works."""
+    layer = Watch()
+    attach_island(layer)
+    with region():
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="inside"):
+                layer(torch.ones(1, 4), fail=True)
+            assert torch.is_autocast_enabled("cpu")
+        layer(torch.ones(1, 4, dtype=BF16))
+    assert layer.seen == [(FP32, False)] * 4
+
+
+def test_nested_islands() -> None:
+    """Law: an island in an island is one island; both leave the region as it was."""
+    inner = Watch()
+    outer = nn.Sequential(nn.Linear(4, 4), inner)
+    conversion = convert_(
+        nn.ModuleDict({"a": outer, "ab": Watch()}),
+        levels.O2,
+        BF16,
+        rules("module:a=fp32", "type:Watch=fp32"),
+    )
+    assert conversion.islands == ("a", "ab")
+    attach_island(inner)
+    with region():
+        assert outer(torch.ones(1, 4)).dtype == FP32
+        with pytest.raises(RuntimeError, match="inside"):
+            inner(torch.ones(1, 4), fail=True)
+    assert inner.seen == [(FP32, False)] * 2
+
+
+def test_an_island_that_calls_itself() -> None:
+    """Law: a module that runs inside its own run leaves the region as it was."""
+
+    class Again(nn.Linear):
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            assert not torch.is_autocast_enabled("cpu")
+            x = super().forward(x)
+            return x if depth == 0 else self(x, depth - 1)
+
+    model = Again(4, 4)
+    attach_island(model)
+    with region():
+        model(torch.ones(1, 4))
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_islands_in_recomputation(reentrant: bool) -> None:
+    """Law: recomputed under checkpointing, an island runs as it did, to the bit."""
+    torch.manual_seed(0)
+    layer = Watch()
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
+    attach_island(layer)
+    start = torch.randn(3, 4, requires_grad=True)
+    grads = []
+    for recompute in (False, True):
+        model.zero_grad()
+        with region():
+            if recompute:
+                out = checkpoint(model, start, use_reentrant=reentrant)
+            else:
+                out = model(start)
+        torch.autograd.backward(out.float().square().sum())
+        grads.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+    assert layer.seen == [(FP32, False)] * 3
+
+
+def test_rms_norm_takes_low_input_at_o2() -> None:
+    """Law: RMSNorm, whose kernel takes no mix of dtypes, runs in fp32 at O2."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4), nn.Linear(4, 4))
+    convert_(model, levels.O2, BF16, TORCH)
+    with region():
+        assert model(torch.ones(2, 4)).dtype == BF16
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_run_at_o2(name: str) -> None:
+    """Law: each norm takes a low input at O2, and its gradients are fp32."""
+    model = nn.ModuleList([nn.Linear(4, 4), NORMS[name]()])
+    convert_(model, levels.O2, BF16, TORCH)
+    with region():
+        hidden = model[0](torch.randn(6, 4))
+        assert hidden.dtype == BF16
+        shaped = hidden[None].mT if name == "instance" else hidden
+        out = model[1](shaped)
+    torch.autograd.backward(out.float().square().sum())
+    grads = [param.grad for param in model[1].parameters()]
+    assert all(grad is not None and grad.dtype == FP32 for grad in grads)
+
+
+@pytest.mark.parametrize("word", ["module:head.*=fp32", "type:Conv2d=fp32"])
+def test_a_rule_without_a_module(word: str) -> None:
+    """Law: a rule that speaks of nothing is refused, and the model is untouched."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(UserError) as caught:
+        convert_(model, levels.O2, BF16, rules("type:Linear=fp32", word))
+    assert str(caught.value) == (
+        f"rule '{word}' matches no module; see model.named_modules()."
+    )
+    assert model[0].weight.dtype == FP32
+    assert not model[0]._forward_pre_hooks
+
+
+def test_rules_may_overlap() -> None:
+    """Law: a rule whose modules an earlier rule already took is not called unused."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    both = rules("module:*=fp32", "type:Linear=fp32", "module:1=fp32")
+    convert_(model, levels.O2, BF16, both)
+    assert {param.dtype for param in model.parameters()} == {FP32}
+
+
+@pytest.mark.parametrize("word", ["op:softmax.int=fp32", "module:0=low"])
+@pytest.mark.parametrize("level", levels.LEVELS.values(), ids=str)
+def test_a_rule_that_cannot_be_applied(level: levels.Level, word: str) -> None:
+    """Law: rules about operations, or other than fp32, are refused at every level."""
+    with pytest.raises(UserError) as caught:
+        convert_(nn.Sequential(nn.Linear(4, 4)), level, BF16, rules(word))
+    assert str(caught.value) == (
+        f"rule '{word}' cannot be applied: the eager engine keeps whole modules in "
+        "fp32. Write 'module:PATH=fp32' or 'type:NAME=fp32'."
+    )
+
+
+@pytest.mark.parametrize("level", [levels.O2, levels.O3])
+def test_a_wrapped_model_is_refused(level: levels.Level) -> None:
+    """Law: weights under a wrapper are not converted; nothing is left half done."""
+    model = nn.Linear(4, 4)
+    with pytest.raises(UserError) as caught:
+        convert_(nn.DataParallel(model), level, BF16, rules("type:Linear=fp32"))
+    assert str(caught.value) == (
+        f"level={level} changes the dtype of weights, and the model is already in "
+        "DataParallel. Prepare the bare model, then wrap session.model."
+    )
+    assert model.weight.dtype == FP32
+    assert not model._forward_pre_hooks
+    convert_(nn.DataParallel(model), levels.O1, BF16, TORCH)

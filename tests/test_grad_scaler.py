@@ -1,0 +1,399 @@
+"""The drop-in scaler beside torch's own: the same programs, compared bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.errors import UserError
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+OPTIMIZERS: dict[str, list[Make]] = {
+    "sgd": [SGD],
+    "fused sgd": [functools.partial(SGD, fused=True)],
+    "adam": [ADAM],
+    "adamw": [ADAMW],
+    "fused adamw": [functools.partial(ADAMW, fused=True)],
+    "two": [SGD, functools.partial(ADAMW, fused=True)],
+    "two unfused": [ADAM, SGD],
+}
+PROGRAMS = 30
+"""Random programs for each choice of optimizers."""
+
+
+class World:
+    """A scaler, a model in two halves, and an optimizer or two: one side of the twin.
+
+    Each method is one instruction of a random program.
+    """
+
+    def __init__(self, scaler: Any, makes: list[Make]) -> None:
+        torch.manual_seed(0)
+        self.scaler = scaler
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        halves = [self.model[0], self.model[2]]
+        named = [list(half.named_parameters()) for half in halves]
+        if len(makes) == 1:
+            named = [list(self.model.named_parameters())]
+        self.optimizers = [
+            make(params) for make, params in zip(makes, named, strict=True)
+        ]
+        # torch's fused SGD leaves momentum unfilled when it skips its first step.
+        self.model(torch.ones(1, 3)).sum().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def backward(self, seed: int) -> None:
+        """Scale a loss and run its backward pass."""
+        batch = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+        self.scaler.scale(self.model(batch).square().mean()).backward()
+
+    def plant(self, which: int, value: float) -> None:
+        """Write inf or NaN into one gradient."""
+        params = list(self.model.parameters())
+        grad = params[which % len(params)].grad
+        if grad is not None:
+            grad.view(-1)[which % grad.numel()] = value
+
+    def unscale(self, which: int) -> None:
+        """Unscale one optimizer's gradients."""
+        self.scaler.unscale_(self.optimizers[which % len(self.optimizers)])
+
+    def clip(self) -> float:
+        """Clip all gradients, scaled or not."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), 0.1).item()
+
+    def step(self, which: int) -> object:
+        """Step one optimizer."""
+        return self.scaler.step(self.optimizers[which % len(self.optimizers)])
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Close the iteration."""
+        self.scaler.update(new_scale)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self.model.zero_grad()
+
+    def reload(self) -> dict[str, Any]:
+        """Move the scaler's state into a fresh one of its kind."""
+        state: dict[str, Any] = self.scaler.state_dict()
+        self.scaler = type(self.scaler)("cpu")
+        self.scaler.load_state_dict(state)
+        return state
+
+    def pickle(self) -> None:
+        """Send the scaler through pickle."""
+        self.scaler = pickle.loads(pickle.dumps(self.scaler))  # noqa: S301
+
+    def bits(self) -> list[Tensor]:
+        """Return all numbers there are, as integers, so that NaN equals itself."""
+        params = list(self.model.parameters())
+        seen = params + [p.grad for p in params if p.grad is not None]
+        for optimizer in self.optimizers:
+            for index, state in optimizer.state_dict()["state"].items():
+                seen.append(torch.tensor(float(index)))
+                seen += [v for _, v in sorted(state.items()) if torch.is_tensor(v)]
+        if self.scaler._scale is not None:
+            seen += [self.scaler._scale, self.scaler._growth_tracker.float()]
+        return [t.detach().float().reshape(-1).view(torch.int32) for t in seen]
+
+
+def outcome(world: World, name: str, args: tuple[Any, ...]) -> object:
+    """Run one instruction; return its value, or its error in words."""
+    try:
+        return getattr(world, name)(*args)
+    except Exception as error:  # noqa: BLE001 -- any error is part of the contract
+        return f"{type(error).__name__}: {error}"
+
+
+Line = tuple[str, tuple[Any, ...]]
+BAD = (math.inf, -math.inf, math.nan)
+
+ITERATION: list[tuple[float, Callable[[random.Random], Line]]] = [
+    (1.0, lambda rng: ("backward", (rng.randrange(99),))),
+    (0.4, lambda rng: ("plant", (rng.randrange(99), rng.choice(BAD)))),
+    (0.4, lambda _: ("unscale", (0,))),
+    (0.4, lambda _: ("unscale", (1,))),
+    (0.4, lambda _: ("clip", ())),
+    (0.1, lambda rng: ("plant", (rng.randrange(99), math.inf))),
+    (1.0, lambda _: ("step", (0,))),
+    (0.9, lambda _: ("step", (1,))),
+    (1.0, lambda _: ("update", ())),
+    (1.0, lambda _: ("clear", ())),
+    (0.2, lambda _: ("reload", ())),
+    (0.2, lambda _: ("pickle", ())),
+    (0.1, lambda rng: ("update", (rng.choice([8.0, 1024.0]),))),
+]
+"""How likely an instruction is in one iteration, and the instruction."""
+
+
+def program(rng: random.Random) -> list[Line]:
+    """Return ten iterations, in which some instructions went astray."""
+    lines = [
+        line(rng) for _ in range(10) for odds, line in ITERATION if rng.random() < odds
+    ]
+    for _ in range(rng.randrange(8)):
+        here = rng.randrange(len(lines))
+        if rng.random() < 0.5:
+            del lines[here]
+        else:
+            lines.insert(here, rng.choice(lines))
+    return lines
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_same_as_torch(kind: str) -> None:
+    """Law: weights, state, scale, tracker, values and errors are torch's, always."""
+    skipped = 0
+    for seed in range(PROGRAMS):
+        rng = random.Random(f"{kind} {seed}")  # noqa: S311
+        numbers = (2.0 ** rng.randrange(2, 12), 2.0, 0.5, rng.randrange(1, 5))
+        theirs = World(torch.amp.GradScaler("cpu", *numbers), OPTIMIZERS[kind])
+        ours = World(hs.GradScaler("cpu", *numbers), OPTIMIZERS[kind])
+        for name, args in program(rng):
+            flags = [
+                bool(flag)
+                for state in theirs.scaler._per_optimizer_states.values()
+                for flag in state["found_inf_per_device"].values()
+            ]
+            expected, seen = outcome(theirs, name, args), outcome(ours, name, args)
+            assert seen == expected or seen != seen, (seed, name)  # noqa: PLR0124
+            pairs = zip(ours.bits(), theirs.bits(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), (seed, name)
+            if name == "update" and args == () and expected is None:
+                skipped += any(flags)
+                assert ours.scaler.last_step.skipped == any(flags)
+                assert ours.scaler.last_step.applied == (not any(flags))
+    assert skipped > PROGRAMS
+
+
+class Setup:
+    """One linear layer, an optimizer that knows names, and a scaler."""
+
+    def __init__(self, make: Make = SGD, named: bool = True, **numbers: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        given = self.model.named_parameters() if named else self.model.parameters()
+        self.optimizer = make(given)
+        self.scaler = hs.GradScaler("cpu", **numbers)
+
+    def state(self) -> tuple[dict[str, Tensor], Any]:
+        """Return all that a skipped step must leave alone."""
+        return self.model.state_dict(), self.optimizer.state_dict()["state"]
+
+    def iterate(self, value: float = 0.0) -> None:
+        """Run one iteration with `value` added to the bias's gradient."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(torch.ones(1, 3)).square().sum()).backward()
+        assert self.model.bias.grad is not None
+        self.model.bias.grad += value
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+MAKES: list[Make] = [
+    SGD,
+    ADAMW,
+    functools.partial(SGD, fused=True),
+    functools.partial(ADAMW, fused=True),
+]
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_last_step_tells_the_truth(make: Make) -> None:
+    """Law: skipped exactly where weights, state and counters stayed, fused or not."""
+    setup = Setup(make, init_scale=8.0)
+    assert not setup.scaler.last_step.complete
+    for number, value in enumerate((0.0, math.inf, 0.0, math.nan, math.nan, 0.0)):
+        before = copy.deepcopy(setup.state())
+        scale = setup.scaler.get_scale()
+        setup.iterate(value)
+        report = setup.scaler.last_step
+        assert report.skipped == (value != 0)
+        assert report.applied == (value == 0)
+        assert report.found_inf_in == (("bias",) if value else ())
+        assert (report.step, report.scale) == (number + 1, scale)
+        if value:
+            same(setup.state(), before)
+        else:
+            assert not torch.equal(setup.model.weight, before[0]["weight"])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fused_sgd_may_skip_its_first_step(momentum: float) -> None:
+    """Law: a skipped first step leaves no junk in the momentum, as torch's does."""
+    fused = Setup(functools.partial(SGD, momentum=momentum, fused=True))
+    plain = Setup(functools.partial(SGD, momentum=momentum))
+    torch.full((2, 3), 1e30)  # Freed at once: what the momentum would be made of.
+    for value in (math.inf, 0.0, 0.0):
+        fused.iterate(value)
+        plain.iterate(value)
+    torch.testing.assert_close(fused.state(), plain.state())
+    assert fused.scaler.get_scale() == plain.scaler.get_scale()
+
+
+def test_names_without_names() -> None:
+    """Law: an optimizer that was given no names is told by group and position."""
+    setup = Setup(named=False)
+    setup.iterate(math.inf)
+    assert setup.scaler.last_step.found_inf_in == ("group 0 parameter 1 (2,)",)
+
+
+def test_names_outlive_the_gradients() -> None:
+    """Law: on a CPU, names stand although gradients are cleared or mended after."""
+    setup = Setup()
+    setup.iterate(math.inf)
+    first = setup.scaler.last_step
+    setup.iterate()
+    assert setup.scaler.last_step.found_inf_in == ()
+    assert first.found_inf_in == ("bias",)
+
+
+def test_pickle_keeps_the_report() -> None:
+    """Law: what pickle brings back knows the last step and all counters."""
+    setup = Setup(hysteresis=3, init_scale=8.0)
+    setup.iterate(math.inf)
+    setup.scaler = pickle.loads(pickle.dumps(setup.scaler))  # noqa: S301
+    report = setup.scaler.last_step
+    assert (report.step, report.skipped, report.scale) == (1, True, 8.0)
+    assert report.found_inf_in == ("bias",)
+    for expected in (8.0, 4.0):
+        setup.iterate(math.inf)
+        assert setup.scaler.get_scale() == expected
+
+
+def test_is_a_torch_scaler() -> None:
+    """Law: code that asks for torch's type accepts ours, also once it is prepared."""
+    assert isinstance(hs.GradScaler("cpu"), torch.amp.GradScaler)
+    assert issubclass(hs.GradScaler, torch.amp.GradScaler)
+
+
+def test_disabled() -> None:
+    """Law: disabled, each method does what the loop would do without a scaler."""
+    setup, plain = Setup(enabled=False), Setup()
+    for value in (0.0, 0.5):
+        setup.iterate(value)
+        plain.optimizer.zero_grad()
+        plain.model(torch.ones(1, 3)).square().sum().backward()
+        assert plain.model.bias.grad is not None
+        plain.model.bias.grad += value
+        plain.optimizer.step()
+    assert torch.equal(setup.model.weight, plain.model.weight)
+    assert torch.equal(setup.model.bias, plain.model.bias)
+    assert (setup.scaler.get_scale(), setup.scaler.state_dict()) == (1.0, {})
+    assert not setup.scaler.is_enabled()
+    assert not setup.scaler.last_step.complete
+    setup.scaler.unscale_(setup.optimizer)
+    setup.scaler.load_state_dict({})
+    setup.scaler.update(7)
+    assert setup.scaler.scale(loss := torch.ones(())) is loss
+
+
+def test_update_takes_an_int() -> None:
+    """Law: `update(7)` sets the scale, where torch raises AttributeError."""
+    setup = Setup()
+    setup.iterate()
+    setup.scaler.update(7)
+    assert setup.scaler.get_scale() == 7.0
+    setup.scaler.update(torch.tensor(3.0))
+    assert setup.scaler.get_scale() == 3.0
+
+
+def test_never_walks_to_zero() -> None:
+    """Law: overflow for ever raises at the floor; torch goes to 0 and writes NaN."""
+    setup = Setup()
+    before = copy.deepcopy(setup.state())
+    raised = 0
+    for _ in range(200):
+        try:
+            setup.iterate(math.inf)
+        except hs.LossScaleCollapse as error:
+            raised += 1
+            assert str(error).startswith(  # noqa: PT017
+                f"{40 + raised} steps in a row overflowed, the last at loss scale "
+                "5.96046e-08: not finite: bias. A smaller scale cannot mend this: "
+            )
+    # 40 halvings lead from 2**16 to 2**-24; the floor itself is tried before raising.
+    assert raised == 160
+    assert setup.scaler.get_scale() == 2.0**-24
+    same(setup.state(), before)
+    setup.iterate()
+    assert setup.scaler.last_step.applied
+    assert all(bool(p.isfinite().all()) for p in setup.model.parameters())
+
+
+def test_max_consecutive_skips() -> None:
+    """Law: the n-th skip in a row raises; a step between starts the count anew."""
+    setup = Setup(max_consecutive_skips=3, init_scale=64.0)
+    for value in (math.inf, math.inf, 0.0, math.inf, math.inf):
+        setup.iterate(value)
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        setup.iterate(math.nan)
+    # 64 -> 32 -> 16 -> 16 -> 8 -> 4: the step that raised was run at 4.
+    assert str(caught.value) == (
+        "3 steps in a row overflowed, the last at loss scale 4: not finite: bias. "
+        "A smaller scale cannot mend this: look for a loss or input that is not "
+        "finite, lower the learning rate, or train in bf16 (--dtype bf16)."
+    )
+    assert setup.scaler.last_step.found_inf_in == ("bias",)
+
+
+def test_bounds_and_hysteresis() -> None:
+    """Law: floor, ceiling and hysteresis are those given."""
+    setup = Setup(
+        init_scale=8.0, growth_interval=1, min_scale=4.0, max_scale=16.0, hysteresis=2
+    )
+    seen = []
+    for value in (0.0, 0.0, math.inf, math.inf, math.inf, math.inf, 0.0, math.inf):
+        setup.iterate(value)
+        seen.append(setup.scaler.get_scale())
+    assert seen == [16, 16, 16, 8, 4, 4, 8, 8]
+
+
+def test_a_window_made_shorter_still_ends() -> None:
+    """Law: an interval set below the tracker still ends; torch's never does."""
+    setup = Setup(init_scale=8.0, growth_interval=10)
+    for _ in range(5):
+        setup.iterate()
+    setup.scaler.set_growth_interval(3)
+    setup.iterate()
+    assert setup.scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"min_scale": 0.0}, "min_scale=0.0 must be at least 1.17549e-38."),
+        (
+            {"max_scale": 4.0},
+            "init_scale=65536.0 must be between min_scale and max_scale.",
+        ),
+        ({"hysteresis": 0}, "hysteresis=0 must be at least 1."),
+        ({"growth_interval": 0}, "growth_interval=0 must be at least 1."),
+        ({"backoff_factor": -1.0}, "backoff_factor=-1.0 must be in (0, 1]."),
+    ],
+)
+def test_messages(numbers: dict[str, Any], message: str) -> None:
+    """Law: a number out of range is refused at once, by name and value."""
+    with pytest.raises(UserError) as caught:
+        hs.GradScaler("cpu", **numbers)
+    assert str(caught.value) == message
+    hs.GradScaler("cpu", enabled=False, **numbers)

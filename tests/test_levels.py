@@ -1,0 +1,76 @@
+"""The levels as data, and what happens to misspelt ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfstep import formats, levels
+from halfstep.errors import UserError
+from halfstep.levels import DEFAULT_LOSS_SCALE, LEVELS, Level
+
+# By hand, from apex's description of its levels.
+PROMISED = {
+    #      low weights, fp32 norms, autocast, masters, low inputs, low
+    "O0": (False, False, False, False, False, False),
+    "O1": (False, False, True, False, False, True),
+    "O2": (True, True, True, True, False, True),
+    "O3": (True, False, False, False, True, True),
+}
+
+
+def test_fields() -> None:
+    """Law: each level promises what apex's level of that name does."""
+    assert {
+        name: (
+            level.low_weights,
+            level.fp32_norms,
+            level.autocast,
+            level.masters,
+            level.low_inputs,
+            level.low,
+        )
+        for name, level in LEVELS.items()
+    } == PROMISED
+
+
+@pytest.mark.parametrize("level", LEVELS.values(), ids=str)
+def test_parse_undoes_str(level: Level) -> None:
+    """Law: `parse` and `str` are inverses, and every level has a summary."""
+    assert levels.parse(str(level)) is level
+    assert level.summary
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("o2", "O2"), ("02", "O2"), ("o0", "O0"), ("00", "O0"), (" O3 ", "O3")],
+)
+def test_near_misses_are_told_the_spelling(word: str, meant: str) -> None:
+    """Law: a small o or a digit 0 is refused with the spelling that was meant."""
+    with pytest.raises(UserError) as caught:
+        levels.parse(word)
+    assert str(caught.value) == (
+        f"level={word!r} is spelt {meant!r}: the capital letter O and a digit."
+    )
+
+
+@pytest.mark.parametrize("word", ["O4", "", "2", "O", "fp16", "O22", "-O2"])
+def test_unknown_level(word: str) -> None:
+    """Law: any other word is refused with the choice."""
+    with pytest.raises(UserError) as caught:
+        levels.parse(word)
+    assert str(caught.value) == (
+        f"level={word!r} is not a level; choose auto, O0, O1, O2, O3."
+    )
+
+
+def test_every_format_has_a_default_loss_scale() -> None:
+    """Law: just fp16 needs a scale, for just its range is shorter than fp32's."""
+    assert DEFAULT_LOSS_SCALE.keys() == formats.FORMATS.keys()
+    short = {
+        name
+        for name, format_ in formats.FORMATS.items()
+        if format_.exponent_bits < formats.FP32.exponent_bits
+    }
+    scaled = {name for name, word in DEFAULT_LOSS_SCALE.items() if word == "dynamic"}
+    assert scaled == short == {"fp16"}
+    assert set(DEFAULT_LOSS_SCALE.values()) == {"dynamic", "none"}

@@ -1,0 +1,475 @@
+"""The machine: what is read, what is measured once, and the advice that follows."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep import formats, machine
+from halfstep.formats import FORMATS
+from halfstep.machine import Capabilities, Gpu, Recommendation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RATES = {"fp32": 2.0, "bf16": 5.0, "fp16": 0.25}
+GB = 2**30
+
+
+def cpu(*instruction_sets: str) -> Capabilities:
+    """Return a machine without a GPU."""
+    return Capabilities("a processor", 8, 4, instruction_sets, (), "2.99")
+
+
+def gpu(*capability: int) -> Capabilities:
+    """Return a machine with one GPU."""
+    major, minor = capability
+    card = Gpu("a card", (major, minor), 16 * GB)
+    return Capabilities("a processor", 8, 4, ("AMX-BF16",), (card,), "2.99")
+
+
+AMX = cpu("AVX512", "AVX512-BF16", "AMX-BF16")
+
+
+def plant(
+    patch: pytest.MonkeyPatch, what: Capabilities, rates: dict[str, float]
+) -> None:
+    """Let `machine` believe in a machine and its rates."""
+    patch.setattr(machine, "capabilities", lambda: what)
+    patch.setattr(machine, "gemm_rates", lambda _device=None: dict(rates))
+
+
+# Reading
+
+
+CPUINFO_X86 = """\
+processor\t: 0
+model name\t: A Xeon: the model
+flags\t\t: fpu sse2 avx512f avx512_bf16 amx_bf16 amx_tile
+
+processor\t: 1
+model name\t: another
+flags\t\t: fpu
+"""
+CPUINFO_ARM = "processor\t: 0\nFeatures\t: fp asimdhp bf16\nCPU part\t: 0xd0c\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "sets"),
+    [
+        (CPUINFO_X86, "A Xeon: the model", ("AVX512", "AVX512-BF16", "AMX-BF16")),
+        (CPUINFO_ARM, "an architecture", ("NEON-FP16", "NEON-BF16")),
+        ("", "an architecture", ()),
+        (None, "an architecture", ()),
+    ],
+    ids=["x86", "arm", "empty", "absent"],
+)
+def test_cpu_is_read(
+    text: str | None,
+    name: str,
+    sets: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: the first processor's name and flags, and nothing made up without them."""
+    listing = tmp_path / "cpuinfo"
+    if text is not None:
+        listing.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(machine, "Path", lambda _path: listing)
+    monkeypatch.setattr(platform, "machine", lambda: "an architecture")
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    found = machine.capabilities.__wrapped__()
+    assert (found.cpu, found.instruction_sets) == (name, sets)
+
+
+def test_capabilities_of_this_machine() -> None:
+    """Law: threads, torch and GPUs are torch's own words; a GPU is preferred."""
+    found = machine.capabilities()
+    assert found.torch == torch.__version__
+    assert found.threads == torch.get_num_threads()
+    assert len(found.gpus) == torch.cuda.device_count()
+    assert found.cores >= 1
+    assert (AMX.device, gpu(7, 5).device) == ("cpu", "cuda")
+
+
+def test_peak_memory_counts_bytes() -> None:
+    """Law: memory that was written to is in the peak, and the unit is the byte."""
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    peak = machine.peak_memory("cpu")
+    assert held.nbytes < peak < 2**44
+
+
+# Measuring
+
+
+class Clock:
+    """A clock that moves by the same step each time it is read."""
+
+    def __init__(self, step: float) -> None:
+        self.step, self.reads = step, 0
+
+    def perf_counter(self) -> float:
+        """Return the time."""
+        self.reads += 1
+        return self.reads * self.step
+
+
+@pytest.mark.parametrize(("step", "size"), [(0.001, 1024), (0.02, 256), (5.0, 256)])
+def test_measured_rate(step: float, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: 2 n**3 operations over the time; n grows only while time allows."""
+    clock = Clock(step)
+    monkeypatch.setattr(machine, "time", clock)
+    rate = machine.measure_gemm(torch.float32, "cpu", seconds=0.1)
+    assert rate == pytest.approx(2 * size**3 / step / 1e12, rel=1e-6)
+    if step > 1:
+        # One product at the start, one measured: an emulated format is given up.
+        assert clock.reads == 3
+
+
+@pytest.fixture(autouse=True)
+def _forget_planted_rates() -> Iterator[None]:
+    """Keep what this file plants from every other test."""
+    yield
+    machine._gemm_rates.cache_clear()
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Plant a machine whose cache is empty; list what is measured on it."""
+    calls: list[str] = []
+    names = {format_.dtype: format_.name for format_ in FORMATS.values()}
+
+    def measure(dtype: torch.dtype, _device: str) -> float:
+        calls.append(names[dtype])
+        return RATES[names[dtype]]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "capabilities", lambda: AMX)
+    monkeypatch.setattr(machine, "measure_gemm", measure)
+    new_process()
+    return calls
+
+
+def new_process() -> None:
+    """Forget what only the process knows."""
+    machine._gemm_rates.cache_clear()
+
+
+def store(tmp_path: Path) -> Path:
+    """Return where the rates are kept."""
+    return tmp_path / "halfstep" / "machine.json"
+
+
+def test_rates_are_measured_once(measured: list[str], tmp_path: Path) -> None:
+    """Law: one measurement a machine; the process and the file both remember."""
+    assert machine.gemm_rates() == RATES
+    assert machine.gemm_rates("cpu") == RATES
+    assert measured == ["fp32", "bf16", "fp16"]
+    new_process()
+    assert machine.gemm_rates() == RATES
+    assert measured == ["fp32", "bf16", "fp16"]
+    assert [file.name for file in store(tmp_path).parent.iterdir()] == ["machine.json"]
+
+
+def test_another_machine_is_measured_anew(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: processor, torch and threads each make the figures new; none are lost."""
+    machine.gemm_rates()
+    others = [
+        Capabilities("another", 8, 4, (), (), "2.99"),
+        Capabilities("a processor", 8, 1, (), (), "2.99"),
+        Capabilities("a processor", 8, 4, (), (), "3.0"),
+    ]
+    for number, other in enumerate(others, 2):
+        monkeypatch.setattr(machine, "capabilities", lambda other=other: other)
+        machine.gemm_rates()
+        assert len(measured) == 3 * number
+    new_process()
+    monkeypatch.setattr(machine, "capabilities", lambda: AMX)
+    machine.gemm_rates()
+    assert len(measured) == 3 * 4
+
+
+def test_the_answer_is_a_copy(measured: list[str]) -> None:
+    """Law: who changes the answer changes nobody else's."""
+    machine.gemm_rates()["fp32"] = 0.0
+    assert machine.gemm_rates() == RATES
+    assert len(measured) == 3
+
+
+def test_refresh_measures_each_time(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: `refresh` measures whenever it is asked to, and the new figures stay."""
+    machine.gemm_rates()
+    machine.gemm_rates(refresh=True)
+    assert len(measured) == 6
+    faster = {name: 2 * rate for name, rate in RATES.items()}
+    monkeypatch.setattr(
+        machine,
+        "measure_gemm",
+        lambda dtype, _device: 2 * RATES[formats.parse(dtype).name],
+    )
+    assert machine.gemm_rates(refresh=True) == faster
+    assert machine.gemm_rates() == faster
+    new_process()
+    assert machine.gemm_rates() == faster
+
+
+BROKEN = [
+    b"",
+    b"\xff\xfe",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"KEY": 1}',
+    b'{"KEY": {"fp32": "fast", "bf16": 1, "fp16": 1}}',
+    b'{"KEY": {"fp32": null, "bf16": 1, "fp16": 1}}',
+    b'{"KEY": {"fp32": 1.0}}',
+    b'{"KEY": {"fp32": 0, "bf16": 1, "fp16": 1}}',
+    b'{"KEY": {"fp32": NaN, "bf16": 1, "fp16": 1}}',
+    b'{"KEY": {"fp32": 1, "bf16": Infinity, "fp16": 1}}',
+    b'{"KEY": {"fp32": 1, "bf16": -1, "fp16": 1}}',
+]
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_broken_cache_is_replaced(
+    content: bytes, measured: list[str], tmp_path: Path
+) -> None:
+    """Law: a cache that holds anything but rates counts as empty, and is mended."""
+    machine.gemm_rates()
+    key = next(iter(json.loads(store(tmp_path).read_text(encoding="utf-8"))))
+    assert key == "cpu|a processor|torch 2.99|4 threads"
+    store(tmp_path).write_bytes(content.replace(b"KEY", key.encode()))
+    for _ in range(2):
+        new_process()
+        assert machine.gemm_rates() == RATES
+    assert len(measured) == 6
+
+
+def test_unwritable_cache_is_harmless(
+    measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where nothing can be kept, figures are measured once in each process."""
+    (tmp_path / "file").touch()
+    # A path through a file can be made by nobody, not even by root.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for processes in (1, 2):
+        new_process()
+        assert machine.gemm_rates() == machine.gemm_rates() == RATES
+        assert len(measured) == 3 * processes
+
+
+def test_cache_lives_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: XDG_CACHE_HOME, and without it (or empty) ~/.cache, hold the figures."""
+    monkeypatch.setenv("HOME", "/somebody")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert machine._cache_file() == Path("/elsewhere/halfstep/machine.json")
+    for gone in (monkeypatch.delenv, lambda name: monkeypatch.setenv(name, "")):
+        gone("XDG_CACHE_HOME")
+        assert machine._cache_file() == Path("/somebody/.cache/halfstep/machine.json")
+
+
+# Advice
+
+
+def rates(fp32: float, bf16: float, fp16: float) -> dict[str, float]:
+    """Return rates by name."""
+    return {"fp32": fp32, "bf16": bf16, "fp16": fp16}
+
+
+ADVICE = {
+    "AMX": (
+        AMX,
+        rates(2, 8, 2),
+        Recommendation(
+            "O2",
+            "bf16",
+            "bf16 matrix products run 4.0 times as fast as fp32 on this cpu "
+            "(AVX512-BF16, AMX-BF16)",
+        ),
+    ),
+    "emulated": (
+        cpu("AVX512"),
+        rates(2, 0.5, 0.02),
+        Recommendation(
+            "O0",
+            "fp32",
+            "bf16 matrix products run at 0.25 of fp32's rate on this cpu (no bf16 "
+            "instructions); 1.5 is the least that pays for the casts",
+        ),
+    ),
+    "not worth it": (
+        cpu("AVX512-BF16"),
+        rates(2, 2.9, 2),
+        Recommendation(
+            "O0",
+            "fp32",
+            "bf16 matrix products run at 1.45 of fp32's rate on this cpu "
+            "(AVX512-BF16); 1.5 is the least that pays for the casts",
+        ),
+    ),
+    "fast, flags unknown": (
+        cpu(),
+        rates(2, 6, 2),
+        Recommendation(
+            "O2",
+            "bf16",
+            "bf16 matrix products run 3.0 times as fast as fp32 on this cpu",
+        ),
+    ),
+    "fp16 on a CPU": (
+        cpu("AVX512-FP16"),
+        rates(2, 2, 8),
+        Recommendation(
+            "O0",
+            "fp32",
+            "bf16 matrix products run at 1.00 of fp32's rate on this cpu (no bf16 "
+            "instructions); 1.5 is the least that pays for the casts",
+        ),
+    ),
+    "GPU 6.1": (
+        gpu(6, 1),
+        rates(10, 10, 20),
+        Recommendation(
+            "O0",
+            "fp32",
+            "bf16 matrix products run at 1.00 of fp32's rate on this cuda (no bf16 "
+            "instructions); 1.5 is the least that pays for the casts",
+        ),
+    ),
+    "GPU 7.5": (
+        gpu(7, 5),
+        rates(8, 16, 40),
+        Recommendation(
+            "O2",
+            "fp16",
+            "fp16 matrix products run 5.0 times as fast as fp32 on this cuda "
+            "(compute capability 7.5)",
+        ),
+    ),
+    "GPU 8.0": (
+        gpu(8, 0),
+        rates(10, 150, 160),
+        Recommendation(
+            "O2",
+            "bf16",
+            "bf16 matrix products run 15.0 times as fast as fp32 on this cuda "
+            "(compute capability 8.0)",
+        ),
+    ),
+    "GPU 9.0": (
+        gpu(9, 0),
+        rates(50, 700, 700),
+        Recommendation(
+            "O2",
+            "bf16",
+            "bf16 matrix products run 14.0 times as fast as fp32 on this cuda "
+            "(compute capability 9.0)",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("what", "rate", "advice"), ADVICE.values(), ids=ADVICE)
+def test_advice(
+    what: Capabilities,
+    rate: dict[str, float],
+    advice: Recommendation,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: bf16 where it is fast, fp16 only on a GPU without bf16, else fp32."""
+    plant(monkeypatch, what, rate)
+    assert machine.recommend() == advice
+    assert machine.recommend(what.device) == advice
+
+
+RATE = st.floats(1e-3, 1e3)
+MACHINES = st.sampled_from([AMX, cpu(), gpu(6, 1), gpu(7, 0), gpu(8, 0), gpu(10, 3)])
+
+
+@given(what=MACHINES, fp32=RATE, bf16=RATE, fp16=RATE)
+def test_advice_is_never_slower(
+    what: Capabilities, fp32: float, bf16: float, fp16: float
+) -> None:
+    """Law: a 16-bit format is advised only where it was measured to be worth it."""
+    rate = rates(fp32, bf16, fp16)
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, what, rate)
+        advice = machine.recommend()
+    assert advice.level == ("O0" if advice.dtype == "fp32" else "O2")
+    if advice.dtype != "fp32":
+        assert rate[advice.dtype] / fp32 >= machine.WORTH_IT > 1
+    if not what.gpus:
+        assert (advice.dtype == "bf16") == (bf16 / fp32 >= machine.WORTH_IT)
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "fp16"),
+    [
+        ((6, 1), "", ""),
+        ((7, 0), "", "compute capability 7.0"),
+        ((7, 5), "", "compute capability 7.5"),
+        ((8, 0), "compute capability 8.0", "compute capability 8.0"),
+        ((10, 0), "compute capability 10.0", "compute capability 10.0"),
+    ],
+)
+def test_native_on_a_gpu(
+    capability: tuple[int, int], bf16: str, fp16: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: fp16 tensor cores came with 7.0, bf16 ones with 8.0; 10 is after 8."""
+    plant(monkeypatch, gpu(*capability), RATES)
+    assert (machine.native("bf16"), machine.native("fp16")) == (bf16, fp16)
+    assert machine.native("bf16", "cpu") == "AMX-BF16"
+
+
+def test_native_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: only instruction sets of the format itself count."""
+    plant(monkeypatch, cpu("AVX512", "AVX512-BF16", "NEON-FP16"), RATES)
+    assert machine.native("bf16") == "AVX512-BF16"
+    assert machine.native("fp16") == "NEON-FP16"
+    plant(monkeypatch, cpu("AVX512"), RATES)
+    assert machine.native("bf16") == machine.native("fp16") == ""
+
+
+def test_emulation_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a format slower than fp32 is named with both rates, cause and remedy."""
+    plant(monkeypatch, cpu("AVX512"), rates(0.5, 0.125, 0.5))
+    assert machine.emulation_warning("bf16") == (
+        "dtype=bf16: this cpu runs bf16 matrix products at 0.125 TFLOP/s, fp32 at "
+        "0.500 (it has no instructions for it): expect 4.0 times the time. "
+        "Use --level O0."
+    )
+    assert machine.emulation_warning("fp16") is None
+    assert machine.emulation_warning("fp32") is None
+    plant(monkeypatch, cpu("AVX512-FP16"), rates(1.0, 1.0, 0.1))
+    assert machine.emulation_warning("fp16", "cpu") == (
+        "dtype=fp16: this cpu runs fp16 matrix products at 0.100 TFLOP/s, fp32 at "
+        "1.000 (although it has AVX512-FP16): expect 10.0 times the time. "
+        "Use --level O0."
+    )
+
+
+def test_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the gain is the format's rate over fp32's."""
+    plant(monkeypatch, AMX, rates(2, 5, 0.5))
+    assert (machine.gain("bf16"), machine.gain("fp16")) == (2.5, 0.25)
+    assert machine.gain("fp32") == 1
+
+
+@pytest.mark.gpu
+def test_gpu_is_measured() -> None:
+    """Law: on a real GPU every format has a positive, finite rate."""
+    found = machine.gemm_rates("cuda", refresh=True)
+    assert found.keys() == FORMATS.keys()
+    assert all(0 < rate < math.inf for rate in found.values())

@@ -1,0 +1,324 @@
+"""fp32 masters against a plain fp32 loop that is given the same gradients."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep.master import MasterWeights, NoMasters
+
+Make = Callable[[Any], torch.optim.Optimizer]
+LOW = [torch.bfloat16, torch.float16]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "fused sgd": functools.partial(torch.optim.SGD, lr=0.1, fused=True),
+    "adam": functools.partial(torch.optim.Adam, lr=0.01),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+    "fused adamw": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+}
+
+
+def weights(dtype: torch.dtype, seed: int = 0) -> list[nn.Parameter]:
+    """Return a matrix and a vector."""
+    torch.manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((4, 3), (5,))]
+
+
+def gradients(params: list[nn.Parameter], seed: int) -> list[Tensor]:
+    """Return random gradients in the parameters' dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
+
+
+def give(params: list[nn.Parameter], grads: list[Tensor]) -> None:
+    """Write gradients where a backward pass would leave them."""
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+
+
+def adopted(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return what the optimizer updates."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_equals_fp32_masters(make: Make, low: torch.dtype) -> None:
+    """Law: weights are a plain fp32 loop's, rounded, bit for bit at each step."""
+    params = weights(low)
+    twins = [nn.Parameter(p.detach().float()) for p in params]
+    optimizer, reference = make(params), make(twins)
+    masters = MasterWeights(optimizer)
+    for seed in range(8):
+        grads = gradients(params, seed)
+        give(params, grads)
+        masters.fold()
+        optimizer.step()
+        optimizer.zero_grad()
+        masters.publish()
+        give(twins, [grad.float() for grad in grads])
+        reference.step()
+        for param, master, twin in zip(params, adopted(optimizer), twins, strict=True):
+            assert torch.equal(master, twin)
+            assert torch.equal(param, twin.to(low))
+    for entry in optimizer.state.values():
+        assert all(v.dtype == torch.float32 for v in entry.values() if v is not None)
+
+
+def test_a_schedule_reaches_the_masters() -> None:
+    """Law: a scheduler made before or after adoption moves the same rate."""
+    params = weights(torch.bfloat16)
+    twins = [nn.Parameter(p.detach().float()) for p in params]
+    optimizer, reference = torch.optim.SGD(params, 1.0), torch.optim.SGD(twins, 1.0)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    masters = MasterWeights(optimizer)
+    schedules.append(torch.optim.lr_scheduler.StepLR(reference, 1, 0.5))
+    for seed in range(3):
+        give(params, gradients(params, seed))
+        give(twins, [grad.float() for grad in gradients(params, seed)])
+        masters.fold()
+        optimizer.step()
+        reference.step()
+        for schedule in schedules:
+            schedule.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, adopted(optimizer), twins))
+
+
+@pytest.mark.parametrize(("low", "tiny"), [(LOW[0], 2.0**-12), (LOW[1], 2.0**-15)])
+def test_tiny_updates_are_not_lost(low: torch.dtype, tiny: float) -> None:
+    """Law: 1024 updates of 1/16 ulp or less add up; 16-bit weights never move."""
+    weight, bare = (nn.Parameter(torch.ones(3, dtype=low)) for _ in range(2))
+    optimizer, plain = torch.optim.SGD([weight], tiny), torch.optim.SGD([bare], tiny)
+    masters = MasterWeights(optimizer)
+    for _ in range(1024):
+        weight.grad, bare.grad = torch.ones(3, dtype=low), torch.ones(3, dtype=low)
+        masters.fold()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step()
+    masters.publish()
+    assert bare.tolist() == [1.0] * 3
+    # Multiples of 2**-15 above 1/2 are exact in fp32, and 1 - 1024 * tiny in 16 bits.
+    assert weight.tolist() == [1.0 - 1024 * tiny] * 3
+
+
+def test_micro_batches_add_up_in_fp32() -> None:
+    """Law: 256 gradients of 1 and 2**-8 sum to 257; bf16 would stop at 256."""
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], 1.0)
+    masters = MasterWeights(optimizer)
+    for _ in range(256):
+        for value in (1.0, 2.0**-8):
+            weight.grad = torch.full((2,), value, dtype=torch.bfloat16)
+            masters.fold()
+            assert weight.grad is None
+    (master,) = adopted(optimizer)
+    assert master.grad is not None
+    assert master.grad.tolist() == [257.0, 257.0]
+
+
+def test_buffers_are_reused() -> None:
+    """Law: from the first step on, gradients and masters lie where they lay."""
+    params = weights(torch.bfloat16)
+    optimizer = torch.optim.SGD(params, 0.1)
+    masters = MasterWeights(optimizer)
+    places = set()
+    for seed in range(4):
+        give(params, gradients(params, seed))
+        masters.fold()
+        owned = adopted(optimizer)
+        places.add(tuple(p.grad.data_ptr() for p in owned if p.grad is not None))
+        places.add(tuple(p.data_ptr() for p in owned))
+        optimizer.step()
+        optimizer.zero_grad()
+        masters.publish()
+    assert len(places) == 2
+    assert all(len(place) == 2 for place in places)
+
+
+def test_a_parameter_without_gradient_is_left_alone() -> None:
+    """Law: no gradient in this step means none for the master, buffer or not."""
+    params = weights(torch.bfloat16)
+    optimizer = torch.optim.SGD(params, 0.1)
+    masters = MasterWeights(optimizer)
+    give(params, gradients(params, 0))
+    masters.fold()
+    optimizer.zero_grad()
+    before = [master.clone() for master in adopted(optimizer)]
+    params[0].grad = torch.ones_like(params[0])
+    masters.fold()
+    optimizer.step()
+    first, second = adopted(optimizer)
+    assert not torch.equal(first, before[0])
+    assert torch.equal(second, before[1])
+    assert second.grad is None
+
+
+def test_originals_are_kept_exactly() -> None:
+    """Law: a master starts from the fp32 value it is given, not the rounded one."""
+    (weight, other) = weights(torch.bfloat16)
+    original = weight.detach().float() + 2.0**-20
+    optimizer = torch.optim.SGD([weight, other], 0.1)
+    masters = MasterWeights(optimizer, {weight: original})
+    first, second = adopted(optimizer)
+    assert torch.equal(first, original)
+    assert first.data_ptr() == original.data_ptr()
+    assert torch.equal(second, other.float())
+    assert masters.stored(first) is weight
+    assert masters.stored(weight) is weight
+
+
+def test_fp32_parameters_stay_their_own() -> None:
+    """Law: a parameter that is fp32 already is neither copied nor folded."""
+    (low, _), (high, _) = weights(torch.bfloat16), weights(torch.float32)
+    optimizer = torch.optim.SGD([low, high], 0.1)
+    masters = MasterWeights(optimizer)
+    assert adopted(optimizer)[1] is high
+    assert [pair[0] for pair in masters.pairs] == [low]
+    high.grad = torch.ones_like(high)
+    masters.fold()
+    assert high.grad is not None
+
+
+def test_frozen_and_tied() -> None:
+    """Law: a frozen weight's master is frozen; a weight used twice has one master."""
+    frozen, tied = weights(torch.bfloat16)
+    frozen.requires_grad = False
+    optimizer = torch.optim.SGD([frozen, tied], 0.5)
+    masters = MasterWeights(optimizer)
+    assert [p.requires_grad for p in adopted(optimizer)] == [False, True]
+    before = tied.detach().clone()
+    torch.autograd.backward((tied * 1.0).sum() + (tied * 2.0).sum())
+    masters.fold()
+    optimizer.step()
+    masters.publish()
+    assert len(masters.pairs) == 2
+    # The gradient is 1 + 2, the rate 1/2.
+    assert torch.equal(tied, (before.float() - 1.5).bfloat16())
+
+
+def test_a_group_added_later() -> None:
+    """Law: 16-bit parameters of a later group get masters at the next fold."""
+    first, later = weights(torch.bfloat16), weights(torch.bfloat16, 1)
+    optimizer = torch.optim.SGD(first, 0.1)
+    masters = MasterWeights(optimizer)
+    optimizer.add_param_group({"params": later, "lr": 1.0})
+    before = [p.detach().float() for p in later]
+    grads = gradients(later, 2)
+    give(later, grads)
+    masters.fold()
+    optimizer.step()
+    masters.publish()
+    assert [master.dtype for master in adopted(optimizer)] == [torch.float32] * 4
+    for param, old, grad in zip(later, before, grads, strict=True):
+        assert torch.equal(param, (old - grad.float()).bfloat16())
+
+
+def test_existing_state_moves_along() -> None:
+    """Law: momentum gathered before adoption counts on, in fp32, under the master."""
+    make = OPTIMIZERS["adamw"]
+    params = weights(torch.bfloat16)
+    optimizer = make(params)
+    give(params, gradients(params, 0))
+    optimizer.step()
+    twins = [nn.Parameter(p.detach().float()) for p in params]
+    reference = make(twins)
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    masters = MasterWeights(optimizer)
+    assert set(optimizer.state) == set(adopted(optimizer))
+    give(params, gradients(params, 1))
+    give(twins, [grad.float() for grad in gradients(params, 1)])
+    masters.fold()
+    optimizer.step()
+    reference.step()
+    assert all(map(torch.equal, adopted(optimizer), twins))
+    assert [entry["step"].item() for entry in optimizer.state.values()] == [2.0, 2.0]
+    assert {e["exp_avg"].dtype for e in optimizer.state.values()} == {torch.float32}
+
+
+def test_state_dict_round_trip() -> None:
+    """Law: the optimizer's own state_dict carries the fp32 state over."""
+    make = OPTIMIZERS["adam"]
+    sides = []
+    for _ in range(2):
+        params = weights(torch.bfloat16)
+        optimizer = make(params)
+        sides.append((params, optimizer, MasterWeights(optimizer)))
+    for seed in range(3):
+        give(sides[0][0], gradients(sides[0][0], seed))
+        sides[0][2].fold()
+        sides[0][1].step()
+        sides[0][1].zero_grad()
+    sides[1][1].load_state_dict(copy.deepcopy(sides[0][1].state_dict()))
+    for (_, ours), (_, theirs) in zip(
+        sides[1][2].pairs, sides[0][2].pairs, strict=True
+    ):
+        ours.data.copy_(theirs)
+    for params, optimizer, masters in sides:
+        give(params, gradients(params, 9))
+        masters.fold()
+        optimizer.step()
+    assert all(map(torch.equal, adopted(sides[0][1]), adopted(sides[1][1])))
+
+
+def test_sparse_gradients() -> None:
+    """Law: sparse gradients stay sparse, add up in fp32, and SparseAdam takes them."""
+    table = nn.Embedding(10, 4, sparse=True, dtype=torch.bfloat16)
+    twin = nn.Embedding(10, 4, sparse=True)
+    twin.load_state_dict(table.state_dict())
+    optimizer = torch.optim.SparseAdam(table.parameters(), 0.1)
+    reference = torch.optim.SparseAdam(twin.parameters(), 0.1)
+    masters = MasterWeights(optimizer)
+    for batch in ([1, 1, 7], [7, 2, 2]):
+        for rows in (batch, [3, 1, 3]):
+            # Small whole numbers: sums are exact in bf16 too, so one twin serves.
+            for model in (table, twin):
+                columns = torch.tensor([1.0, 2.0, 3.0, 4.0])
+                torch.autograd.backward((model(torch.tensor(rows)) * columns).sum())
+            masters.fold()
+        (master,) = adopted(optimizer)
+        assert master.grad is not None
+        assert master.grad.is_sparse
+        assert twin.weight.grad is not None
+        assert torch.equal(master.grad.to_dense(), twin.weight.grad.to_dense())
+        optimizer.step()  # type: ignore[no-untyped-call]
+        reference.step()  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+        reference.zero_grad()
+        masters.publish()
+    assert torch.equal(table.weight, twin.weight.bfloat16())
+
+
+def test_pull_takes_an_outside_edit() -> None:
+    """Law: after `pull` the masters are the model's weights, and publish keeps them."""
+    params = weights(torch.bfloat16)
+    masters = MasterWeights(torch.optim.SGD(params, 0.1))
+    params[0].data.fill_(3.0)
+    masters.pull()
+    masters.publish()
+    assert torch.equal(params[0], torch.full_like(params[0], 3.0))
+    assert all(torch.equal(low.float(), high) for low, high in masters.pairs)
+
+
+def test_none_at_all() -> None:
+    """Law: without masters the optimizer keeps parameters and gradients."""
+    (weight, _) = weights(torch.bfloat16)
+    weight.grad = torch.ones_like(weight)
+    before = weight.detach().clone()
+    none = NoMasters()
+    none.fold()
+    none.publish()
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    assert torch.equal(weight, before)
+    assert none.stored(weight) is weight
+    assert none.pairs == ()

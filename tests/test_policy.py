@@ -1,0 +1,277 @@
+"""Rules and policies: words, precedence, and the one decider."""
+
+from __future__ import annotations
+
+
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from halfstep import optable, policy
+from halfstep.errors import UserError
+from halfstep.policy import CATEGORIES, TORCH, Policy, Rule, decide
+
+KINDS = ("op", "module", "type")
+RULES = st.builds(
+    Rule,
+    st.sampled_from(KINDS),
+    st.text(min_size=1).filter(lambda text: " + " not in text),
+    st.sampled_from(CATEGORIES),
+    st.text(),
+)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+# Words
+
+
+@given(rule=RULES)
+def test_rule_parse_undoes_str(rule: Rule) -> None:
+    """Law: every rule that can be made is spelt by its word, whatever its pattern."""
+    assert Rule.parse(str(rule)) == rule
+    assert str(Rule.parse(str(rule))) == str(rule)
+
+
+@given(rules=st.lists(RULES, max_size=4))
+def test_policy_parse_undoes_str(rules: list[Rule]) -> None:
+    """Law: every policy is spelt by its word, rules in order."""
+    made = Policy(tuple(rules))
+    assert Policy.parse(str(made)) == made
+    assert str(Policy.parse(str(made))) == str(made)
+
+
+def test_words_by_hand() -> None:
+    """Law: the words are KIND:PATTERN=CATEGORY, and torch + RULE + RULE."""
+    word = "torch + module:a.b:c=d.*=fp32 + type:LayerNorm=low"
+    made = Policy.parse(word)
+    assert made.rules == (
+        Rule("module", "a.b:c=d.*", "fp32"),
+        Rule("type", "LayerNorm", "low"),
+    )
+    assert str(made) == word
+    assert Policy.parse("torch") == TORCH == Policy()
+    assert Policy.parse(" torch  +  op:mm=keep ").rules == (Rule("op", "mm", "keep"),)
+
+
+def test_reason_is_no_part_of_the_rule() -> None:
+    """Law: two rules that do the same are equal, whatever reason they give."""
+    rule = Rule("op", "mm", "fp32", "because")
+    assert rule == Rule("op", "mm", "fp32")
+    assert replace(rule, category="low") != rule
+
+
+@pytest.mark.parametrize("word", ["", "mm", "mm=fp32", "op:=fp32", "op:mm", "=", ":"])
+def test_malformed_rule(word: str) -> None:
+    """Law: a word that is no rule is refused with the form and two examples."""
+    with pytest.raises(UserError) as caught:
+        Rule.parse(word)
+    assert str(caught.value) == (
+        f"rule {word!r} is not KIND:PATTERN=CATEGORY; write for example "
+        "'module:classifier=fp32' or 'type:LayerNorm=fp32'."
+    )
+
+
+def test_unknown_kind() -> None:
+    """Law: an unknown kind is refused with the choice."""
+    with pytest.raises(UserError) as caught:
+        Rule.parse("layer:x=fp32")
+    assert str(caught.value) == (
+        "rule 'layer:x=fp32': kind 'layer' is not one of ('op', 'module', 'type')."
+    )
+
+
+def test_unknown_category() -> None:
+    """Law: an unknown category is refused with the choice."""
+    with pytest.raises(UserError) as caught:
+        Rule.parse("op:mm=bf16")
+    assert str(caught.value) == (
+        "rule 'op:mm=bf16': 'bf16' is not a category; choose one of low, fp32, "
+        "promote, keep, banned."
+    )
+
+
+@pytest.mark.parametrize("pattern", ["", "a + b"])
+def test_pattern_that_no_word_can_spell(pattern: str) -> None:
+    """Law: what `parse` could not read back cannot be made."""
+    with pytest.raises(UserError) as caught:
+        Rule("module", pattern, "fp32")
+    assert str(caught.value) == (
+        f"rule 'module:{pattern}=fp32': pattern {pattern!r} must be a glob without "
+        "' + ', which parts rules; '*' matches every name."
+    )
+
+
+@pytest.mark.parametrize("word", ["", "lean", "Torch", "torch+op:mm=low"])
+def test_unknown_policy(word: str) -> None:
+    """Law: a policy that does not begin with torch is refused with the name."""
+    with pytest.raises(UserError) as caught:
+        Policy.parse(word)
+    assert str(caught.value) == (
+        f"policy={word!r} is not known; the named policy is 'torch'."
+    )
+
+
+# Precedence
+
+
+def told(kind: str, pattern: str, category: str) -> Rule:
+    """Return a rule whose reason names its row."""
+    return Rule(kind, pattern, category, f"{kind} {pattern}")
+
+
+BY_OP = told("op", "mm", "fp32")
+BY_MODULE = told("module", "net.*", "keep")
+BY_TYPE = told("type", "Linear", "promote")
+
+
+@pytest.mark.parametrize("rules", [*permutations((BY_OP, BY_MODULE, BY_TYPE))])
+def test_first_match_decides(rules: tuple[Rule, ...]) -> None:
+    """Law: of rules that match, of any kind, the first decides and is named."""
+    found = decide(
+        "mm",
+        [torch.float32],
+        "cpu",
+        policy=Policy(rules),
+        module="net.0",
+        types=("Linear", "Module"),
+    )
+    first = rules[0]
+    assert found.category == first.category
+    assert (found.reason, found.row) == (first.reason, str(first))
+    assert found.dtype == (None if first is BY_MODULE else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("rule", "matches"),
+    [
+        ("op:mm=fp32", True),
+        ("op:m*=fp32", True),
+        ("op:mm.out=fp32", False),
+        ("op:MM=fp32", False),
+        ("module:net.0.attn=fp32", True),
+        ("module:net.*=fp32", True),
+        ("module:*attn=fp32", True),
+        ("module:net=fp32", False),
+        ("module:net.?.attn=fp32", True),
+        ("module:mm=fp32", False),
+        ("type:Linear=fp32", True),
+        ("type:Module=fp32", True),
+        ("type:Lin=fp32", False),
+    ],
+)
+def test_what_a_rule_matches(rule: str, matches: bool) -> None:
+    """Law: a glob of its own kind, case kept, `*` across dots; else torch's table."""
+    found = decide(
+        "mm",
+        [torch.float32],
+        "cpu",
+        policy=Policy((Rule.parse(rule),)),
+        module="net.0.attn",
+        types=("Linear", "Module"),
+    )
+    if matches:
+        assert (found.category, found.row, found.reason) == ("fp32", rule, "your rule")
+    else:
+        assert (found.category, found.row) == ("low", "torch cpu table: mm=low")
+        assert found.reason == optable.REASONS["low"]
+
+
+def test_added_rule_comes_first() -> None:
+    """Law: `policy + rule` lets the newcomer decide, and leaves the old policy."""
+    old = Policy((told("op", "mm", "fp32"),))
+    new = old + told("op", "mm", "keep")
+    assert decide("mm", [torch.float32], "cpu", policy=new).category == "keep"
+    assert decide("mm", [torch.float32], "cpu", policy=old).category == "fp32"
+    assert [str(rule) for rule in new.rules] == ["op:mm=keep", "op:mm=fp32"]
+
+
+def test_a_module_as_a_whole() -> None:
+    """Law: without an operation only rules on modules and types can answer."""
+    rules = Policy((told("op", "*", "low"), told("module", "head", "fp32")))
+    found = decide(None, [torch.bfloat16], "cpu", policy=rules, module="head")
+    assert (found.category, found.dtype) == ("fp32", torch.float32)
+    found = decide(None, [torch.bfloat16], "cpu", policy=rules, module="body")
+    assert (found.category, found.dtype, found.row) == ("keep", None, "no row")
+    assert found.reason == "no row: it runs as it is called"
+
+
+def test_root_module_has_the_empty_path() -> None:
+    """Law: `*` matches the model itself, whose path is empty."""
+    rules = Policy.parse("torch + module:*=fp32")
+    assert decide(None, [torch.float32], "cpu", policy=rules).category == "fp32"
+
+
+# Casts
+
+
+@given(
+    category=st.sampled_from(CATEGORIES),
+    dtypes=st.lists(st.sampled_from(FLOATS), max_size=4),
+    low=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_dtype_follows_from_category(
+    category: str, dtypes: list[torch.dtype], low: torch.dtype
+) -> None:
+    """Law: the category and the operands that autocast sees give the dtype."""
+    rules = Policy((Rule("op", "x", category),))
+    found = decide("x", dtypes, "cpu", policy=rules, low=low).dtype
+    seen = [dtype for dtype in dtypes if dtype != torch.float64]
+    if category in ("keep", "banned") or not seen:
+        assert found is None
+    elif category == "promote":
+        # No operand may lose a digit or range.
+        assert all(torch.promote_types(found or low, dtype) == found for dtype in seen)
+        assert found in (low, torch.float32)
+        assert (found == low) == all(dtype == low for dtype in seen)
+    else:
+        assert found == {"low": low, "fp32": torch.float32}[category]
+
+
+def test_unknown_device() -> None:
+    """Law: a device without a table is refused with those that have one."""
+    with pytest.raises(UserError) as caught:
+        decide("mm", [torch.float32], "mps")
+    assert str(caught.value) == "device='mps' has no table; choose cpu, cuda."
+
+
+# Modules
+
+
+class OwnNorm(nn.LayerNorm):
+    """A normalisation layer of somebody's own."""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.BatchNorm1d(2),
+        nn.BatchNorm3d(2),
+        nn.SyncBatchNorm(2),
+        nn.InstanceNorm2d(2, affine=True),
+        nn.LayerNorm(2),
+        nn.RMSNorm(2),
+        nn.GroupNorm(1, 2),
+        OwnNorm(2),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_normalisation_layers(module: nn.Module) -> None:
+    """Law: torch's normalisation layers with parameters, and what derives from them."""
+    assert policy.is_normalisation(policy.type_names(module))
+
+
+@pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.Embedding(1, 1), nn.ReLU()])
+def test_other_layers(module: nn.Module) -> None:
+    """Law: nothing else is spared."""
+    assert not policy.is_normalisation(policy.type_names(module))
+
+
+def test_type_names_are_nearest_first() -> None:
+    """Law: the class comes before its bases."""
+    names = policy.type_names(OwnNorm(2))
+    assert names == ("OwnNorm", "LayerNorm", "Module", "object")

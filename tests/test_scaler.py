@@ -1,0 +1,434 @@
+"""Loss scaling against twins: an if/else host rule, torch's kernel, float64 numpy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from halfstep.errors import UserError
+from halfstep.scaler import (
+    Late,
+    LossScaleCollapse,
+    LossScaler,
+    ScaleRule,
+    ScaleState,
+    advance,
+    collapse,
+    is_collapsed,
+    unscale_,
+)
+
+RULE = ScaleRule(
+    init_scale=64.0,
+    growth_factor=4.0,
+    backoff_factor=0.25,
+    growth_interval=7,
+    min_scale=2.0,
+    max_scale=2.0**20,
+    hysteresis=3,
+    max_consecutive_skips=9,
+)
+"""Every field away from its default."""
+
+
+def fp32(number: float) -> float:
+    """Return a number as fp32 holds it."""
+    return float(np.float32(number))
+
+
+@dataclass
+class Twin:
+    """The rule as one would write it on the host, rounded to fp32 once a step."""
+
+    rule: ScaleRule
+    scale: float
+    clean: int
+    left: int
+    skips: int = 0
+
+    @classmethod
+    def first(cls, rule: ScaleRule) -> Twin:
+        """Return the state before the first step."""
+        return cls(rule, fp32(rule.init_scale), 0, rule.hysteresis)
+
+    def step(self, bad: bool) -> None:
+        """Take in one step."""
+        rule = self.rule
+        if bad:
+            self.clean = 0
+            self.skips += 1
+            self.left -= 1
+            if self.left <= 0:
+                lower = self.scale * rule.backoff_factor
+                self.scale = fp32(max(lower, rule.min_scale))
+        else:
+            self.clean += 1
+            self.skips = 0
+            if self.clean >= rule.growth_interval:
+                higher = self.scale * rule.growth_factor
+                self.scale = fp32(min(higher, rule.max_scale))
+                self.clean = 0
+                self.left = rule.hysteresis
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> ScaleRule:
+    """Draw a rule whose bounds lie near, and are not always powers of two."""
+    low = draw(st.sampled_from([2.0**-20, 0.1, 1.0, 3.0]))
+    high = low * draw(st.sampled_from([1.0, 1.5, 16.0, 2.0**20]))
+    return ScaleRule(
+        init_scale=draw(st.sampled_from([low, high, (low * high) ** 0.5])),
+        growth_factor=draw(st.sampled_from([1.0, 1.3, 2.0, 4.0])),
+        backoff_factor=draw(st.sampled_from([0.1, 0.5, 0.7, 1.0])),
+        growth_interval=draw(st.integers(1, 4)),
+        min_scale=low,
+        max_scale=high,
+        hysteresis=draw(st.integers(1, 3)),
+    )
+
+
+flags = st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.0]), max_size=40)
+
+
+@given(rules(), flags)
+def test_advance_is_the_obvious_rule(rule: ScaleRule, trace: list[float]) -> None:
+    """Law: the selections on the device equal if/else on the host, counters too."""
+    state, twin = ScaleState.first(rule), Twin.first(rule)
+    for flag in trace:
+        state = advance(state, torch.tensor(flag), rule)
+        twin.step(flag > 0)
+        assert state.scale.item() == twin.scale
+        assert state.clean_steps.item() == twin.clean
+        assert state.hysteresis_left.item() == twin.left
+        assert state.skips_in_a_row.item() == twin.skips
+
+
+@given(rules(), flags)
+def test_scale_stays_within_its_bounds(rule: ScaleRule, trace: list[float]) -> None:
+    """Law: no trace takes the scale below the floor or above the ceiling (in fp32)."""
+    state = ScaleState.first(rule)
+    for flag in trace:
+        state = advance(state, torch.tensor(flag), rule)
+        scale = state.scale.item()
+        assert fp32(rule.min_scale) <= scale <= fp32(rule.max_scale)
+        dtypes = [getattr(state, field.name).dtype for field in fields(state)]
+        assert dtypes == [torch.float32, torch.int32, torch.int32, torch.int32]
+
+
+@given(
+    flags,
+    st.integers(1, 5),
+    st.sampled_from([1.3, 2.0, 4.0]),
+    st.sampled_from([0.1, 0.5, 0.9]),
+)
+def test_same_trajectory_as_torch(
+    trace: list[float], interval: int, growth: float, backoff: float
+) -> None:
+    """Law: without hysteresis and away from bounds, torch's kernel moves the same."""
+    rule = ScaleRule(
+        init_scale=2.0**4,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=interval,
+        min_scale=2.0**-126,
+        max_scale=2.0**120,
+    )
+    # 36 steps: at most 16 * 4**36 = 2**76, and at least 16 * 0.1**36 > 2**-116.
+    trace = trace[:36]
+    state = ScaleState.first(rule)
+    scale, tracker = torch.tensor(2.0**4), torch.tensor(0, dtype=torch.int32)
+    for flag in trace:
+        found = torch.tensor(flag)
+        state = advance(state, found, rule)
+        torch._amp_update_scale_(scale, tracker, found, growth, backoff, interval)
+        assert torch.equal(state.scale, scale)
+        assert torch.equal(state.clean_steps, tracker)
+
+
+def test_a_window_made_shorter_still_ends() -> None:
+    """Law: growth asks "at least"; torch's "equal" never grows again here."""
+    long, short = ScaleRule(growth_interval=10), ScaleRule(growth_interval=3)
+    state, clean = ScaleState.first(long), torch.tensor(0.0)
+    for _ in range(5):
+        state = advance(state, clean, long)
+    assert (state.scale.item(), state.clean_steps.item()) == (2.0**16, 5)
+    state = advance(state, clean, short)
+    assert (state.scale.item(), state.clean_steps.item()) == (2.0**17, 0)
+
+
+def test_hysteresis_is_refilled_by_growth_alone() -> None:
+    """Law: two overflows are borne, the third and each later one backs off."""
+    rule = ScaleRule(init_scale=16.0, hysteresis=3, growth_interval=2)
+    state, seen = ScaleState.first(rule), []
+    for flag in (1, 0, 1, 1, 0, 1, 0, 0, 1, 1, 1):
+        state = advance(state, torch.tensor(float(flag)), rule)
+        seen.append(state.scale.item())
+    assert seen == [16, 16, 16, 8, 8, 4, 4, 8, 8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("start", "flag", "then"), [(0.25, 1.0, 0.25), (2.0**25, 0.0, 2.0**25)]
+)
+def test_a_loaded_scale_beyond_bounds_moves_only_back(
+    start: float, flag: float, then: float
+) -> None:
+    """Law: an overflow never raises the scale, a clean step never lowers it."""
+    rule = ScaleRule(growth_interval=1)
+    state = replace(ScaleState.first(rule), scale=torch.tensor(start))
+    assert advance(state, torch.tensor(flag), rule).scale.item() == then
+
+
+def test_advance_leaves_its_argument_alone() -> None:
+    """Law: `advance` is pure."""
+    state = ScaleState.first(RULE)
+    advance(state, torch.tensor(1.0), RULE)
+    assert [getattr(state, f.name).item() for f in fields(state)] == [64.0, 0, 3, 0]
+
+
+KINDS = ["fp32", "fp64", "bf16", "fp16", "complex", "conjugate", "sparse"]
+DTYPES = {
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "complex": torch.complex64,
+    "conjugate": torch.complex64,
+}
+
+
+def gradient(kind: str, seed: int, plant: tuple[int, float] | None = None) -> Tensor:
+    """Return 24 random numbers of a kind, one of them replaced by `plant`."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = DTYPES.get(kind, torch.float32)
+    values = torch.randn(24, dtype=dtype, generator=generator)
+    if plant:
+        values[plant[0]] = plant[1]
+    if kind == "conjugate":
+        return values.conj()
+    if kind == "sparse":
+        places = torch.arange(24)[None] * 2
+        return torch.sparse_coo_tensor(places, values, (50,), check_invariants=True)
+    return values.reshape(4, 6)
+
+
+def numbers(tensor: Tensor) -> np.ndarray:
+    """Return a tensor's numbers as float64 or complex128."""
+    plain = tensor.to_dense().resolve_conj()
+    wide = torch.complex128 if plain.is_complex() else torch.float64
+    return plain.to(wide).numpy().copy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exponent", [0, -3, -16, 4])
+def test_unscale_equals_float64(kind: str, exponent: int) -> None:
+    """Law: a power of two is multiplied in exactly, with one rounding at most."""
+    grads = [gradient(kind, seed) for seed in range(3)]
+    expected = [numbers(grad) * 2.0**exponent for grad in grads]
+    found = unscale_(grads, torch.tensor(2.0**exponent))
+    assert (found.item(), found.dtype, found.shape) == (0.0, torch.float32, ())
+    for grad, wide in zip(grads, expected, strict=True):
+        rounded = torch.from_numpy(wide).to(grad.dtype)
+        assert torch.equal(grad.to_dense().resolve_conj(), rounded)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+def test_unscale_by_any_number(kind: str) -> None:
+    """Law: a factor that is no power of two costs one ulp at most."""
+    grad = gradient(kind, 1)
+    expected = numbers(grad) / 3.0
+    unscale_([grad], torch.tensor(1 / 3))
+    ulp = torch.finfo(grad.dtype).eps
+    np.testing.assert_allclose(numbers(grad), expected, rtol=ulp, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 11, 23])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_unscale_finds_what_is_planted(
+    kind: str, value: float, place: int, position: int
+) -> None:
+    """Law: one bad number anywhere in any tensor of any kind raises the flag."""
+    grads = [gradient(other, 5) for other in KINDS]
+    plants = [(place, value) if i == position else None for i in range(3)]
+    grads += [gradient(kind, i, plant) for i, plant in enumerate(plants)]
+    assert unscale_(grads, torch.tensor(0.5)).item() == 1.0
+
+
+def test_unscale_flags_once() -> None:
+    """Law: many bad tensors of many dtypes still give 1, which fused kernels ask."""
+    grads = [gradient(kind, 0, (0, math.inf)) for kind in KINDS]
+    assert unscale_(grads, torch.tensor(1.0)).item() == 1.0
+
+
+def test_unscale_nothing() -> None:
+    """Law: no gradients, no overflow."""
+    assert unscale_([], torch.tensor(0.5)).item() == 0.0
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "sparse", "complex"])
+def test_an_overflow_made_by_unscaling_is_found(kind: str) -> None:
+    """Law: dividing by 2**-6 takes 1e4 (fp16) and 1e38 past the format: flagged."""
+    scaler = LossScaler(ScaleRule(init_scale=2.0**-6, min_scale=2.0**-10))
+    large = 1e4 if kind == "fp16" else 1e38
+    assert scaler.unscale_([gradient(kind, 0, (3, large))]).item() == 1.0
+    assert scaler.unscale_([gradient(kind, 0)]).item() == 0.0
+
+
+def test_scale_widens_first() -> None:
+    """Law: fp16 outputs times 2**17 are finite, for the product is fp32."""
+    scaler = LossScaler(ScaleRule(init_scale=2.0**17))
+    for loss in (torch.ones(3, dtype=torch.float16), torch.ones((), dtype=torch.half)):
+        scaled = scaler.scale(loss)
+        assert scaled.dtype == torch.float32
+        assert torch.equal(scaled, torch.full_like(scaled, 2.0**17))
+    assert scaler.scale(torch.ones((), dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 3.0, 1.0, 1e-3, 7e30])
+def test_unscale_undoes_scale(scale: float) -> None:
+    """Law: scaled and unscaled, a gradient is what it was to one ulp of fp32."""
+    scaler = LossScaler(ScaleRule.parse(scale))
+    grad = gradient("fp32", 2)
+    scaled = scaler.scale(grad.clone())
+    assert scaler.unscale_([scaled]).item() == 0.0
+    torch.testing.assert_close(scaled, grad, rtol=2 * 2.0**-23, atol=0)
+
+
+BETWEEN = "between min_scale and"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "right"),
+    [
+        ("growth_factor", 0.5, "at least 1"),
+        ("backoff_factor", 0.0, "in (0, 1]"),
+        ("backoff_factor", 1.5, "in (0, 1]"),
+        ("backoff_factor", math.nan, "in (0, 1]"),
+        ("growth_interval", 0, "at least 1"),
+        ("min_scale", 0.0, "at least 1.17549e-38"),
+        ("min_scale", 1e-46, "at least 1.17549e-38"),
+        ("max_scale", 0.5, f"{BETWEEN} 3.40282e+38"),
+        ("max_scale", math.inf, f"{BETWEEN} 3.40282e+38"),
+        ("init_scale", 0.5, f"{BETWEEN} max_scale"),
+        ("init_scale", math.nan, f"{BETWEEN} max_scale"),
+        ("hysteresis", 0, "at least 1"),
+        ("max_consecutive_skips", 0, "at least 1"),
+    ],
+)
+def test_rule_messages(field: str, value: float, right: str) -> None:
+    """Law: a number out of range is named with its value and the range."""
+    with pytest.raises(UserError) as caught:
+        ScaleRule(**{field: value})  # type: ignore[arg-type]
+    assert str(caught.value) == f"{field}={value} must be {right}."
+
+
+@pytest.mark.parametrize("word", ["fast", "", 0, -2.0, "nan", "inf", 1e39, 1e-40])
+def test_parse_message(word: str | float) -> None:
+    """Law: a word that is no scale is named, with what would be one."""
+    with pytest.raises(UserError) as caught:
+        ScaleRule.parse(word)
+    assert str(caught.value) == (
+        f"loss_scale={word!r} is not a scale; choose auto, dynamic, none or a "
+        "positive number such as 1024."
+    )
+
+
+def test_parse() -> None:
+    """Law: "dynamic" moves; a number and "none" stay for ever, both ways."""
+    assert ScaleRule.parse("dynamic") == ScaleRule()
+    for word, scale in (("none", 1.0), ("1024", 1024.0), (0.25, 0.25)):
+        rule = ScaleRule.parse(word)
+        state = ScaleState.first(rule)
+        for flag in [0.0] * 2001 + [1.0] * 40:
+            state = advance(state, torch.tensor(flag), rule)
+        assert state.scale.item() == scale
+
+
+def test_state_round_trip() -> None:
+    """Law: a saved state holds rule and state, and loading restores each counter."""
+    assert all(getattr(RULE, f.name) != f.default for f in fields(ScaleRule))
+    scaler = LossScaler(RULE)
+    for flag in (1, 1, 0, 0, 1):
+        scaler.update(torch.tensor(float(flag)))
+    # Hysteresis 3 is used up by the third overflow; then one clean step, one skip.
+    scaler.update(torch.tensor(1.0))
+    scaler.state = replace(scaler.state, clean_steps=torch.tensor(5, dtype=torch.int32))
+    state = scaler.state_dict()
+    own = {"scale": 4.0, "clean_steps": 5, "hysteresis_left": -1, "skips_in_a_row": 2}
+    assert state == asdict(RULE) | own
+    limitless = LossScaler(replace(RULE, max_consecutive_skips=None)).state_dict()
+    assert limitless.keys() == state.keys() - {"max_consecutive_skips"}
+    fresh = LossScaler(RULE)
+    fresh.load_state_dict(state)
+    assert fresh.state_dict() == state
+    for field in fields(ScaleState):
+        loaded, saved = (getattr(s.state, field.name) for s in (fresh, scaler))
+        assert loaded.dtype == saved.dtype
+
+
+def test_state_without_a_field() -> None:
+    """Law: a state that lacks a field is refused by name, and nothing is loaded."""
+    scaler = LossScaler(RULE)
+    with pytest.raises(UserError) as caught:
+        scaler.load_state_dict({"scale": 8.0, "clean_steps": 1})
+    assert str(caught.value) == (
+        "loss-scale state has no 'hysteresis_left'; it holds ['scale', 'clean_steps']."
+    )
+    assert scaler.state.scale.item() == 64.0
+
+
+@pytest.mark.parametrize(
+    ("scale", "skips", "changes", "expected"),
+    [
+        (2.0, 10, {}, True),
+        (2.0, 9, {}, False),
+        (4.0, 99, {}, False),
+        (2.0, 99, {"backoff_factor": 1.0}, False),
+        (8.0, 5, {"max_consecutive_skips": 5}, True),
+        (8.0, 4, {"max_consecutive_skips": 5}, False),
+        (8.0, 5, {"max_consecutive_skips": 5, "backoff_factor": 1.0}, True),
+    ],
+)
+def test_is_collapsed(
+    scale: float, skips: int, changes: dict[str, float], expected: bool
+) -> None:
+    """Law: ten skips with a moving scale at its floor, or the limit at any scale."""
+    rule = replace(RULE, max_consecutive_skips=None)
+    rule = replace(rule, **changes)  # type: ignore[arg-type]
+    assert is_collapsed(scale, skips, rule) is expected
+
+
+@pytest.mark.parametrize("floor", [0.1, 1e-3, 1 / 3, 0.7, 2.0**-10])
+def test_a_floor_that_fp32_rounds_is_a_floor(floor: float) -> None:
+    """Law: a floor that fp32 can only hold rounded up is recognised all the same."""
+    rule = ScaleRule(init_scale=1.0, min_scale=floor, max_consecutive_skips=None)
+    state = ScaleState.first(rule)
+    for _ in range(20):
+        state = advance(state, torch.tensor(1.0), rule)
+    assert is_collapsed(state.scale.item(), int(state.skips_in_a_row), rule)
+    assert not is_collapsed(2 * state.scale.item(), int(state.skips_in_a_row), rule)
+
+
+def test_collapse_message() -> None:
+    """Law: the error says how long, at which scale, who, and what to do."""
+    error = collapse(0.5, 12, "not finite: gradients of head.bias")
+    assert isinstance(error, LossScaleCollapse)
+    assert isinstance(error, RuntimeError)
+    assert str(error) == (
+        "12 steps in a row overflowed, the last at loss scale 0.5: not finite: "
+        "gradients of head.bias. A smaller scale cannot mend this: look for a loss or "
+        "input that is not finite, lower the learning rate, or train in bf16 "
+        "(--dtype bf16)."
+    )
+
+
+def test_late_on_a_cpu_is_at_once() -> None:
+    """Law: where there is nothing to wait for, values arrive at once."""
+    assert Late().send(torch.tensor([8.0, 3.0])) == [8.0, 3.0]

@@ -1,0 +1,324 @@
+"""Corpora: splits, label ids, and each refusal in full."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.errors import UserError
+from halfstep.train.data import Corpus, Example, Row, _drawn_splits, load
+
+LONGEST_MESSAGE = 35
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages name the path as given; a relative one makes them whole literals."""
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, labels: str) -> Path:
+    """Write a table that holds a row a label: `t0,a`, `t1,b` ..."""
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    lines = [f"t{row},{label}\n" for row, label in enumerate(labels.split())]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def corpus(
+    path: Path,
+    *,
+    label_names: tuple[str, ...] | None = None,
+    limit: int | None = None,
+    dev_share: float = 0.2,
+    seed: int = 0,
+) -> Corpus:
+    """Load with settings that suit small files."""
+    return load(
+        path, label_names=label_names, limit=limit, dev_share=dev_share, seed=seed
+    )
+
+
+def refusal(
+    path: Path,
+    *,
+    label_names: tuple[str, ...] | None = None,
+    limit: int | None = None,
+    dev_share: float = 0.2,
+) -> str:
+    """Return the message that refuses to load, checked for its form."""
+    with pytest.raises(UserError) as caught:
+        corpus(path, label_names=label_names, limit=limit, dev_share=dev_share)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert len(message.split()) <= LONGEST_MESSAGE
+    return message
+
+
+def shuffled(seed: int, rows: int) -> list[str]:
+    """Return the texts of a file in the order that a seed draws."""
+    texts = [f"t{row}" for row in range(rows)]
+    random.Random(seed).shuffle(texts)  # noqa: S311 - a split is no secret
+    return texts
+
+
+def folder(train: str, dev: str, test: str = "") -> Path:
+    """Write a directory of splits with the labels given."""
+    write("posts/train.csv", train)
+    write("posts/dev.csv", dev)
+    if test:
+        write("posts/test.csv", test)
+    return Path("posts")
+
+
+def test_a_directory_is_taken_as_it_is() -> None:
+    """Law: given splits keep their rows and their order, duplicates included."""
+    path = folder("b a b b", "a b", "b")
+    Path("posts/train.csv").write_text("x,b\ny,a\nx,b\n", encoding="utf-8")
+    write("posts/notes.csv", "q q")
+    write("posts/train.old.csv", "q q")
+    assert corpus(path) == Corpus(
+        name="posts",
+        labels=("a", "b"),
+        train=(Example("x", 1), Example("y", 0), Example("x", 1)),
+        dev=(Example("t0", 0), Example("t1", 1)),
+        test=(Example("t0", 1),),
+    )
+
+
+def test_a_directory_may_mix_suffixes_and_lack_test() -> None:
+    """Law: each split has its own format; test is optional."""
+    write("posts/dev.csv", "0 1")
+    Path("posts/train.JSONL").write_text('["x", 1]\n["y", "0"]\n', encoding="utf-8")
+    got = corpus(Path("posts"))
+    assert (got.train, got.test) == ((Example("x", 1), Example("y", 0)), ())
+
+
+def test_the_working_directory_has_a_name(tmp_path: Path) -> None:
+    """Law: `.` names the corpus after the directory it stands for."""
+    write("train.csv", "0 1")
+    write("dev.csv", "0 1")
+    assert corpus(Path()).name == tmp_path.name
+
+
+@given(
+    number=st.integers(2, 200),
+    dev_share=st.floats(0, 1, exclude_min=True, exclude_max=True),
+    seed=st.integers(),
+)
+def test_a_file_is_cut_in_two(number: int, dev_share: float, seed: int) -> None:
+    """Law: dev is round(n * dev_share), 1 to n - 1; together the rows, each once."""
+    rows = [Row("x", "a", line, f"posts.csv line {line}") for line in range(number)]
+    splits = _drawn_splits(rows, dev_share, seed)
+    assert list(splits) == ["train", "dev", "test"]
+    assert len(splits["dev"]) == min(max(round(number * dev_share), 1), number - 1)
+    drawn = splits["train"] + splits["dev"]
+    assert sorted(row.line for row in drawn) == list(range(number))
+    assert splits["test"] == []
+    assert splits == _drawn_splits(rows, dev_share, seed)
+
+
+def test_the_seed_draws_the_split() -> None:
+    """Law: the split is the one of random.Random(seed), and another seed differs."""
+    path = write("posts.csv", "0 1 " * 50)
+    got = corpus(path, seed=7)
+    assert [example.text for example in got.dev] == shuffled(7, 100)[:20]
+    assert [example.text for example in got.train] == shuffled(7, 100)[20:]
+    assert corpus(path, seed=8).dev != got.dev
+    assert {example.text for example in got.dev} != {f"t{row}" for row in range(20)}
+
+
+def test_limit_takes_the_first_rows() -> None:
+    """Law: a file counts as its first rows; in a directory only train is cut."""
+    path = write("posts.csv", "0 1 " * 10 + "2 2 2 2")
+    got = corpus(path, limit=20)
+    assert {example.text for example in got.train + got.dev} == {
+        f"t{row}" for row in range(20)
+    }
+    assert got.labels == ("0", "1")
+    assert len(corpus(path, limit=1000).train) + len(corpus(path).dev) == 24
+    fixed = corpus(folder("a b a b", "a b a", "b b b"), limit=2)
+    assert [len(fixed.train), len(fixed.dev), len(fixed.test)] == [2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("labels", "label_names", "names", "ids"),
+    [
+        ("2 0 2", None, ("0", "1", "2"), [2, 0, 2]),
+        ("02 0 2", None, ("0", "1", "2"), [2, 0, 2]),
+        ("1 0 1", ("no", "yes", "maybe"), ("no", "yes", "maybe"), [1, 0, 1]),
+        ("sad angry like", None, ("angry", "like", "sad"), [2, 0, 1]),
+        ("sad like sad", ("sad", "like", "happy"), ("sad", "like", "happy"), [0, 1, 0]),
+        ("10 9 9", None, tuple(str(number) for number in range(11)), [10, 9, 9]),
+    ],
+)
+def test_labels_become_ids(
+    labels: str,
+    label_names: tuple[str, ...] | None,
+    names: tuple[str, ...],
+    ids: list[int],
+) -> None:
+    """Law: numbers are ids; words are sorted; given names fix number and order."""
+    got = corpus(folder(labels, labels), label_names=label_names)
+    assert got.labels == names
+    assert [example.label for example in got.train] == ids
+
+
+FEELINGS = ("other", "like", "sad", "disgust", "angry", "happy")
+CODES = tuple(f"c{number:02}" for number in range(13))
+
+
+def unlike(word: str, first: str, where: str) -> str:
+    """Return the fault of a label that is of another kind than the first."""
+    return (
+        f"label '{word}' does not go with '{first}' in {where}; "
+        "use whole numbers throughout, or words."
+    )
+
+
+def outside(number: int, top: int, cure: str) -> str:
+    """Return the fault of a label that is no class id."""
+    return f"labels out of range: {number} is not in 0 to {top}; {cure}."
+
+
+def alone(word: str) -> str:
+    """Return the fault of a train split of one class."""
+    return f": train holds only one class '{word}'; a classifier needs at least two."
+
+
+KNOWN = "use other, like, sad, disgust, angry, happy."
+FIRST_TWELVE = "use c00, c01, c02, c03, c04, c05, c06, c07, c08, c09, c10, c11, ...."
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "fault"),
+    [
+        ("0 1 sad", None, f" line 3: {unlike('sad', '0', 'posts.csv line 1')}"),
+        ("sad like 3", FEELINGS, f" line 3: {unlike('3', 'sad', 'posts.csv line 1')}"),
+        ("0 1 6 7", FEELINGS, f" line 3: {outside(6, 5, 'give more label names')}"),
+        ("0 -1 1", None, f" line 2: {outside(-1, 65535, 'count classes from 0')}"),
+        ("0 65536", None, f" line 2: {outside(65536, 65535, 'count classes from 0')}"),
+        (
+            "sad sda",
+            FEELINGS,
+            f" line 2: label 'sda' is unknown, perhaps 'sad'; {KNOWN}",
+        ),
+        ("sad xyz", FEELINGS, f" line 2: label 'xyz' is unknown; {KNOWN}"),
+        ("c01 zz", CODES, f" line 2: label 'zz' is unknown; {FIRST_TWELVE}"),
+        ("sad sad sad", None, alone("sad")),
+        ("3 3 3", None, alone("3")),
+        ("sad", None, " line 1 is the only row; train and dev need one each."),
+    ],
+)
+def test_bad_labels_of_a_file_are_refused(
+    labels: str, names: tuple[str, ...] | None, fault: str
+) -> None:
+    """Law: a label that has no id names its line, what is known and the cure."""
+    path = write("posts.csv", labels)
+    assert refusal(path, label_names=names) == f"posts.csv{fault}"
+
+
+def test_the_largest_id_is_accepted() -> None:
+    """Law: the bound on label ids is 65535, inclusive."""
+    assert len(corpus(folder("0 65535", "0")).labels) == 65536
+
+
+def absent(where: str, label: str, split: str) -> str:
+    """Return the refusal of a label that train lacks."""
+    return (
+        f"posts/{where}: label '{label}' of {split} is absent from train; "
+        "add rows with it, take more rows, or drop this one."
+    )
+
+
+MIXED = f"posts/dev.csv line 1: {unlike('0', 'a', 'posts/train.csv line 1')}"
+ABC = ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("splits", "names", "message"),
+    [
+        (("a b", "a c"), None, absent("dev.csv line 2", "c", "dev")),
+        (("a b", "a", "b a c"), ABC, absent("test.csv line 3", "c", "test")),
+        (("0 2", "1"), None, absent("dev.csv line 1", "1", "dev")),
+        (("0 1", "5"), None, absent("dev.csv line 1", "5", "dev")),
+        (("a b", "0"), None, MIXED),
+        (("a a", "b"), None, f"posts{alone('a')}"),
+    ],
+)
+def test_bad_labels_of_a_directory_are_refused(
+    splits: tuple[str, ...], names: tuple[str, ...] | None, message: str
+) -> None:
+    """Law: dev and test hold no label that train lacks; file and line are named."""
+    assert refusal(folder(*splits), label_names=names) == message
+
+
+def test_a_class_that_only_the_drawn_dev_holds_is_refused() -> None:
+    """Law: what holds for given splits holds for drawn ones."""
+    path = write("posts.csv", "a b " * 9 + "c c")
+    seed = next(
+        seed for seed in range(1000) if {"t18", "t19"} <= set(shuffled(seed, 20)[:4])
+    )
+    with pytest.raises(UserError, match=r"posts.csv line (19|20): label 'c' of dev is"):
+        corpus(path, seed=seed)
+
+
+def test_a_limit_that_loses_a_class_is_refused() -> None:
+    """Law: the limit cuts train before dev is held against it."""
+    message = absent("dev.csv line 1", "c", "dev")
+    assert refusal(folder("a b c", "c"), limit=2) == message
+
+
+ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
+
+
+def test_a_directory_without_its_splits_is_refused() -> None:
+    """Law: a directory needs one train and one dev file."""
+    path = write("posts/train.csv", "a b").parent
+    assert refusal(path) == (f"posts holds no dev file; name one dev with {ACCEPTED}.")
+    write("posts/dev.txt", "a b")
+    assert refusal(path) == f"posts holds no dev file; name one dev with {ACCEPTED}."
+    write("posts/dev.csv", "a b")
+    write("posts/train.tsv", "a b")
+    assert refusal(path) == ("posts/train.csv and train.tsv are both train; keep one.")
+    Path("empty").mkdir()
+    assert refusal(Path("empty")) == (
+        f"empty holds no train file; name one train with {ACCEPTED}."
+    )
+
+
+def test_a_path_to_nothing_is_refused() -> None:
+    """Law: a missing path is refused as one, whether file or directory was meant."""
+    assert refusal(Path("posts")) == (
+        "posts is not there; give a file or a directory that exists."
+    )
+
+
+@pytest.mark.parametrize("limit", [1, 0, -5])
+def test_a_small_limit_is_refused(limit: int) -> None:
+    """Law: fewer than two rows make no train and dev."""
+    assert refusal(write("posts.csv", "a b"), limit=limit) == (
+        f"limit must be 2 or more, a row each for train and dev, not {limit}."
+    )
+
+
+@pytest.mark.parametrize("dev_share", [0.0, 1.0, -0.1, 8.0, float("nan")])
+def test_a_dev_share_that_is_no_part_is_refused(dev_share: float) -> None:
+    """Law: dev_share lies between 0 and 1, both excluded; nan does not."""
+    assert refusal(write("posts.csv", "a b"), dev_share=dev_share) == (
+        f"dev_share must lie between 0 and 1, such as 0.08, not {dev_share}."
+    )
+
+
+@pytest.mark.parametrize("names", [(), ("a",), ("a", "b", "a")])
+def test_label_names_that_name_too_little_are_refused(names: tuple[str, ...]) -> None:
+    """Law: names are at least two and differ."""
+    assert refusal(write("posts.csv", "a b"), label_names=names) == (
+        f"label_names must be two or more different names, not {names}."
+    )

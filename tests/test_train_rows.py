@@ -1,0 +1,387 @@
+"""Files of labelled text: what is read, from which line, and each refusal in full."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.errors import UserError
+from halfstep.train.rows import Row, read
+
+LONGEST_MESSAGE = 35
+
+texts = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0"), min_size=1
+).filter(str.strip)
+words = texts.map(str.strip).filter(lambda word: not word.lstrip("-").isdigit())
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages name the path as given; a relative one makes them whole literals."""
+    monkeypatch.chdir(tmp_path)
+
+
+def rows_of(name: str, content: str | bytes) -> list[Row]:
+    """Write a file and read it."""
+    path = Path(name)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return read(path)
+
+
+def brief(rows: list[Row]) -> list[tuple[str, str, int]]:
+    """Return text, label and line of each row."""
+    return [(row.text, row.label_word, row.line) for row in rows]
+
+
+def refusal(name: str, content: str | bytes) -> str:
+    """Return the message that refuses a file, checked for its form."""
+    with pytest.raises(UserError) as caught:
+        rows_of(name, content)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert len(message.split()) <= LONGEST_MESSAGE
+    return message
+
+
+GOOD = [("so good", "like", 2), ("so bad, so sad", "sad", 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", '[\n["so good", "like"],\n\n["so bad, so sad", "sad"]]'),
+        (
+            "a.json",
+            (
+                '\n [{"text": "so good", "label": "like", "id": 1}\n,\n'
+                '{"label": " sad ", "text": "so bad, so sad"}\n]\n'
+            ),
+        ),
+        (
+            "a.jsonl",
+            '\n{"text": "so good", "label": "like"}\n \n["so bad, so sad", "sad"]\n\n',
+        ),
+        ("A.NDJSON", '\n["so good", "like"]\r\n\r\n["so bad, so sad", "sad"]\r\n'),
+        ("a.csv", 'text,label\nso good,like\n\n"so bad, so sad",sad\n'),
+        ("a.csv", '\r\nso good,like\r\n  \r\n"so bad, so sad", sad\r\n'),
+        ("a.csv", 'id,Label ,Text\r0,like,so good\r\r1,sad,"so bad, so sad"'),
+        ("a.tsv", "label\ttext\nlike\tso good\n\nsad\tso bad, so sad\n"),
+        ("a.tsv", "\nso good\tlike\t7\n\nso bad, so sad\tsad\t8\n"),
+    ],
+)
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_every_form_reads_alike(name: str, content: str, mark: bytes) -> None:
+    """Law: format, order of columns, blank lines and a BOM change no row or line."""
+    assert brief(rows_of(name, mark + content.encode())) == GOOD
+
+
+def test_a_row_knows_where_it_stands() -> None:
+    """Law: `where` is file and line; in an array also the entry."""
+    array = rows_of("a.json", '[["x", 0], ["y", 1],\n ["z", 2]]')
+    assert [row.where for row in array] == [
+        "a.json line 1 entry 1",
+        "a.json line 1 entry 2",
+        "a.json line 2 entry 3",
+    ]
+    (row,) = rows_of("a.csv", "\n\nx,0\n")
+    assert row == Row("x", "0", 3, "a.csv line 3")
+
+
+def test_a_row_over_several_lines_begins_at_its_first() -> None:
+    """Law: a quoted newline or a pretty-printed entry shifts the rows after it."""
+    table = 'text,label\n"two\nlines",a\none,b\n'
+    assert brief(rows_of("a.csv", table)) == [("two\nlines", "a", 2), ("one", "b", 4)]
+    array = json.dumps([["x\n", "a"], ["y", "b"]], indent=1)
+    assert brief(rows_of("a.json", array)) == [("x\n", "a", 2), ("y", "b", 6)]
+
+
+def test_a_line_separator_inside_json_does_not_end_a_line() -> None:
+    """Law: U+2028, U+0085 and form feed are characters of a text, not line ends."""
+    line = '["a\u2028b\u0085c", "x"]\n'
+    assert brief(rows_of("a.jsonl", line * 2)) == [
+        ("a\u2028b\u0085c", "x", 1),
+        ("a\u2028b\u0085c", "x", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("label", "word", "is_number"),
+    [
+        ("3", "3", True),
+        ('"3"', "3", True),
+        ('" 003 "', "3", True),
+        ("-1", "-1", True),
+        ('"-0"', "0", True),
+        ('"+3"', "+3", False),
+        ('"3.0"', "3.0", False),
+        ('"\\uff13"', "\uff13", False),
+        ('"1234567890123456789"', "1234567890123456789", False),
+        ('"like"', "like", False),
+    ],
+)
+def test_whole_numbers_are_told_from_words(
+    label: str, word: str, *, is_number: bool
+) -> None:
+    """Law: only ASCII decimal integers are numbers, and each has one form."""
+    (row,) = rows_of("a.jsonl", f'["x", {label}]')
+    assert (row.label_word, row.is_number) == (word, is_number)
+
+
+def test_texts_are_kept_as_they_are() -> None:
+    """Law: no text is stripped, and duplicates stay."""
+    rows = rows_of("a.json", '[[" x\\n", 1], [" x\\n", 1]]')
+    assert brief(rows) == [(" x\n", "1", 1)] * 2
+
+
+@given(st.lists(st.tuples(texts, words), min_size=1), st.sampled_from([None, 1]))
+@settings(max_examples=40, deadline=None)
+def test_json_reads_what_json_writes(
+    pairs: list[tuple[str, str]], indent: int | None
+) -> None:
+    """Law: an array, plain or indented, and its lines read as the json module does."""
+    objects = [{"text": text, "label": word} for text, word in pairs]
+    array = rows_of("a.json", json.dumps(objects, indent=indent))
+    lines = rows_of(
+        "a.jsonl", "\n".join(json.dumps(pair, ensure_ascii=False) for pair in pairs)
+    )
+    assert [(row.text, row.label_word) for row in array] == pairs
+    assert [(row.text, row.label_word) for row in lines] == pairs
+    # Indented by 1, an object takes four lines, after the bracket that opens.
+    first, step = (2, 4) if indent else (1, 0)
+    assert [row.line for row in array] == [
+        first + step * entry for entry in range(len(pairs))
+    ]
+    assert [row.line for row in lines] == [line + 1 for line in range(len(pairs))]
+
+
+@given(st.lists(st.tuples(texts, words), min_size=1), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_tables_read_what_csv_writes(
+    pairs: list[tuple[str, str]],
+    tabs: bool,
+) -> None:
+    """Law: a table written by the csv module comes back, quotes and newlines too."""
+    name, delimiter = ("a.tsv", "\t") if tabs else ("a.csv", ",")
+    with Path(name).open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, delimiter=delimiter)
+        table.writerows([("text", "label"), *pairs])
+    assert [(row.text, row.label_word) for row in read(Path(name))] == pairs
+
+
+def test_forty_thousand_pairs_on_one_line() -> None:
+    """Law: a large array on one line reads to its end; a quadratic reader hangs."""
+    pairs = [[f"number {number} " * 5, number % 6] for number in range(40_000)]
+    rows = rows_of("a.json", json.dumps(pairs))
+    assert [(row.text, int(row.label_word)) for row in rows] == [
+        (text, label) for text, label in pairs
+    ]
+    assert rows[-1].where == "a.json line 1 entry 40000"
+
+
+FORM = 'each line holds {"text": "...", "label": ...}.'
+ARRAY_FORM = 'each entry is ["text", label] or {"text": "...", "label": ...}.'
+CUT = "a character is cut in half (a lone surrogate); mend or drop the row."
+NO_LABEL = "a label is a whole number or a word."
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"text": "x"}', f"label is missing; {FORM}"),
+        ('{"label": 1}', f"text is missing; {FORM}"),
+        ("{}", f"text is missing; {FORM}"),
+        ('["x"]', f'["x"] is not a text and its label; {FORM}'),
+        ('["x", 1, 2]', f'["x", 1, 2] is not a text and its label; {FORM}'),
+        ("17", f"17 is not a text and its label; {FORM}"),
+        (
+            '"' + "x" * 50 + '"',
+            f'"{"x" * 39}... is not a text and its label; {FORM}',
+        ),
+        ("[17, 1]", "text is 17; a text is a string."),
+        ("[null, 1]", "text is null; a text is a string."),
+        ('["", 1]', "text is blank; give it words or drop the row."),
+        ('[" \\n\\u3000", 1]', "text is blank; give it words or drop the row."),
+        ('["x", true]', f"label is true; {NO_LABEL}"),
+        ('["x", null]', f"label is null; {NO_LABEL}"),
+        ('["x", 3.0]', f"label is 3.0; {NO_LABEL}"),
+        ('["x", NaN]', f"label is NaN; {NO_LABEL}"),
+        ('["x", [1, 2]]', f"label is [1, 2]; {NO_LABEL}"),
+        ('["x", " "]', f"label is blank; {NO_LABEL}"),
+        ('["so good \\ud83d", 1]', CUT),
+        ('["so good", "\\ude00"]', CUT),
+    ],
+)
+def test_a_bad_entry_is_refused(line: str, fault: str) -> None:
+    """Law: a row that is no text and label names its line, the fault and the cure."""
+    content = '["fine", 0]\n\n' + line + "\n"
+    assert refusal("posts.jsonl", content) == f"posts.jsonl line 3: {fault}"
+
+
+def test_the_message_of_the_manual() -> None:
+    """Law: a missing label on line 17 reads exactly so."""
+    content = '{"text": "x", "label": 0}\n' * 16 + '{"text": "x"}\n'
+    assert refusal("posts.jsonl", content) == (
+        "posts.jsonl line 17: label is missing; "
+        'each line holds {"text": "...", "label": ...}.'
+    )
+
+
+def test_a_bad_entry_of_an_array_is_numbered() -> None:
+    """Law: in an array the line is that of the entry, and the entry is counted."""
+    content = '[["a\\n", 0], ["b", 1],\n\n  ["c"]]'
+    assert refusal("posts.json", content) == (
+        f'posts.json line 3 entry 3: ["c"] is not a text and its label; {ARRAY_FORM}'
+    )
+
+
+NO_ARRAY = "Expecting [ and all entries; one entry a line is .jsonl"
+TOO_LONG = "a number is too long or the nesting too deep"
+NO_NAME = "Expecting property name enclosed in double quotes"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place", "fault"),
+    [
+        ("a.json", '[["x", 1]\n ["y", 2]]', (2, 2), "Expecting ',' or ']'"),
+        ("a.json", '[["x", 1],\n["y" 2]]', (2, 6), "Expecting ',' delimiter"),
+        ("a.json", '[["x", 1],\n]', (2, 1), "Expecting value"),
+        ("a.json", '[["x", 1],', (1, 11), "Expecting value"),
+        ("a.json", '[["x", 1]', (1, 10), "Expecting ',' or ']'"),
+        ("a.json", '[["x", 1]]\n\n []', (3, 2), "Extra data after the array"),
+        ("a.json", '{"text": "x", "label": 1}\n', (1, 1), NO_ARRAY),
+        ("a.json", "", (1, 1), NO_ARRAY),
+        ("a.json", "[" * 100_000, (1, 2), TOO_LONG),
+        ("a.jsonl", '["x", 1]\n["x", ' + "9" * 5_000 + "]", (2, 1), TOO_LONG),
+        ("a.jsonl", '["x", 1]\n["y", 2', (2, 8), "Expecting ',' delimiter"),
+        ("a.jsonl", '["x", 1] ["y", 2]', (1, 10), "Extra data after the value"),
+        ("a.jsonl", '{"text": "x",\n "label": 1}\n', (1, 14), NO_NAME),
+    ],
+)
+def test_broken_json_is_located(
+    name: str, content: str, place: tuple[int, int], fault: str
+) -> None:
+    """Law: broken JSON names line and column, counted from 1 over the whole file."""
+    line, column = place
+    assert refusal(name, content) == (
+        f"{name} line {line} column {column}: broken JSON: {fault}."
+    )
+
+
+QUOTES = (
+    "a cell that begins with a quote must end with one, and a quote inside it is "
+    "written twice."
+)
+HEADER = "text and label are two columns; begin with a header row that names them."
+BLANK = "text is blank; give it words or drop the row."
+
+
+def cells(count: int, head: int, line: int, delimiter: str) -> str:
+    """Return the fault of a row whose cells are not as many as in the first."""
+    return (
+        f"cell count is {count}, but {head} in line {line}; "
+        f"quote a text that holds {delimiter}, or fill up the row."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line", "fault"),
+    [
+        ("a.csv", "text,label\nx,1\n\ny\n", 4, cells(1, 2, 1, "','")),
+        ("a.csv", "text,label\nwell, well,1\n", 2, cells(3, 2, 1, "','")),
+        ("a.tsv", "\nx\t1\ny\t\t1\n", 3, cells(3, 2, 2, r"'\t'")),
+        ("a.csv", "x\ny\n", 1, HEADER),
+        ("a.csv", "sentence,label\nx,sad\n", 1, HEADER),
+        ("a.csv", "\nText,emotion\nx,sad\n", 2, HEADER),
+        ("a.csv", "text,label\nx,\n", 2, f"label is blank; {NO_LABEL}"),
+        ("a.csv", "text,label\n ,1\n", 2, BLANK),
+        ("a.csv", 'x,1\n"y,2\nz,3\n', 2, f"unexpected end of data; {QUOTES}"),
+        ("a.csv", '"so" he,1\n', 1, f"',' expected after '\"'; {QUOTES}"),
+        (
+            "a.csv",
+            "text,label\n" + "x" * 200_000 + ",1\n",
+            2,
+            f"field larger than field limit (131072); {QUOTES}",
+        ),
+    ],
+)
+def test_a_bad_table_is_refused(name: str, content: str, line: int, fault: str) -> None:
+    """Law: a row that does not fit its table names its line, the fault and the cure."""
+    assert refusal(name, content) == f"{name} line {line}: {fault}"
+
+
+ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("a.txt", "x", f": suffix '.txt' is unknown; save it as {ACCEPTED}."),
+        ("a", "x", f": suffix '' is unknown; save it as {ACCEPTED}."),
+        (
+            "a.csv",
+            b"x,1\ny,2\n" + "\u597d,3\n".encode("gbk"),
+            " line 3 is not UTF-8: byte 0xba at offset 8; save it as UTF-8.",
+        ),
+        (
+            "a.csv",
+            b"\xef\xbb\xbfx,\xff\n",
+            " line 1 is not UTF-8: byte 0xff at offset 5; save it as UTF-8.",
+        ),
+        (
+            "a.csv",
+            b"\xff\xfe" + "text,label".encode("utf-16-le"),
+            " line 1 is not UTF-8: byte 0xff at offset 0; save it as UTF-8.",
+        ),
+        (
+            "a.tsv",
+            b"x\t1\ny\0\t2\n",
+            " line 2 holds a NUL byte; save it as UTF-8 plain text.",
+        ),
+        ("a.json", " [ ]\n", f" holds no rows; {ARRAY_FORM}"),
+        ("a.jsonl", "\n \n", f" holds no rows; {FORM}"),
+        ("a.ndjson", "", f" holds no rows; {FORM}"),
+        ("a.csv", "", " holds no rows; each row holds a text and a label."),
+        ("a.csv", "\n\n", " holds no rows; each row holds a text and a label."),
+        (
+            "a.tsv",
+            "text\tlabel\n",
+            " holds no rows; each row holds a text and a label.",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused(name: str, content: str | bytes, fault: str) -> None:
+    """Law: a file that holds no readable rows says why, and how to save it."""
+    assert refusal(name, content) == name + fault
+
+
+def test_what_is_no_file_is_refused() -> None:
+    """Law: a missing file and a directory are told apart."""
+    with pytest.raises(UserError) as caught:
+        read(Path("a.csv"))
+    assert str(caught.value) == (
+        "a.csv is not there; give a file or a directory that exists."
+    )
+    Path("b.csv").mkdir()
+    with pytest.raises(UserError) as caught:
+        read(Path("b.csv"))
+    assert str(caught.value) == f"b.csv is a directory; give one file, {ACCEPTED}."
+
+
+def test_an_unreadable_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: what the system says against reading is passed on, not a traceback."""
+
+    def forbid(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    Path("a.csv").write_text("x,1\n", encoding="utf-8")
+    monkeypatch.setattr(Path, "read_bytes", forbid)
+    with pytest.raises(UserError) as caught:
+        read(Path("a.csv"))
+    assert str(caught.value) == "a.csv cannot be read: Permission denied."
