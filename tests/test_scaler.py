@@ -14,7 +14,6 @@ from torch import Tensor
 
 from halfstep.errors import UserError
 from halfstep.scaler import (
-    Late,
     LossScaleCollapse,
     LossScaler,
     ScaleRule,
@@ -118,8 +117,8 @@ def test_scale_stays_within_its_bounds(rule: ScaleRule, trace: list[float]) -> N
         state = advance(state, torch.tensor(flag), rule)
         scale = state.scale.item()
         assert fp32(rule.min_scale) <= scale <= fp32(rule.max_scale)
-        dtypes = [getattr(state, field.name).dtype for field in fields(state)]
-        assert dtypes == [torch.float32, torch.int32, torch.int32, torch.int32]
+    dtypes = [getattr(state, field.name).dtype for field in fields(state)]
+    assert dtypes == [torch.float32, torch.int32, torch.int32, torch.int32]
 
 
 @given(
@@ -173,16 +172,12 @@ def test_hysteresis_is_refilled_by_growth_alone() -> None:
     assert seen == [16, 16, 16, 8, 8, 4, 4, 8, 8, 8, 4]
 
 
-@pytest.mark.parametrize(
-    ("start", "flag", "then"), [(0.25, 1.0, 0.25), (2.0**25, 0.0, 2.0**25)]
-)
-def test_a_loaded_scale_beyond_bounds_moves_only_back(
-    start: float, flag: float, then: float
-) -> None:
-    """Law: an overflow never raises the scale, a clean step never lowers it."""
+@pytest.mark.parametrize(("start", "flag"), [(0.25, 1.0), (2.0**25, 0.0)])
+def test_a_loaded_scale_beyond_bounds(start: float, flag: float) -> None:
+    """Law: even there no overflow raises the scale, and no clean step lowers it."""
     rule = ScaleRule(growth_interval=1)
     state = replace(ScaleState.first(rule), scale=torch.tensor(start))
-    assert advance(state, torch.tensor(flag), rule).scale.item() == then
+    assert advance(state, torch.tensor(flag), rule).scale.item() == start
 
 
 def test_advance_leaves_its_argument_alone() -> None:
@@ -262,14 +257,10 @@ def test_unscale_finds_what_is_planted(
 
 
 def test_unscale_flags_once() -> None:
-    """Law: many bad tensors of many dtypes still give 1, which fused kernels ask."""
+    """Law: many bad tensors give 1, which fused kernels ask for; none at all give 0."""
     grads = [gradient(kind, 0, (0, math.inf)) for kind in KINDS]
     assert unscale_(grads, torch.tensor(1.0)).item() == 1.0
-
-
-def test_unscale_nothing() -> None:
-    """Law: no gradients, no overflow."""
-    assert unscale_([], torch.tensor(0.5)).item() == 0.0
+    assert unscale_([], torch.tensor(1.0)).item() == 0.0
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "sparse", "complex"])
@@ -284,8 +275,8 @@ def test_an_overflow_made_by_unscaling_is_found(kind: str) -> None:
 def test_scale_widens_first() -> None:
     """Law: fp16 outputs times 2**17 are finite, for the product is fp32."""
     scaler = LossScaler(ScaleRule(init_scale=2.0**17))
-    for loss in (torch.ones(3, dtype=torch.float16), torch.ones((), dtype=torch.half)):
-        scaled = scaler.scale(loss)
+    for shape in ((), (3,)):
+        scaled = scaler.scale(torch.ones(shape, dtype=torch.float16))
         assert scaled.dtype == torch.float32
         assert torch.equal(scaled, torch.full_like(scaled, 2.0**17))
     assert scaler.scale(torch.ones((), dtype=torch.float64)).dtype == torch.float64
@@ -378,31 +369,22 @@ def test_state_without_a_field() -> None:
     scaler = LossScaler(RULE)
     with pytest.raises(UserError) as caught:
         scaler.load_state_dict({"scale": 8.0, "clean_steps": 1})
-    assert str(caught.value) == (
-        "loss-scale state has no 'hysteresis_left'; it holds ['scale', 'clean_steps']."
-    )
+    right = "'hysteresis_left'; it holds ['scale', 'clean_steps']."
+    assert str(caught.value) == f"loss-scale state has no {right}"
     assert scaler.state.scale.item() == 64.0
 
 
-@pytest.mark.parametrize(
-    ("scale", "skips", "changes", "expected"),
-    [
-        (2.0, 10, {}, True),
-        (2.0, 9, {}, False),
-        (4.0, 99, {}, False),
-        (2.0, 99, {"backoff_factor": 1.0}, False),
-        (8.0, 5, {"max_consecutive_skips": 5}, True),
-        (8.0, 4, {"max_consecutive_skips": 5}, False),
-        (8.0, 5, {"max_consecutive_skips": 5, "backoff_factor": 1.0}, True),
-    ],
-)
-def test_is_collapsed(
-    scale: float, skips: int, changes: dict[str, float], expected: bool
-) -> None:
+def test_is_collapsed() -> None:
     """Law: ten skips with a moving scale at its floor, or the limit at any scale."""
-    rule = replace(RULE, max_consecutive_skips=None)
-    rule = replace(rule, **changes)  # type: ignore[arg-type]
-    assert is_collapsed(scale, skips, rule) is expected
+    free = replace(RULE, max_consecutive_skips=None)
+    assert is_collapsed(2.0, 10, free)
+    assert not is_collapsed(2.0, 9, free)
+    assert not is_collapsed(4.0, 99, free)
+    assert not is_collapsed(2.0, 99, replace(free, backoff_factor=1.0))
+    for factor in (0.5, 1.0):
+        rule = replace(RULE, max_consecutive_skips=5, backoff_factor=factor)
+        assert is_collapsed(8.0, 5, rule)
+        assert not is_collapsed(8.0, 4, rule)
 
 
 @pytest.mark.parametrize("floor", [0.1, 1e-3, 1 / 3, 0.7, 2.0**-10])
@@ -419,16 +401,10 @@ def test_a_floor_that_fp32_rounds_is_a_floor(floor: float) -> None:
 def test_collapse_message() -> None:
     """Law: the error says how long, at which scale, who, and what to do."""
     error = collapse(0.5, 12, "not finite: gradients of head.bias")
-    assert isinstance(error, LossScaleCollapse)
-    assert isinstance(error, RuntimeError)
+    assert issubclass(type(error), LossScaleCollapse)
     assert str(error) == (
         "12 steps in a row overflowed, the last at loss scale 0.5: not finite: "
         "gradients of head.bias. A smaller scale cannot mend this: look for a loss or "
         "input that is not finite, lower the learning rate, or train in bf16 "
         "(--dtype bf16)."
     )
-
-
-def test_late_on_a_cpu_is_at_once() -> None:
-    """Law: where there is nothing to wait for, values arrive at once."""
-    assert Late().send(torch.tensor([8.0, 3.0])) == [8.0, 3.0]

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep import machine
-from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from halfstep.session import Session
     from halfstep.stats import StepReport
@@ -33,6 +32,11 @@ OPTIMIZERS: dict[str, Make] = {
     "adam": functools.partial(torch.optim.Adam, lr=0.02, eps=1e-3),
     "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, eps=1e-3),
 }
+FUSED: list[Make] = [
+    functools.partial(SGD, fused=True),
+    functools.partial(torch.optim.Adam, lr=0.02, fused=True),
+    OPTIMIZERS["fused"],
+]
 KINDS = ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16", "O3 fp16"]
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")
 FP32, INF = torch.float32, math.inf
@@ -43,9 +47,13 @@ same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.fixture(autouse=True)
-def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep the machine's speed out of these tests, and threads out of tiny products."""
     monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def network(seed: int = 0, device: str = "cpu") -> nn.Sequential:
@@ -102,6 +110,12 @@ def everything(session: Session) -> Any:
     return copy.deepcopy(parts)
 
 
+def numbers(session: Session) -> dict[str, Any]:
+    """Return a session's state without its words."""
+    state = session.state_dict()
+    return {key: value for key, value in state.items() if not isinstance(value, str)}
+
+
 @table
 @optimizers
 def test_loss_falls_and_dtypes_hold(kind: str, make: Make) -> None:
@@ -137,7 +151,7 @@ def test_loss_falls_and_dtypes_hold(kind: str, make: Make) -> None:
 @optimizers
 @pytest.mark.parametrize("value", [INF, math.nan])
 def test_a_skipped_step_changes_nothing(kind: str, make: Make, value: float) -> None:
-    """Law: on overflow weights, masters, state and counters stay, and it is reported."""
+    """Law: on overflow weights, masters, state, counters stay; culprits are named."""
     session, clean = build(kind, make), build(kind, make)
     for number in range(2):
         before, scale = everything(session), session.scaler.state.scale.item()
@@ -177,13 +191,13 @@ def test_state_round_trip(kind: str, make: Make) -> None:
     state = copy.deepcopy(session.state_dict())
     assert (state["level"], state["dtype"]) == tuple(kind.split())
     fresh.load_state_dict(copy.deepcopy(state))
-    same(fresh.state_dict(), state)
+    same(numbers(fresh), {key: state[key] for key in numbers(session)})
     assert (fresh.steps_applied, fresh.steps_skipped) == (3, 1)
     for seed in range(4, 7):
         reports = [go(each, seed) for each in (session, fresh)]
         assert reports[0].step == reports[1].step == seed + 1
         same(everything(fresh), everything(session))
-    same(fresh.state_dict(), session.state_dict())
+    same(numbers(fresh), numbers(session))
 
 
 def plain_loop(make: Make, clip: float | None, dtype: torch.dtype | None) -> Any:
@@ -198,8 +212,9 @@ def plain_loop(make: Make, clip: float | None, dtype: torch.dtype | None) -> Any
             loss = loss_of(model, seed)
         torch.autograd.backward(scaler.scale(loss))
         if seed == 2 and scaler.is_enabled():
-            assert model[0].bias.grad is not None
-            model[0].bias.grad[1] = INF
+            grad = list(model.parameters())[1].grad
+            assert grad is not None
+            grad[1] = INF
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip or INF)
         scaler.step(optimizer)
@@ -277,26 +292,12 @@ def test_overflow_in_one_micro_batch(kind: str) -> None:
     assert [go(session, s).applied for s in range(3)] == [False, False, True]
 
 
-def test_several_losses() -> None:
-    """Law: two backward passes before one step add up."""
-    one, two = build(), build()
-    one.backward(loss_of(one.model, 0) + loss_of(one.model, 1))
-    for seed in (0, 1):
-        two.backward(loss_of(two.model, seed))
-    one.step()
-    two.step()
-    torch.testing.assert_close(one.weights(), two.weights())
-
-
-@pytest.mark.parametrize("name", ["fused", "fused sgd", "fused adam"])
+@pytest.mark.parametrize("make", FUSED, ids=["sgd", "adam", "adamw"])
 @pytest.mark.parametrize("kind", ["O0 fp32", "O1 fp16", "O2 fp16", "O2 bf16"])
 def test_a_kernel_that_skips(
-    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: the path that never asks the device ends where the asking one does."""
-    more = {"fused sgd": functools.partial(SGD, fused=True)}
-    more["fused adam"] = functools.partial(OPTIMIZERS["adam"], fused=True)
-    make = (OPTIMIZERS | more)[name]
     ends = []
     for inside in (False, True):
         monkeypatch.setattr(hs.Session, "_skips_on_device", inside)
@@ -330,170 +331,31 @@ def test_clipping_is_torchs() -> None:
         go(session)
         moved = [v - before[k] for k, v in session.weights().items()]
         norm = math.sqrt(sum(m.float().square().sum().item() for m in moved))
-        # O3 rounds each weight of about 1/2 to 8 bits; its step is lost or doubled.
-        assert norm == pytest.approx(2.0**-4, rel=0.5 if kind[1] == "3" else 1e-4)
+        # At O3 an ulp of weights under 1/2 is 2**-10, of the norm's ones 2**-7: half
+        # of it for each of 163 and 16. Elsewhere the step is one of fp32.
+        room = 163**0.5 * 2.0**-11 + 4 * 2.0**-8 if kind.startswith("O3") else 2.0**-18
+        assert norm == pytest.approx(2.0**-4, abs=room)
 
 
-def test_complex_gradients_have_a_norm() -> None:
-    """Law: a complex gradient counts with both its parts."""
-    model = nn.ParameterList([nn.Parameter(torch.tensor([1 + 1j]))])
-    session = hs.prepare(model, SGD(model.parameters()), "O0", clip_grad_norm=INF)
-    session.backward((model[0] * (3 - 4j)).real.sum())
-    assert session.step().grad_norm == 5.0
-
-
-def test_collapse_at_the_floor() -> None:
-    """Law: with fp16, the 17th skip in a row, the first at scale 1, is the last."""
-    session = build("O2 fp16")
-    before = everything(session)
-    spoil(session, "0.bias", "1.weight", "3.weight", "3.bias")
-    for exponent in range(16, 0, -1):
-        assert go(session).scale == 2.0**exponent
-    with pytest.raises(hs.LossScaleCollapse) as caught:
-        go(session)
-    assert str(caught.value) == (
-        "17 steps in a row overflowed, the last at loss scale 1: not finite: gradients "
-        "of 0.bias, 1.weight, 3.weight and 1 more. A smaller scale cannot mend this: "
-        "look for a loss or input that is not finite, lower the learning rate, or "
-        "train in bf16 (--dtype bf16)."
-    )
-    same(everything(session), before)
-
-
-@pytest.mark.parametrize("kind", ["O0 fp32", "O2 bf16"])
-def test_collapse_without_a_moving_scale(kind: str) -> None:
-    """Law: fifty skips in a row end any run; forty-nine and a step do not."""
-    session = build(kind)
-    for rounds in range(2):
-        hooks = spoil(session, "0.bias")
-        for _ in range(49):
-            assert go(session).skipped
-        if rounds == 0:
-            hooks[0].remove()
-            assert go(session).applied
-    with pytest.raises(hs.LossScaleCollapse, match="^50 steps in a row overflowed"):
-        go(session)
-
-
-def test_step_needs_a_backward_pass() -> None:
-    """Law: a step that has nothing new is refused; the session goes on after it."""
-    session = build()
-    go(session)
-    with pytest.raises(RuntimeError) as caught:
-        session.step()
-    assert str(caught.value) == (
-        "session.step() was called without a backward pass since the last; 1 steps "
-        "are done. Call session.backward(loss) first; to sum over 4 batches, set "
-        "accumulate=4 in prepare()."
-    )
-    assert go(session).applied
-
-
-@pytest.mark.parametrize("kind", ["O0 fp32", "O2 bf16"])
-def test_step_needs_a_gradient(kind: str) -> None:
-    """Law: a loss that reaches no parameter is refused; the session goes on."""
-    session = build(kind)
-    session.backward(torch.ones((), requires_grad=True) * 2)
-    with pytest.raises(RuntimeError) as caught:
-        session.step()
-    assert str(caught.value) == (
-        "no parameter of the optimizer has a gradient: is the loss computed from "
-        "session.model, and do its parameters require gradients?"
-    )
-    assert go(session).applied
-
-
-def test_names() -> None:
-    """Law: reports use the names given; a parameter without one goes by its shape."""
-    model = network()
-    session = hs.prepare(
-        model,
-        SGD(model.parameters()),
-        "O2",
-        dtype="bf16",
-        names=[("w", model[0].weight)],
-    )
-    spoil(session, "0.weight", "3.bias")
-    assert go(session).found_inf_in == ("w", "a parameter of shape (3,)")
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"accumulate": 0}, "accumulate=0 must be at least 1 micro-batch a step."),
-    ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0 must be above 0, or None."),
-    ({"clip_grad_norm": math.nan}, "clip_grad_norm=nan must be above 0, or None."),
-    (
-        {"master": "split"},
-        "master='split' is not a form of master weights; choose 'fp32'.",
-    ),
-    (
-        {"level": "O0", "dtype": "bf16"},
-        "level=O0 is fp32 throughout; dtype=bf16 needs O1 to O3.",
-    ),
-    (
-        {"level": "O2", "dtype": "fp32"},
-        "level=O2 needs dtype bf16 or fp16; fp32 training is level O0.",
-    ),
-    ({"policy": "lean"}, "policy='lean' is not known; the named policy is 'torch'."),
-    (
-        {"loss_scale": -1},
-        "loss_scale=-1 is not a scale; choose auto, dynamic, none or a positive number "
-        "such as 1024.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), REFUSED)
-def test_messages(given: dict[str, Any], message: str) -> None:
-    """Law: each word or number that does not fit is named, and the model untouched."""
-    model = network()
-    arguments = {"level": "O1"} | given
-    with pytest.raises(UserError) as caught:
-        hs.prepare(model, SGD(model.parameters()), **arguments)
-    assert str(caught.value) == message
-    assert {param.dtype for param in model.parameters()} == {FP32}
-
-
-def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: "auto" is what the machine recommends, with its reason."""
-    advice = machine.Recommendation("O2", "bf16", "measured")
-    monkeypatch.setattr(machine, "recommend", lambda _: advice)
-    model = network()
-    session = hs.prepare(model, SGD(model.parameters()))
-    assert (str(session.choice), session.choice.reason) == ("O2 bf16", "measured")
-    assert model[0].weight.dtype == torch.bfloat16
-
-
-def test_emulation_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a format that this machine is slow in is warned of, once."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: "slow here")
-    with pytest.warns(UserWarning, match="^slow here$"):
-        build("O1 fp16")
-
-
-def test_explain() -> None:
-    """Law: a row for each type of module and treatment; O2 stores and runs as it says."""
-    policy = hs.Policy((hs.Rule("module", "3", "fp32", "my logits"),))
-    session = build("O2 bf16", policy=policy)
-    seen = session.explain()
-    assert seen.columns == ("module", "count", "parameters", "stored", "runs in", "why")
-    rows = {(row[0], row[3]): row for row in seen.rows}
-    assert rows.keys() == {
-        ("Linear", "bf16"),
-        ("Linear", "fp32"),
-        ("LayerNorm", "fp32"),
-    }
-    # 6 * 16 + 16, 16 * 3 + 3 and 2 * 16 numbers.
-    assert rows["Linear", "bf16"][1:5] == (1, 112, "bf16", "bf16")
-    assert rows["Linear", "fp32"][1:5] == (1, 51, "fp32", "fp32")
-    assert rows["LayerNorm", "fp32"][1:4] == (1, 32, "fp32")
-    assert seen.notes == (
-        "level O2 bf16: level O2 was asked for",
-        "policy: torch + module:3=fp32",
-        "fp32 master weights: 112",
-        "loss scale: 1, fixed",
-    )
-    moving = build("O1 fp16").explain()
-    assert moving.notes[-1] == "loss scale: 65536, dynamic"
+def test_tied_weights_stay_tied() -> None:
+    """Law: at O2 a weight used twice has one exact master, saved and loaded as one."""
+    sessions = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+        model[1].weight = model[0].weight
+        exact = copy.deepcopy(dict(model.state_dict()))
+        made = ADAMW(model.parameters())
+        sessions.append(hs.prepare(model, made, "O2", dtype="bf16"))
+    first, second = sessions
+    same(second.weights(), exact)
+    go(first)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    same(everything(second), everything(first))
+    for session in sessions:
+        assert go(session, 1).applied
+        parameters = dict(session.model.named_parameters(remove_duplicate=False))
+        assert parameters["0.weight"] is parameters["1.weight"]
+    same(everything(second), everything(first))
 
 
 def test_state_crosses_levels() -> None:
@@ -506,10 +368,10 @@ def test_state_crosses_levels() -> None:
     for seed in range(3):
         go(first, seed)
     middle.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert torch.equal(
-        middle.model[0].weight,
-        first.model[0].weight.bfloat16(),  # type: ignore[index,union-attr]
-    )
+    for low, high in zip(
+        middle.model.parameters(), first.model.parameters(), strict=True
+    ):
+        assert torch.equal(low, high.to(low.dtype))
     last.load_state_dict(copy.deepcopy(middle.state_dict()))
     same(everything(last), everything(first))
     go(last, 3)
@@ -517,43 +379,10 @@ def test_state_crosses_levels() -> None:
     same(everything(last), everything(first))
 
 
-def test_states_that_do_not_fit() -> None:
-    """Law: another version, another model, a window half done: each is refused."""
-    session = build("O2 bf16", accumulate=2)
-    state = session.state_dict()
-    with pytest.raises(UserError) as version:
-        session.load_state_dict(state | {"version": 0})
-    assert str(version.value) == (
-        "session state has version 0; this halfstep reads version 1."
-    )
-    before = everything(session)
-    for weights, words in (
-        (
-            {"3.bias": torch.ones(4)},
-            "'3.bias': the state holds shape (4,), the model shape (3,)",
-        ),
-        (
-            {"more": torch.ones(1)},
-            "'more': the state holds shape (1,), the model nothing",
-        ),
-    ):
-        with pytest.raises(UserError) as caught:
-            session.load_state_dict(state | {"weights": state["weights"] | weights})
-        assert str(caught.value) == f"weight {words}; build the model that was saved."
-    same(everything(session), before)
-    go(session)
-    with pytest.raises(RuntimeError) as half:
-        session.state_dict()
-    assert str(half.value) == (
-        "session.state_dict() after 1 of 2 micro-batches would lose their gradients; "
-        "call it after a full step."
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_waits_for_the_gpu(kind: str) -> None:
-    """Law: with a fused optimizer no step asks the device, and a skip changes nothing."""
+    """Law: a fused optimizer's step never asks the device; a skip changes nothing."""
     session = build(kind, OPTIMIZERS["fused"], device="cuda", clip_grad_norm=1.0)
     go(session)
     for inject in (False, True):

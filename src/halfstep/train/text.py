@@ -87,9 +87,8 @@ def build(
         initializer_range=_INIT_STD,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return Classifier(
-        tokenizer, BertForSequenceClassification(config), from_scratch=True
-    )
+    model = BertForSequenceClassification(config)
+    return Classifier(tokenizer, model, from_scratch=True)
 
 
 def _pretrained(

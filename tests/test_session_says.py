@@ -1,0 +1,248 @@
+"""What a session says: names, refusals, its table, and why it gives up."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep import machine
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from halfstep.session import Session
+    from halfstep.stats import StepReport
+
+
+@pytest.fixture(autouse=True)
+def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the machine's speed out of these tests."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+
+
+def network() -> nn.Sequential:
+    """Return a small network with a normalisation layer."""
+    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
+    return nn.Sequential(*layers)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer over all of a model."""
+    return torch.optim.SGD(model.parameters(), 0.05)
+
+
+def build(kind: str, **more: Any) -> Session:
+    """Return a session; `kind` holds level and dtype."""
+    level, dtype = kind.split()
+    model = network()
+    return hs.prepare(model, optimizer_of(model), level, dtype=dtype, **more)
+
+
+def go(session: Session) -> StepReport:
+    """Run one micro-batch."""
+    with session.autocast():
+        loss = session.model(torch.ones(4, 6)).float().square().mean()
+    session.backward(loss)
+    return session.step()
+
+
+def spoil(session: Session, *names: str) -> list[Any]:
+    """Put inf into the gradients of parameters from now on; return the hooks."""
+    params: dict[str, Any] = dict(session.model.named_parameters())
+    return [params[name].register_hook(lambda grad: grad + math.inf) for name in names]
+
+
+def everything(session: Session) -> Any:
+    """Return a copy of all weights, stored and exact."""
+    return copy.deepcopy([dict(session.model.state_dict()), session.weights()])
+
+
+def test_collapse_at_the_floor() -> None:
+    """Law: with fp16, the 17th skip in a row, the first at scale 1, is the last."""
+    session = build("O2 fp16")
+    before = everything(session)
+    spoil(session, "0.bias", "1.weight", "3.weight", "3.bias")
+    for exponent in range(16, 0, -1):
+        assert go(session).scale == 2.0**exponent
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        go(session)
+    assert str(caught.value) == (
+        "17 steps in a row overflowed, the last at loss scale 1: not finite: gradients "
+        "of 0.bias, 1.weight, 3.weight and 1 more. A smaller scale cannot mend this: "
+        "look for a loss or input that is not finite, lower the learning rate, or "
+        "train in bf16 (--dtype bf16)."
+    )
+    torch.testing.assert_close(everything(session), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["O0 fp32", "O2 bf16"])
+def test_collapse_without_a_moving_scale(kind: str) -> None:
+    """Law: fifty skips in a row end any run; forty-nine and a step do not."""
+    session = build(kind)
+    for rounds in range(2):
+        hooks = spoil(session, "0.bias")
+        for _ in range(49):
+            assert go(session).skipped
+        if rounds == 0:
+            hooks[0].remove()
+            assert go(session).applied
+    with pytest.raises(hs.LossScaleCollapse, match=r"^50 steps in a row "):
+        go(session)
+
+
+def test_step_needs_a_backward_pass() -> None:
+    """Law: a step that has nothing new is refused; the session goes on after it."""
+    session = build("O0 fp32")
+    go(session)
+    with pytest.raises(RuntimeError) as caught:
+        session.step()
+    assert str(caught.value) == (
+        "session.step() was called without a backward pass since the last; 1 steps "
+        "are done. Call session.backward(loss) first; to sum over 4 batches, set "
+        "accumulate=4 in prepare()."
+    )
+    assert go(session).applied
+
+
+@pytest.mark.parametrize("kind", ["O0 fp32", "O2 bf16"])
+def test_step_needs_a_gradient(kind: str) -> None:
+    """Law: a loss that reaches no parameter is refused; the session goes on."""
+    session = build(kind)
+    session.backward(torch.ones((), requires_grad=True) * 2)
+    with pytest.raises(RuntimeError) as caught:
+        session.step()
+    assert str(caught.value) == (
+        "no parameter of the optimizer has a gradient: is the loss computed from "
+        "session.model, and do its parameters require gradients?"
+    )
+    assert go(session).applied
+
+
+def test_complex_gradients_have_a_norm() -> None:
+    """Law: a complex gradient counts with both its parts."""
+    model = nn.ParameterList([nn.Parameter(torch.tensor([1 + 1j]))])
+    session = hs.prepare(model, optimizer_of(model), "O0", clip_grad_norm=math.inf)
+    session.backward((model[0] * (3 - 4j)).real.sum())
+    assert session.step().grad_norm == 5.0
+
+
+def test_names() -> None:
+    """Law: reports use the names given; a parameter without one goes by its shape."""
+    model = network()
+    names = [("w", next(model.parameters()))]
+    made = optimizer_of(model)
+    session = hs.prepare(model, made, "O2", dtype="bf16", names=names)
+    spoil(session, "0.weight", "3.bias")
+    assert go(session).found_inf_in == ("w", "a parameter of shape (3,)")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"accumulate": 0}, "accumulate=0 must be at least 1 micro-batch a step."),
+    ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0 must be above 0, or None."),
+    ({"clip_grad_norm": math.nan}, "clip_grad_norm=nan must be above 0, or None."),
+    (
+        {"master": "split"},
+        "master='split' is not a form of master weights; choose 'fp32'.",
+    ),
+    (
+        {"level": "O0", "dtype": "bf16"},
+        "level=O0 is fp32 throughout; dtype=bf16 needs O1 to O3.",
+    ),
+    (
+        {"level": "O2", "dtype": "fp32"},
+        "level=O2 needs dtype bf16 or fp16; fp32 training is level O0.",
+    ),
+    ({"policy": "lean"}, "policy='lean' is not known; the named policy is 'torch'."),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_messages(given: dict[str, Any], message: str) -> None:
+    """Law: each word or number that does not fit is named, and the model untouched."""
+    model = network()
+    arguments = {"level": "O1"} | given
+    with pytest.raises(UserError) as caught:
+        hs.prepare(model, optimizer_of(model), **arguments)
+    assert str(caught.value) == message
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: "auto" is what the machine recommends, with its reason."""
+    advice = machine.Recommendation("O2", "bf16", "measured")
+    monkeypatch.setattr(machine, "recommend", lambda _: advice)
+    model = network()
+    session = hs.prepare(model, optimizer_of(model))
+    assert (str(session.choice), session.choice.reason) == ("O2 bf16", "measured")
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_emulation_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a format that this machine is slow in is warned of, once."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: "slow here")
+    with pytest.warns(UserWarning, match="^slow here$"):
+        build("O1 fp16")
+
+
+def test_explain() -> None:
+    """Law: one row for each type of module, as stored and run at O2, and why."""
+    policy = hs.Policy((hs.Rule("module", "3", "fp32", "my logits"),))
+    session = build("O2 bf16", policy=policy)
+    seen = session.explain()
+    assert seen.columns == ("module", "count", "parameters", "stored", "runs in", "why")
+    rows = {(row[0], row[3]): row for row in seen.rows}
+    assert rows.keys() == {
+        ("Linear", "bf16"),
+        ("Linear", "fp32"),
+        ("LayerNorm", "fp32"),
+    }
+    # 6 * 16 + 16, 16 * 3 + 3 and 2 * 16 numbers.
+    assert rows["Linear", "bf16"][1:5] == (1, 112, "bf16", "bf16")
+    assert rows["Linear", "fp32"][1:5] == (1, 51, "fp32", "fp32")
+    assert rows["LayerNorm", "fp32"][1:4] == (1, 32, "fp32")
+    assert seen.notes == (
+        "level O2 bf16: level O2 was asked for",
+        "policy: torch + module:3=fp32",
+        "fp32 master weights: 112",
+        "loss scale: 1, fixed",
+    )
+    moving = build("O1 fp16").explain()
+    assert moving.notes[-1] == "loss scale: 65536, dynamic"
+
+
+def test_states_that_do_not_fit() -> None:
+    """Law: another version, another model, a window half done: each is refused."""
+    session = build("O2 bf16", accumulate=2)
+    state = session.state_dict()
+    with pytest.raises(UserError) as version:
+        session.load_state_dict(state | {"version": 0})
+    assert str(version.value) == (
+        "session state has version 0; this halfstep reads version 1."
+    )
+    before = everything(session)
+    for weights, words in (
+        (
+            {"3.bias": torch.ones(4)},
+            "'3.bias': the state holds shape (4,), the model shape (3,)",
+        ),
+        (
+            {"more": torch.ones(1)},
+            "'more': the state holds shape (1,), the model nothing",
+        ),
+    ):
+        with pytest.raises(UserError) as caught:
+            session.load_state_dict(state | {"weights": state["weights"] | weights})
+        assert str(caught.value) == f"weight {words}; build the model that was saved."
+    torch.testing.assert_close(everything(session), before, rtol=0, atol=0)
+    go(session)
+    with pytest.raises(RuntimeError) as half:
+        session.state_dict()
+    assert str(half.value) == (
+        "session.state_dict() after 1 of 2 micro-batches would lose their gradients; "
+        "call it after a full step."
+    )
