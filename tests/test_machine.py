@@ -5,46 +5,23 @@ from __future__ import annotations
 import json
 import math
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from halfstep import formats, machine
 from halfstep.formats import FORMATS
-from halfstep.machine import Capabilities, Gpu, Recommendation
+from halfstep.machine import Capabilities, Gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RATES = {"fp32": 2.0, "bf16": 5.0, "fp16": 0.25}
-GB = 2**30
-
-
-def cpu(*instruction_sets: str) -> Capabilities:
-    """Return a machine without a GPU."""
-    return Capabilities("a processor", 8, 4, instruction_sets, (), "2.99")
-
-
-def gpu(*capability: int) -> Capabilities:
-    """Return a machine with one GPU."""
-    major, minor = capability
-    card = Gpu("a card", (major, minor), 16 * GB)
-    return Capabilities("a processor", 8, 4, ("AMX-BF16",), (card,), "2.99")
-
-
-AMX = cpu("AVX512", "AVX512-BF16", "AMX-BF16")
-
-
-def plant(
-    patch: pytest.MonkeyPatch, what: Capabilities, rates: dict[str, float]
-) -> None:
-    """Let `machine` believe in a machine and its rates."""
-    patch.setattr(machine, "capabilities", lambda: what)
-    patch.setattr(machine, "gemm_rates", lambda _device=None: dict(rates))
+AMX = Capabilities("a processor", 8, 4, ("AVX512", "AMX-BF16"), (), "2.99")
+CARD = Gpu("a card", (7, 5), 2**34)
 
 
 # Reading
@@ -97,7 +74,7 @@ def test_capabilities_of_this_machine() -> None:
     assert found.threads == torch.get_num_threads()
     assert len(found.gpus) == torch.cuda.device_count()
     assert found.cores >= 1
-    assert (AMX.device, gpu(7, 5).device) == ("cpu", "cuda")
+    assert (AMX.device, replace(AMX, gpus=(CARD,)).device) == ("cpu", "cuda")
 
 
 def test_peak_memory_counts_bytes() -> None:
@@ -278,193 +255,6 @@ def test_cache_lives_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None
     for gone in (monkeypatch.delenv, lambda name: monkeypatch.setenv(name, "")):
         gone("XDG_CACHE_HOME")
         assert machine._cache_file() == Path("/somebody/.cache/halfstep/machine.json")
-
-
-# Advice
-
-
-def rates(fp32: float, bf16: float, fp16: float) -> dict[str, float]:
-    """Return rates by name."""
-    return {"fp32": fp32, "bf16": bf16, "fp16": fp16}
-
-
-ADVICE = {
-    "AMX": (
-        AMX,
-        rates(2, 8, 2),
-        Recommendation(
-            "O2",
-            "bf16",
-            "bf16 matrix products run 4.0 times as fast as fp32 on this cpu "
-            "(AVX512-BF16, AMX-BF16)",
-        ),
-    ),
-    "emulated": (
-        cpu("AVX512"),
-        rates(2, 0.5, 0.02),
-        Recommendation(
-            "O0",
-            "fp32",
-            "bf16 matrix products run at 0.25 of fp32's rate on this cpu (no bf16 "
-            "instructions); 1.5 is the least that pays for the casts",
-        ),
-    ),
-    "not worth it": (
-        cpu("AVX512-BF16"),
-        rates(2, 2.9, 2),
-        Recommendation(
-            "O0",
-            "fp32",
-            "bf16 matrix products run at 1.45 of fp32's rate on this cpu "
-            "(AVX512-BF16); 1.5 is the least that pays for the casts",
-        ),
-    ),
-    "fast, flags unknown": (
-        cpu(),
-        rates(2, 6, 2),
-        Recommendation(
-            "O2",
-            "bf16",
-            "bf16 matrix products run 3.0 times as fast as fp32 on this cpu",
-        ),
-    ),
-    "fp16 on a CPU": (
-        cpu("AVX512-FP16"),
-        rates(2, 2, 8),
-        Recommendation(
-            "O0",
-            "fp32",
-            "bf16 matrix products run at 1.00 of fp32's rate on this cpu (no bf16 "
-            "instructions); 1.5 is the least that pays for the casts",
-        ),
-    ),
-    "GPU 6.1": (
-        gpu(6, 1),
-        rates(10, 10, 20),
-        Recommendation(
-            "O0",
-            "fp32",
-            "bf16 matrix products run at 1.00 of fp32's rate on this cuda (no bf16 "
-            "instructions); 1.5 is the least that pays for the casts",
-        ),
-    ),
-    "GPU 7.5": (
-        gpu(7, 5),
-        rates(8, 16, 40),
-        Recommendation(
-            "O2",
-            "fp16",
-            "fp16 matrix products run 5.0 times as fast as fp32 on this cuda "
-            "(compute capability 7.5)",
-        ),
-    ),
-    "GPU 8.0": (
-        gpu(8, 0),
-        rates(10, 150, 160),
-        Recommendation(
-            "O2",
-            "bf16",
-            "bf16 matrix products run 15.0 times as fast as fp32 on this cuda "
-            "(compute capability 8.0)",
-        ),
-    ),
-    "GPU 9.0": (
-        gpu(9, 0),
-        rates(50, 700, 700),
-        Recommendation(
-            "O2",
-            "bf16",
-            "bf16 matrix products run 14.0 times as fast as fp32 on this cuda "
-            "(compute capability 9.0)",
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize(("what", "rate", "advice"), ADVICE.values(), ids=ADVICE)
-def test_advice(
-    what: Capabilities,
-    rate: dict[str, float],
-    advice: Recommendation,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Law: bf16 where it is fast, fp16 only on a GPU without bf16, else fp32."""
-    plant(monkeypatch, what, rate)
-    assert machine.recommend() == advice
-    assert machine.recommend(what.device) == advice
-
-
-RATE = st.floats(1e-3, 1e3)
-MACHINES = st.sampled_from([AMX, cpu(), gpu(6, 1), gpu(7, 0), gpu(8, 0), gpu(10, 3)])
-
-
-@given(what=MACHINES, fp32=RATE, bf16=RATE, fp16=RATE)
-def test_advice_is_never_slower(
-    what: Capabilities, fp32: float, bf16: float, fp16: float
-) -> None:
-    """Law: a 16-bit format is advised only where it was measured to be worth it."""
-    rate = rates(fp32, bf16, fp16)
-    with pytest.MonkeyPatch.context() as patch:
-        plant(patch, what, rate)
-        advice = machine.recommend()
-    assert advice.level == ("O0" if advice.dtype == "fp32" else "O2")
-    if advice.dtype != "fp32":
-        assert rate[advice.dtype] / fp32 >= machine.WORTH_IT > 1
-    if not what.gpus:
-        assert (advice.dtype == "bf16") == (bf16 / fp32 >= machine.WORTH_IT)
-
-
-@pytest.mark.parametrize(
-    ("capability", "bf16", "fp16"),
-    [
-        ((6, 1), "", ""),
-        ((7, 0), "", "compute capability 7.0"),
-        ((7, 5), "", "compute capability 7.5"),
-        ((8, 0), "compute capability 8.0", "compute capability 8.0"),
-        ((10, 0), "compute capability 10.0", "compute capability 10.0"),
-    ],
-)
-def test_native_on_a_gpu(
-    capability: tuple[int, int], bf16: str, fp16: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: fp16 tensor cores came with 7.0, bf16 ones with 8.0; 10 is after 8."""
-    plant(monkeypatch, gpu(*capability), RATES)
-    assert (machine.native("bf16"), machine.native("fp16")) == (bf16, fp16)
-    assert machine.native("bf16", "cpu") == "AMX-BF16"
-
-
-def test_native_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: only instruction sets of the format itself count."""
-    plant(monkeypatch, cpu("AVX512", "AVX512-BF16", "NEON-FP16"), RATES)
-    assert machine.native("bf16") == "AVX512-BF16"
-    assert machine.native("fp16") == "NEON-FP16"
-    plant(monkeypatch, cpu("AVX512"), RATES)
-    assert machine.native("bf16") == machine.native("fp16") == ""
-
-
-def test_emulation_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a format slower than fp32 is named with both rates, cause and remedy."""
-    plant(monkeypatch, cpu("AVX512"), rates(0.5, 0.125, 0.5))
-    assert machine.emulation_warning("bf16") == (
-        "dtype=bf16: this cpu runs bf16 matrix products at 0.125 TFLOP/s, fp32 at "
-        "0.500 (it has no instructions for it): expect 4.0 times the time. "
-        "Use --level O0."
-    )
-    assert machine.emulation_warning("fp16") is None
-    assert machine.emulation_warning("fp32") is None
-    plant(monkeypatch, cpu("AVX512-FP16"), rates(1.0, 1.0, 0.1))
-    assert machine.emulation_warning("fp16", "cpu") == (
-        "dtype=fp16: this cpu runs fp16 matrix products at 0.100 TFLOP/s, fp32 at "
-        "1.000 (although it has AVX512-FP16): expect 10.0 times the time. "
-        "Use --level O0."
-    )
-
-
-def test_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: the gain is the format's rate over fp32's."""
-    plant(monkeypatch, AMX, rates(2, 5, 0.5))
-    assert (machine.gain("bf16"), machine.gain("fp16")) == (2.5, 0.25)
-    assert machine.gain("fp32") == 1
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from halfstep.errors import UserError
 from halfstep.scaler import (
-    LossScaleCollapse,
     LossScaler,
     ScaleRule,
     ScaleState,
@@ -42,20 +41,13 @@ def fp32(number: float) -> float:
     return float(np.float32(number))
 
 
-@dataclass
 class Twin:
     """The rule as one would write it on the host, rounded to fp32 once a step."""
 
-    rule: ScaleRule
-    scale: float
-    clean: int
-    left: int
-    skips: int = 0
-
-    @classmethod
-    def first(cls, rule: ScaleRule) -> Twin:
-        """Return the state before the first step."""
-        return cls(rule, fp32(rule.init_scale), 0, rule.hysteresis)
+    def __init__(self, rule: ScaleRule) -> None:
+        self.rule = rule
+        self.scale = fp32(rule.init_scale)
+        self.clean, self.left, self.skips = 0, rule.hysteresis, 0
 
     def step(self, bad: bool) -> None:
         """Take in one step."""
@@ -99,7 +91,7 @@ flags = st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.0]), max_size=40)
 @given(rules(), flags)
 def test_advance_is_the_obvious_rule(rule: ScaleRule, trace: list[float]) -> None:
     """Law: the selections on the device equal if/else on the host, counters too."""
-    state, twin = ScaleState.first(rule), Twin.first(rule)
+    state, twin = ScaleState.first(rule), Twin(rule)
     for flag in trace:
         state = advance(state, torch.tensor(flag), rule)
         twin.step(flag > 0)
@@ -346,10 +338,8 @@ def test_state_round_trip() -> None:
     """Law: a saved state holds rule and state, and loading restores each counter."""
     assert all(getattr(RULE, f.name) != f.default for f in fields(ScaleRule))
     scaler = LossScaler(RULE)
-    for flag in (1, 1, 0, 0, 1):
+    for flag in (1, 1, 0, 0, 1, 1):
         scaler.update(torch.tensor(float(flag)))
-    # Hysteresis 3 is used up by the third overflow; then one clean step, one skip.
-    scaler.update(torch.tensor(1.0))
     scaler.state = replace(scaler.state, clean_steps=torch.tensor(5, dtype=torch.int32))
     state = scaler.state_dict()
     own = {"scale": 4.0, "clean_steps": 5, "hysteresis_left": -1, "skips_in_a_row": 2}
@@ -401,7 +391,6 @@ def test_a_floor_that_fp32_rounds_is_a_floor(floor: float) -> None:
 def test_collapse_message() -> None:
     """Law: the error says how long, at which scale, who, and what to do."""
     error = collapse(0.5, 12, "not finite: gradients of head.bias")
-    assert issubclass(type(error), LossScaleCollapse)
     assert str(error) == (
         "12 steps in a row overflowed, the last at loss scale 0.5: not finite: "
         "gradients of head.bias. A smaller scale cannot mend this: look for a loss or "

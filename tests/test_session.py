@@ -92,8 +92,8 @@ def go(session: Session, seed: int = 0, rows: slice = slice(None)) -> StepReport
 
 def spoil(session: Session, *names: str, value: float = INF) -> Any:
     """Put `value` into the gradients of parameters from now on; return the hooks."""
-    row = torch.tensor([2])
     params: dict[str, Any] = dict(session.model.named_parameters())
+    row = torch.tensor([2], device=params["0.bias"].device)
     return [
         params[name].register_hook(lambda grad: grad.index_fill(0, row, value))
         for name in names
@@ -242,10 +242,7 @@ def test_equals_a_plain_loop(kind: str, clip: float | None, make: Make) -> None:
         assert report.skipped == bool(hooks)
         assert ours.item() == loss
         assert session.scaler.state.scale.item() == scale
-        if clip is None:
-            assert report.grad_norm is None
-        elif not hooks:
-            assert report.grad_norm == norm
+        assert hooks or report.grad_norm == (norm if clip else None)
     same(session.model.state_dict(), model)
     same(session.optimizer.state_dict()["state"], state)
 
@@ -321,8 +318,7 @@ def test_a_kernel_that_skips(
 def test_clipping_is_torchs() -> None:
     """Law: `math.inf` measures and does not clip; a low norm clips at every level."""
     free, measured = build(), build(clip_grad_norm=INF)
-    go(free)
-    assert (go(measured).grad_norm or 0) > 0
+    assert (go(free).grad_norm or 0.0) < (go(measured).grad_norm or 0.0)
     same(everything(measured), everything(free))
     for kind in KINDS:
         session = build(kind, functools.partial(torch.optim.SGD, lr=1.0))

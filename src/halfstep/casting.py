@@ -24,6 +24,10 @@ class _Regions(threading.local):
     def __init__(self) -> None:
         self.entered: list[torch.autocast] = []
 
+    def __reduce__(self) -> tuple[type[_Regions], tuple[()]]:
+        """Let what holds an instance be copied and pickled; a copy is not entered."""
+        return _Regions, ()
+
 
 class autocast(torch.autocast):
     """`torch.autocast`, which may be entered again while it is entered.

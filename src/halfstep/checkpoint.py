@@ -6,7 +6,7 @@ disk; reading refuses what is foreign, truncated or altered.
 
     DIR/weights.safetensors    weights, for everybody
     DIR/state.pt               optimizer, scaler, random numbers, position
-    DIR/manifest.json          schema, size and SHA-256 of both files, notes
+    DIR/manifest.json          schema, size and SHA-256 of both files, notes, its seal
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def save(
         notes: Json-able.
 
     Raises:
-        CheckpointError: If `directory` exists.
+        CheckpointError: If `directory` exists, or `state` holds anything else.
     """
     if directory.exists():
         message = f"{directory} exists; a checkpoint is never written over another."
@@ -76,13 +76,15 @@ def save(
         unique, aliases = _untie(weights)
         _safetensors().save_file(unique, part / WEIGHTS)
         torch.save(dict(state), part / STATE)
-        manifest = {
+        _check_loadable(part / STATE)
+        manifest: dict[str, Any] = {
             "format": "halfstep checkpoint",
             "schema": SCHEMA,
             "files": {name: _digest(part / name) for name in (WEIGHTS, STATE)},
             "aliases": aliases,
             "notes": dict(notes),
         }
+        manifest["seal"] = _seal(manifest)
         (part / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for name in (WEIGHTS, STATE, MANIFEST):
             _flush(part / name)
@@ -146,7 +148,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         message = f"{directory} is not a halfstep checkpoint: it has no {MANIFEST}."
         raise CheckpointError(message) from error
     except ValueError as error:
@@ -156,9 +158,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         schema = manifest.get("schema") if isinstance(manifest, dict) else None
         message = f"{path} has schema {schema!r}; this halfstep reads schema {SCHEMA}."
         raise CheckpointError(message)
-    files = manifest.get("files")
-    if not isinstance(files, dict) or files.keys() != {WEIGHTS, STATE}:
-        message = f"checkpoint file {path} is damaged: it does not list its files."
+    if manifest.get("seal") != _seal(manifest):
+        message = (
+            f"checkpoint file {path} is damaged: its seal is not that of what it says. "
+            "Resume from another checkpoint."
+        )
         raise CheckpointError(message)
     return manifest
 
@@ -196,13 +200,35 @@ def _untie(
     first: dict[tuple[object, ...], str] = {}
     unique, aliases = {}, {}
     for name, tensor in weights.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        # A lazily conjugated or negated tensor shares memory, but not numbers.
+        view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        place = (tensor.data_ptr(), tensor.dtype, *view)
         if tensor.numel() and place in first:
             aliases[name] = first[place]
         else:
             first[place] = name
-            unique[name] = tensor.detach().cpu().contiguous()
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            unique[name] = plain.cpu().contiguous()
     return unique, aliases
+
+
+def _check_loadable(path: Path) -> None:
+    """Refuse a state that `load` would refuse, while the run that holds it lives."""
+    try:
+        # Mapped, so that only the structure is read, not the tensors.
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        message = (
+            "the state to save holds more than tensors and plain values, and could not "
+            "be loaded again; keep to dicts, lists, tuples, tensors, numbers, strings."
+        )
+        raise CheckpointError(message) from error
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of all that a manifest says besides."""
+    facts = {key: value for key, value in manifest.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _digest(path: Path) -> dict[str, int | str]:

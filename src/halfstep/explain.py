@@ -82,7 +82,7 @@ def _runs_in(
         return "each operation's own", "no single operation does its work"
     low = choice.format.dtype
     decision = decide(operation, (low,), device, low=low)
-    runs = "as its input" if decision.dtype is None else _word(decision.dtype)
+    runs = "as called" if decision.dtype is None else _word(decision.dtype)
     return runs, decision.reason
 
 

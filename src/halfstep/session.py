@@ -353,7 +353,10 @@ class Session:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, to the bit where the level is the same.
+        """Go on from a saved state, to the bit where level and dtype are the same.
+
+        A state of another format brings weights, optimizer and counters; the loss
+        scale begins anew.
 
         Raises:
             UserError: If it is of another version, or its weights do not fit.
@@ -377,7 +380,9 @@ class Session:
             tensor.copy_(state["weights"][name])
         self._masters.publish()
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        if state["dtype"] == self.choice.format.name:
+            # Another format needs another scale: 65536 is right for fp16 alone.
+            self.scaler.load_state_dict(state["scaler"])
         self._attempted = state["steps"]["attempted"]
         self._skipped.fill_(state["steps"]["skipped"])
 

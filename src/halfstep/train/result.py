@@ -57,6 +57,7 @@ def conclude(
         began: `time.perf_counter()` at the start of this process's work.
     """
     session, folder = trainer.session, trainer.folder
+    precision = session.explain()
     summary: dict[str, Any] = {
         "level": session.choice.level.name,
         "dtype": session.choice.format.name,
@@ -88,7 +89,7 @@ def conclude(
         summary["seconds"] = time.perf_counter() - began
         folder.publish_model(_portable(trainer, classifier), classifier.tokenizer)
         write_text(folder.path / "summary.json", json.dumps(summary, indent=1))
-        html = _page(config, corpus, trainer, tables, summary)
+        html = _page(config, corpus, trainer, (*tables, precision), summary)
         write_text(folder.path / "report.html", html)
     distributed.wait_for_all()
     return Result(summary, tuple(tables), folder)
@@ -119,9 +120,10 @@ def _page(
     config: TrainConfig,
     corpus: Corpus,
     trainer: Trainer,
-    tables: Sequence[Table],
+    tables: tuple[Table, ...],
     summary: dict[str, Any],
 ) -> str:
+    *quality, precision = tables
     records = trainer.folder.records()
     steps = [record for record in records if "event" not in record]
     evals = [record for record in records if record.get("event") == "eval"]
@@ -135,9 +137,9 @@ def _page(
     return page(
         f"halfstep run: {corpus.name}",
         (
-            Section("Quality", tables=tuple(tables)),
+            Section("Quality", tables=tuple(quality)),
             Section("Curves", charts=_charts(steps, evals)),
-            Section("Precision", tables=(trainer.session.explain(),)),
+            Section("Precision", tables=(precision,)),
             Section("Cost", tables=(_cost(summary),)),
             Section("Settings", tables=(_settings(config),)),
             Section("Machine", tables=(_machine(),)),
@@ -191,8 +193,11 @@ def _cost(summary: dict[str, Any]) -> Table:
 
 
 def _settings(config: TrainConfig) -> Table:
-    rows = tuple((key, value) for key, value in config.data_dict().items())
-    return Table("As given", ("setting", "value"), rows, digits=6)
+    rows = tuple(
+        (key, "chosen by the run" if value is None else str(value))
+        for key, value in config.data_dict().items()
+    )
+    return Table("As given", ("setting", "value"), rows)
 
 
 def _machine() -> Table:

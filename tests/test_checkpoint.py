@@ -1,0 +1,313 @@
+"""Checkpoints: whole or absent, exact to the bit, and refused when anything changed."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from halfstep import checkpoint
+from halfstep.checkpoint import CheckpointError, follow, load, point, save
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILES = ("weights.safetensors", "state.pt", "manifest.json")
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.int64, torch.uint8, torch.bool, torch.complex64),
+)
+NOTES = {"step": 7, "level": "O2 bf16", "loss": 0.125, "tags": ["a", None], "s": "\xe9"}
+
+
+def number(seed: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of arbitrary numbers of a dtype, NaN patterns included."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    count = int(np.prod(shape)) * dtype.itemsize
+    raw = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+SHAPES = st.sampled_from([(), (0,), (3,), (2, 0), (2, 3)])
+TENSORS = st.builds(number, st.integers(0, 99), st.sampled_from(DTYPES), SHAPES)
+NAMES = st.text("abc.", min_size=1, max_size=6)
+STATES = st.recursive(
+    st.one_of(TENSORS, st.none(), st.booleans(), st.integers(), st.text(max_size=4))
+    | st.floats(allow_nan=False),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(NAMES | st.integers(), inner, max_size=3),
+        st.dictionaries(NAMES, inner, max_size=2).map(OrderedDict),
+    ),
+    max_leaves=10,
+)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Compare nested values in type, dtype, shape and every bit."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Tensor):
+        pair = [
+            (t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).tolist())
+            for t in (left, right)
+        ]
+        return pair[0] == pair[1]
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(
+            same(left[k], right[k]) for k in left
+        )
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def trained() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return weights with a tie, and the state of an optimizer that has stepped."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    return dict(model.state_dict()), state
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Return a checkpoint."""
+    weights, state = trained()
+    save(tmp_path / "kept", weights, state, NOTES)
+    return tmp_path / "kept"
+
+
+# Round trip
+
+
+@given(weights=st.dictionaries(NAMES, TENSORS, max_size=4), state=STATES)
+def test_round_trip(
+    weights: dict[str, Tensor],
+    state: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Law: weights, nested state and notes come back with type, shape and every bit."""
+    directory = tmp_path_factory.mktemp("round") / "deep" / "name"
+    save(directory, weights, {"state": state}, NOTES)
+    found = load(directory)
+    assert same(found.weights, weights)
+    assert same(found.state, {"state": state})
+    assert found.notes == NOTES
+    assert {file.name for file in directory.iterdir()} == set(FILES)
+    assert [file.name for file in directory.parent.iterdir()] == ["name"]
+
+
+def test_optimizer_state(kept: Path) -> None:
+    """Law: a real optimizer's state goes round; loading changes no random numbers."""
+    torch.manual_seed(0)
+    weights, state = trained()
+    found = load(kept)
+    assert same(found.weights, weights)
+    assert same(found.state, state)
+
+
+def test_tied_tensors(tmp_path: Path) -> None:
+    """Law: tied tensors are stored once and come back tied; equal ones stay apart."""
+    tied, apart = torch.ones(1000), torch.ones(1000)
+    save(tmp_path / "c", {"a": tied, "b": tied, "c": apart, "d": tied}, {}, {})
+    stored = safetensors.torch.load_file(tmp_path / "c" / FILES[0])
+    assert stored.keys() == {"a", "c"}
+    found = load(tmp_path / "c").weights
+    assert found["a"] is found["b"] is found["d"]
+    assert found["c"] is not found["a"]
+    assert torch.equal(found["c"], apart)
+
+
+def test_memory_shared_but_not_tied(tmp_path: Path) -> None:
+    """Law: tensors that read one memory differently are no aliases of each other."""
+    base = torch.arange(6.0).reshape(2, 3)
+    spin = torch.ones(2) * 1j
+    weights = {
+        "t": base.t(),
+        "base": base,
+        "none": torch.empty(0),
+        "nothing": torch.empty(2, 0),
+        "spin": spin,
+        "back": spin.conj(),
+        "minus": spin.conj().imag,
+        "wide": torch.ones(1).expand(4),
+    }
+    save(tmp_path / "c", weights, {}, {})
+    plain = {name: t.resolve_conj().resolve_neg() for name, t in weights.items()}
+    assert same(load(tmp_path / "c").weights, plain)
+
+
+def test_parameters_are_taken_as_tensors(tmp_path: Path) -> None:
+    """Law: what needs gradients is saved without them, and stays as it was."""
+    weight = nn.Parameter(torch.ones(2))
+    save(tmp_path / "c", {"w": weight}, {}, {})
+    found = load(tmp_path / "c").weights["w"]
+    assert type(found) is Tensor
+    assert not found.requires_grad
+    assert weight.requires_grad
+
+
+# Refused on saving
+
+
+def test_existing_directory_is_refused(kept: Path) -> None:
+    """Law: nothing is written over, be it a checkpoint, empty, or a file."""
+    before = {name: (kept / name).read_bytes() for name in FILES}
+    (kept.parent / "empty").mkdir()
+    (kept.parent / "file").touch()
+    for name in ("kept", "empty", "file"):
+        target = kept.parent / name
+        with pytest.raises(CheckpointError) as caught:
+            save(target, {}, {}, {})
+        assert str(caught.value) == (
+            f"{target} exists; a checkpoint is never written over another."
+        )
+    assert {name: (kept / name).read_bytes() for name in FILES} == before
+    assert sorted(p.name for p in kept.parent.iterdir()) == ["empty", "file", "kept"]
+
+
+@pytest.mark.parametrize(
+    "culprit", [np.float64(1), np.arange(2), pathlib.PurePath(), print], ids=repr
+)
+def test_what_could_not_be_loaded_is_not_saved(culprit: object, tmp_path: Path) -> None:
+    """Law: a state that `load` would refuse is refused while the run still lives."""
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path / "c", {}, {"a": [culprit]}, {})
+    assert str(caught.value) == (
+        "the state to save holds more than tensors and plain values, and could not be "
+        "loaded again; keep to dicts, lists, tuples, tensors, numbers, strings."
+    )
+    assert not list(tmp_path.iterdir())
+
+
+class Crash(BaseException):
+    """What ends a process."""
+
+
+def crash_at(
+    call: int, monkeypatch: pytest.MonkeyPatch, where: object, name: str
+) -> None:
+    """Let the n-th call of a function raise."""
+    real, calls = getattr(where, name), [0]
+
+    def crashing(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise Crash
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, crashing)
+
+
+WRITING = [
+    (torch, "save", 1),
+    (safetensors.torch, "save_file", 1),
+    (checkpoint, "_digest", 2),
+    *((os, "fsync", call) for call in (1, 2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "call"), WRITING, ids=[f"{n}-{c}" for _, n, c in WRITING]
+)
+def test_failure_while_writing(
+    where: object, name: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: whatever fails before the rename, no directory and no temporary is left."""
+    crash_at(call, monkeypatch, where, name)
+    with pytest.raises(Crash):
+        save(tmp_path / "c", {"w": torch.ones(2)}, {"s": 1}, NOTES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_failure_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: once it has its name it is whole, even if the last flush fails."""
+    crash_at(5, monkeypatch, os, "fsync")
+    with pytest.raises(Crash):
+        save(tmp_path / "c", {"w": torch.ones(2)}, {"s": 1}, NOTES)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert load(tmp_path / "c").state == {"s": 1}
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_death_while_writing(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a process that dies, and so tidies nothing, leaves the name free."""
+    with monkeypatch.context() as patch:
+        crash_at(call, patch, os, "fsync")
+        patch.setattr(shutil, "rmtree", lambda *_args, **_kwargs: None)
+        with pytest.raises(Crash):
+            save(tmp_path / "c", {"w": torch.ones(2)}, {}, {})
+    assert list(tmp_path.iterdir())
+    assert not (tmp_path / "c").exists()
+    save(tmp_path / "c", {"w": torch.ones(3)}, {}, {})
+    assert torch.equal(load(tmp_path / "c").weights["w"], torch.ones(3))
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_notes_that_are_no_json(tmp_path: Path) -> None:
+    """Law: notes that cannot be written leave nothing behind."""
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        save(tmp_path / "c", {}, {}, {"tensor": torch.ones(1)})
+    assert not list(tmp_path.iterdir())
+
+
+# Pointers
+
+
+def test_pointer(kept: Path) -> None:
+    """Law: a pointer names its checkpoint, wherever the folder is moved to."""
+    pointer = kept.parent / "last.json"
+    point(pointer, kept.parent / "older")
+    point(pointer, kept)
+    assert follow(pointer) == kept
+    moved = kept.parent.rename(kept.parent.with_name("moved"))
+    assert load(follow(moved / "last.json")).notes == NOTES
+    assert sorted(path.name for path in moved.iterdir()) == ["kept", "last.json"]
+
+
+def test_pointer_survives_a_failure(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a pointer that could not be moved still names what it named."""
+    pointer = kept.parent / "last.json"
+    point(pointer, kept)
+    crash_at(1, monkeypatch, os, "fsync")
+    with pytest.raises(Crash):
+        point(pointer, kept.parent / "newer")
+    assert follow(pointer) == kept
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3", '"kept"'])
+def test_damaged_pointer(content: str, tmp_path: Path) -> None:
+    """Law: a pointer that names nothing is refused."""
+    pointer = tmp_path / "last.json"
+    with pytest.raises(CheckpointError) as caught:
+        follow(pointer)
+    assert str(caught.value) == (
+        f"there is no checkpoint here: {pointer} does not exist."
+    )
+    pointer.write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError) as caught:
+        follow(pointer)
+    assert str(caught.value) == f"{pointer} is damaged: it does not name a checkpoint."

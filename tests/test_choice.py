@@ -1,0 +1,119 @@
+"""Words to a level and a format: every pair, with the reason or the refusal."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from halfstep import formats, levels, machine
+from halfstep.choice import choose
+from halfstep.errors import UserError
+from halfstep.formats import BF16, FP16, FP32
+from halfstep.levels import LEVELS, O0, O1, O2, O3
+from halfstep.machine import Recommendation
+
+DEVICES = ("cpu", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a machine whose GPU knows fp16 only, and whose advice is odd."""
+
+    def recommend(device: str) -> Recommendation:
+        return Recommendation("O1", "fp16", f"a coin was tossed on the {device}")
+
+    monkeypatch.setattr(machine, "recommend", recommend)
+    monkeypatch.setattr(
+        machine, "native", lambda name, _where: "" if name == "bf16" else "7.5"
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_auto_asks_the_machine(device: str) -> None:
+    """Law: with nothing fixed, level, format and reason are the machine's."""
+    choice = choose("auto", "auto", device)
+    assert (choice.level, choice.format) == (O1, FP16)
+    assert choice.reason == f"a coin was tossed on the {device}"
+    assert str(choice) == "O1 fp16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "level"), [("fp32", O0), ("bf16", O2), ("fp16", O2), (torch.half, O2)]
+)
+def test_level_follows_from_dtype(
+    dtype: str | torch.dtype, level: levels.Level
+) -> None:
+    """Law: a 16-bit format asks for O2, fp32 for O0, whatever the machine says."""
+    choice = choose("auto", dtype, "cpu")
+    assert (choice.level, choice.format) == (level, formats.parse(dtype))
+    assert choice.reason == f"dtype {choice.format} was asked for"
+
+
+@pytest.mark.parametrize("level", [O1, O2, O3], ids=str)
+def test_dtype_follows_from_level(
+    level: levels.Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: bf16, unless the device is a GPU without it."""
+    assert choose(str(level), "auto", "cpu").format is BF16
+    assert choose(str(level), "auto", "cuda").format is FP16
+    monkeypatch.setattr(machine, "native", lambda _name, _where: "8.0")
+    choice = choose(str(level), "auto", "cuda")
+    assert (choice.level, choice.format) == (level, BF16)
+    assert choice.reason == f"level {level} was asked for"
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "device"),
+    [*product(LEVELS.values(), (FP32, BF16, FP16), DEVICES)],
+    ids=str,
+)
+def test_both_given(
+    level: levels.Level, dtype: formats.FloatFormat, device: str
+) -> None:
+    """Law: what was asked for is what is taken, or both words are refused together."""
+    if (level is O0) == (dtype is FP32):
+        choice = choose(str(level), str(dtype), device)
+        assert (choice.level, choice.format) == (level, dtype)
+        assert str(choice) == f"{level} {dtype}"
+        return
+    with pytest.raises(UserError) as caught:
+        choose(str(level), str(dtype), device)
+    assert str(caught.value) == (
+        f"level=O0 is fp32 throughout; dtype={dtype} needs O1 to O3."
+        if level is O0
+        else f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
+    )
+
+
+def test_o0_is_fp32() -> None:
+    """Law: O0 needs no dtype."""
+    choice = choose("O0", "auto", "cuda")
+    assert (choice.level, choice.format) == (O0, FP32)
+    assert choice.reason == "level O0 was asked for"
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "complaint"),
+    [
+        ("O4", "auto", "level='O4' is not a level; choose auto, O0, O1, O2, O3."),
+        ("o2", "bf16", "level='o2' is spelt 'O2': the capital letter O and a digit."),
+        (
+            "auto",
+            "bf17",
+            "dtype='bf17' is not a format; choose one of fp32, bf16, fp16.",
+        ),
+        ("O4", "bf17", "dtype='bf17' is not a format; choose one of fp32, bf16, fp16."),
+        (
+            "O2",
+            torch.float64,
+            "dtype=torch.float64 is not a format; choose one of fp32, bf16, fp16.",
+        ),
+    ],
+)
+def test_unknown_words(level: str, dtype: str | torch.dtype, complaint: str) -> None:
+    """Law: an unknown word is refused as its own room refuses it."""
+    with pytest.raises(UserError) as caught:
+        choose(level, dtype, "cpu")
+    assert str(caught.value) == complaint
