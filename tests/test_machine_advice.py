@@ -218,3 +218,35 @@ def test_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, AMX, rates(2, 5, 0.5))
     assert (machine.gain("bf16"), machine.gain("fp16")) == (2.5, 0.25)
     assert machine.gain("fp32") == 1
+
+
+def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the tables show every device's rates over its own fp32, and the advice."""
+    planted = {"cuda": rates(10, 150, 160), "cpu": rates(2, 1, 0.5)}
+    plant(monkeypatch, gpu(8, 0), planted["cuda"])
+    asked: list[tuple[str, bool]] = []
+
+    def gemm_rates(where: str, *, refresh: bool = False) -> dict[str, float]:
+        asked.append((where, refresh))
+        return planted[where]
+
+    monkeypatch.setattr(machine, "gemm_rates", gemm_rates)
+    facts, measured, advice = machine.tables(refresh=True)
+    assert {row[0]: row[1] for row in facts.rows} == {
+        "processor": "a processor",
+        "cores": "8",
+        "torch": "2.99, 4 threads",
+        "instruction sets": "AMX-BF16",
+        "GPU": "a card, compute capability 8.0, 16 GiB",
+    }
+    assert measured.rows == (
+        ("cuda", "fp32", 10, 1, "-"),
+        ("cuda", "bf16", 150, 15, "compute capability 8.0"),
+        ("cuda", "fp16", 160, 16, "compute capability 8.0"),
+        ("cpu", "fp32", 2, 1, "-"),
+        ("cpu", "bf16", 1, 0.5, "AMX-BF16"),
+        ("cpu", "fp16", 0.5, 0.25, "-"),
+    )
+    assert [row[:2] for row in advice.rows] == [("O2", "bf16")]
+    # What was just measured is not measured again for the advice.
+    assert [where for where, refresh in asked if refresh] == ["cuda", "cpu"]

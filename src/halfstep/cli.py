@@ -7,6 +7,7 @@ line on standard error and status 2 for what cannot be used, 1 for a run that fa
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import warnings
@@ -33,15 +34,20 @@ examples:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run one command and leave the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A console that lacks a character must not end a run.
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(words))
 
 
 def run(words: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
     arguments = _parser().parse_args(words)
-    warnings.showwarning = _show_warning
     try:
-        arguments.command(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            arguments.command(arguments)
     except (UserError, OSError) as error:
         return _complain(error, 2)
     except KeyboardInterrupt:
@@ -116,7 +122,12 @@ def _show(tables: Sequence[Table], json_file: Path | None) -> None:
     print("\n\n".join(table.text().rstrip() for table in tables))
     if json_file:
         data = [table.data() for table in tables]
-        write_text(json_file, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+        try:
+            write_text(json_file, text)
+        except OSError as error:
+            message = f"--json {json_file} cannot be written: {error.strerror}."
+            raise UserError(message) from error
 
 
 def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its type private

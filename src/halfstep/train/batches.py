@@ -23,6 +23,10 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+WIDTH_MULTIPLE = 8
+"""Tokens to whose multiple a batch is padded: what matrix units of half precision need
+to run at full speed."""
+
 
 def batches(
     lengths: Sequence[int], batch_size: int, *, seed: int, epoch: int, pool: int = 50
@@ -132,7 +136,7 @@ class Encoded:
         return self.starts.diff().tolist()
 
     def collate(
-        self, indices: Sequence[int], pad_id: int, multiple: int = 8
+        self, indices: Sequence[int], pad_id: int, multiple: int = WIDTH_MULTIPLE
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of one batch, padded to its longest example.
 
@@ -140,8 +144,7 @@ class Encoded:
             indices: Which examples, in the order of the rows. None at all makes
                 tensors of no rows.
             pad_id: The token that fills up a row.
-            multiple: T is rounded up to a multiple of it, >= 1. Default 8: what
-                matrix units of half precision need to run at full speed.
+            multiple: T is rounded up to a multiple of it, >= 1.
 
         Returns:
             `input_ids` and `attention_mask`, int64 of shape (B, T), and `labels`,

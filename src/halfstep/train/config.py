@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import difflib
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from math import inf
 from typing import Any
 
 from halfstep.errors import UserError
 
 _TYPES = {"str": str, "int": int, "float": float}
+_MOST_SEED = 2**32  # torch takes 64 bits, and each step's own seed is a multiple
 
 
 def _flag(default: object, text: str, group: str, metavar: str = "") -> Any:  # noqa: ANN401
@@ -38,7 +40,7 @@ class TrainConfig:
     )
     limit: int | None = _flag(None, "use the first N rows only", "data", "N")
     dev_share: float = _flag(
-        0.08, "share of a single file kept for evaluation (default 0.08)", "data"
+        0.08, "share of a single file kept for evaluation (default 0.08)", "data", "P"
     )
     max_length: int = _flag(
         128, "tokens after which a text is cut (default 128)", "data", "N"
@@ -106,7 +108,10 @@ class TrainConfig:
         "X",
     )
     weight_decay: float = _flag(
-        0.01, "of weight matrices, not of biases and norms (default 0.01)", "training"
+        0.01,
+        "of weight matrices, not of biases and norms (default 0.01)",
+        "training",
+        "X",
     )
     warmup: float = _flag(
         0.1, "share of the steps in which the rate rises (default 0.1)", "training", "P"
@@ -120,9 +125,14 @@ class TrainConfig:
     )
     seed: int = _flag(0, "of weights, order and dropout (default 0)", "training", "N")
     device: str = _flag(
-        "auto", "cpu, cuda, or auto: cuda where there is one (default auto)", "machine"
+        "auto",
+        "cpu, cuda, or auto: cuda where there is one (default auto)",
+        "machine",
+        "D",
     )
-    out: str = _flag("runs/latest", "folder to write (default runs/latest)", "run")
+    out: str = _flag(
+        "runs/latest", "folder to write (default runs/latest)", "run", "DIR"
+    )
 
     def __post_init__(self) -> None:
         shares = ("dropout", "mask_tokens", "warmup")
@@ -131,10 +141,12 @@ class TrainConfig:
         for name in ("epochs", "batch_size", "accumulate", "eval_every", "limit"):
             self._check(name, lambda value: value >= 1, "at least 1")
         for name in ("lr", "clip"):
-            self._check(name, lambda value: 0 < value < float("inf"), "above 0")
-        self._check("weight_decay", lambda value: value >= 0, "at least 0")
+            self._check(name, lambda value: 0 < value < inf, "above 0 and finite")
+        decays = "at least 0 and finite"
+        self._check("weight_decay", lambda value: 0 <= value < inf, decays)
         self._check("max_length", lambda value: value >= 3, "at least 3")  # noqa: PLR2004
-        self._check("seed", lambda value: value >= 0, "at least 0")
+        seeds = f"at least 0 and below {_MOST_SEED}"
+        self._check("seed", lambda value: 0 <= value < _MOST_SEED, seeds)
         devices = ("auto", "cpu", "cuda")
         self._check("device", devices.__contains__, f"one of {', '.join(devices)}")
 
@@ -172,6 +184,14 @@ def _type_of(setting: Field[Any]) -> type:
     return _TYPES[str(setting.type).removesuffix(" | None")]
 
 
+def _fits(value: object, setting: Field[Any]) -> bool:
+    """Say whether a value read from JSON has the type of a setting."""
+    if value is None:
+        return str(setting.type).endswith(" | None")
+    kind = _type_of(setting)
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
 def typed(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that were typed."""
     names = {setting.name for setting in fields(TrainConfig)}
@@ -185,10 +205,15 @@ def resumed(saved: dict[str, Any], given: dict[str, Any]) -> TrainConfig:
         UserError: If a typed setting differs, or the saved ones are not settings.
     """
     known = {setting.name: setting for setting in fields(TrainConfig)}
-    for name in saved:
+    for name, value in saved.items():
+        message = ""
         if name not in known:
             near = difflib.get_close_matches(name, known, 1) or ["none"]
             message = f"config.json holds {name!r}, not a setting; nearest: {near[0]}."
+        elif not _fits(value, known[name]):
+            right = known[name].type
+            message = f"config.json: {name} is {value!r}; it must be of type {right}."
+        if message:
             raise UserError(message)
     for name, value in given.items():
         kept = saved.get(name, known[name].default)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep import checkpoint
 from halfstep.errors import UserError
 from halfstep.report import write_text
+from halfstep.train.text import without_bars
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -159,7 +160,8 @@ class RunFolder:
         """Write the finished model for transformers; whole or not at all."""
         part = self.path / ".model.part"
         shutil.rmtree(part, ignore_errors=True)
-        model.save_pretrained(part)
+        with without_bars():
+            model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         shutil.rmtree(self.model, ignore_errors=True)
         part.rename(self.model)

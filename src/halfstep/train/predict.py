@@ -40,21 +40,30 @@ def predict(run: Path, texts: Sequence[str]) -> list[Prediction]:
         texts: Any number; each at least one character beside white space.
 
     Raises:
-        UserError: If the run is not finished, or a text is blank.
+        UserError: If the run is not finished, or a text is blank or no text.
     """
     folder = RunFolder(run)
     if not folder.model.is_dir():
-        state = "is not finished" if folder.has_checkpoint() else "holds no run"
-        message = f"{run} {state}: there is no {folder.model}; train with --out {run}."
+        state, flags = "holds no run", f"--out {run}"
+        if folder.has_checkpoint():
+            state, flags = "is not finished", f"--resume --out {run}"
+        message = f"{run} {state}: there is no {folder.model}; train with {flags}."
         raise UserError(message)
     for number, item in enumerate(texts, 1):
         if not item.strip():
             message = f"text {number} is blank; give at least one character."
             raise UserError(message)
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder.model)
-    model = AutoModelForSequenceClassification.from_pretrained(folder.model).eval()
+        try:
+            item.encode()
+        except UnicodeEncodeError as error:
+            message = f"text {number} is not UTF-8 at character {error.start}."
+            raise UserError(message) from error
+    try:
+        tokenizer, model = text.load(folder.model)
+    except UserError as error:
+        message = f"{folder.model} is damaged: {error} Train again, or --resume."
+        raise UserError(message) from error
+    model.eval()
     ids = text.encode(tokenizer, texts)
     encoded = Encoded.build(ids, [0] * len(ids))
     shares = torch.zeros(len(ids), model.config.num_labels)

@@ -5,15 +5,17 @@ In: a model name and the training texts. Out: a tokenizer and a classifier.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
+from halfstep.train.batches import WIDTH_MULTIPLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -81,7 +83,7 @@ def build(
         **SIZES[name],
         **words,
         vocab_size=len(tokenizer),
-        max_position_embeddings=max_length,
+        max_position_embeddings=-(-max_length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE,
         hidden_dropout_prob=rate,
         attention_probs_dropout_prob=rate,
         initializer_range=_INIT_STD,
@@ -94,31 +96,71 @@ def build(
 def _pretrained(
     name: str, words: dict[str, Any], max_length: int, dropout: float | None
 ) -> Classifier:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    changes = {}
+    changes: dict[str, Any] = {}
     if dropout is not None:
         changes = dict.fromkeys(
             ("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForSequenceClassification.from_pretrained(
+        tokenizer, model = load(
             name, ignore_mismatched_sizes=True, dtype="float32", **words, **changes
         )
-    except (OSError, ValueError) as error:
-        where = "that folder" if Path(name).exists() else "that folder or hub name"
-        first = str(error).strip().partition("\n")[0]
+    except UserError as error:
         message = (
-            f"--model {name}: transformers cannot load {where}: {first} The models "
-            f"built from scratch are {', '.join(SIZES)}."
+            f"--model {name}: {error} The models built from scratch are "
+            f"{', '.join(SIZES)}."
         )
         raise UserError(message) from error
     if tokenizer.pad_token_id is None:
         message = f"--model {name}: its tokenizer has no padding token."
         raise UserError(message)
-    tokenizer.model_max_length = min(tokenizer.model_max_length, max_length)
+    lengths = [tokenizer.model_max_length, max_length]
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions:
+        # Padding may fill a row up to the multiple; it needs positions too.
+        lengths.append(positions - positions % WIDTH_MULTIPLE)
+    tokenizer.model_max_length = min(lengths)
     return Classifier(tokenizer, model, from_scratch=False)
+
+
+def load(name: str | Path, **words: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """Return the tokenizer and the classifier that transformers finds under a name.
+
+    Args:
+        name: What transformers' `from_pretrained` takes.
+        words: Passed on to the model's `from_pretrained`.
+
+    Raises:
+        UserError: If transformers cannot load them.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    local = Path(name).exists()
+    try:
+        with without_bars() if local else contextlib.nullcontext():
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForSequenceClassification.from_pretrained(name, **words)
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        where = "that folder" if local else "that folder or hub name"
+        first = str(error).strip().partition("\n")[0].rstrip(" .:")
+        message = f"transformers cannot load {where}: {first}."
+        raise UserError(message) from error
+    return tokenizer, model
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars over work that takes no time."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: ANN401

@@ -1,0 +1,258 @@
+"""The house: imports point down, files are short, the face is small and light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import halfstep
+
+SRC = Path(halfstep.__file__).parent
+LINES = 400
+TABLES_OF_DATA = {"optable"}
+
+LAYER = {
+    # Facts: they know nobody, or a lower one of these.
+    "errors": 0,
+    "optable": 0,
+    "checkpoint": 1,
+    "distributed": 1,
+    "formats": 1,
+    "report": 1,
+    "scaler": 1,
+    "stats": 1,
+    # Rooms of the core, each with one job.
+    "fused": 2,
+    "levels": 2,
+    "master": 2,
+    "policy": 2,
+    "casting": 3,
+    "grad_scaler": 3,
+    "machine": 3,
+    "choice": 4,
+    "convert": 4,
+    "explain": 5,
+    # The one room that knows the core, and the face.
+    "session": 6,
+    "__init__": 7,
+    # The fine-tuning program.
+    "train.__init__": 10,
+    "train.batches": 10,
+    "train.config": 10,
+    "train.progress": 10,
+    "train.rows": 10,
+    "train.data": 11,
+    "train.text": 11,
+    "train.evaluate": 12,
+    "train.folder": 12,
+    "train.loop": 13,
+    "train.predict": 13,
+    "train.result": 14,
+    "train.run": 15,
+    # The measuring program.
+    "bench.__init__": 20,
+    "bench.baselines": 20,
+    "bench.contender": 21,
+    "bench.train": 22,
+    # What the user starts.
+    "cli": 30,
+    "__main__": 31,
+}
+"""Module -> floor. An import must lead to a strictly lower one; a new module gets the
+lowest floor above all that it imports."""
+
+Imports = dict[str, set[str]]
+
+
+def name_of(path: Path) -> str:
+    """Return a file's name in the table."""
+    return ".".join(path.relative_to(SRC).with_suffix("").parts)
+
+
+FILES = {name_of(path): path for path in sorted(SRC.rglob("*.py"))}
+
+
+def target_of(words: list[str]) -> str | None:
+    """Return the module of ours that a dotted name leads to, or None."""
+    if words[0] != "halfstep":
+        return None
+    inner = ".".join(words[1:])
+    for candidate in (inner, f"{inner}.__init__".removeprefix(".")):
+        if candidate in FILES:
+            return candidate
+    return target_of(words[:-1])
+
+
+def imports_of(source: str) -> set[str]:
+    """Return the modules of ours that a source text imports, wherever it does."""
+    found: set[str | None] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {target_of(alias.name.split(".")) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "write absolute imports"
+            base = (node.module or "").split(".")
+            found |= {target_of([*base, alias.name]) for alias in node.names}
+    return {name for name in found if name is not None}
+
+
+def uphill(imports: Imports, layer: dict[str, int]) -> list[str]:
+    """Return each arrow that does not lead to a strictly lower floor."""
+    return [
+        f"{source} ({layer[source]}) -> {target} ({layer[target]})"
+        for source, targets in sorted(imports.items())
+        for target in sorted(targets)
+        if layer[target] >= layer[source]
+    ]
+
+
+def circle(imports: Imports) -> list[str]:
+    """Return modules that import each other in a ring, [] where there are none."""
+    left = dict(imports)
+    while True:
+        free = [name for name, targets in left.items() if not targets & left.keys()]
+        if not free:
+            return sorted(left)
+        for name in free:
+            del left[name]
+
+
+IMPORTS = {
+    name: imports_of(path.read_text(encoding="utf-8")) for name, path in FILES.items()
+}
+
+
+def test_every_module_has_a_floor() -> None:
+    """Law: the table names exactly the modules that there are."""
+    new, gone = sorted(FILES.keys() - LAYER), sorted(LAYER.keys() - FILES)
+    assert not new, (
+        f"no floor for {new}: add it to LAYER in tests/test_house.py, one above the "
+        f"highest that it imports: {[sorted(IMPORTS[name]) for name in new]}"
+    )
+    assert not gone, f"LAYER in tests/test_house.py names {gone}, which are no files"
+
+
+def test_imports_point_down() -> None:
+    """Law: every import, in functions and TYPE_CHECKING too, leads to a lower floor."""
+    known = {name: IMPORTS[name] & LAYER.keys() for name in FILES if name in LAYER}
+    assert not uphill(known, LAYER)
+
+
+def test_no_circle() -> None:
+    """Law: no modules import each other, whatever the table says."""
+    assert not circle(IMPORTS)
+
+
+TWIN = """
+from __future__ import annotations
+import halfstep.train.data, torch
+from typing import TYPE_CHECKING
+from halfstep import __version__, optable
+from halfstep.policy import decide
+if TYPE_CHECKING:
+    from halfstep.session import Session
+def function():
+    from halfstep import bench
+    from halfstep.cli import main
+"""
+
+
+def test_imports_are_found() -> None:
+    """Law: the reader sees all forms of import, and tells modules from their names."""
+    expected = {"__init__", "optable", "policy", "session", "cli"}
+    assert imports_of(TWIN) == expected | {"train.data", "bench.__init__"}
+    assert imports_of("import halfstep") == {"__init__"}
+    assert imports_of("import halfsteps, os.path\nfrom torch import nn") == set()
+    assert IMPORTS["session"] >= {"casting", "choice", "convert", "report"}
+
+
+def test_uphill_is_noticed() -> None:
+    """Law: both checks can fail: upwards, on one floor, and round."""
+    assert uphill({"formats": {"session", "errors"}}, LAYER) == [
+        "formats (1) -> session (6)"
+    ]
+    assert uphill({"formats": {"report"}}, LAYER) == ["formats (1) -> report (1)"]
+    ring = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}
+    assert circle(ring) == ["a", "b", "c", "e"]
+    assert circle({"a": {"b"}, "b": set()}) == []
+
+
+@pytest.mark.parametrize("name", sorted(FILES.keys() - TABLES_OF_DATA))
+def test_files_are_short(name: str) -> None:
+    """Law: a file has at most 400 lines, tables of data apart."""
+    lines = len(FILES[name].read_text(encoding="utf-8").splitlines())
+    assert lines <= LINES, f"{name} has {lines} lines: split it, and say why"
+
+
+def test_sources_are_ascii() -> None:
+    """Law: our files are ASCII; only the built-in texts are not."""
+    texts = {".py", ".typed", ".html", ".css", ".json", ".toml"}
+    for path in SRC.rglob("*"):
+        if path.suffix in texts and "emotions" not in path.relative_to(SRC).parts:
+            assert path.read_bytes().isascii(), path
+
+
+def test_face() -> None:
+    """Law: the face is small, sorted and true: each name is there, and documented."""
+    names = halfstep.__all__
+    assert names == sorted(set(names))
+    assert len(names) <= 25
+    assert dir(halfstep) == names
+    for name in names:
+        assert getattr(halfstep, name).__doc__, name
+        room = halfstep._ROOM_OF.get(name)
+        if room:
+            assert getattr(halfstep, name) is getattr(
+                import_module(f"halfstep.{room}"), name
+            )
+
+
+def test_face_says_the_same_to_type_checkers() -> None:
+    """Law: what type checkers read and what is loaded on first use are one list."""
+    tree = ast.parse(FILES["__init__"].read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    rooms = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            rooms[alias.name] = (node.module or "").removeprefix("halfstep.")
+    assert sorted(rooms) == halfstep.__all__
+    alone = {name for name, room in rooms.items() if room == "halfstep"}
+    assert alone == set(halfstep._ROOMS)
+    assert {n: r for n, r in rooms.items() if n not in alone} == halfstep._ROOM_OF
+
+
+def test_unknown_name() -> None:
+    """Law: a name that the face has not is an AttributeError, as of any module."""
+    with pytest.raises(AttributeError) as caught:
+        _ = halfstep.nonsense
+    assert str(caught.value) == "module 'halfstep' has no attribute 'nonsense'"
+
+
+PROGRAM = """
+import sys
+import {module}
+print(*(name for name in {heavy} if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "loaded"),
+    [("halfstep", []), ("halfstep.cli", []), ("halfstep.formats", ["torch", "numpy"])],
+)
+def test_import_is_light(module: str, loaded: list[str]) -> None:
+    """Law: `import halfstep`, and the command line's, load no torch; a room does.
+
+    The last is the twin that shows that torch would be seen.
+    """
+    heavy = ["torch", "numpy", "transformers", "sklearn", "matplotlib", "rich"]
+    program = PROGRAM.format(module=module, heavy=heavy)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == loaded

@@ -1,0 +1,313 @@
+"""From texts to token ids and models: characters, sizes, and models from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import unicodedata
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+
+from halfstep.errors import UserError
+from halfstep.train import text
+from halfstep.train.batches import Encoded
+from halfstep.train.run import run
+from halfstep.train.text import build, character_tokenizer, encode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAD, UNKNOWN, START, END, MASK = range(5)
+LABELS = ("no", "yes")
+OWN_DROPOUT = 0.25
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is no folder must not reach the network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """Return the folder of a BERT without a classifier, and its WordPiece tokenizer."""
+    folder = tmp_path / "bert"
+    config = BertConfig(
+        vocab_size=12,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=20,
+        hidden_dropout_prob=OWN_DROPOUT,
+        attention_probs_dropout_prob=OWN_DROPOUT,
+        initializer_range=0.2,  # a narrow model needs more to begin with
+    )
+    BertModel(config).save_pretrained(folder)
+    word_pieces().save_pretrained(folder)
+    return folder
+
+
+def word_pieces() -> Any:
+    """Return a WordPiece tokenizer of twelve pieces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    pieces = [*text.SPECIAL, "play", "##ing", "##ed", "good", "bad", "un", "##good"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    core = Tokenizer(models.WordPiece(vocabulary, unk_token=text.SPECIAL[UNKNOWN]))
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", START), ("[SEP]", END)]
+    )
+    roles = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    special = dict(zip(roles, text.SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=core, **special)  # type: ignore[no-untyped-call]
+
+
+def refusal(name: str | Path) -> str:
+    """Return the message that refuses a model, checked for its form."""
+    with pytest.raises(UserError) as caught:
+        build(str(name), ["aa"], LABELS, max_length=8, dropout=None)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith("The models built from scratch are tiny, small.")
+    return message
+
+
+def test_a_character_is_a_token() -> None:
+    """Law: ids count from the special tokens on, in the order of the characters."""
+    tokenizer = character_tokenizer(["bca", "abc"], 16)
+    a, b, c = 5, 6, 7
+    assert encode(tokenizer, ["cab", "b"]) == [[START, c, a, b, END], [START, b, END]]
+    assert encode(tokenizer, []) == []
+    names = ("pad", "unk", "cls", "sep", "mask")
+    ids = [getattr(tokenizer, f"{name}_token_id") for name in names]
+    assert ids == [PAD, UNKNOWN, START, END, MASK]
+
+
+@pytest.mark.parametrize(
+    ("written", "plain"),
+    [
+        ("ＡＢＣ１", "abc1"),  # full width
+        ("ABC1", "abc1"),
+        ("a b\tc\u3000\n1", "abc1"),
+        ("①ﬁ", "1fi"),
+        ("今天 天气", "今天天气"),
+        ("e\u0301", "\xe9"),
+    ],
+)
+def test_normal_form(written: str, plain: str) -> None:
+    """Law: compatibility forms, case and white space make no difference."""
+    tokenizer = character_tokenizer([plain, plain], 16)
+    ids = [START, *(tokenizer.convert_tokens_to_ids(list(plain))), END]
+    assert UNKNOWN not in ids
+    assert encode(tokenizer, [written, plain]) == [ids, ids]
+    # In the texts that make the vocabulary, too.
+    assert character_tokenizer([written] * 2, 16).get_vocab() == tokenizer.get_vocab()
+
+
+def test_unknown_characters() -> None:
+    """Law: a character seen once or never is unknown, one seen twice is not."""
+    tokenizer = character_tokenizer(["aab", "c", "c"], 16)
+    assert encode(tokenizer, ["abcd"]) == [[START, 5, UNKNOWN, 6, UNKNOWN, END]]
+
+
+def test_cutting() -> None:
+    """Law: a long text is cut to the length, its end mark kept."""
+    tokenizer = character_tokenizer(["aabb"], 5)
+    assert encode(tokenizer, ["abababab"]) == [[START, 5, 6, 5, END]]
+
+
+@given(st.lists(st.text(max_size=9), max_size=5), st.randoms())
+def test_order_of_texts(texts: list[str], random: Any) -> None:
+    """Law: the vocabulary depends on the texts, not on their order."""
+    shuffled = random.sample(texts, len(texts))
+    one, other = character_tokenizer(texts, 8), character_tokenizer(shuffled, 8)
+    assert one.get_vocab() == other.get_vocab()
+
+
+@given(st.text("aAbΣİＡ①ﬁ½\xa8 \t\u3000\n\u2028天。", max_size=20))
+def test_as_many_tokens_as_characters(written: str) -> None:
+    """Law: a text has a token for each character of its normal form, all known."""
+    ids = encode(character_tokenizer([written, written], 99), [written])[0]
+    assert UNKNOWN not in ids
+    normal = unicodedata.normalize("NFKC", written).lower()
+    assert len(ids) - 2 == len("".join(normal.split()))
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    """Law: what AutoTokenizer loads beside a saved model encodes as before."""
+    texts = ["Ａ b１", "bbaa11", "天 气", "天天气", "?", "x" * 40]
+    made = build("tiny", [*texts, *texts], LABELS, max_length=16, dropout=None)
+    made.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    made.tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert encode(loaded, texts) == encode(made.tokenizer, texts)
+    assert loaded.model_max_length == 16
+    assert loaded.all_special_ids == made.tokenizer.all_special_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "width", "inner"),
+    [("tiny", 4, 256, 1024), ("small", 6, 384, 1536)],
+)
+def test_sizes(name: str, layers: int, width: int, inner: int) -> None:
+    """Law: a size has the shape that its flag's help states, and fits its texts."""
+    made = build(name, ["abab"], LABELS, max_length=24, dropout=None)
+    assert made.from_scratch
+    assert made.model.training
+    config: Any = made.model.config
+    assert config.id2label == {0: "no", 1: "yes"}
+    assert config.label2id == {"no": 0, "yes": 1}
+    assert config.hidden_dropout_prob == 0.1
+    assert config.attention_probs_dropout_prob == 0.1
+    # By hand: two embeddings of tables and their norm, layers, pooler, classifier.
+    tables = (7 + 24 + 2) * width + 2 * width
+    attention = 4 * (width * width + width) + 2 * width
+    feed = 2 * width * inner + inner + width + 2 * width
+    pooled = width * width + width + 2 * width + 2
+    held = sum(param.numel() for param in made.model.parameters())
+    assert held == tables + layers * (attention + feed) + pooled
+
+
+def test_dropout_is_taken() -> None:
+    """Law: --dropout is the dropout everywhere in a model from scratch."""
+    made = build("tiny", ["aa"], LABELS, max_length=8, dropout=0.0)
+    found = {m.p for m in made.model.modules() if isinstance(m, torch.nn.Dropout)}
+    assert found == {0.0}
+    made.model.eval()
+    inputs = torch.tensor([[START, 5, END]])
+    quiet = made.model(inputs).logits
+    assert torch.equal(made.model.train()(inputs).logits, quiet)
+
+
+@pytest.mark.parametrize("length", [3, 8, 13])
+def test_padding_has_positions(length: int) -> None:
+    """Law: a batch may be padded beyond --max-length up to the next multiple of 8."""
+    made = build("tiny", ["ab" * 20], LABELS, max_length=length, dropout=None)
+    encoded = Encoded.build(encode(made.tokenizer, ["ab" * 20, "a"]), [0, 1])
+    assert max(encoded.lengths) == length
+    inputs = encoded.collate([0, 1], made.tokenizer.pad_token_id)
+    inputs.pop("labels")
+    assert made.model(**inputs).logits.shape == (2, 2)
+
+
+def test_a_model_from_a_folder(bert: Path) -> None:
+    """Law: a saved model keeps weights, vocabulary and dropout; the head is new."""
+    made = build(str(bert), ["ignored"], LABELS, max_length=128, dropout=None)
+    assert not made.from_scratch
+    ids = [START, 5, 6, 10, 11, END]
+    assert encode(made.tokenizer, ["playing ungood"]) == [ids]
+    config: Any = made.model.config
+    assert config.id2label == {0: "no", 1: "yes"}
+    assert config.hidden_dropout_prob == OWN_DROPOUT
+    saved = safetensors.torch.load_file(bert / "model.safetensors")
+    held = made.model.state_dict()
+    assert all(torch.equal(held[f"bert.{name}"], saved[name]) for name in saved)
+    assert held["classifier.weight"].shape == (2, 32)
+    assert {param.dtype for param in made.model.parameters()} == {torch.float32}
+
+
+def test_other_dropout_and_head(bert: Path, tmp_path: Path) -> None:
+    """Law: --dropout outdoes the model's own; a head of other classes is replaced."""
+    config = BertConfig.from_pretrained(bert, num_labels=7)
+    other = tmp_path / "seven"
+    BertForSequenceClassification(config).bfloat16().save_pretrained(other)
+    word_pieces().save_pretrained(other)
+    made = build(str(other), ["ignored"], LABELS, max_length=128, dropout=0.5)
+    loaded: Any = made.model
+    assert loaded.config.hidden_dropout_prob == 0.5
+    assert loaded.config.num_labels == 2
+    assert {param.dtype for param in loaded.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("asked", "length"), [(128, 16), (16, 16), (9, 9)])
+def test_no_longer_than_the_positions(bert: Path, asked: int, length: int) -> None:
+    """Law: texts are cut to what the model has positions for, padding included.
+
+    Of 20 positions 16 can be filled: a longer row would be padded to 24.
+    """
+    made = build(str(bert), ["ignored"], LABELS, max_length=asked, dropout=None)
+    encoded = Encoded.build(encode(made.tokenizer, ["good bad " * 40]), [0])
+    assert encoded.lengths == [length]
+    inputs = encoded.collate([0], made.tokenizer.pad_token_id)
+    inputs.pop("labels")
+    assert made.model(**inputs).logits.shape == (1, 2)
+
+
+def test_a_model_from_a_folder_trains(bert: Path, tmp_path: Path) -> None:
+    """Law: fine-tuning learns, and leaves a model that transformers loads."""
+    rows = [["good playing", "up"], ["bad played", "down"]] * 20
+    source = tmp_path / "posts.json"
+    source.write_text(json.dumps(rows), encoding="utf-8")
+    settings = {
+        "data": str(source),
+        "model": str(bert),
+        "out": str(tmp_path / "run"),
+        "level": "O2",
+        "dtype": "bf16",
+        "lr": 0.01,
+        "dropout": 0.0,
+        "epochs": 4,
+        "batch_size": 8,
+    }
+    result = run(settings)
+    losses = [r["loss"] for r in result.folder.records() if "event" not in r]
+    assert len(losses) == 4 * 5  # 37 texts of 40 in batches of 8
+    assert losses[-1] < losses[0] / 2
+    assert result.summary["dev"]["accuracy"] == 1.0
+    loaded = BertForSequenceClassification.from_pretrained(result.folder.model)
+    assert loaded.config.id2label == {0: "down", 1: "up"}
+    assert loaded.dtype == torch.float32
+
+
+def test_unknown_name() -> None:
+    """Law: a name that is neither folder nor in the cache is refused in one line."""
+    message = refusal("no-such/model")
+    start = "--model no-such/model: transformers cannot load that folder or hub name: "
+    assert message.startswith(start)
+
+
+def test_a_folder_that_is_no_model(bert: Path, tmp_path: Path) -> None:
+    """Law: an empty folder, lost or damaged weights are refused, not raised as is."""
+    (tmp_path / "empty").mkdir()
+    start = "--model {}: transformers cannot load that folder: "
+    empty = tmp_path / "empty"
+    assert refusal(empty).startswith(start.format(empty))
+    for name, data in (("config.json", b"{"), ("model.safetensors", b"xx" * 99)):
+        broken = tmp_path / name.replace(".", "-")
+        shutil.copytree(bert, broken)
+        (broken / name).write_bytes(data)
+        assert refusal(broken).startswith(start.format(broken))
+    (bert / "model.safetensors").unlink()
+    assert refusal(bert).startswith(start.format(bert))
+
+
+def test_no_padding_token(bert: Path) -> None:
+    """Law: a tokenizer that cannot pad is refused before it fails in a batch."""
+    tokenizer = word_pieces()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(bert)
+    with pytest.raises(UserError) as caught:
+        build(str(bert), ["aa"], LABELS, max_length=8, dropout=None)
+    assert str(caught.value) == f"--model {bert}: its tokenizer has no padding token."
+
+
+def test_bars_come_back(bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Law: loading a folder draws no bars, and leaves those of others alone."""
+    build(str(bert), ["aa"], LABELS, max_length=8, dropout=None)
+    assert logging.is_progress_bar_enabled()
+    assert "%" not in capfd.readouterr().err
