@@ -341,3 +341,23 @@ def test_a_wrapped_model_is_refused(level: levels.Level) -> None:
     assert model.weight.dtype == FP32
     assert not model._forward_pre_hooks
     convert_(nn.DataParallel(model), levels.O1, BF16, TORCH)
+
+
+def test_norms_of_other_libraries_keep_fp32() -> None:
+    """Law: a class that names itself a normalisation is one, whoever wrote it."""
+
+    class LlamaRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x
+
+    model = nn.Sequential(nn.Linear(4, 4), LlamaRMSNorm())
+    convert_(model, levels.O2, torch.bfloat16, Policy())
+    assert [p.dtype for p in model.parameters()] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    ]

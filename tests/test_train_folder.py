@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -250,9 +249,8 @@ def test_no_checkpoint(folder: RunFolder) -> None:
     )
 
 
-def test_publish_model(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish_model(folder: RunFolder) -> None:
     """Law: the model appears whole; a failure leaves the one from before."""
-    del monkeypatch
 
     def writer(name: str, text: str) -> Any:
         def save_pretrained(place: Path) -> None:
@@ -281,4 +279,3 @@ def test_settings_are_text(folder: RunFolder) -> None:
     text = (folder.path / "config.json").read_text(encoding="utf-8")
     assert json.loads(text) == {"seed": 1}
     assert len(text.splitlines()) == 3
-    shutil.rmtree(folder.path)

@@ -58,18 +58,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Load a public name on first use."""
-    if name in _ROOM_OF:
-        room = import_module(f"halfstep.{_ROOM_OF[name]}")
-        value: object = getattr(room, name)
-    elif name in _ROOMS:
-        value = import_module(f"halfstep.{name}")
-    else:
-        message = f"module 'halfstep' has no attribute {name!r}"
-        raise AttributeError(message)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker must still see a misspelt name
+
+    def __getattr__(name: str) -> object:
+        """Load a public name on first use."""
+        if name in _ROOM_OF:
+            room = import_module(f"halfstep.{_ROOM_OF[name]}")
+            value: object = getattr(room, name)
+        elif name in _ROOMS:
+            value = import_module(f"halfstep.{name}")
+        else:
+            message = f"module 'halfstep' has no attribute {name!r}"
+            raise AttributeError(message)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

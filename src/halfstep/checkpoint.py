@@ -170,9 +170,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def point(pointer: Path, directory: Path) -> None:
     """Let a small file name a checkpoint beside it; replaced in one piece."""
     part = pointer.with_name(f".{pointer.name}.part-{os.getpid()}")
-    part.write_text(json.dumps({"checkpoint": directory.name}), encoding="utf-8")
-    _flush(part)
-    part.replace(pointer)
+    try:
+        part.write_text(json.dumps({"checkpoint": directory.name}), encoding="utf-8")
+        _flush(part)
+        part.replace(pointer)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     _flush(pointer.parent)
 
 

@@ -40,6 +40,10 @@ WORTH_IT = 1.5
 """Least measured rate over fp32's for which a 16-bit format is recommended. A guess:
 casts and everything that is not a matrix product must be paid from the difference."""
 
+SLOWER = 0.9
+"""Measured rate over fp32's below which a format counts as slower: two formats that
+are equally fast differ by a few per cent from one measurement to the next."""
+
 _BF16_CAPABILITY = (8, 0)
 _FP16_CAPABILITY = (7, 0)
 
@@ -244,8 +248,8 @@ def native(dtype: str, device: str | None = None) -> str:
 def recommend(device: str | None = None) -> Recommendation:
     """Return the level and dtype to train with here, and why.
 
-    bf16 is preferred: it needs no loss scale. fp16 is recommended only on a GPU that
-    has no bf16 tensor cores.
+    bf16 is preferred: it needs no loss scale. fp16 is recommended only on a GPU on
+    which bf16 is not worth it.
     """
     where = device or capabilities().device
     candidates = ("bf16", "fp16") if where == "cuda" else ("bf16",)
@@ -266,7 +270,7 @@ def recommend(device: str | None = None) -> Recommendation:
 def emulation_warning(dtype: str, device: str | None = None) -> str | None:
     """Return what a 16-bit format costs where this machine is slower in it, or None."""
     where = device or capabilities().device
-    if dtype == "fp32" or gain(dtype, where) >= 1:
+    if dtype == "fp32" or gain(dtype, where) >= SLOWER:
         return None
     rates = gemm_rates(where)
     means = native(dtype, where)

@@ -108,10 +108,9 @@ def _rows(table: dict[str, str]) -> dict[str, str]:
 TABLES = {"cpu": _rows(_CPU), "cuda": _rows(_CUDA)}
 """Device -> operation -> treatment. An operation without a row runs as it is called."""
 
-NORMALISATION = frozenset({"_NormBase", "LayerNorm", "RMSNorm", "GroupNorm"})
-"""Module types, by a class name in their method resolution order, whose few
-parameters stay fp32 at the levels that ask for it. `_NormBase` is the base of every
-batch and instance norm."""
+NORMALISATION = ("_NormBase", "LayerNorm", "RMSNorm", "GroupNorm")
+"""Endings of class names, a module's own or its bases', whose few parameters stay
+fp32 at the levels that ask for it. `_NormBase` is every batch and instance norm."""
 
 OPERATION_OF = {
     "Linear": "linear",

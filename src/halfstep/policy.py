@@ -187,8 +187,11 @@ def _cast_to(
 
 
 def is_normalisation(types: Iterable[str]) -> bool:
-    """Say whether a module with these class names is a normalisation layer."""
-    return not optable.NORMALISATION.isdisjoint(types)
+    """Say whether a module with these class names is a normalisation layer.
+
+    Model libraries write their own (LlamaRMSNorm, T5LayerNorm); the name tells.
+    """
+    return any(name.endswith(optable.NORMALISATION) for name in types)
 
 
 def type_names(module: torch.nn.Module) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ In: a `TrainConfig`. Out: the run's folder, and a `Result` to show.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from pathlib import Path
@@ -160,9 +161,8 @@ def resolve(config: TrainConfig, corpus: Corpus, *, from_scratch: bool) -> Plan:
     mask = config.mask_tokens
     if mask is None:
         mask = _MASK_SCRATCH if from_scratch else 0.0
-    digest = hashlib.sha256()
-    for example in (*corpus.train, *corpus.dev):
-        digest.update(f"{example.label}\t{example.text}\n".encode())
+    splits = [[(e.label, e.text) for e in part] for part in (corpus.train, corpus.dev)]
+    told = json.dumps([corpus.labels, *splits])
     return Plan(
         epochs=epochs,
         batch_size=config.batch_size,
@@ -172,7 +172,7 @@ def resolve(config: TrainConfig, corpus: Corpus, *, from_scratch: bool) -> Plan:
         eval_every=config.eval_every or steps,
         seed=config.seed,
         total_steps=epochs * steps,
-        fingerprint=digest.hexdigest(),
+        fingerprint=hashlib.sha256(told.encode()).hexdigest(),
     )
 
 

@@ -1,0 +1,350 @@
+"""The command line: what each command prints, writes and leaves with."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import halfstep
+from halfstep import LossScaleCollapse, cli, machine
+from halfstep.train import run as room
+from halfstep.train import text
+from halfstep.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+COMMANDS = ("train", "predict", "bench", "env", "levels")
+EVERY = [[], *([each] for each in COMMANDS), ["bench", "train"]]
+RATES = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+TRAIN = ("train", "--data", "letters.json", "--model", "mini")
+RUN = ("--epochs", "1", "--level", "O0", "--out", "run")
+SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+
+
+def letters(place: Path) -> None:
+    """Write texts of two alphabets, one a class."""
+    draw = random.Random(0)  # noqa: S311 -- texts are no secret
+    rows = [
+        ["".join(draw.choices(("abcx", "defx")[n % 2], k=draw.randint(2, 9))), n % 2]
+        for n in range(40)
+    ]
+    place.write_text(json.dumps(rows), encoding="utf-8")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_and_measured() -> Iterator[None]:
+    """Add a size that trains in a moment; plant rates that warn of nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(text.SIZES, "mini", SHAPE | {"intermediate_size": 64})
+        patch.setattr(machine, "gemm_rates", lambda *_, **__: dict(RATES))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        patch.delenv("RANK", raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder that holds nothing but `letters.json`."""
+    monkeypatch.chdir(tmp_path)
+    letters(tmp_path / "letters.json")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which `run` is a finished run on `letters.json`."""
+    place = tmp_path_factory.mktemp("finished")
+    letters(place / "letters.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert cli.run([*TRAIN, *RUN]) == 0
+    return place
+
+
+@pytest.fixture
+def beside(finished: Path, here: Path) -> Path:
+    """Put a copy of the finished run into the folder; return it."""
+    return shutil.copytree(finished / "run", here / "run")
+
+
+def leave(*words: str) -> int:
+    """Run a command; return its exit status, however it leaves."""
+    try:
+        return cli.run(words)
+    except SystemExit as left:
+        return int(str(left.code))
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    """Return the name of everything below a folder, and the bytes of files."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
+        for path in root.rglob("*")
+    }
+
+
+def complaint(err: str) -> str:
+    """Return what standard error says, checked to be one line of the program's."""
+    start = "halfstep: error: "
+    assert err.startswith(start), err
+    assert err.endswith("\n")
+    line = err.removeprefix(start)[:-1]
+    assert "\n" not in line
+    assert "Traceback" not in line
+    return line
+
+
+def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    """Let standard input hold these bytes."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: every command explains itself, in lines that fit a terminal."""
+    assert leave(*words, "--help") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith(f"usage: {' '.join(['halfstep', *words])}")
+    assert max(map(len, out.splitlines())) <= 88
+    assert out.count("\n") > 4
+    for command in COMMANDS if not words else ():
+        assert f"\n    {command} " in out
+
+
+def test_help_of_train_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: there is no hidden setting."""
+    assert leave("train", "--help") == 0
+    out = capsys.readouterr().out
+    for name in TrainConfig().data_dict():
+        assert f"--{name.replace('_', '-')} " in out
+    assert "--resume" in out
+    assert "--overwrite" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: --version prints the version and nothing else."""
+    assert leave("--version") == 0
+    assert capsys.readouterr() == (f"{halfstep.__version__}\n", "")
+
+
+def test_levels(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: the four levels are a table, as data too."""
+    assert leave("levels", "--json", "levels.json") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    (table,) = json.loads((here / "levels.json").read_text(encoding="utf-8"))
+    assert table["title"] == "Levels"
+    for name in ("O0", "O1", "O2", "O3"):
+        assert sum(line.startswith(f"{name} ") for line in out.splitlines()) == 1
+
+
+def test_env(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: rates and advice are printed, and are in the data as numbers."""
+    assert leave("env", "--json", "env.json") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert torch.__version__ in out
+    facts, rates, advice = json.loads((here / "env.json").read_text(encoding="utf-8"))
+    assert [each["title"] for each in (facts, rates, advice)] == [
+        *("Machine", "Matrix products, measured", "Advice")
+    ]
+    assert "2.0" in json.dumps(rates)
+    assert "bf16 matrix products run 2.0 times as fast as fp32" in out
+
+
+def test_json_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: a --json that cannot be written fails, after printing what it can."""
+    assert leave("levels", "--json", "nowhere/levels.json") == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("Levels\n")
+    assert complaint(err) == (
+        "--json nowhere/levels.json cannot be written: No such file or directory."
+    )
+
+
+def test_train(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: a run prints its level, its quality and its report, and no noise."""
+    assert leave(*TRAIN, *RUN) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("level O0 fp32: level O0 was asked for\n")
+    assert "\nQuality on dev\n" in out
+    assert out.endswith("\nreport: run/report.html\n")
+    assert (here / "run" / "report.html").exists()
+
+
+@pytest.mark.usefixtures("beside")
+def test_overwrite_and_resume(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: --overwrite trains anew; resuming a finished run changes no weight."""
+    weights = here / "run" / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    assert leave("train", "--resume", "--out", "run") == 0
+    assert weights.read_bytes() == before
+    assert "from step 2" in capsys.readouterr().out
+    assert leave(*TRAIN, *RUN, "--seed", "1", "--overwrite") == 0
+    assert weights.read_bytes() != before
+
+
+@pytest.mark.filterwarnings("default")
+def test_emulation_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: a slow format is used as asked, and costs one line that says how slow."""
+    rates = {"fp32": 1.0, "bf16": 0.25, "fp16": 0.5}
+    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+    monkeypatch.setattr(machine, "native", lambda *_: "")
+    assert leave(*TRAIN, *RUN[:2], "--level", "O2", "--dtype", "bf16") == 0
+    assert capsys.readouterr().err == (
+        "halfstep: warning: dtype=bf16: this cpu runs bf16 matrix products at 0.250 "
+        "TFLOP/s, fp32 at 1.000 (it has no instructions for it): expect 4.0 times the "
+        "time. Use --level O0.\n"
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_warnings_stay_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a command neither hides warnings made errors, nor keeps their display."""
+    shown = warnings.showwarning
+    monkeypatch.setattr(room, "run", lambda *_, **__: warnings.warn("x", stacklevel=1))
+    with pytest.raises(UserWarning, match="x"):
+        leave(*TRAIN)
+    assert warnings.showwarning is shown
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; go on with --resume"),
+        (LossScaleCollapse("50 steps\noverflowed."), 1, "50 steps overflowed."),
+        (OSError(28, "No space left on device", "run/x"), 2, "[Errno 28] No space lef"),
+    ],
+)
+def test_a_run_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    line: str,
+) -> None:
+    """Law: a run that fails leaves one line and a status that tells why."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(room, "run", fail)
+    assert leave(*TRAIN) == status
+    assert complaint(capsys.readouterr().err).startswith(line)
+
+
+def test_defects_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: an error that is ours comes through as it is."""
+
+    def fail(*_: object, **__: object) -> None:
+        message = "ours"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(room, "run", fail)
+    with pytest.raises(RuntimeError, match="ours"):
+        leave(*TRAIN)
+
+
+@pytest.mark.usefixtures("beside")
+def test_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: predictions are a row a text, and data on request."""
+    assert leave("predict", "run", "abc", "def", "--json", "found.json") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    title, head, _, *rows = out.splitlines()
+    assert title == "Predictions"
+    assert head.split() == ["label", "0", "1", "text"]
+    assert [row.split()[-1] for row in rows] == ["abc", "def"]
+    assert json.loads((here / "found.json").read_text())[0]["title"] == title
+
+
+@pytest.mark.usefixtures("beside")
+def test_predict_from_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: - reads a text a line, without blank lines and byte-order mark."""
+    give(monkeypatch, b"\xef\xbb\xbfabc\r\n\n  \nde f")
+    assert leave("predict", "run", "-") == 0
+    rows = capsys.readouterr().out.splitlines()[3:]
+    assert [row.split(maxsplit=3)[-1] for row in rows] == ["abc", "de f"]
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b"abc\n\xff\n", "standard input is not UTF-8 at byte 4."),
+        (b"\n \n", "standard input holds no text; give one a line."),
+        (b"", "standard input holds no text; give one a line."),
+    ],
+)
+def test_bad_standard_input(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    data: bytes,
+    line: str,
+) -> None:
+    """Law: what cannot be read from standard input is refused."""
+    give(monkeypatch, data)
+    assert leave("predict", "run", "-") == 2
+    out, err = capsys.readouterr()
+    assert (out, complaint(err)) == ("", line)
+
+
+def test_predict_refusals(beside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: a blank text and an unfinished run are refused."""
+    assert leave("predict", "run", "abc", " ") == 2
+    line = "text 2 is blank; give at least one character."
+    assert complaint(capsys.readouterr().err) == line
+    shutil.rmtree(beside / "model")
+    assert leave("predict", "run", "abc") == 2
+    assert complaint(capsys.readouterr().err) == (
+        "run is not finished: there is no run/model; train with --resume --out run."
+    )
+
+
+def start(here: Path, *words: str, data: str = "", **more: str) -> tuple[int, str, str]:
+    """Start the program itself; return its status and what it wrote."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
+    done = subprocess.run(
+        [sys.executable, "-m", "halfstep", *words],
+        cwd=here,
+        env=environment,
+        input=data.encode(),
+        capture_output=True,
+        check=False,
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_the_program(here: Path) -> None:
+    """Law: the program itself leaves with the status, and one line on stderr."""
+    assert start(here, "levels")[0] == 0
+    status, out, err = start(here, *TRAIN[:3], "--device", "tpu")
+    assert (status, out) == (2, "")
+    assert complaint(err) == "--device tpu must be one of auto, cpu, cuda."
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_console_without_the_characters(here: Path) -> None:
+    """Law: a console that lacks a character shows its code instead of failing."""
+    words = ("predict", "run", "-")
+    status, out, err = start(here, *words, data="天\n", PYTHONIOENCODING="ascii")
+    assert (status, err) == (0, "")
+    assert out.endswith("\\u5929\n")

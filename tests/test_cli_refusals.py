@@ -1,0 +1,235 @@
+"""What the command line refuses: one line each, and nothing written."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from halfstep import cli, machine
+from halfstep.train import text
+from halfstep.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMMANDS = ("train", "predict", "bench", "env", "levels")
+TRAIN = ("train", "--data", "letters.json", "--model", "mini")
+WORDS = 35  # words of our own in a message, at most
+LIBRARY = 20  # words of transformers, at most
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder that holds nothing but `letters.json`, on a fast machine."""
+    monkeypatch.chdir(tmp_path)
+    rows = [["ab" * (1 + number % 4), number % 2] for number in range(40)]
+    (tmp_path / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    monkeypatch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
+    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+@pytest.fixture
+def begun(here: Path) -> Path:
+    """Put a run into the folder that has its settings and no more; return it."""
+    run = here / "run"
+    run.mkdir()
+    settings = TrainConfig(data="letters.json", model="mini").data_dict()
+    (run / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return run
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    """Return the name of everything below a folder, and the bytes of files."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
+        for path in root.rglob("*")
+    }
+
+
+@pytest.fixture
+def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return what runs a command that is refused, and returns the line it leaves."""
+
+    def run(*words: str) -> str:
+        before = tree(here)
+        try:
+            status = cli.run(words)
+        except SystemExit as left:
+            status = int(str(left.code))
+        assert status == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert tree(here) == before
+        start = "halfstep: error: "
+        assert err.startswith(start)
+        line = err.removeprefix(start)
+        assert line.count("\n") == 1
+        assert "Traceback" not in line
+        most = WORDS + (LIBRARY if "transformers" in line else 0)
+        assert len(line.split()) <= most
+        return line[:-1]
+
+    return run
+
+
+def test_commands_are_all_tested(refused: Any) -> None:
+    """Law: the commands are those above, and no other word is taken."""
+    listed = ", ".join(map(repr, COMMANDS))
+    assert refused("tain") == (
+        f"argument COMMAND: invalid choice: 'tain' (choose from {listed}); see "
+        "halfstep --help"
+    )
+
+
+REFUSALS = {
+    "no command": ([], "the following arguments are required: COMMAND; see halfstep"),
+    "no kind": (["bench"], "the following arguments are required: WHAT; see halfstep"),
+    "contender": (
+        ["bench", "train", "--contenders", "O0,O9"],
+        "--contenders O9: choose of plain-fp32, plain-amp, O0, ",
+    ),
+    "unknown flag": ([*TRAIN, "--epoch-count", "3"], "unrecognized arguments: --epoch"),
+    "no number": (
+        [*TRAIN, "--epochs", "many"],
+        "argument --epochs: invalid int value: 'many'; see halfstep train --help",
+    ),
+    "out of range": ([*TRAIN, "--dropout", "1"], "--dropout 1.0 must be at least 0 an"),
+    "both modes": (
+        [*TRAIN, "--resume", "--overwrite"],
+        "argument --overwrite: not allowed with argument --resume; see halfstep train",
+    ),
+    "small o": (
+        [*TRAIN, "--level", "o2"],
+        "level='o2' is spelt 'O2': the capital letter O and a digit.",
+    ),
+    "zero": (
+        [*TRAIN, "--level", "02"],
+        "level='02' is spelt 'O2': the capital letter O and a digit.",
+    ),
+    "O4": (
+        [*TRAIN, "--level", "O4"],
+        "level='O4' is not a level; choose auto, O0, O1, O2, O3.",
+    ),
+    "dtype": ([*TRAIN, "--dtype", "int8"], "dtype='int8' is not "),
+    "fp32 at O2": (
+        [*TRAIN, "--level", "O2", "--dtype", "fp32"],
+        "level=O2 needs dtype bf16 or fp16; fp32 training is level O0.",
+    ),
+    "bf16 at O0": (
+        [*TRAIN, "--level", "O0", "--dtype", "bf16"],
+        "level=O0 is fp32 throughout; dtype=bf16 needs O1 to O3.",
+    ),
+    "scale": (
+        [*TRAIN, "--loss-scale", "big"],
+        "loss_scale='big' is not a scale; choose auto, dynamic, none or a positive ",
+    ),
+    "policy": ([*TRAIN, "--policy", "apex"], "policy='apex' is not known; the named"),
+    "model": (
+        ["train", "--data", "letters.json", "--model", "no-such/model"],
+        "--model no-such/model: transformers cannot load that folder or hub name: ",
+    ),
+    "labels": (
+        [*TRAIN, "--labels", "only"],
+        "label_names must be two or more different names, not ('only',).",
+    ),
+    "no data": (
+        ["train", "--data", "nothing.csv"],
+        "nothing.csv is not there; give a file or a directory that exists.",
+    ),
+    "below a file": (
+        [*TRAIN, "--out", "letters.json/run"],
+        "--out letters.json/run cannot be written: Not a directory; choose another",
+    ),
+    "no run to resume": (
+        ["train", "--resume", "--out", "nowhere"],
+        "--resume: nowhere holds no run; it has no config.json.",
+    ),
+    "no run to predict": (
+        ["predict", "nowhere", "text"],
+        "nowhere holds no run: there is no nowhere/model; train with --out nowhere.",
+    ),
+    "no text": (["predict", "nowhere"], "the following arguments are required: TEXT; "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str, refused: Any) -> None:
+    """Law: what cannot be used is refused in one line, and nothing is written."""
+    words, start = REFUSALS[name]
+    assert refused(*words).startswith(start)
+
+
+DATA = {
+    "empty.json": (b"", "empty.json line 1 column 1: broken JSON: Expecting ["),
+    "none.json": (b"[]", 'none.json holds no rows; each entry is ["text", label] or'),
+    "one.csv": (b"a,x\nb,x\nc,x\n", "one.csv: train holds only one class 'x'; a clas"),
+    "latin.csv": (
+        b"caf\xe9,x\nb,y\n",
+        "latin.csv line 1 is not UTF-8: byte 0xe9 at offset 3; save it as UTF-8.",
+    ),
+    "notes.txt": (b"a b", "notes.txt: suffix '.txt' is unknown; save it as .json, "),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_bad_data(name: str, refused: Any, here: Path) -> None:
+    """Law: data that cannot be learned from is refused by file and line."""
+    content, start = DATA[name]
+    (here / name).write_bytes(content)
+    assert refused("train", "--data", name).startswith(start)
+
+
+def test_label_without_a_name(refused: Any, here: Path) -> None:
+    """Law: a label beyond --labels is refused by its line and the range."""
+    (here / "three.csv").write_text("a,0\nb,1\nc,2\n")
+    assert refused("train", "--data", "three.csv", "--labels", "no,yes") == (
+        "three.csv line 3: labels out of range: 2 is not in 0 to 1; give more label "
+        "names."
+    )
+
+
+def test_no_cuda(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: --device cuda without CUDA is refused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refused(*TRAIN, "--device", "cuda") == (
+        "--device cuda: torch sees no CUDA device here; use --device cpu."
+    )
+
+
+@pytest.mark.usefixtures("begun")
+def test_an_existing_run(refused: Any) -> None:
+    """Law: a run is neither written over nor gone on with unasked."""
+    assert refused(*TRAIN, "--out", "run") == (
+        "run already holds a run (config.json); add --resume to go on with it, "
+        "--overwrite to replace it, or choose another --out."
+    )
+
+
+@pytest.mark.usefixtures("begun")
+def test_contradiction_on_resuming(refused: Any) -> None:
+    """Law: a setting may not change in mid-run; both values are named."""
+    assert refused("train", "--resume", "--out", "run", "--batch-size", "8") == (
+        "--batch-size 8 differs from this run's 32; resume without it, or start anew "
+        "with another --out."
+    )
+
+
+def test_damaged_settings(refused: Any, begun: Path) -> None:
+    """Law: settings altered by hand are refused, not raised as they are."""
+    config = begun / "config.json"
+    saved = json.loads(config.read_text())
+    config.write_text(json.dumps(saved | {"epochs": "many"}))
+    assert refused("train", "--resume", "--out", "run") == (
+        "config.json: epochs is 'many'; it must be of type int | None."
+    )
+    config.write_text("{")
+    assert refused("train", "--resume", "--out", "run") == (
+        "--resume: run/config.json is damaged: it is not valid JSON."
+    )
