@@ -87,14 +87,6 @@ def leave(*words: str) -> int:
         return int(str(left.code))
 
 
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Return the name of everything below a folder, and the bytes of files."""
-    return {
-        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
-        for path in root.rglob("*")
-    }
-
-
 def complaint(err: str) -> str:
     """Return what standard error says, checked to be one line of the program's."""
     start = "halfstep: error: "
@@ -183,7 +175,9 @@ def test_train(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("level O0 fp32: level O0 was asked for\n")
     assert "\nQuality on dev\n" in out
     assert out.endswith("\nreport: run/report.html\n")
-    assert (here / "run" / "report.html").exists()
+    page = (here / "run" / "report.html").read_text(encoding="utf-8")
+    for words in ("halfstep run: letters", "Quality on dev", "O0 fp32", "Settings"):
+        assert words in page
 
 
 @pytest.mark.usefixtures("beside")
@@ -227,7 +221,7 @@ def test_warnings_stay_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (KeyboardInterrupt(), 130, "interrupted; go on with --resume"),
+        (KeyboardInterrupt(), 130, "interrupted; `train` goes on with --resume"),
         (LossScaleCollapse("50 steps\noverflowed."), 1, "50 steps overflowed."),
         (OSError(28, "No space left on device", "run/x"), 2, "[Errno 28] No space lef"),
     ],
@@ -269,7 +263,7 @@ def test_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
     title, head, _, *rows = out.splitlines()
     assert title == "Predictions"
-    assert head.split() == ["label", "0", "1", "text"]
+    assert head.split() == ["label", "p(0)", "p(1)", "text"]
     assert [row.split()[-1] for row in rows] == ["abc", "def"]
     assert json.loads((here / "found.json").read_text())[0]["title"] == title
 

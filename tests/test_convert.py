@@ -62,14 +62,16 @@ def rules(*words: str) -> Policy:
 
 @pytest.mark.parametrize("low", [BF16, FP16])
 def test_o2_spares_normalisation(low: torch.dtype) -> None:
-    """Law: at O2 norms keep fp32 parameters and buffers, all other floats are low."""
+    """Law: at O2 norms and buffers keep fp32, all other parameters are low."""
     model = Zoo()
     convert_(model, levels.O2, low, TORCH)
+    buffers = dict(model.named_buffers())
     for name, tensor in model.state_dict().items():
         if name in KEPT or name.endswith("num_batches_tracked"):
             assert tensor.dtype == KEPT.get(name, torch.int64)
         else:
-            assert tensor.dtype == (FP32 if name.startswith("norms.") else low), name
+            spared = name.startswith("norms.") or name in buffers
+            assert tensor.dtype == (FP32 if spared else low), name
 
 
 @pytest.mark.parametrize("low", [BF16, FP16])
@@ -89,7 +91,7 @@ def test_o0_and_o1_store_fp32(level: levels.Level) -> None:
     """Law: these levels leave every tensor's dtype and numbers as they are."""
     model = Zoo()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert convert_(model, level, BF16, TORCH) == Conversion({}, ())
+    assert convert_(model, level, BF16, TORCH) == Conversion({}, (), TORCH)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 

@@ -351,7 +351,8 @@ def test_max_consecutive_skips() -> None:
     assert str(caught.value) == (
         "3 steps in a row overflowed, the last at loss scale 4: not finite: bias. "
         "A smaller scale cannot mend this: look for a loss or input that is not "
-        "finite, lower the learning rate, or train in bf16 (--dtype bf16)."
+        "finite, lower the learning rate, or, if this is fp16, train in bf16 "
+        "(--dtype bf16)."
     )
     assert setup.scaler.last_step.found_inf_in == ("bias",)
 

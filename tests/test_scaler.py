@@ -394,6 +394,6 @@ def test_collapse_message() -> None:
     assert str(error) == (
         "12 steps in a row overflowed, the last at loss scale 0.5: not finite: "
         "gradients of head.bias. A smaller scale cannot mend this: look for a loss or "
-        "input that is not finite, lower the learning rate, or train in bf16 "
-        "(--dtype bf16)."
+        "input that is not finite, lower the learning rate, or, if this is fp16, train "
+        "in bf16 (--dtype bf16)."
     )

@@ -74,8 +74,8 @@ def test_collapse_at_the_floor() -> None:
     assert str(caught.value) == (
         "17 steps in a row overflowed, the last at loss scale 1: not finite: gradients "
         "of 0.bias, 1.weight, 3.weight and 1 more. A smaller scale cannot mend this: "
-        "look for a loss or input that is not finite, lower the learning rate, or "
-        "train in bf16 (--dtype bf16)."
+        "look for a loss or input that is not finite, lower the learning rate, or, "
+        "if this is fp16, train in bf16 (--dtype bf16)."
     )
     torch.testing.assert_close(everything(session), before, rtol=0, atol=0)
 
@@ -207,7 +207,7 @@ def test_explain() -> None:
     assert rows["LayerNorm", "fp32"][1:4] == (1, 32, "fp32")
     assert seen.notes == (
         "level O2 bf16: level O2 was asked for",
-        "policy: torch + module:3=fp32",
+        "policy: torch + module:3=fp32 + type:RMSNorm=fp32",
         "fp32 master weights: 112",
         "loss scale: 1, fixed",
     )

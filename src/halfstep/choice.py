@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from halfstep import formats, levels, machine
 from halfstep.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -59,3 +57,27 @@ def choose(level: str, dtype: str | torch.dtype, device: str) -> Choice:
         fp16 = device == "cuda" and not machine.native("bf16", device)
         fixed = formats.FP16 if fp16 else formats.BF16
     return Choice(found, fixed, reason)
+
+
+def cautions(
+    choice: Choice, optimizer: torch.optim.Optimizer, device: str
+) -> list[str]:
+    """Return what speaks against a choice that was asked for, a line each.
+
+    Args:
+        choice: Level and format.
+        optimizer: Its epsilon may round to zero in 16-bit state.
+        device: "cpu" or "cuda".
+    """
+    found = [machine.emulation_warning(choice.format.name, device)]
+    if choice.level.low_weights and not choice.level.masters:
+        for group in optimizer.param_groups:
+            epsilon = group.get("eps")
+            if epsilon and not torch.tensor(epsilon, dtype=choice.format.dtype):
+                found.append(
+                    f"eps={epsilon:g} rounds to 0 in {choice.format}, in which level "
+                    f"{choice.level} keeps the optimizer's state: weights will become "
+                    f"NaN. Use eps={choice.format.min_normal:.1e}, or level O2."
+                )
+                break
+    return [line for line in found if line]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -38,7 +39,13 @@ def main(words: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A console that lacks a character must not end a run.
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(run(words))
+    status = run(words)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more on its way out, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
 
 
 def run(words: Sequence[str] | None = None) -> int:
@@ -48,14 +55,17 @@ def run(words: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             arguments.command(arguments)
+    except BrokenPipeError:
+        return 0  # whoever read our output has seen enough; the work is done
     except (UserError, OSError) as error:
         return _complain(error, 2)
     except KeyboardInterrupt:
-        return _complain("interrupted; go on with --resume", 130)
+        return _complain("interrupted; `train` goes on with --resume", 130)
     except RuntimeError as error:
         from halfstep.scaler import LossScaleCollapse
+        from halfstep.train.loop import Diverged
 
-        if not isinstance(error, LossScaleCollapse):
+        if not isinstance(error, LossScaleCollapse | Diverged):
             raise
         return _complain(error, 1)
     return 0
@@ -151,8 +161,6 @@ def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its typ
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    import os
-
     from halfstep.train.config import typed
     from halfstep.train.run import run as train
 
@@ -178,7 +186,7 @@ def _add_predict(commands: Any) -> None:  # noqa: ANN401
         "texts",
         nargs="+",
         metavar="TEXT",
-        help="texts to label; - reads one a line from standard input",
+        help="texts to label; - reads standard input, one a line, blank ones left out",
     )
     _add_json(parser)
     parser.set_defaults(command=_predict)
@@ -195,7 +203,7 @@ def _predict(arguments: argparse.Namespace) -> None:
         except UnicodeDecodeError as error:
             message = f"standard input is not UTF-8 at byte {error.start}."
             raise UserError(message) from error
-        texts = [line for line in read.splitlines() if line.strip()]
+        texts = [line.strip() for line in read.split("\n") if line.strip()]
         if not texts:
             message = "standard input holds no text; give one a line."
             raise UserError(message)
@@ -204,7 +212,8 @@ def _predict(arguments: argparse.Namespace) -> None:
     rows: list[tuple[Cell, ...]] = [
         (each.label, *each.probabilities.values(), each.text.strip()) for each in found
     ]
-    table = Table("Predictions", ("label", *labels, "text"), tuple(rows))
+    columns = ("label", *(f"p({label})" for label in labels), "text")
+    table = Table("Predictions", columns, tuple(rows))
     _show([table], arguments.json)
 
 

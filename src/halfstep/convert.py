@@ -17,11 +17,21 @@ from halfstep import optable, policy
 from halfstep.casting import autocast
 from halfstep.errors import UserError
 from halfstep.formats import cast_floating
+from halfstep.policy import Policy, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from halfstep.levels import Level
+
+
+RMS_NORM = Rule(
+    "type",
+    "RMSNorm",
+    optable.FP32,
+    "its kernel takes no mix of dtypes, as the other norms' do: fp32 apart",
+)
+"""Where weights are low and norms are not, torch's RMSNorm runs as an island."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +42,12 @@ class Conversion:
     """Parameter now stored low -> its fp32 value before the conversion."""
     islands: tuple[str, ...]
     """Paths of the modules that run in fp32 apart from the rest."""
+    policy: Policy
+    """The rules in force: those given, and behind them those of the level."""
 
 
 def convert_(
-    model: nn.Module, level: Level, low: torch.dtype, rules: policy.Policy
+    model: nn.Module, level: Level, low: torch.dtype, rules: Policy
 ) -> Conversion:
     """Store a model's weights as the level says, in place.
 
@@ -54,6 +66,8 @@ def convert_(
             wrapped.
     """
     _check_rules(rules)
+    if level.fp32_norms:
+        rules = Policy((*rules.rules, RMS_NORM))
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
     if wrapped and level.low_weights:
         message = (
@@ -66,10 +80,13 @@ def convert_(
     for island in islands.values():
         attach_island(island, back=None if level.autocast else low)
     if not level.low_weights:
-        return Conversion({}, tuple(islands))
+        return Conversion({}, tuple(islands), rules)
     spared = _spared(model, level, list(islands.values()))
     originals = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    # Buffers are tables and statistics (rotary frequencies, running means), small and
+    # read as they are: they become low only where nothing casts in between.
+    buffers = [] if level.autocast else [*model.buffers()]
+    for tensor in [*model.parameters(), *buffers]:
         if id(tensor) in spared or tensor.dtype != torch.float32:
             continue
         if isinstance(tensor, nn.Parameter):
@@ -77,10 +94,10 @@ def convert_(
         tensor.data = tensor.data.to(low)
     if level.low_inputs:
         model.register_forward_pre_hook(_Entry(low), with_kwargs=True)
-    return Conversion(originals, tuple(islands))
+    return Conversion(originals, tuple(islands), rules)
 
 
-def _check_rules(rules: policy.Policy) -> None:
+def _check_rules(rules: Policy) -> None:
     for rule in rules.rules:
         if rule.kind == "op" or rule.category != optable.FP32:
             message = (
@@ -90,12 +107,12 @@ def _check_rules(rules: policy.Policy) -> None:
             raise UserError(message)
 
 
-def _islands(model: nn.Module, rules: policy.Policy) -> dict[str, nn.Module]:
+def _islands(model: nn.Module, rules: Policy) -> dict[str, nn.Module]:
     """Return the modules that the rules put in fp32, outermost only."""
     found: dict[str, nn.Module] = {}
     types = {path: policy.type_names(m) for path, m in model.named_modules()}
     for rule in rules.rules:
-        if not (
+        if rule is not RMS_NORM and not (
             rule.matches("module", types)
             or any(rule.matches("type", names) for names in types.values())
         ):
@@ -119,13 +136,12 @@ def _islands(model: nn.Module, rules: policy.Policy) -> dict[str, nn.Module]:
 def _spared(model: nn.Module, level: Level, islands: list[nn.Module]) -> set[int]:
     """Return the ids of parameters and buffers that keep fp32."""
     kept = list(islands)
-    for module in model.modules():
-        if level.fp32_norms and policy.is_normalisation(policy.type_names(module)):
-            kept.append(module)
-            if isinstance(module, nn.RMSNorm):
-                # Its kernel takes no mix of dtypes; the others accumulate in fp32
-                # from 16-bit input with fp32 parameters.
-                attach_island(module)
+    if level.fp32_norms:
+        kept += [
+            module
+            for module in model.modules()
+            if policy.is_normalisation(policy.type_names(module))
+        ]
     return {
         id(tensor)
         for module in kept

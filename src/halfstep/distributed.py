@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from halfstep.errors import UserError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,14 @@ def join(device: str) -> Iterator[World]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(0, 1, where)
         return
-    dist.init_process_group(
-        "nccl" if where.type == "cuda" else "gloo",
-        device_id=where if where.type == "cuda" else None,
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if where.type == "cuda" else "gloo",
+            device_id=where if where.type == "cuda" else None,
+        )
+    except ValueError as error:
+        message = f"RANK is set, but the environment is not torchrun's: {error}."
+        raise UserError(message) from error
     try:
         yield World(dist.get_rank(), dist.get_world_size(), where)
     finally:
@@ -85,6 +94,14 @@ def total(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(value, dist.ReduceOp.SUM, group=group)
     return value
+
+
+def same_everywhere(value: T) -> T:
+    """Return the first process's value, on each."""
+    box: list[T] = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
 
 
 def wait_for_all() -> None:

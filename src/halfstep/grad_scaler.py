@@ -49,6 +49,8 @@ class GradScaler(TorchGradScaler):
         growth_interval: Clean steps in a row before growth.
         enabled: False makes every method do what the loop would do without a scaler.
         min_scale: Floor; default 2**-24, lower than any scale that has been of use.
+            Below 1, unscaling multiplies and can itself overflow; gradients are then
+            checked a second time.
         max_scale: Ceiling; default fp32's largest number, as in torch.
         hysteresis: Overflows to bear before each back-off; 1 as in torch.
         max_consecutive_skips: Skips in a row after which `update` raises; None
@@ -126,6 +128,27 @@ class GradScaler(TorchGradScaler):
             for flag in flags.values():
                 clear_new_state(optimizer, known, flag)
         return result
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Unscale, and below a scale of 1 look for what unscaling made infinite."""
+        flags: dict[torch.device, Tensor] = super()._unscale_grads_(
+            optimizer, inv_scale, found_inf, allow_fp16
+        )
+        # A CPU can be asked whether it is needed; a GPU would have to be waited for.
+        if self._bounds["min_scale"] < 1 and (inv_scale.is_cuda or inv_scale > 1):
+            again = super()._unscale_grads_(
+                optimizer, torch.ones_like(inv_scale), found_inf, allow_fp16
+            )
+            flags = {
+                place: torch.maximum(flags[place], again[place]) for place in flags
+            }
+        return flags
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Close the iteration: move the scale, and take down what happened.

@@ -304,13 +304,14 @@ def page(title: str, sections: Sequence[Section], lead: str = "") -> str:
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file so that whoever opens `path` finds all of it or the old one.
 
-    Why: a program killed between opening and closing a file leaves half a file, which
-    the next reader takes for the whole.
-
     Args:
-        path: File to write or to replace; its directory exists.
+        path: File to write or to replace, through links; its directory exists.
         text: Contents; line ends are written as they are.
     """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8", newline="")  # a terminal, a pipe
+        return
+    path = path.resolve()
     # The mode of a file from `tempfile` would hide the report from other users.
     temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
     try:

@@ -265,6 +265,8 @@ class LossScaler:
                 raise UserError(message)
             now = getattr(self.state, field.name)
             loaded[field.name] = torch.full_like(now, state[field.name])
+        if self.rule.backoff_factor == 1:
+            loaded["scale"] = self.state.scale  # fixed: the rule has the last word
         self.state = replace(self.state, **loaded)
 
 
@@ -295,8 +297,8 @@ def collapse(scale: float, skips_in_a_row: int, culprits: str) -> LossScaleColla
     return LossScaleCollapse(
         f"{skips_in_a_row} steps in a row overflowed, the last at loss scale "
         f"{scale:g}: {culprits}. A smaller scale cannot mend this: look for a loss or "
-        "input that is not finite, lower the learning rate, or train in bf16 "
-        "(--dtype bf16)."
+        "input that is not finite, lower the learning rate, or, if this is fp16, train "
+        "in bf16 (--dtype bf16)."
     )
 
 

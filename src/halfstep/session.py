@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import convert, distributed, fused, levels, machine
+from halfstep import convert, distributed, fused, levels
 from halfstep.casting import autocast
-from halfstep.choice import Choice, choose
+from halfstep.choice import Choice, cautions, choose
 from halfstep.errors import UserError
 from halfstep.explain import precision_table
 from halfstep.formats import is_low
 from halfstep.master import MasterWeights, NoMasters
 from halfstep.policy import Policy
 from halfstep.scaler import Late, LossScaler, ScaleRule, collapse, is_collapsed
-from halfstep.stats import StepReport, non_finite
+from halfstep.stats import StepReport, dense, non_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +36,7 @@ STATE_VERSION = 1
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    level: str = "auto",
+    level: str | Choice = "auto",
     *,
     dtype: str | torch.dtype = "auto",
     policy: Policy | str = "torch",
@@ -53,7 +53,8 @@ def prepare(
         model: On its device, in fp32. Where the level stores weights in 16 bits, wrap
             `session.model` for data parallelism afterwards.
         optimizer: Any torch optimizer over the model's parameters.
-        level: "O0" to "O3"; "auto" takes what this machine measures as worth it.
+        level: "O0" to "O3"; "auto" takes what this machine measures as worth it. A
+            `Choice` is taken as it is, dtype included.
         dtype: "bf16", "fp16"; "auto" takes bf16 unless only fp16 is fast here.
         policy: "torch", or a `Policy` whose rules keep modules in fp32.
         loss_scale: "dynamic", "none" or a number; "auto" is dynamic for fp16, none
@@ -80,10 +81,13 @@ def prepare(
         message = f"master={master!r} is not a form of master weights; choose 'fp32'."
         raise UserError(message)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    choice = choose(level, dtype, device.type)
-    slow = machine.emulation_warning(choice.format.name, device.type)
-    if slow:
-        warnings.warn(slow, stacklevel=2)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        message = "LBFGS evaluates the model inside its step; use another optimizer."
+        raise UserError(message)
+    kind = device.type
+    choice = level if isinstance(level, Choice) else choose(level, dtype, kind)
+    for caution in cautions(choice, optimizer, kind):
+        warnings.warn(caution, stacklevel=2)
     if loss_scale == "auto":
         loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
     return Session(
@@ -122,7 +126,6 @@ class Session:
         self.model = model
         self.optimizer = optimizer
         self.choice = choice
-        self.policy = policy
         self.scaler = scaler
         self.clip_grad_norm = clip_grad_norm
         self.accumulate = accumulate
@@ -131,6 +134,7 @@ class Session:
         self._device = scaler.state.scale.device
         self._names = {id(param): name for name, param in names}
         conversion = convert.convert_(model, choice.level, choice.format.dtype, policy)
+        self.policy = conversion.policy
         self._masters: MasterWeights | NoMasters = NoMasters()
         if choice.level.masters:
             self._masters = MasterWeights(optimizer, conversion.originals)
@@ -235,7 +239,8 @@ class Session:
         norm = None
         if self.clip_grad_norm is not None:
             # A 16-bit norm would overflow long before its gradients do.
-            wide = [g.float() if is_low(g.dtype) else g for g in tensors]
+            stored = [dense(grad) for grad in tensors]
+            wide = [g.float() if is_low(g.dtype) else g for g in stored]
             norm = nn.utils.get_total_norm(wide)
         suspects: Callable[[], tuple[str, ...]] = tuple
         if self._skips_on_device:
@@ -326,7 +331,8 @@ class Session:
         """Return every weight and buffer by name, fp32 masters in place of 16 bits."""
         masters = {id(low): high for low, high in self._masters.pairs}
         held = self._bare.state_dict(keep_vars=True)
-        return {name: masters.get(id(t), t).detach() for name, t in held.items()}
+        tensors = {name: t for name, t in held.items() if isinstance(t, Tensor)}
+        return {name: masters.get(id(t), t).detach() for name, t in tensors.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that resuming needs, as tensors and plain values.
@@ -376,13 +382,16 @@ class Session:
                     f"{_shape(mine)}; build the model that was saved."
                 )
                 raise UserError(message)
-        for name, tensor in own.items():
-            tensor.copy_(state["weights"][name])
-        self._masters.publish()
+        # What can be refused comes first: a refused state must leave all as it was.
         self.optimizer.load_state_dict(state["optimizer"])
         if state["dtype"] == self.choice.format.name:
             # Another format needs another scale: 65536 is right for fp16 alone.
             self.scaler.load_state_dict(state["scaler"])
+        for name, tensor in own.items():
+            tensor.copy_(state["weights"][name])
+        self._masters.publish()
+        self.optimizer.zero_grad()
+        self._micro, self._loss = 0, None
         self._attempted = state["steps"]["attempted"]
         self._skipped.fill_(state["steps"]["skipped"])
 

@@ -113,7 +113,7 @@ def plain_loop(
     dev_loss, dev_accuracy = _evaluate(net, corpus.dev, collate)
     last = losses[-max(1, len(losses) // 10) :]
     return {
-        "train_seconds": seconds,
+        "seconds": seconds,
         "examples_per_s": epochs * len(corpus.train) / seconds,
         "train_loss": sum(last) / len(last),
         "dev_loss": dev_loss,

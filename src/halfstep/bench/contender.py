@@ -24,7 +24,9 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         measured = plain_loop(**task, amp=amp)
     else:
         measured = _halfstep(task)
-    return measured | {"peak_memory_bytes": machine.peak_memory("cpu")}
+    return measured | {
+        "peak_memory_bytes": machine.peak_memory(machine.capabilities().device)
+    }
 
 
 def _halfstep(task: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def _halfstep(task: dict[str, Any]) -> dict[str, Any]:
     last = losses[-max(1, len(losses) // 10) :]
     summary = result.summary
     return {
-        "train_seconds": summary["train_seconds"],
+        "seconds": summary["fit_seconds"],
         "examples_per_s": summary["examples_per_s"],
         "train_loss": sum(last) / len(last),
         "dev_loss": summary["dev"]["loss"],

@@ -147,6 +147,13 @@ class TrainConfig:
         self._check("max_length", lambda value: value >= 3, "at least 3")  # noqa: PLR2004
         seeds = f"at least 0 and below {_MOST_SEED}"
         self._check("seed", lambda value: 0 <= value < _MOST_SEED, seeds)
+        self._check("out", lambda value: value.strip(), "a folder")
+        self._check("data", lambda value: value.strip(), "a file or a folder")
+        self._check(
+            "labels",
+            lambda value: all(name.strip() for name in value.split(",")),
+            "names with commas between them, none of them empty",
+        )
         devices = ("auto", "cpu", "cuda")
         self._check("device", devices.__contains__, f"one of {', '.join(devices)}")
 
@@ -155,6 +162,13 @@ class TrainConfig:
         if value is not None and not good(value):
             message = f"--{name.replace('_', '-')} {value} must be {right}."
             raise UserError(message)
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """The names in --labels, white space around them dropped."""
+        if self.labels is None:
+            return None
+        return tuple(name.strip() for name in self.labels.split(","))
 
     def data_dict(self) -> dict[str, Any]:
         """Return the settings as plain values."""

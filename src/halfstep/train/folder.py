@@ -7,6 +7,7 @@ pointers `last.json` and `best.json`. Only the first process writes.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
 
 _OWN = ("config.json", "metrics.jsonl", "summary.json", "report.html")
 _OWN_FOLDERS = ("checkpoints", "model")
+
+
+def finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
+    """Return a value for JSON, which has no inf and no NaN: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,8 @@ class RunFolder:
                     "on with it, --overwrite to replace it, or choose another --out."
                 )
                 raise UserError(message)
+            if held:
+                self._check_own()
             for name in _OWN:
                 (self.path / name).unlink(missing_ok=True)
             for name in _OWN_FOLDERS:
@@ -76,6 +90,19 @@ class RunFolder:
                 "choose another folder."
             )
             raise UserError(message) from error
+
+    def _check_own(self) -> None:
+        """Refuse to replace what no run of ours has written."""
+        try:
+            ours = {"model", "level", "dtype", "out"} <= self.settings().keys()
+        except UserError:
+            ours = False
+        if not ours:
+            message = (
+                f"--overwrite: {self.path} holds files of these names that are not a "
+                "halfstep run's; choose another --out."
+            )
+            raise UserError(message)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the run that is there.
@@ -100,18 +127,30 @@ class RunFolder:
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
         with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=True) + "\n")
+            file.write(json.dumps(finite(record), allow_nan=False) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the metrics; a line torn by a crash is left out."""
+        """Return the metrics; a last line torn by a crash is left out.
+
+        Raises:
+            UserError: If any other line is damaged.
+        """
         if not self.metrics.exists():
             return []
+        lines = self.metrics.read_bytes().split(b"\n")
         found = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        # What follows the last line end is empty, or torn.
+        for number, line in enumerate(lines[:-1], 1):
             try:
-                found.append(json.loads(line))
-            except ValueError:
-                break
+                record = json.loads(line)
+                record["step"] + 0
+            except (ValueError, TypeError, KeyError) as error:
+                message = (
+                    f"{self.metrics} line {number} is damaged: it is not a record of a "
+                    "step. Remove the line, or start anew with another --out."
+                )
+                raise UserError(message) from error
+            found.append(record)
         return found
 
     def rewind(self, step: int) -> None:
@@ -153,8 +192,22 @@ class RunFolder:
         return checkpoint.follow(self._checkpoints / "best.json")
 
     def has_checkpoint(self) -> bool:
-        """Say whether a checkpoint was ever finished."""
-        return (self._checkpoints / "last.json").exists()
+        """Say whether a checkpoint was ever finished.
+
+        Raises:
+            UserError: If there are checkpoints, and nothing that names the last.
+        """
+        if (self._checkpoints / "last.json").exists():
+            return True
+        # A run killed while it saved for the first time has logged one evaluation.
+        evaluated = [r["step"] for r in self.records() if r.get("event") == "eval"]
+        if len(evaluated) > 1:
+            message = (
+                f"{self._checkpoints} has lost last.json, which names the checkpoint "
+                "to resume from; restore it, or start anew with another --out."
+            )
+            raise UserError(message)
+        return False
 
     def publish_model(self, model: Any, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the finished model for transformers; whole or not at all."""

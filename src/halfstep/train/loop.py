@@ -77,6 +77,10 @@ def rate_factor(applied: int, total: int, warmup: float) -> float:
     return max(0.0, (total - applied) / max(1, total - rising))
 
 
+class Diverged(RuntimeError):  # noqa: N818 -- an outcome, as LossScaleCollapse is
+    """The weights give a loss that is not a number."""
+
+
 class Trainer:
     """Trains a session on encoded examples.
 
@@ -111,6 +115,12 @@ class Trainer:
         self.folder = folder
         self.pad_id = tokenizer.pad_token_id
         self._mask_id = tokenizer.mask_token_id
+        if plan.mask_tokens and self._mask_id is None:
+            message = (
+                f"--mask-tokens {plan.mask_tokens}: this model's tokenizer has no mask "
+                "token; use --mask-tokens 0."
+            )
+            raise UserError(message)
         self._special = torch.tensor(tokenizer.all_special_ids)
         self.step_done = 0
         self.seconds = 0.0
@@ -188,7 +198,7 @@ class Trainer:
         """Return the summed cross-entropy of some training examples."""
         inputs = self.train.collate(indices, self.pad_id)
         truth = inputs.pop("labels").to(self.world.device)
-        if self.plan.mask_tokens and self._mask_id is not None:
+        if self.plan.mask_tokens:
             inputs["input_ids"] = self._hide(inputs["input_ids"])
         moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
         with self.session.autocast():
@@ -209,6 +219,13 @@ class Trainer:
     def _evaluate_and_save(self, number: int) -> str:
         """Judge the model on the dev split, write a checkpoint; return a line."""
         quality = self.quality(self.dev)
+        if not math.isfinite(quality.loss):
+            message = (
+                f"the model's loss on dev is {quality.loss} at step {number}: training "
+                "has diverged. The last good checkpoint is kept; lower --lr"
+                f"{' or use --level O2' if self.session.choice.level.low else ''}."
+            )
+            raise Diverged(message)
         better = quality.macro_f1 > self.best[1]
         if better:
             self.best = (number, quality.macro_f1)
@@ -243,6 +260,7 @@ class Trainer:
             "best": self.best,
             "fingerprint": self.plan.fingerprint,
             "processes": self.world.size,
+            "reason": self.session.choice.reason,
         }
         notes = {
             "step": number,

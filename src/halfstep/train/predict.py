@@ -59,10 +59,15 @@ def predict(run: Path, texts: Sequence[str]) -> list[Prediction]:
             message = f"text {number} is not UTF-8 at character {error.start}."
             raise UserError(message) from error
     try:
-        tokenizer, model = text.load(folder.model)
+        tokenizer, model, missing = text.load(folder.model)
     except UserError as error:
         message = f"{folder.model} is damaged: {error} Train again, or --resume."
         raise UserError(message) from error
+    vocabulary = [*folder.model.glob("tokenizer.json"), *folder.model.glob("vocab*")]
+    if missing or not vocabulary:
+        lost = f"weights {', '.join(missing[:3])}" if missing else "tokenizer.json"
+        message = f"{folder.model} is damaged: it lacks {lost}. Train again."
+        raise UserError(message)
     model.eval()
     ids = text.encode(tokenizer, texts)
     encoded = Encoded.build(ids, [0] * len(ids))

@@ -5,6 +5,7 @@ In: one record a step. Out: text on standard output; nothing on ranks but the fi
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,7 +74,9 @@ class _Plain:
         self.say(f"step {number}/{self._total}  {numbers}  {left:.0f} s left")
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        # A reader that left (`| head`) must not end the training.
+        with contextlib.suppress(BrokenPipeError):
+            print(line, flush=True)
 
     def close(self) -> None:
         pass

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import torch
 from halfstep import distributed, machine
 from halfstep.report import Cell, Chart, Curve, Section, Table, page, write_text
 from halfstep.train.evaluate import baseline_accuracy
+from halfstep.train.folder import RunFolder, finite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from halfstep.train.batches import Encoded
     from halfstep.train.config import TrainConfig
     from halfstep.train.data import Corpus
-    from halfstep.train.folder import RunFolder
     from halfstep.train.loop import Trainer
     from halfstep.train.text import Classifier
 
@@ -44,7 +43,7 @@ def conclude(
     trainer: Trainer,
     classifier: Classifier,
     test: Encoded,
-    began: float,
+    fit_seconds: float,
 ) -> Result:
     """Judge the best checkpoint and write what the run leaves behind.
 
@@ -54,7 +53,8 @@ def conclude(
         trainer: Its last step done.
         classifier: The bare model and its tokenizer.
         test: Encoded test split; may be empty.
-        began: `time.perf_counter()` at the start of this process's work.
+        fit_seconds: From the first text tokenised to the last step, evaluations and
+            checkpoints included.
     """
     session, folder = trainer.session, trainer.folder
     precision = session.explain()
@@ -69,9 +69,8 @@ def conclude(
         "loss_scale": session.scaler.state.scale.item(),
         "processes": trainer.world.size,
         "train_seconds": trainer.seconds,
-        "examples_per_s": trainer.examples / trainer.seconds
-        if trainer.seconds
-        else None,
+        "fit_seconds": fit_seconds,
+        "examples_per_s": trainer.examples / fit_seconds,
     }
     trainer.load_best()
     judged = {"dev": trainer.quality(trainer.dev)}
@@ -86,9 +85,9 @@ def conclude(
             summary["baseline_accuracy"] = plain
             tables.append(_beside(final.accuracy, plain, str(session.choice)))
         summary["peak_memory_bytes"] = machine.peak_memory(trainer.world.device)
-        summary["seconds"] = time.perf_counter() - began
         folder.publish_model(_portable(trainer, classifier), classifier.tokenizer)
-        write_text(folder.path / "summary.json", json.dumps(summary, indent=1))
+        text = json.dumps(finite(summary), indent=1, allow_nan=False)
+        write_text(folder.path / "summary.json", text)
         html = _page(config, corpus, trainer, (*tables, precision), summary)
         write_text(folder.path / "report.html", html)
     distributed.wait_for_all()
@@ -177,11 +176,10 @@ def _charts(
 
 
 def _cost(summary: dict[str, Any]) -> Table:
-    rate = summary["examples_per_s"]
     rows: tuple[tuple[Cell, ...], ...] = (
         ("time in training steps, s", summary["train_seconds"]),
-        ("time in all, s", summary["seconds"]),
-        ("training examples per second", rate if rate is None else float(rate)),
+        ("with tokenising, evaluation and checkpoints, s", summary["fit_seconds"]),
+        ("training examples per second of the second", summary["examples_per_s"]),
         ("peak memory, MiB", summary["peak_memory_bytes"] / 2**20),
         ("steps applied", summary["applied"]),
         ("steps skipped", summary["skipped"]),

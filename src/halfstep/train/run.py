@@ -9,12 +9,14 @@ import hashlib
 import json
 import math
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep import checkpoint, distributed, machine
+from halfstep import checkpoint, distributed, formats, levels, machine
+from halfstep.choice import Choice, choose
 from halfstep.errors import UserError
 from halfstep.session import prepare
 from halfstep.train import text
@@ -54,19 +56,36 @@ def run(
         UserError: If settings, data or checkpoint cannot be used.
         LossScaleCollapse: If no step could be applied for too long.
     """
+    check_installed()
     folder = RunFolder(Path(given.get("out", TrainConfig.out)))
     saved = folder.settings() if resume else None
     config = TrainConfig(**given) if saved is None else resumed(saved, dict(given))
     device = pick_device(config.device)
     corpus = load(
-        Path(config.data) if config.data else None,
-        label_names=tuple(config.labels.split(",")) if config.labels else None,
+        None if config.data is None else Path(config.data),
+        label_names=config.label_names,
         limit=config.limit,
         dev_share=config.dev_share,
         seed=config.seed,
     )
     with distributed.join(device) as world:
         return _run(config, corpus, folder, world, resume=resume, overwrite=overwrite)
+
+
+def check_installed() -> None:
+    """Find every library that a run will need, before it begins.
+
+    Raises:
+        UserError: If one is missing.
+    """
+    needed = {"transformers", "sklearn", "safetensors", "rich", "matplotlib", "jinja2"}
+    missing = sorted(name for name in needed if find_spec(name) is None)
+    if missing:
+        message = (
+            f"training needs {', '.join(missing)}: install with pip install "
+            "'halfstep[train,report]'."
+        )
+        raise UserError(message)
 
 
 def pick_device(word: str) -> str:
@@ -90,7 +109,6 @@ def _run(
     resume: bool,
     overwrite: bool,
 ) -> Result:
-    began = time.perf_counter()
     torch.manual_seed(config.seed)
     classifier = text.build(
         config.model,
@@ -99,6 +117,7 @@ def _run(
         max_length=config.max_length,
         dropout=config.dropout,
     )
+    began = time.perf_counter()
     splits = {
         name: _encode(classifier.tokenizer, getattr(corpus, name))
         for name in ("train", "dev", "test")
@@ -108,11 +127,13 @@ def _run(
     optimizer = torch.optim.AdamW(
         parameter_groups(model, config.weight_decay), lr=plan.lr, fused=True
     )
+    found = None
+    if resume and folder.has_checkpoint():
+        found = checkpoint.load(folder.last())
     session = prepare(
         model,
         optimizer,
-        config.level,
-        dtype=config.dtype,
+        _choice(config, found, world),
         policy=config.policy,
         loss_scale=config.loss_scale,
         clip_grad_norm=config.clip,
@@ -129,22 +150,56 @@ def _run(
         world,
         folder,
     )
-    if resume and folder.has_checkpoint():
-        trainer.load(checkpoint.load(folder.last()))
-    if world.leads:
-        if resume:
-            folder.rewind(trainer.step_done)
-        else:
-            folder.begin(config.data_dict(), overwrite=overwrite)
-    distributed.wait_for_all()
-
+    if found is not None:
+        trainer.load(found)
+    _open(config, trainer, resume=resume, overwrite=overwrite)
     shown = progress(plan.total_steps, trainer.step_done, leads=world.leads)
     shown.say(_opening(corpus, classifier, trainer))
     try:
         trainer.fit(shown)
     finally:
         shown.close()
-    return conclude(config, corpus, trainer, classifier, splits["test"], began)
+    fit_seconds = time.perf_counter() - began
+    return conclude(config, corpus, trainer, classifier, splits["test"], fit_seconds)
+
+
+def _choice(
+    config: TrainConfig, found: checkpoint.Checkpoint | None, world: World
+) -> Choice:
+    """Return the level and format of the run, the same on every process.
+
+    Why: "auto" measures, and two measurements may differ. A run goes on as it began,
+    and its processes follow the first.
+    """
+    if found is None or "level" not in found.state:  # no run's: `load` will say so
+        return distributed.same_everywhere(
+            choose(config.level, config.dtype, world.device.type)
+        )
+    level, dtype = found.state["level"], found.state["dtype"]
+    reason = found.state.get("run", {}).get("reason", "as the run began")
+    return Choice(levels.parse(level), formats.parse(dtype), reason)
+
+
+def _open(
+    config: TrainConfig, trainer: Trainer, *, resume: bool, overwrite: bool
+) -> None:
+    """Let the first process make the folder ready; where it fails, all fail.
+
+    Why: processes that wait for one that has left end in a traceback each.
+    """
+    fault: UserError | OSError | None = None
+    if trainer.world.leads:
+        try:
+            if resume:
+                trainer.folder.rewind(trainer.step_done)
+            else:
+                trainer.folder.begin(config.data_dict(), overwrite=overwrite)
+        except (UserError, OSError) as error:
+            fault = error
+    failed = torch.tensor(float(fault is not None), device=trainer.world.device)
+    if distributed.total(failed):
+        message = "the first process could not make the run's folder ready."
+        raise fault or UserError(message)
 
 
 def _encode(tokenizer: Any, examples: Sequence[Example]) -> Encoded:  # noqa: ANN401

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from halfstep.errors import UserError
 from halfstep.train.batches import WIDTH_MULTIPLE
 
@@ -36,6 +38,12 @@ SIZES: dict[str, dict[str, Any]] = {
 """Name -> shape of the BERT models that are built from scratch."""
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_DROPOUTS = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "dropout",
+    "attention_dropout",
+)
 _LEAST_COUNT = 2  # so that characters seen once train the embedding of unknown ones
 _INIT_STD = 0.05  # BERT's 0.02 leaves few steps' worth of signal in a narrow model
 
@@ -96,24 +104,30 @@ def build(
 def _pretrained(
     name: str, words: dict[str, Any], max_length: int, dropout: float | None
 ) -> Classifier:
-    changes: dict[str, Any] = {}
-    if dropout is not None:
-        changes = dict.fromkeys(
-            ("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout
-        )
     try:
-        tokenizer, model = load(
-            name, ignore_mismatched_sizes=True, dtype="float32", **words, **changes
+        config = _config(name, words)
+        rates = [key for key in _DROPOUTS if hasattr(config, key)]
+        if dropout is not None:
+            config.update(dict.fromkeys(rates, dropout))
+        tokenizer, model, _ = load(
+            name, config=config, ignore_mismatched_sizes=True, dtype=torch.float32
         )
     except UserError as error:
+        nested = Path(name) / "model"
+        hint = f" A run's model is in {nested}." if nested.is_dir() else ""
         message = (
-            f"--model {name}: {error} The models built from scratch are "
+            f"--model {name}: {error}{hint} The models built from scratch are "
             f"{', '.join(SIZES)}."
         )
         raise UserError(message) from error
+    if dropout is not None and not rates:
+        message = f"--dropout {dropout}: {name} has none of {', '.join(_DROPOUTS)}."
+        raise UserError(message)
     if tokenizer.pad_token_id is None:
         message = f"--model {name}: its tokenizer has no padding token."
         raise UserError(message)
+    # Decoders find the last token of a text by it.
+    model.config.pad_token_id = tokenizer.pad_token_id
     lengths = [tokenizer.model_max_length, max_length]
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions:
@@ -123,30 +137,50 @@ def _pretrained(
     return Classifier(tokenizer, model, from_scratch=False)
 
 
-def load(name: str | Path, **words: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def _config(name: str, words: dict[str, Any]) -> Any:  # noqa: ANN401
+    from transformers import AutoConfig
+
+    with _as_user_error(name):
+        return AutoConfig.from_pretrained(name, **words)
+
+
+def load(name: str | Path, **words: Any) -> tuple[Any, Any, list[str]]:  # noqa: ANN401
     """Return the tokenizer and the classifier that transformers finds under a name.
 
     Args:
         name: What transformers' `from_pretrained` takes.
         words: Passed on to the model's `from_pretrained`.
 
+    Returns:
+        The tokenizer, the model, and the names of weights that were not found there
+        and begin at random.
+
     Raises:
         UserError: If transformers cannot load them.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     local = Path(name).exists()
+    bars = without_bars() if local else contextlib.nullcontext()
+    with _as_user_error(name), bars:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name, output_loading_info=True, **words
+        )
+    mismatched = [entry[0] for entry in info["mismatched_keys"]]
+    return tokenizer, model, sorted({*info["missing_keys"], *mismatched})
+
+
+@contextlib.contextmanager
+def _as_user_error(name: str | Path) -> Iterator[None]:
+    """Say in one line what transformers could not load."""
     try:
-        with without_bars() if local else contextlib.nullcontext():
-            tokenizer = AutoTokenizer.from_pretrained(name)
-            model = AutoModelForSequenceClassification.from_pretrained(name, **words)
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        where = "that folder" if local else "that folder or hub name"
+        yield
+    except Exception as error:  # a damaged folder can raise anything in there
+        where = "that folder" if Path(name).exists() else "that folder or hub name"
         first = str(error).strip().partition("\n")[0].rstrip(" .:")
         message = f"transformers cannot load {where}: {first}."
         raise UserError(message) from error
-    return tokenizer, model
 
 
 @contextlib.contextmanager

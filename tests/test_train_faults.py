@@ -1,0 +1,199 @@
+"""What must not pass in silence: lost files, foreign files, weights gone bad."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep import cli, machine
+from halfstep.report import write_text
+from halfstep.train import text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRAIN = ("train", "--data", "letters.json", "--model", "mini", "--out", "run")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder that holds nothing but `letters.json`, on a fast machine."""
+    monkeypatch.chdir(tmp_path)
+    rows = [["ab" * (1 + number % 4), number % 2] for number in range(40)]
+    (tmp_path / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    monkeypatch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
+    plant(monkeypatch, 2.0)
+    return tmp_path
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    """Let the machine measure this rate for 16-bit formats, against 1 for fp32."""
+    rates = {"fp32": 1.0, "bf16": rate, "fp16": rate}
+    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+
+
+def test_a_run_goes_on_at_the_level_it_began(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: "auto" is decided once; a resumed run does not measure anew."""
+    assert cli.run([*TRAIN, "--epochs", "1"]) == 0
+    first = json.loads((here / "run" / "summary.json").read_text())
+    plant(monkeypatch, 1.0)
+    assert cli.run(["train", "--resume", "--out", "run"]) == 0
+    again = json.loads((here / "run" / "summary.json").read_text())
+    assert (first["level"], first["dtype"]) == ("O2", "bf16")
+    for key in ("level", "dtype", "reason", "test", "dev"):
+        assert first.get(key) == again.get(key)
+
+
+def test_overwrite_spares_what_no_run_wrote(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: a folder named like ours, with no settings of a run beside it, stays."""
+    (here / "run" / "model").mkdir(parents=True)
+    (here / "run" / "model" / "mine.py").write_text("precious")
+    assert cli.run([*TRAIN, "--overwrite"]) == 2
+    assert (here / "run" / "model" / "mine.py").read_text() == "precious"
+    assert "not a halfstep run's" in capsys.readouterr().err
+
+
+def test_a_lost_pointer_is_missed(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: resuming never starts anew where checkpoints were written."""
+    assert cli.run([*TRAIN, "--epochs", "2"]) == 0
+    (here / "run" / "checkpoints" / "last.json").unlink()
+    metrics = (here / "run" / "metrics.jsonl").read_bytes()
+    assert cli.run(["train", "--resume", "--out", "run"]) == 2
+    assert "has lost last.json" in capsys.readouterr().err
+    assert (here / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize("line", [b"{", b"\xff\xfe", b"123", b"{}", b'{"step": "a"}'])
+def test_damaged_metrics_are_named(
+    here: Path, line: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: a bad line in the middle is named and nothing is rewritten."""
+    assert cli.run([*TRAIN, "--epochs", "1"]) == 0
+    metrics = here / "run" / "metrics.jsonl"
+    spoilt = line + b"\n" + metrics.read_bytes()
+    metrics.write_bytes(spoilt)
+    assert cli.run(["train", "--resume", "--out", "run"]) == 2
+    assert "metrics.jsonl line 1 is damaged" in capsys.readouterr().err
+    assert metrics.read_bytes() == spoilt
+
+
+def test_predict_refuses_random_weights(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: a model that lacks a weight, or its vocabulary, predicts nothing."""
+    from safetensors.torch import load_file, save_file
+
+    assert cli.run([*TRAIN, "--epochs", "1"]) == 0
+    path = here / "run" / "model" / "model.safetensors"
+    weights = load_file(path)
+    whole = path.read_bytes()
+    weights.pop("classifier.weight")
+    save_file(weights, path, {"format": "pt"})
+    assert cli.run(["predict", "run", "abab"]) == 2
+    assert "it lacks weights classifier.weight" in capsys.readouterr().err
+    path.write_bytes(whole)
+    (here / "run" / "model" / "tokenizer.json").unlink()
+    assert cli.run(["predict", "run", "abab"]) == 2
+
+
+def test_a_diverged_run_fails(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: weights that give NaN end the run with status 1, and are never the best."""
+    huge = ("--epochs", "2", "--lr", "1e38", "--clip", "1e30", "--warmup", "0")
+    assert cli.run([*TRAIN, *huge]) == 1
+    assert "training has diverged" in capsys.readouterr().err
+    assert not (here / "run" / "model").exists()
+    for line in (here / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_labels_named_like_columns(here: Path) -> None:
+    """Law: any label can be shown, "text" and "label" too."""
+    assert cli.run([*TRAIN, "--epochs", "1", "--labels", "text, label"]) == 0
+    assert cli.run(["predict", "run", "abab", "--json", "found.json"]) == 0
+    (row,) = json.loads((here / "found.json").read_text())[0]["rows"]
+    assert {"p(text)", "p(label)"} < row.keys()
+
+
+def test_links_and_pipes_are_written_through(tmp_path: Path) -> None:
+    """Law: writing text replaces no link and no device, but what is behind them."""
+    target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
+    target.write_text("old")
+    link.symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "through")
+    assert os.read(reader, 99) == b"through"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_unscaling_cannot_overflow_unseen() -> None:
+    """Law: below a scale of 1, what unscaling makes infinite skips the step."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = hs.GradScaler("cpu", init_scale=2.0**-20)
+    scaler.scale(weight.sum())
+    weight.grad = torch.full((2,), 1e35)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.skipped
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_loading_ends_what_was_under_way() -> None:
+    """Law: a loaded session holds no half-accumulated gradient of before."""
+
+    def build() -> hs.Session:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return hs.prepare(model, optimizer, "O2", dtype="bf16", accumulate=2)
+
+    def half(session: hs.Session) -> None:
+        with session.autocast():
+            loss = session.model(torch.ones(2, 3)).float().mean()
+        session.backward(loss)
+        session.step()
+
+    used, fresh = build(), build()
+    state = fresh.state_dict()
+    half(used)
+    used.load_state_dict(state)
+    for session in (used, fresh):
+        half(session)
+        half(session)
+    for mine, other in zip(
+        used.weights().values(), fresh.weights().values(), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+def test_an_epsilon_that_vanishes_is_warned_of() -> None:
+    """Law: O3 in fp16 with AdamW's usual epsilon is called what it is."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match="eps=1e-08 rounds to 0 in fp16"):
+        hs.prepare(model, optimizer, "O3", dtype="fp16")
+
+
+def test_lbfgs_is_refused() -> None:
+    """Law: an optimizer that evaluates inside its step is refused at once."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(hs.UserError, match="LBFGS evaluates the model inside"):
+        hs.prepare(model, torch.optim.LBFGS(model.parameters()), "O1", dtype="bf16")

@@ -1,0 +1,178 @@
+"""Steps that overflow: reported by name, without effect, and not for ever."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfstep import LossScaleCollapse, machine
+from halfstep.train import result, text
+from halfstep.train.loop import Trainer, rate_factor
+from halfstep.train.run import run
+
+CULPRIT = "classifier.weight"
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add a size that trains in a moment; plant rates that warn of nothing."""
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    monkeypatch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
+    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+    monkeypatch.setattr(result, "page", lambda *_: "<html></html>")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    """Return settings of twelve steps on texts whose characters tell their class."""
+    draw = random.Random(0)  # noqa: S311 -- texts are no secret
+    rows = [
+        ["".join(draw.choices(("abcx", "defx")[n % 2], k=draw.randint(3, 20))), n % 2]
+        for n in range(100)
+    ]
+    source = tmp_path / "letters.json"
+    source.write_text(json.dumps(rows), encoding="utf-8")
+    return {
+        "data": str(source),
+        "dev_share": 0.1,
+        "model": "mini",
+        "lr": 3e-3,
+        "epochs": 2,
+        "batch_size": 16,
+        "out": str(tmp_path / "run"),
+    }
+
+
+def steps_of(settings: dict[str, Any], kind: str, **more: Any) -> list[dict[str, Any]]:
+    """Train; return the records of the steps."""
+    level, dtype = kind.split()
+    found = run(settings | {"level": level, "dtype": dtype} | more).folder.records()
+    return [record for record in found if "event" not in record]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Say whether two nested states are equal to the bit."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def clone(state: Any) -> Any:
+    """Return a deep copy of a nested state."""
+    if isinstance(state, dict):
+        return {key: clone(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [clone(value) for value in state]
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Make the loss of some optimizer steps inf."""
+    clean = Trainer._loss
+
+    def loss(self: Trainer, indices: list[int]) -> Tensor:
+        bad = self.step_done + 1 in steps
+        return clean(self, indices) * (math.inf if bad else 1.0)
+
+    monkeypatch.setattr(Trainer, "_loss", loss)
+
+
+@pytest.mark.parametrize("kind", ["O0 auto", "O1 fp16", "O2 fp16", "O2 bf16"])
+def test_an_overflow_in_one_gradient(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Law: a step with inf in a gradient is reported by name and changes nothing.
+
+    Weights, 16-bit and masters, optimizer state and its counters stay to the bit; the
+    scale halves where it moves; the schedule stands still.
+    """
+    seen: dict[int, dict[str, Any]] = {}
+    step, loss, bad = Trainer._train_step, Trainer._loss, 5
+
+    def snapshot(trainer: Trainer) -> dict[str, Any]:
+        state = trainer.session.state_dict()
+        stored = dict(trainer.session.model.named_parameters())
+        state["stored"] = {name: p.detach() for name, p in stored.items()}
+        for group in state["optimizer"]["param_groups"]:
+            group.pop("lr")  # set anew at the start of each step
+        return clone(state)  # type: ignore[no-any-return]
+
+    def watched(self: Trainer, number: int, *rest: Any) -> dict[str, Any]:
+        seen[number] = snapshot(self)
+        record = step(self, number, *rest)
+        seen[number + 1] = snapshot(self)
+        return record
+
+    def hooked(self: Trainer, indices: list[int]) -> Tensor:
+        if self.step_done + 1 == bad:
+            weight = dict(self.session.model.named_parameters())[CULPRIT]
+            handle = weight.register_hook(partial(torch.mul, other=math.inf))  # type: ignore[no-untyped-call]
+            weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _: handle.remove()
+            )
+        return loss(self, indices)
+
+    monkeypatch.setattr(Trainer, "_train_step", watched)
+    monkeypatch.setattr(Trainer, "_loss", hooked)
+    steps = steps_of(settings, kind)
+    assert [record["step"] for record in steps if record["skipped"]] == [bad]
+    spoilt, after = steps[bad - 1], steps[bad]
+    assert spoilt["found_inf_in"] == [CULPRIT]
+    assert after["lr"] == spoilt["lr"]
+    assert steps[bad + 1]["lr"] != after["lr"]
+    before, then = seen[bad], seen[bad + 1]
+    for part in ("weights", "stored", "optimizer"):
+        assert same(before[part], then[part]), part
+        assert not same(then[part], seen[bad + 2][part]), part
+    attempted, skipped = before["steps"].values()
+    assert then["steps"] == {"attempted": attempted + 1, "skipped": skipped + 1}
+    moves = kind.endswith("fp16")
+    assert after["scale"] == spoilt["scale"] / (2 if moves else 1)
+    assert then["scaler"]["skips_in_a_row"] == 1
+    assert seen[bad + 2]["scaler"]["skips_in_a_row"] == 0
+
+
+@pytest.mark.parametrize("kind", ["O0 auto", "O2 bf16"])
+def test_a_skipped_step_does_not_advance_the_schedule(
+    settings: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: the rate follows the steps that were applied, not those attempted."""
+    poison(monkeypatch, 3, 4, 9)
+    found = steps_of(settings, kind, warmup=0.5)
+    assert [r["step"] for r in found if r["skipped"]] == [3, 4, 9]
+    assert [r["skipped_total"] for r in found] == [0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3]
+    applied = [0, 1, 2, 2, 2, 3, 4, 5, 6, 6, 7, 8]
+    expected = [settings["lr"] * rate_factor(n, STEPS, 0.5) for n in applied]
+    assert [r["lr"] for r in found] == pytest.approx(expected)
+    assert found[2]["loss"] is None
+    assert 1 <= len(found[2]["found_inf_in"]) <= 3
+
+
+@pytest.mark.parametrize(("kind", "skips"), [("O2 bf16", 50), ("O1 fp16", 17)])
+def test_a_run_that_always_overflows(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str, skips: int
+) -> None:
+    """Law: too many skips in a row end the run; those before the last are on record.
+
+    Fifty are too many; and fewer where halving 2**16 sixteen times has led to 1.
+    """
+    poison(monkeypatch, *range(3, 99))
+    with pytest.raises(LossScaleCollapse, match=f"^{skips} steps in a row overflowed"):
+        steps_of(settings, kind, epochs=20)
+    lines = (Path(settings["out"]) / "metrics.jsonl").read_text().splitlines()
+    steps = [r for r in map(json.loads, lines) if "event" not in r]
+    assert [r["skipped"] for r in steps] == [False, False, *[True] * (skips - 1)]
