@@ -44,6 +44,15 @@ def letters(place: Path) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """A small model gains nothing from a second thread, and waits for it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _small_and_measured() -> Iterator[None]:
     """Add a size that trains in a moment; plant rates that warn of nothing."""
     with pytest.MonkeyPatch.context() as patch:

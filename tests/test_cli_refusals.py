@@ -13,12 +13,22 @@ from halfstep.train import text
 from halfstep.train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 COMMANDS = ("train", "predict", "bench", "env", "levels")
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
 WORDS = 35  # words of our own in a message, at most
 LIBRARY = 20  # words of transformers, at most
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """A small model gains nothing from a second thread, and waits for it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def letters(folder: Path) -> None:
     (folder / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """Sums depend on how many threads share them."""
     threads = torch.get_num_threads()

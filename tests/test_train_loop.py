@@ -26,6 +26,8 @@ from halfstep.train.loop import Trainer, parameter_groups, rate_factor
 from halfstep.train.run import pick_device, resolve, run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 KINDS = ("O0 auto", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16")
@@ -35,6 +37,15 @@ RECORD = {
     *("step", "epoch", "loss", "lr", "scale", "skipped", "skipped_total"),
     *("found_inf_in", "grad_norm", "examples_per_s"),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """A small model gains nothing from a second thread, and waits for it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ KINDS = ("O0 auto", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16")
 KILLED = ("O2 bf16", "O1 fp16")
 STEPS, EVERY = 18, 4  # 180 texts in batches of 32, three times
 SPOILT = 3  # the step that overflows in every run with a moving scale
-TIMES = {"examples_per_s", "train_seconds", "fit_seconds", "peak_memory_bytes"}
+TIMES = {"examples_per_s", "train_seconds", "tokenise_seconds", "peak_memory_bytes"}
 
 # What is struck, in which of its calls, and when: before it, or after it with the end
 # of its file not on disk.
@@ -101,7 +101,7 @@ def _patched() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """Sums depend on how many threads share them."""
     threads = torch.get_num_threads()

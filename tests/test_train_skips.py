@@ -7,7 +7,7 @@ import math
 import random
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,8 +18,20 @@ from halfstep.train import result, text
 from halfstep.train.loop import Trainer, rate_factor
 from halfstep.train.run import run
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 CULPRIT = "classifier.weight"
 STEPS = 12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """A small model gains nothing from a second thread, and waits for it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -28,11 +28,21 @@ from halfstep.train.run import run
 from halfstep.train.text import build, character_tokenizer, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 PAD, UNKNOWN, START, END, MASK = range(5)
 LABELS = ("no", "yes")
 OWN_DROPOUT = 0.25
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """A small model gains nothing from a second thread, and waits for it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -40,9 +40,10 @@ def _halfstep(task: dict[str, Any]) -> dict[str, Any]:
     losses = [record["loss"] for record in records]
     last = losses[-max(1, len(losses) // 10) :]
     summary = result.summary
+    seconds = summary["tokenise_seconds"] + summary["train_seconds"]
     return {
-        "seconds": summary["fit_seconds"],
-        "examples_per_s": summary["examples_per_s"],
+        "seconds": seconds,
+        "examples_per_s": result.examples / seconds,
         "train_loss": sum(last) / len(last),
         "dev_loss": summary["dev"]["loss"],
         "dev_accuracy": summary["dev"]["accuracy"],

@@ -138,7 +138,7 @@ def _table(found: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> 
     notes = (
         f"{shown}; median of {repeats} runs, contenders in turn",
         f"{facts.cpu}, {facts.threads} threads, torch {facts.torch}",
-        "seconds: tokenising and training; ours with evaluation and checkpoint",
+        "seconds: tokenising and training steps; no evaluation, no checkpoint",
         "train loss: mean over the last tenth of the steps; peak: the whole process",
     )
     return Table("Training a text classifier", columns, tuple(rows), notes)

@@ -35,6 +35,8 @@ class Result:
     summary: dict[str, Any]
     tables: tuple[Table, ...]
     folder: RunFolder
+    examples: int
+    """Texts trained on in this process, repeats counted."""
 
 
 def conclude(
@@ -43,7 +45,7 @@ def conclude(
     trainer: Trainer,
     classifier: Classifier,
     test: Encoded,
-    fit_seconds: float,
+    tokenise_seconds: float,
 ) -> Result:
     """Judge the best checkpoint and write what the run leaves behind.
 
@@ -53,8 +55,7 @@ def conclude(
         trainer: Its last step done.
         classifier: The bare model and its tokenizer.
         test: Encoded test split; may be empty.
-        fit_seconds: From the first text tokenised to the last step, evaluations and
-            checkpoints included.
+        tokenise_seconds: What it took to tokenise every split, once.
     """
     session, folder = trainer.session, trainer.folder
     precision = session.explain()
@@ -69,8 +70,10 @@ def conclude(
         "loss_scale": session.scaler.state.scale.item(),
         "processes": trainer.world.size,
         "train_seconds": trainer.seconds,
-        "fit_seconds": fit_seconds,
-        "examples_per_s": trainer.examples / fit_seconds,
+        "tokenise_seconds": tokenise_seconds,
+        "examples_per_s": trainer.examples / trainer.seconds
+        if trainer.seconds
+        else None,
     }
     trainer.load_best()
     judged = {"dev": trainer.quality(trainer.dev)}
@@ -91,7 +94,7 @@ def conclude(
         html = _page(config, corpus, trainer, (*tables, precision), summary)
         write_text(folder.path / "report.html", html)
     distributed.wait_for_all()
-    return Result(summary, tuple(tables), folder)
+    return Result(summary, tuple(tables), folder, trainer.examples)
 
 
 def _beside(accuracy: float, plain: float, choice: str) -> Table:
@@ -178,8 +181,8 @@ def _charts(
 def _cost(summary: dict[str, Any]) -> Table:
     rows: tuple[tuple[Cell, ...], ...] = (
         ("time in training steps, s", summary["train_seconds"]),
-        ("with tokenising, evaluation and checkpoints, s", summary["fit_seconds"]),
-        ("training examples per second of the second", summary["examples_per_s"]),
+        ("time for tokenising, once, s", summary["tokenise_seconds"]),
+        ("training examples per second", summary["examples_per_s"]),
         ("peak memory, MiB", summary["peak_memory_bytes"] / 2**20),
         ("steps applied", summary["applied"]),
         ("steps skipped", summary["skipped"]),

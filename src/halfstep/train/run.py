@@ -122,6 +122,7 @@ def _run(
         name: _encode(classifier.tokenizer, getattr(corpus, name))
         for name in ("train", "dev", "test")
     }
+    tokenise_seconds = time.perf_counter() - began
     plan = resolve(config, corpus, from_scratch=classifier.from_scratch)
     model = classifier.model.to(world.device).train()
     optimizer = torch.optim.AdamW(
@@ -159,8 +160,9 @@ def _run(
         trainer.fit(shown)
     finally:
         shown.close()
-    fit_seconds = time.perf_counter() - began
-    return conclude(config, corpus, trainer, classifier, splits["test"], fit_seconds)
+    return conclude(
+        config, corpus, trainer, classifier, splits["test"], tokenise_seconds
+    )
 
 
 def _choice(
