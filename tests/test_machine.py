@@ -69,7 +69,7 @@ def test_cpu_is_read(
 
 def test_capabilities_of_this_machine() -> None:
     """Law: threads, torch and GPUs are torch's own words; a GPU is preferred."""
-    found = machine.capabilities()
+    found = machine.capabilities.__wrapped__()
     assert found.torch == torch.__version__
     assert found.threads == torch.get_num_threads()
     assert len(found.gpus) == torch.cuda.device_count()

@@ -138,8 +138,8 @@ def corpus_of(count: int) -> Corpus:
 @pytest.mark.parametrize(
     ("count", "scratch", "epochs", "rate", "mask"),
     [
-        (4999, True, 15, 5e-4, 0.2),
-        (5000, True, 3, 5e-4, 0.2),
+        (4999, True, 20, 5e-4, 0.3),
+        (5000, True, 3, 5e-4, 0.3),
         (10, False, 3, 3e-5, 0.0),
     ],
 )

@@ -59,7 +59,7 @@ class TrainConfig:
     mask_tokens: float | None = _flag(
         None,
         "share of training tokens hidden at random, against learning by heart "
-        "(default 0.2 from scratch, 0 when fine-tuning)",
+        "(default 0.3 from scratch, 0 when fine-tuning)",
         "model",
         "P",
     )
@@ -86,7 +86,7 @@ class TrainConfig:
     )
     epochs: int | None = _flag(
         None,
-        "passes over the training data (default 15 from scratch with under 5000 "
+        "passes over the training data (default 20 from scratch with under 5000 "
         "texts, otherwise 3)",
         "training",
         "N",

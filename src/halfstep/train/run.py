@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from halfstep.train.text import Classifier
 
 _FEW_EXAMPLES = 5000
-_EPOCHS_FEW, _EPOCHS_MANY = 15, 3
+_EPOCHS_FEW, _EPOCHS_MANY = 20, 3
 _LR_SCRATCH, _LR_TUNE = 5e-4, 3e-5
-_MASK_SCRATCH = 0.2
+_MASK_SCRATCH = 0.3
 
 
 def run(
