@@ -153,4 +153,4 @@ def refused(model: nn.Module) -> None:
     hs.prepare(model, optimizer, "O2", "bf16")  # type: ignore[call-arg]
     hs.prepare(model, optimizer, clip_grad_norm="1")  # type: ignore[arg-type]
     hs.autocast("cpu", policy=1)  # type: ignore[arg-type]
-    hs.nonsense()  # type: ignore[operator]
+    hs.nonsense()  # type: ignore[attr-defined]
