@@ -1,37 +1,38 @@
-"""Eager regions: torch's own state, and restored whatever happens inside."""
+"""Eager regions: torch's own state, entered and left in any way."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import threading
-from contextlib import suppress
-from dataclasses import dataclass
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
+from halfstep import gate
+from halfstep.cast_cache import CastCache
 from halfstep.casting import autocast
 from halfstep.errors import UserError
-from halfstep.policy import Policy
+from halfstep.policy import LEAN, Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-DEVICES = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-)
-
-torch_only = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13."),
-    reason=f"the defect was seen in torch 2.13, this is {torch.__version__}",
-)
-"""Marks twins, in which torch.autocast is the oracle for the defect avoided here."""
+KINDS = {
+    "default": {},
+    "torch": {"policy": "torch"},
+    "lean": {"policy": "lean"},
+    "rule": {"policy": "torch + op:mm=fp32"},
+    "cache": {"cache": CastCache()},
+    "record": {"record": True},
+}
+"""What a region may be asked for beyond torch's arguments."""
+BOTH = pytest.mark.parametrize("kind", KINDS)
+PLAIN = ("default", "torch")
 
 
 def state(device: str = "cpu") -> tuple[object, ...]:
@@ -48,49 +49,167 @@ def state(device: str = "cpu") -> tuple[object, ...]:
 OFF = (False, torch.bfloat16, True, 0)
 
 
-@pytest.fixture
-def _mended() -> Iterator[None]:
-    """Turn off what a defect of torch leaves on."""
-    yield
-    torch.set_autocast_enabled("cpu", False)  # noqa: FBT003 -- torch's own
-    assert state() == OFF
+@pytest.fixture(autouse=True)
+def _untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no rule of these tests be missed: they run hardly an operation."""
+    monkeypatch.setattr("halfstep.steering.unmatched", lambda _: "")
 
 
 # What torch sees
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_torch_sees_the_region(dtype: torch.dtype) -> None:
+def test_torch_sees_the_region(dtype: torch.dtype, kind: str) -> None:
     """Law: inside, torch's own state says on, dtype and cache; after, as before."""
+    more: Any = KINDS[kind]
     assert state() == OFF
-    with autocast("cpu", dtype, cache_enabled=False):
+    with autocast("cpu", dtype, cache_enabled=False, **more):
         assert state() == (True, dtype, False, 1)
-        with autocast("cpu", enabled=False):
+        with autocast("cpu", enabled=False, **more):
             # The dtype is that of the moment when the instance is made.
             assert state() == (False, dtype, False, 2)
         assert state() == (True, dtype, False, 1)
     assert state() == OFF
+    assert gate.current("cpu") is None
 
 
-def test_it_is_a_torch_autocast() -> None:
-    """Law: whoever asks for an instance of torch's class gets one, entered or not."""
-    region = autocast("cpu")
-    assert isinstance(region, torch.autocast)
+@BOTH
+def test_what_a_region_is(kind: str) -> None:
+    """Law: one under torch's table is torch's class; one that is steered is not.
+
+    torch.compile takes any instance of torch's class for one, and would leave a policy
+    out.
+    """
+    more: Any = KINDS[kind]
+    region = autocast("cpu", **more)
+    assert isinstance(region, torch.autocast) == (kind in PLAIN)
     with region as entered:
         assert entered is region
-    assert region.policy is None
 
 
-def test_arguments_are_torchs() -> None:
-    """Law: wrong arguments get torch's own answer, when the instance is made."""
-    for make in (torch.autocast, autocast):
-        with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
-            make(torch.device("cpu"))  # type: ignore[arg-type]
-        with pytest.warns(UserWarning, match="target dtype is not supported"):
-            region = make("cpu", torch.float32)
-        # Entering warns no second time: a warning is an error here.
-        with region:
-            assert not torch.is_autocast_enabled("cpu")
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [(None, None), ("torch", Policy()), (Policy(), Policy()), (LEAN, LEAN)],
+)
+def test_a_region_says_its_policy(
+    given: Policy | str | None, held: Policy | None
+) -> None:
+    """Law: `policy` is what was asked for, parsed; None where nothing was."""
+    assert autocast("cpu", policy=given).policy == held
+
+
+# torch's arguments and answers
+
+
+def test_signature_begins_with_torchs() -> None:
+    """Law: names, order, defaults and kinds of torch's; ours need their names."""
+    theirs = inspect.signature(torch.autocast).parameters.values()
+    ours = list(inspect.signature(autocast).parameters.values())
+    plain = [(p.name, p.kind, p.default) for p in theirs]
+    assert [(p.name, p.kind, p.default) for p in ours[: len(plain)]] == plain
+    assert len(plain) == 4
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(plain) :])
+
+
+def answers(make: Callable[..., Any], *args: Any) -> tuple[type | None, list[str]]:
+    """Return the class of the error, its text, and the texts of warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = None
+        texts = []
+        try:
+            with make(*args):
+                texts.append(str(state(args[0])))
+        except Exception as raised:  # noqa: BLE001 -- any is compared
+            error = type(raised)
+            texts.append(str(raised))
+    return error, texts + [f"{w.category} {w.message}" for w in caught]
+
+
+WRONG: list[tuple[Any, ...]] = [
+    (torch.device("cpu"),),
+    (1, torch.bfloat16),
+    ("banana",),
+    ("meta",),
+    ("meta", torch.bfloat16),
+    ("cpu", torch.float32),
+    ("xpu", torch.float32),
+    ("cpu", torch.float32, False),
+    ("hpu",),
+]
+
+
+@pytest.mark.parametrize("args", WRONG, ids=str)
+def test_wrong_arguments_get_torchs_answer(args: tuple[Any, ...]) -> None:
+    """Law: errors and warnings have torch's class and text, and leave torch's state."""
+    expected = answers(torch.autocast, *args)
+    for policy in (None, "torch"):
+
+        def make(*given: Any, policy: str | None = policy) -> Any:
+            return autocast(*given, policy=policy)
+
+        assert answers(make, *args) == expected
+    assert state() == OFF
+
+
+def test_answers_can_differ() -> None:
+    """Law: the comparison above sees another text, another warning, another state."""
+    seen = [answers(torch.autocast, *args) for args in [*WRONG, ("cpu", torch.float16)]]
+    assert len({str(answer) for answer in seen}) == len(seen)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_cuda() -> None:
+    """Law: torch's warning, once, and a region that does nothing."""
+    assert answers(autocast, "cuda") == answers(torch.autocast, "cuda")
+
+
+def test_an_unsupported_dtype_is_warned_of_once() -> None:
+    """Law: the warning comes when the instance is made, not when it is entered."""
+    with pytest.warns(UserWarning, match="target dtype is not supported"):
+        region = autocast("cpu", torch.float32)
+    with region:
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_decorator_needs_a_function(kind: str) -> None:
+    """Law: torch's text where torch's class answers."""
+    more: Any = KINDS[kind]
+    texts = []
+    regions: list[Any] = [torch.autocast("cpu"), autocast("cpu", **more)]
+    for region in regions:
+        with pytest.raises(TypeError) as caught:
+            region(torch.ones(1))
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+def test_a_steered_decorator_needs_a_function() -> None:
+    """Law: a steered region refuses likewise."""
+    with pytest.raises(TypeError) as caught:
+        autocast("cpu", policy="lean")(7)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "autocast(...)(function) needs a function, not 7; as a context manager write: "
+        "with autocast(...):"
+    )
+
+
+@BOTH
+def test_a_decorated_function_keeps_its_name(kind: str) -> None:
+    """Law: a decorated function is the same function inside a region."""
+    more: Any = KINDS[kind]
+    region: Any = autocast("cpu", torch.float16, **more)
+
+    def named(left: int, *, right: int) -> tuple[int, object]:
+        """Say so."""
+        return left + right, state()[:2]
+
+    inside = region(named)
+    assert (inside.__name__, inside.__doc__) == ("named", "Say so.")
+    assert inside(2, right=3) == (5, (True, torch.float16))
+    assert state() == OFF
 
 
 # Twice entered
@@ -146,235 +265,109 @@ WAYS = pytest.mark.parametrize("way", [enter_twice, recurse, overlap])
 
 
 @WAYS
+@BOTH
 def test_entered_while_entered(
-    way: Callable[[Callable[[str], Any]], tuple[object, ...]],
+    way: Callable[[Callable[[str], Any]], tuple[object, ...]], kind: str
 ) -> None:
     """Law: one instance may be entered again, by itself and by other threads."""
-    assert way(autocast) == OFF
+    more: Any = KINDS[kind]
+    assert way(lambda device: autocast(device, **more)) == OFF
+    assert gate.current("cpu") is None
 
 
-@WAYS
-@torch_only
-@pytest.mark.usefixtures("_mended")
-def test_twin_torch_stays_on(
-    way: Callable[[Callable[[str], Any]], tuple[object, ...]],
-) -> None:
-    """Law: torch's own class loses the outer state in each of these ways.
-
-    Where this fails, torch was mended and `halfstep.casting` may go.
-    """
-    assert way(torch.autocast) == (True, *OFF[1:])
-
-
-# Any nest, any exception
+# Exceptions and copies
 
 
 class Stop(Exception):  # noqa: N818 -- no error, a way out
-    """What a nest raises."""
+    """What is raised."""
 
 
-@dataclass(frozen=True)
-class Nest:
-    """One use of a shared instance, what happens inside, and how it ends."""
+@BOTH
+def test_exceptions_pass(kind: str) -> None:
+    """Law: a region hides no exception, and explains only errors about dtypes."""
+    more: Any = KINDS[kind]
+    error = Stop("as it is")
+    with pytest.raises(Stop) as caught, autocast("cpu", **more):
+        raise error
+    assert caught.value is error
+    assert state() == OFF
 
-    index: int
-    decorated: bool
-    children: list[Nest]
-    raises: bool
-    caught: bool
 
-
-SETTINGS = [
-    (torch.bfloat16, True, True),
-    (torch.float16, True, False),
-    (torch.bfloat16, False, True),
-]
-NESTS = st.recursive(
-    st.builds(
-        Nest,
-        st.integers(0, 2),
-        st.booleans(),
-        st.just([]),
-        st.booleans(),
-        st.booleans(),
-    ),
-    lambda inner: st.builds(
-        Nest,
-        st.integers(0, 2),
-        st.booleans(),
-        st.lists(inner, max_size=3),
-        st.booleans(),
-        st.booleans(),
-    ),
-    max_leaves=12,
+@pytest.mark.parametrize("kind", ["default", "torch", "lean", "rule"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))],  # noqa: S301
 )
+def test_copies_are_not_entered(kind: str, copied: Callable[[Any], Any]) -> None:
+    """Law: an instance can be copied and pickled, as torch's can, entered too.
 
-
-def use(nest: Nest, regions: list[autocast], depth: int) -> None:
-    """Play a nest; check the state on entry, between children, and after."""
-    before = state()
-    dtype, enabled, cache = SETTINGS[nest.index]
-    expected = (enabled, dtype, cache, depth + 1)
-
-    def inside() -> None:
-        assert state() == expected
-        for child in nest.children:
-            use(child, regions, depth + 1)
-            assert state() == expected
-        if nest.raises:
-            raise Stop
-
-    try:
-        if nest.decorated:
-            regions[nest.index](inside)()
-        else:
-            with regions[nest.index]:
-                inside()
-    except Stop:
-        if not nest.caught:
-            raise
-    finally:
-        assert state() == before
-
-
-@given(nest=NESTS)
-def test_any_nest_is_left_as_it_was_entered(nest: Nest) -> None:
-    """Law: in any nest of shared instances each exit, by exception too, restores."""
-    regions = [
-        autocast("cpu", dtype, enabled, cache_enabled=cache)
-        for dtype, enabled, cache in SETTINGS
-    ]
-    with suppress(Stop):
-        use(nest, regions, 0)
-    assert state() == OFF
-    assert all(not region._regions.entered for region in regions)
-
-
-def test_exceptions_pass() -> None:
-    """Law: a region hides no exception."""
-    with pytest.raises(Stop), autocast("cpu"):
-        raise Stop
-    assert state() == OFF
-
-
-def test_copies_are_not_entered() -> None:
-    """Law: an instance can be copied and pickled, as torch's can, entered too."""
-    region = autocast("cpu", torch.float16, cache_enabled=False)
+    Models hold regions, and are copied.
+    """
+    more: Any = KINDS[kind]
+    region = autocast("cpu", torch.float16, cache_enabled=False, **more)
     with region:
-        twins = [copy.deepcopy(region), pickle.loads(pickle.dumps(region))]  # noqa: S301
-    for twin in twins:
-        with twin, twin:
-            assert state() == (True, torch.float16, False, 2)
-        assert state() == OFF
+        twin = copied(region)
+    with twin, twin:
+        assert state() == (True, torch.float16, False, 2)
+    assert state() == OFF
+    assert twin.policy == region.policy
 
 
-# Policy
+# What is refused
 
 
-@pytest.mark.parametrize("policy", [None, "torch", Policy()])
-def test_torchs_own_policy_is_accepted(policy: Policy | str | None) -> None:
-    """Law: torch's table, by any of its names, is what a region follows."""
-    with autocast("cpu", policy=policy):
-        assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("parsed", [False, True])
-def test_rules_are_refused(parsed: bool) -> None:
-    """Law: rules that a bare region cannot follow are not ignored in silence."""
-    word = "torch + type:LayerNorm=fp32"
+def test_rules_on_modules_need_the_model() -> None:
+    """Law: a rule that a bare region cannot follow is not ignored in silence."""
     with pytest.raises(UserError) as caught:
-        autocast("cpu", policy=Policy.parse(word) if parsed else word)
+        autocast("cpu", policy="torch + op:mm=fp32 + type:LayerNorm=fp32")
     assert str(caught.value) == (
-        "policy='torch + type:LayerNorm=fp32' holds rules, and a bare region does not "
-        "know the model they speak of: pass the policy to halfstep.prepare()."
+        "rule 'type:LayerNorm=fp32' speaks of modules, and a bare region knows none: "
+        "pass autocast(..., model=model), or use prepare(model, ..., policy=...)."
     )
 
 
-def test_unknown_policy_is_refused() -> None:
+def test_rules_must_match_the_model() -> None:
+    """Law: a rule on modules that the model lacks is refused, and names the rule."""
+    with pytest.raises(UserError) as caught:
+        autocast("cpu", policy="torch + module:head=fp32", model=nn.Linear(2, 2))
+    assert str(caught.value) == (
+        "rule 'module:head=fp32' matches no module; see model.named_modules()."
+    )
+
+
+def test_unknown_operations_are_refused() -> None:
+    """Law: a misspelt operation is refused when the region is made, with its mend."""
+    with pytest.raises(UserError) as caught:
+        autocast("cpu", policy="lean + op:sofmax=fp32")
+    assert str(caught.value) == (
+        "rule 'op:sofmax=fp32' matches no operation; did you mean 'op:softmax=fp32'?"
+    )
+
+
+def test_an_unknown_policy_is_refused() -> None:
     """Law: a word that names no policy gets the policy's own answer."""
-    with pytest.raises(UserError, match=r"^policy='lean' is not known; "):
-        autocast("cpu", policy="lean")
+    with pytest.raises(UserError, match=r"^policy='leen' is not known; "):
+        autocast("cpu", policy="leen")
 
 
-# Numbers
+@pytest.mark.parametrize("kind", ["lean", "record", "cache"])
+def test_a_device_without_a_table_is_refused(kind: str) -> None:
+    """Law: what needs a table is refused before anything is opened."""
+    more: Any = KINDS[kind]
+    before = state("hpu")
+    with pytest.raises(UserError, match="device 'hpu' has no table of operations"):
+        autocast("hpu", **more)
+    assert state("hpu") == before
 
 
-def mlp(device: str) -> nn.Module:
-    """Return a small network with matrix products, a norm and a softmax."""
-    torch.manual_seed(1)
-    layers = (nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8))
-    return nn.Sequential(*layers, nn.LogSoftmax(1)).to(device)
-
-
-def train(make: Any, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Take three steps; return losses, gradients and weights."""
-    model = mlp(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    seen = []
-    for step in range(3):
-        torch.manual_seed(step)
-        x, y = torch.randn(4, 16).to(device), torch.arange(4, device=device)
-        with make(device, dtype):
-            loss = nn.functional.nll_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        seen += [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
-        optimizer.step()
-    return [*seen, *model.parameters()]
-
-
-@DEVICES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_numbers_are_torchs(dtype: torch.dtype, device: str) -> None:
-    """Law: losses, gradients and weights are those of torch.autocast, to the bit."""
-    ours, theirs = (train(make, dtype, device) for make in (autocast, torch.autocast))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    # Twin: the comparison can fail, for the other format gives other numbers.
-    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
-    assert not torch.equal(train(autocast, other, device)[0], ours[0])
-
-
-class Block(nn.Module):
-    """A network that takes down the dtypes of what its first layer gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute, the second layer in fp32."""
-        hidden: Tensor = self.first(x)
-        self.seen.append(hidden.dtype)
-        # A region of its own, on an instance that the recomputation enters again.
-        out: Tensor = ISLAND(self.second)(hidden.float().tanh())
-        return out
-
-
-ISLAND = autocast("cpu", enabled=False)
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_activation_checkpointing(reentrant: bool | None) -> None:
-    """Law: recomputation in backward runs in the formats of the forward pass."""
-    torch.manual_seed(0)
-    block, x = Block(), torch.randn(4, 8, requires_grad=True)
-    region = autocast("cpu", torch.float16)
-    with region:
-        out = (
-            block(x)
-            if reentrant is None
-            else checkpoint(block, x, use_reentrant=reentrant)
-        )
-    out.sum().backward()
-    runs = 1 if reentrant is None else 2
-    assert block.seen == [torch.float16] * runs
-    assert out.dtype == torch.float32
-    with torch.autocast("cpu", torch.float16):
-        plain = block.first(x)
-    expected = torch.autograd.grad(
-        block.second(plain.float().tanh()).sum(), [x, *block.parameters()]
+@pytest.mark.parametrize("kind", ["default", "torch", "lean", "cache"])
+def test_nothing_recorded_nothing_reported(kind: str) -> None:
+    """Law: a region that did not record says so, instead of an empty report."""
+    more: Any = KINDS[kind]
+    region = autocast("cpu", **more)
+    with region, pytest.raises(UserError) as caught:
+        region.report()
+    assert str(caught.value) == (
+        "this region recorded nothing, since recording is slow: open it as "
+        "autocast(..., record=True) to have a report."
     )
-    actual = [x.grad, *(param.grad for param in block.parameters())]
-    torch.testing.assert_close(actual, list(expected), rtol=0, atol=0)
-    assert state() == OFF

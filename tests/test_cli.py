@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMMANDS = ("train", "predict", "bench", "env", "levels")
-EVERY = [[], *([each] for each in COMMANDS), ["bench", "train"]]
+BENCHES = ("train", "autocast", "accumulate", "encoder")
+EVERY = [
+    [],
+    *([each] for each in COMMANDS),
+    *(["bench", each] for each in BENCHES),
+]
 RATES = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
 RUN = ("--epochs", "1", "--level", "O0", "--out", "run")

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import levels
-from halfstep.convert import Conversion, attach_island, convert_
+from halfstep.convert import Conversion, convert_
 from halfstep.errors import UserError
 from halfstep.policy import TORCH, Policy
+from halfstep.scopes import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,6 +59,11 @@ KEPT |= {"phases": torch.complex64}
 def rules(*words: str) -> Policy:
     """Return a policy from rules as words."""
     return Policy.parse(" + ".join(["torch", *words]))
+
+
+def attach_island(module: nn.Module) -> None:
+    """Keep a module in fp32, in regions and outside."""
+    Scope(rules("module:*=fp32"), 0, "", ()).hook(module, always=True)
 
 
 @pytest.mark.parametrize("low", [BF16, FP16])
@@ -319,15 +325,17 @@ def test_rules_may_overlap() -> None:
 
 
 @pytest.mark.parametrize("word", ["op:softmax.int=fp32", "module:0=low"])
-@pytest.mark.parametrize("level", levels.LEVELS.values(), ids=str)
-def test_a_rule_that_cannot_be_applied(level: levels.Level, word: str) -> None:
-    """Law: rules about operations, or other than fp32, are refused at every level."""
+def test_a_rule_that_needs_regions(word: str) -> None:
+    """Law: where there is no autocast, rules that only it can obey are refused."""
     with pytest.raises(UserError) as caught:
-        convert_(nn.Sequential(nn.Linear(4, 4)), level, BF16, rules(word))
+        convert_(nn.Sequential(nn.Linear(4, 4)), levels.O3, BF16, rules(word))
     assert str(caught.value) == (
-        f"rule '{word}' cannot be applied: the eager engine keeps whole modules in "
-        "fp32. Write 'module:PATH=fp32' or 'type:NAME=fp32'."
+        f"rule '{word}' cannot be applied at level O3, which has no autocast: there "
+        "modules can only be kept in fp32, as in 'module:PATH=fp32' or "
+        "'type:NAME=fp32'."
     )
+    for level in (levels.O0, levels.O1, levels.O2):
+        convert_(nn.Sequential(nn.Linear(4, 4)), level, BF16, rules(word))
 
 
 @pytest.mark.parametrize("level", [levels.O2, levels.O3])

@@ -1,29 +1,33 @@
-"""torch's tables against torch: the dispatcher's names, and what operations give.
-
-The oracle is torch itself. Each operation runs under `torch.autocast`, and once more
-without it on operands cast as `decide` says: both must give the same.
-"""
+"""The tables' names, reasons and composition, against torch's dispatcher."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
-from contextlib import contextmanager
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch import nn
 
 from halfstep import optable
-from halfstep.optable import BANNED, FP32_RESULT, PROMOTE, TABLES
-from halfstep.policy import decide
+from halfstep.optable import (
+    BANNED,
+    FOLLOW,
+    FP32,
+    FP32_RESULT,
+    LEAN,
+    LOW,
+    NAMED,
+    PROMOTE,
+    TABLES,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
 VERSION = "2.13"
 if not torch.__version__.startswith(f"{VERSION}."):
@@ -32,41 +36,198 @@ if not torch.__version__.startswith(f"{VERSION}."):
         allow_module_level=True,
     )
 
-KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+KEYS = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "mps": "AutocastMPS",
+    "xpu": "AutocastXPU",
+}
+DEVICES = pytest.mark.parametrize("device", KEYS)
 
 
-# Names
+# torch's
 
 
-@pytest.mark.parametrize("device", TABLES)
+@cache
+def registered(device: str) -> frozenset[str]:
+    """Return the operations that torch registers for casting.
+
+    A fresh interpreter tells: other tests put kernels at these keys in this one.
+    """
+    ask = (
+        "import json, torch; print(json.dumps("
+        f"torch._C._dispatch_get_registrations_for_dispatch_key({KEYS[device]!r})))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, check=True
+    )
+    names = {name for name in json.loads(told.stdout) if name.startswith("aten::")}
+    # Only builds with cuDNN register it; it re-packs weights, and has no row.
+    return frozenset(name[6:] for name in names) - {"_cudnn_rnn"}
+
+
+def moved(device: str, names: AbstractSet[str], rows: Iterable[str]) -> str:
+    """Return what torch gained and lost against the rows, "" where they agree."""
+    gained, lost = sorted(names - set(rows)), sorted(set(rows).difference(names))
+    if not gained and not lost:
+        return ""
+    return f"{device}: torch gained {gained} and lost {lost}; mend optable.TABLES"
+
+
+@DEVICES
 def test_names_are_those_registered(device: str) -> None:
     """Law: the table holds exactly the operations that torch registers for casting."""
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key(KEYS[device])
-    aten = {name.removeprefix("aten::") for name in registered if name[:6] == "aten::"}
-    # Only builds with cuDNN register it; it re-packs weights, and has no row.
-    assert TABLES[device].keys() == aten - {"_cudnn_rnn"}
+    found = moved(device, registered(device), TABLES[device])
+    assert not found, found
 
 
-@pytest.mark.parametrize("device", TABLES)
-def test_each_row_has_a_kernel(device: str) -> None:
-    """Law: torch's dispatcher has a casting kernel for each row, and the row says why.
+def test_what_moved_is_named() -> None:
+    """Law: the check above can fail, and says what came and what went."""
+    assert not moved("cpu", {"mm"}, ["mm"])
+    assert moved("cpu", {"mm", "new"}, ["mm", "old"]) == (
+        "cpu: torch gained ['new'] and lost ['old']; mend optable.TABLES"
+    )
 
-    Twin: for an operation without a row it has none.
-    """
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    for operation, treatment in TABLES[device].items():
-        assert has_kernel(f"aten::{operation}", KEYS[device]), operation
-        assert optable.REASONS[treatment]
-    for operation in ("relu", "gelu", "batch_norm", "embedding", "add.Tensor"):
+
+@DEVICES
+def test_what_has_no_row(device: str) -> None:
+    """Law: operations that torch runs as called have neither kernel nor row."""
+    for operation in ("relu", "gelu", "embedding", "add.Tensor"):
         assert operation not in TABLES[device]
-        assert not has_kernel(f"aten::{operation}", KEYS[device]), operation
+        assert operation not in registered(device), operation
+
+
+@pytest.mark.parametrize(
+    ("device", "counts"),
+    [
+        ("cpu", {LOW: 24, FP32: 100, PROMOTE: 3}),
+        ("cuda", {LOW: 35, FP32: 59, FP32_RESULT: 13, PROMOTE: 11, BANNED: 1}),
+        # CUDA's without cuDNN's two.
+        ("xpu", {LOW: 33, FP32: 59, FP32_RESULT: 13, PROMOTE: 11, BANNED: 1}),
+        # 35 of CUDA without 10, and one of its own; 59 without 13, and batch_norm,
+        # conv_transpose3d and 11 reductions; without vdot.
+        ("mps", {LOW: 26, FP32: 59, PROMOTE: 10}),
+    ],
+)
+def test_counts(device: str, counts: dict[str, int]) -> None:
+    """Law: each treatment has as many operations as torch's macros list."""
+    found = [row.category for row in TABLES[device].values()]
+    assert {category: found.count(category) for category in found} == counts
+
+
+@pytest.mark.parametrize("base", NAMED)
+@DEVICES
+def test_rows_say_why_and_where(device: str, base: str) -> None:
+    """Law: a reason is a phrase that fits a line, the source a file or lean itself."""
+    files = {f"aten/src/ATen/autocast_mode.{suffix}" for suffix in ("h", "cpp")}
+    for operation, row in NAMED[base][device].items():
+        assert 20 < len(row.reason) <= 80, operation
+        assert not row.reason.endswith("."), operation
+        assert row.source in (files if base == "torch" else {"halfstep lean"})
+
+
+def test_reasons_differ_by_kind() -> None:
+    """Law: the reason speaks of the operation, not of its treatment alone."""
+    reasons = {name: row.reason for name, row in TABLES["cpu"].items()}
+    kinds = ["mse_loss", "linalg_qr", "fft_fft", "quantile", "polar", "max_pool3d"]
+    assert len({reasons[kind] for kind in kinds}) == len(kinds)
+    assert reasons["mse_loss"] == reasons["l1_loss"]
+    assert "16-bit kernel" in reasons["linalg_qr"]
+    assert "probabilities" in TABLES["cuda"]["binary_cross_entropy"].reason
 
 
 def test_no_operation_stands_twice() -> None:
-    """Law: no row hides another."""
-    for device, table in (("cpu", optable._CPU), ("cuda", optable._CUDA)):
-        written = [name for names in table.values() for name in names.split()]
-        assert len(written) == len(set(written)) == len(TABLES[device])
+    """Law: no row hides another: rows are as many as names were written."""
+    shared = (*optable._ACCELERATORS, *optable._CUDA_AND_XPU, optable._BAN)
+    groups = {
+        "cpu": optable._CPU,
+        "cuda": (*shared, optable._CUDA),
+        "xpu": shared,
+        "mps": (*optable._ACCELERATORS, *optable._MPS),
+    }
+    for device, written in groups.items():
+        names = [name for *_, names in written for name in names.split()]
+        assert len(names) == len(set(names)) == len(TABLES[device])
+
+
+# Lean
+
+CPU_ALONE = {
+    *("gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data"),
+    *("rnn_relu.input", "rnn_relu.data"),
+}
+FOLLOWERS = {
+    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax.int"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+    *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
+    *("_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d"),
+    *("upsample_trilinear3d", "upsample_bicubic2d"),
+}
+RESULTS = {
+    *("prod", "prod.dim_int", "log_softmax.int", "cumprod", "cumsum", "sum"),
+    *("sum.dim_IntList", "linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim"),
+}
+PROMOTED = {
+    *("stack", "cat", "index_copy", "addcdiv", "addcmul", "atan2", "bilinear"),
+    *("cross", "dot", "vdot", "index_put", "tensordot", "scatter_add"),
+    *("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
+}
+AS_CALLED = {
+    *("adaptive_avg_pool3d", "adaptive_max_pool3d", "fractional_max_pool2d"),
+    *("fractional_max_pool3d", "max_pool3d", "max_unpool2d", "max_unpool3d"),
+    *("reflection_pad1d", "reflection_pad2d", "replication_pad1d"),
+    *("replication_pad2d", "replication_pad3d", "fake_quantize_per_tensor_affine"),
+}
+
+
+def those(rows: dict[str, optable.Row], category: str) -> set[str]:
+    """Return the operations of a category."""
+    return {name for name, row in rows.items() if row.category == category}
+
+
+def test_lean_is_the_same_everywhere() -> None:
+    """Law: one table for all, but for recurrent layers on CPU and one gap of MPS."""
+    assert LEAN["cuda"] == LEAN["xpu"]
+    assert LEAN["cpu"].keys() - LEAN["cuda"] == CPU_ALONE
+    assert LEAN["cpu"].items() >= LEAN["cuda"].items()
+    gap = "conv_transpose3d.input"
+    assert LEAN["cuda"] | {gap: LEAN["mps"][gap]} == LEAN["mps"]
+    assert (LEAN["cuda"][gap].category, LEAN["mps"][gap].category) == (LOW, FP32)
+
+
+def test_lean_by_category() -> None:
+    """Law: lean is what its description says, treatment by treatment."""
+    lean, cpu, cuda = LEAN["cpu"], TABLES["cpu"], TABLES["cuda"]
+    assert those(lean, LOW) == CPU_ALONE.union(
+        *(those(TABLES[device], LOW) for device in TABLES)
+    )
+    assert those(lean, FOLLOW) == FOLLOWERS
+    assert those(lean, FP32_RESULT) == RESULTS
+    assert those(lean, PROMOTE) == PROMOTED
+    assert not those(lean, BANNED)
+    given_up = FOLLOWERS | RESULTS | PROMOTED | AS_CALLED
+    fp32 = those(cpu, FP32) | those(cuda, FP32) | those(cuda, BANNED)
+    fp32 |= {"linalg_matrix_norm", "linalg_matrix_norm.str_ord"}
+    assert those(lean, FP32) == fp32 - given_up
+
+
+def test_lean_has_no_row_for_statistics() -> None:
+    """Law: batch and instance norm run as called: their weights stay fp32 themselves.
+
+    Twin: torch has a row on MPS.
+    """
+    assert TABLES["mps"]["batch_norm"].category == FP32
+    for device in LEAN:
+        assert not {"batch_norm", "instance_norm"} & LEAN[device].keys()
+
+
+def test_lean_names_real_operations() -> None:
+    """Law: each row of lean is an operation of torch, overload included."""
+    known = {*torch._C._dispatch_get_all_op_names()}
+    assert {f"aten::{name}" for name in LEAN["cpu"]} <= known
+
+
+# Modules
 
 
 def test_modules_name_real_operations() -> None:
@@ -75,326 +236,3 @@ def test_modules_name_real_operations() -> None:
         assert issubclass(getattr(nn, name), nn.Module)
         packet, _, overload = operation.partition(".")
         assert (overload or "default") in getattr(torch.ops.aten, packet).overloads()
-
-
-# Results
-
-Case = tuple[str, str, tuple[Any, ...], dict[str, Any]]
-"""Kind of list, operation, arguments, keywords."""
-
-
-def torch_lists(device: str) -> Any:
-    """Return torch's own lists of operations, each with arguments to call it with."""
-    # They ask torch's test library, which needs much else, for one flag.
-    stub = ModuleType("torch.testing._internal.common_utils")
-    vars(stub).update(TEST_WITH_ROCM=False, TestCase=object)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, stub.__name__, stub)
-        from torch.testing._internal import autocast_test_lists as lists
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        kinds: Any = lists
-        cpu, cuda = kinds.AutocastCPUTestLists, kinds.AutocastTestLists
-        return cpu("cpu") if device == "cpu" else cuda("cuda")
-
-
-def cases(lists: Any) -> list[Case]:
-    """Return the lists as one, promotions in their first form."""
-    return [
-        (kind, entry[0], entry[1], entry[2] if isinstance(entry[-1], dict) else {})
-        for kind, entries in vars(lists).items()
-        for entry in entries
-    ]
-
-
-def function(kind: str, operation: str) -> Any:
-    """Return the function or method that torch's list means."""
-    if kind.startswith("methods"):
-        return getattr(Tensor, operation)
-    c: Any = torch._C
-    places = (torch, c._nn, c._linalg)
-    return next(getattr(at, operation) for at in places if hasattr(at, operation))
-
-
-def row_of(operation: str, device: str) -> str:
-    """Return an operation's row; all overloads of one called here are treated alike."""
-    rows = {row for row in TABLES[device] if row.split(".")[0] == operation}
-    assert len({TABLES[device][row] for row in rows}) <= 1
-    return min(rows, default=operation)
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Find floating tensors in nested tuples and lists."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors(item)
-
-
-def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating tensors by hand, float64 excepted."""
-    if isinstance(value, Tensor):
-        seen = value.is_floating_point() and value.dtype != torch.float64
-        return value.to(dtype) if dtype and seen else value
-    if isinstance(value, tuple | list):
-        return type(value)(cast(item, dtype) for item in value)
-    return value
-
-
-def by_decision(
-    operation: str, call: Any, arguments: Any, words: Any, low: torch.dtype
-) -> Any:
-    """Run an operation on operands cast as `decide` says."""
-    dtypes = [tensor.dtype for tensor in tensors(arguments)]
-    found = decide(row_of(operation, "cpu"), dtypes, "cpu", low=low)
-    assert found.category not in (FP32_RESULT, BANNED)
-    return call(*cast(arguments, found.dtype), **words)
-
-
-def same(theirs: Any, ours: Any) -> None:
-    """Compare nested results in dtype and every bit."""
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-
-
-LOWS = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-CPU_CASES = cases(torch_lists("cpu"))
-
-
-@LOWS
-@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def test_torchs_own_list_on_cpu(case: Case, low: torch.dtype) -> None:
-    """Law: casting as `decide` says gives what torch.autocast gives, to the bit."""
-    kind, operation, arguments, words = case
-    if "need_autocast_promote" in kind:
-        # The list's 16-bit operand is bf16; it must be the region's own format.
-        arguments = ((arguments[0][0].to(low), arguments[0][1]),)
-    call = function(kind, operation)
-    with torch.autocast("cpu", low):
-        theirs = call(*arguments, **words)
-    same(theirs, by_decision(operation, call, arguments, words, low))
-
-
-def more_arguments() -> dict[str, tuple[Any, ...]]:
-    """Return what to call rows with that torch's list leaves out, and some without."""
-    x, y = torch.randn(6, 6), torch.randn(6, 6)
-    spd = x @ x.T + 6 * torch.eye(6)
-    a, b, m = x.bfloat16(), y.bfloat16(), spd.bfloat16()
-    picture, volume = torch.randn(2, 3, 4, 4), torch.randn(1, 2, 6, 6, 6)
-    p16, v16, grid = picture.bfloat16(), volume.bfloat16(), torch.rand(2, 5, 5, 2)
-    within = torch.arange(216).reshape(6, 6, 6).repeat(1, 2, 1, 1, 1)
-    labels, ones = torch.arange(6), torch.ones(6, dtype=torch.long)
-    kernel, vector = torch.randn(1, 3, 3, 3), torch.randn(6)
-    one_matrix = (
-        "cholesky cholesky_inverse geqrf inverse pinverse prod qr svd trace "
-        "linalg_cholesky linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh "
-        "linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex "
-        "linalg_qr linalg_svd linalg_svdvals _lu_with_info exp gelu sum"
-    )
-    fft = [name for name in TABLES["cpu"] if name.startswith("fft_")]
-    return dict.fromkeys([*one_matrix.split(), *fft], (m,)) | {
-        "adaptive_avg_pool3d": (v16, [2, 2, 2]),
-        "adaptive_max_pool3d": (v16, [2, 2, 2]),
-        "cdist": (a, b),
-        "cholesky_solve": (a, m),
-        "conv1d.padding": (picture[0], torch.randn(1, 4, 3), None, [1], "same"),
-        "conv2d.padding": (picture, kernel, None, [1, 1], "same"),
-        "conv3d.padding": (volume, torch.randn(1, 2, 3, 3, 3), None, [1] * 3, "valid"),
-        "cross_entropy_loss": (a, labels),
-        "ctc_loss.IntList": (a[:, None].log_softmax(2), labels[None, 1:3], [6], [2]),
-        "ctc_loss.Tensor": (
-            a[:, None].log_softmax(2),
-            labels[None, 1:3],
-            *ones[:2, None],
-        ),
-        "embedding": (x, labels),
-        "fake_quantize_per_tensor_affine": (a, 0.5, 0, -8, 7),
-        "_grid_sampler_2d_cpu_fallback": (p16, grid.bfloat16(), 0, 0, False),
-        "fractional_max_pool2d": (p16, [2, 2], [2, 2], torch.rand(2, 3, 2).bfloat16()),
-        "fractional_max_pool3d": (
-            v16,
-            [2] * 3,
-            [2] * 3,
-            torch.rand(1, 2, 3).bfloat16(),
-        ),
-        "grid_sampler": (p16, grid.bfloat16(), 0, 0, False),
-        "grid_sampler_2d": (p16, grid.bfloat16(), 0, 0, False),
-        "grid_sampler_3d": (v16, torch.rand(1, 2, 2, 2, 3).bfloat16(), 0, 0, False),
-        "index_copy": (x, 0, ones[:1], b[:1]),
-        "kl_div": (a, b.abs()),
-        "layer_norm": (a, [6]),
-        "linalg_cond.p_str": (m, "fro"),
-        "linalg_householder_product": (m, vector.bfloat16()),
-        "linalg_matrix_rank": (m, 0.1),
-        "linalg_matrix_rank.atol_rtol_float": (m,),
-        "linalg_matrix_rank.tol_tensor": (m, vector[0].bfloat16()),
-        "linalg_solve": (m, a),
-        "linalg_tensorinv": (m.reshape(2, 3, 6),),
-        "linalg_tensorsolve": (m, vector.bfloat16()),
-        "linalg_vecdot": (x, y),
-        "lu_solve": (a, m, torch.arange(1, 7, dtype=torch.int32)),
-        "max_pool3d": (v16, [2, 2, 2]),
-        "max_unpool2d": (
-            p16,
-            torch.arange(16).reshape(4, 4).repeat(2, 3, 1, 1),
-            [8, 8],
-        ),
-        "max_unpool3d": (v16, within, [6, 6, 6], [1, 1, 1], [0, 0, 0]),
-        "multilabel_margin_loss_forward": (a[0], labels, 1),
-        "mv": (x, vector),
-        "nanquantile": (m, torch.tensor([0.5], dtype=torch.bfloat16)),
-        "nanquantile.scalar": (m, 0.5),
-        "orgqr": (m, vector.bfloat16()),
-        "ormqr": (m, vector.bfloat16(), a),
-        "polar": (a, b),
-        "prod.dim_int": (m, 0),
-        "quantile": (m, torch.tensor([0.5], dtype=torch.bfloat16)),
-        "quantile.scalar": (m, 0.5),
-        "reflection_pad2d": (p16, [1, 1, 1, 1]),
-        "replication_pad1d": (a, [1, 1]),
-        "replication_pad2d": (p16, [1, 1, 1, 1]),
-        "replication_pad3d": (v16, [1] * 6),
-        "rms_norm": (a, [6]),
-        "scaled_dot_product_attention": (picture, picture, picture),
-        "softmax.int": (a, 0),
-        "stft": (a[0], 4, None, None, None, False, True, True),
-        "stft.center": (a[0], 4, *[None] * 3, True, "reflect", False, True, True),
-        "triangular_solve": (a, m),
-        "view_as_complex": (a.reshape(18, 2),),
-    }
-
-
-with torch.random.fork_rng(devices=[]):
-    torch.manual_seed(0)
-    MORE = more_arguments()
-
-
-UNCALLED = {
-    "_convolution.deprecated": "python reaches it through conv2d alone",
-    "linalg_lstsq": "its last bits differ from call to call",
-    "linalg_matrix_rank.atol_rtol_tensor": "its tensors are keywords",
-    "mkldnn_rnn_layer": "it works on an LSTM's packed weights",
-}
-"""Rows that are not called here, and why."""
-
-
-def test_every_row_is_called() -> None:
-    """Law: each row of the CPU's table is tried, or it is said why not."""
-    listed = {row_of(case[1], "cpu") for case in CPU_CASES}
-    assert TABLES["cpu"].keys() - listed - MORE.keys() == UNCALLED.keys()
-
-
-@LOWS
-@pytest.mark.parametrize("row", MORE)
-def test_more_rows_on_cpu(row: str, low: torch.dtype) -> None:
-    """Law: as above, for rows that torch's list leaves out and operations without."""
-    packet, _, overload = row.partition(".")
-    call = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    arguments = tuple(
-        item.to(low)
-        if isinstance(item, Tensor) and item.dtype == torch.bfloat16
-        else item
-        for item in MORE[row]
-    )
-    with torch.autocast("cpu", low):
-        theirs = call(*arguments)
-    same(theirs, by_decision(row, call, arguments, {}, low))
-
-
-OPERATIONS: dict[str, Any] = {
-    "mm": torch.mm,
-    "linear": nn.functional.linear,
-    "mse_loss": torch._C._nn.mse_loss,
-    "cat": lambda a, b: torch.cat([a, b]),
-    "stack": lambda a, b: torch.stack([a, b]),
-    "add": torch.add,
-    "index_copy": lambda a, b: torch.index_copy(a, 0, torch.arange(3), b),
-    "atan2": torch.atan2,
-}
-FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
-
-
-@given(
-    operation=st.sampled_from([*OPERATIONS]),
-    dtypes=st.tuples(FLOATS, FLOATS),
-    low=st.sampled_from([torch.bfloat16, torch.float16]),
-)
-def test_any_mix_of_dtypes_on_cpu(
-    operation: str, dtypes: tuple[torch.dtype, ...], low: torch.dtype
-) -> None:
-    """Law: for every pair of dtypes autocast's result is that of `decide`'s casts.
-
-    Where torch refuses the pair after its own casts, so it does after ours; except
-    that promoting the other 16-bit format, which torch refuses, is decided as fp32.
-    """
-    operands = tuple(torch.randn(3, 3).to(dtype) for dtype in dtypes)
-    call = OPERATIONS[operation]
-    try:
-        with torch.autocast("cpu", low):
-            theirs = call(*operands)
-    except RuntimeError as error:
-        if "prioritize" in str(error):
-            assert TABLES["cpu"][operation] == PROMOTE
-            assert decide(operation, dtypes, "cpu", low=low).dtype == torch.float32
-            assert {torch.bfloat16, torch.float16} - {low} <= set(dtypes)
-            return
-        with pytest.raises(type(error)):
-            by_decision(operation, call, operands, {}, low)
-    else:
-        same(theirs, by_decision(operation, call, operands, {}, low))
-
-
-# Results on CUDA, whose casting kernels also run on tensors without memory
-NO_MEMORY = FakeTensorMode()
-NEED_GPU = {
-    *("cudnn_convolution", "cudnn_convolution_transpose", "gru_cell", "grid_sampler"),
-    *("equal", "einsum"),  # one needs numbers; the other's entry cannot be called
-}
-
-
-@contextmanager
-def cuda_region(low: torch.dtype) -> Iterator[None]:
-    """Turn autocast on for CUDA, which its constructor refuses without a GPU."""
-    before = torch.get_autocast_dtype("cuda")
-    torch.set_autocast_dtype("cuda", low)
-    torch.set_autocast_enabled("cuda", True)  # noqa: FBT003 -- torch's own
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", False)  # noqa: FBT003
-        torch.set_autocast_dtype("cuda", before)
-
-
-def dtypes_of(value: Any) -> list[torch.dtype]:
-    """Return the dtypes of nested results, integers and masks included."""
-    if isinstance(value, Tensor):
-        return [value.dtype]
-    return [dtype for item in value for dtype in dtypes_of(item)]
-
-
-with NO_MEMORY:
-    CUDA_CASES = [c for c in cases(torch_lists("cuda")) if c[1] not in NEED_GPU]
-
-
-@pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-@pytest.mark.filterwarnings("ignore:.*(chain_matmul|torch.cross).*:UserWarning")
-def test_torchs_own_list_on_cuda(case: Case) -> None:
-    """Law: for CUDA too, results have the dtype that `decide`'s casts give them."""
-    kind, operation, arguments, words = case
-    call = function(kind, operation)
-    given_dtypes = [tensor.dtype for tensor in tensors(arguments)]
-    row = row_of(operation.strip("_") if "methods" in kind else operation, "cuda")
-    found = decide(row, given_dtypes, "cuda", low=torch.float16)
-    if found.category == BANNED:
-        with (
-            NO_MEMORY,
-            cuda_region(torch.float16),
-            pytest.raises(RuntimeError, match="unsafe to autocast"),
-        ):
-            call(*arguments, **words)
-        return
-    with NO_MEMORY:
-        with cuda_region(torch.float16):
-            theirs = dtypes_of(call(*arguments, **words))
-        ours = dtypes_of(call(*cast(arguments, found.dtype), **words))
-    assert theirs == ([torch.float32] if found.category == FP32_RESULT else ours)

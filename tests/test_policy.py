@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import permutations
 
@@ -11,18 +12,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep import optable, policy
+from halfstep import policy
 from halfstep.errors import UserError
-from halfstep.policy import CATEGORIES, TORCH, Policy, Rule, decide
+from halfstep.policy import (
+    CATEGORIES,
+    LEAN,
+    TORCH,
+    Policy,
+    Rule,
+    around,
+    decide,
+    deciding_rule,
+)
 
 KINDS = ("op", "module", "type")
+GLOBS = st.text(min_size=1).filter(lambda text: text[0] != "/" or text[-1] != "/")
+EXPRESSIONS = st.text().map(lambda text: f"/{re.escape(text)}/")
 RULES = st.builds(
     Rule,
     st.sampled_from(KINDS),
-    st.text(min_size=1).filter(lambda text: " + " not in text),
+    (GLOBS | EXPRESSIONS).filter(lambda text: " + " not in text),
     st.sampled_from(CATEGORIES),
     st.text(),
 )
+BASES = st.sampled_from(["torch", "lean"])
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -36,16 +49,16 @@ def test_rule_parse_undoes_str(rule: Rule) -> None:
     assert str(Rule.parse(str(rule))) == str(rule)
 
 
-@given(rules=st.lists(RULES, max_size=4))
-def test_policy_parse_undoes_str(rules: list[Rule]) -> None:
-    """Law: every policy is spelt by its word, rules in order."""
-    made = Policy(tuple(rules))
+@given(rules=st.lists(RULES, max_size=4), base=BASES)
+def test_policy_parse_undoes_str(rules: list[Rule], base: str) -> None:
+    """Law: every policy is spelt by its word, base first, then rules in order."""
+    made = Policy(tuple(rules), base)
     assert Policy.parse(str(made)) == made
     assert str(Policy.parse(str(made))) == str(made)
 
 
 def test_words_by_hand() -> None:
-    """Law: the words are KIND:PATTERN=CATEGORY, and torch + RULE + RULE."""
+    """Law: the words are KIND:PATTERN=CATEGORY, and BASE + RULE + RULE."""
     word = "torch + module:a.b:c=d.*=fp32 + type:LayerNorm=low"
     made = Policy.parse(word)
     assert made.rules == (
@@ -54,6 +67,12 @@ def test_words_by_hand() -> None:
     )
     assert str(made) == word
     assert Policy.parse("torch") == TORCH == Policy()
+    assert Policy.parse("lean") == LEAN != TORCH
+    word = r"lean + op:softmax=fp32 + module:/encoder\.[0-3]\..*/=keep"
+    softmax = Rule("op", "softmax", "fp32")
+    encoder = Rule("module", r"/encoder\.[0-3]\..*/", "keep")
+    assert Policy.parse(word) == Policy((softmax, encoder), "lean")
+    assert str(Policy.parse(word)) == word
     assert Policy.parse(" torch  +  op:mm=keep ").rules == (Rule("op", "mm", "keep"),)
 
 
@@ -105,14 +124,29 @@ def test_pattern_that_no_word_can_spell(pattern: str) -> None:
     )
 
 
-@pytest.mark.parametrize("word", ["", "lean", "Torch", "torch+op:mm=low"])
+@pytest.mark.parametrize("word", ["", "leaner", "Torch", "torch+op:mm=low"])
 def test_unknown_policy(word: str) -> None:
-    """Law: a policy that does not begin with torch is refused with the name."""
+    """Law: a policy that begins with no named one is refused with the names."""
+    for make in (Policy.parse, lambda base: Policy(base=base)):
+        with pytest.raises(UserError) as caught:
+            make(word)
+        assert str(caught.value) == (
+            f"policy={word!r} is not known; the named policies are 'torch' and 'lean'."
+        )
+
+
+def test_pattern_that_is_no_expression() -> None:
+    """Law: a broken regular expression is refused, quoted, with what is wrong."""
     with pytest.raises(UserError) as caught:
-        Policy.parse(word)
+        Rule.parse("module:/encoder.(0/=fp32")
     assert str(caught.value) == (
-        f"policy={word!r} is not known; the named policy is 'torch'."
+        "rule 'module:/encoder.(0/=fp32': '/encoder.(0/' is no regular expression: "
+        "missing ), unterminated subpattern at position 8. Mend it, or write a glob, "
+        "without the slashes."
     )
+    with pytest.raises(UserError, match="the repetition number is too large"):
+        Rule("op", "/a{99999999999}/", "fp32")
+    assert Rule("module", "encoder.(0", "fp32").matches("module", ["encoder.(0"])
 
 
 # Precedence
@@ -145,41 +179,6 @@ def test_first_match_decides(rules: tuple[Rule, ...]) -> None:
     assert found.dtype == (None if first is BY_MODULE else torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("rule", "matches"),
-    [
-        ("op:mm=fp32", True),
-        ("op:m*=fp32", True),
-        ("op:mm.out=fp32", False),
-        ("op:MM=fp32", False),
-        ("module:net.0.attn=fp32", True),
-        ("module:net.*=fp32", True),
-        ("module:*attn=fp32", True),
-        ("module:net=fp32", False),
-        ("module:net.?.attn=fp32", True),
-        ("module:mm=fp32", False),
-        ("type:Linear=fp32", True),
-        ("type:Module=fp32", True),
-        ("type:Lin=fp32", False),
-    ],
-)
-def test_what_a_rule_matches(rule: str, matches: bool) -> None:
-    """Law: a glob of its own kind, case kept, `*` across dots; else torch's table."""
-    found = decide(
-        "mm",
-        [torch.float32],
-        "cpu",
-        policy=Policy((Rule.parse(rule),)),
-        module="net.0.attn",
-        types=("Linear", "Module"),
-    )
-    if matches:
-        assert (found.category, found.row, found.reason) == ("fp32", rule, "your rule")
-    else:
-        assert (found.category, found.row) == ("low", "torch cpu table: mm=low")
-        assert found.reason == optable.REASONS["low"]
-
-
 def test_added_rule_comes_first() -> None:
     """Law: `policy + rule` lets the newcomer decide, and leaves the old policy."""
     old = Policy((told("op", "mm", "fp32"),))
@@ -187,6 +186,9 @@ def test_added_rule_comes_first() -> None:
     assert decide("mm", [torch.float32], "cpu", policy=new).category == "keep"
     assert decide("mm", [torch.float32], "cpu", policy=old).category == "fp32"
     assert [str(rule) for rule in new.rules] == ["op:mm=keep", "op:mm=fp32"]
+    assert str(LEAN + "op:mm=keep") == "lean + op:mm=keep"
+    with pytest.raises(UserError, match=r"^rule 'mm' is not KIND:PATTERN=CATEGORY"):
+        _ = LEAN + "mm"
 
 
 def test_a_module_as_a_whole() -> None:
@@ -205,37 +207,34 @@ def test_root_module_has_the_empty_path() -> None:
     assert decide(None, [torch.float32], "cpu", policy=rules).category == "fp32"
 
 
-# Casts
-
-
 @given(
-    category=st.sampled_from(CATEGORIES),
-    dtypes=st.lists(st.sampled_from(FLOATS), max_size=4),
-    low=st.sampled_from([torch.bfloat16, torch.float16]),
+    rules=st.lists(
+        st.builds(
+            Rule,
+            st.sampled_from(KINDS),
+            st.sampled_from(["*", "a", "a.b", "?.b", "/a.*/", "B", "C", "mm"]),
+            st.sampled_from(CATEGORIES),
+        ),
+        max_size=5,
+    ),
+    module=st.sampled_from(["", "a", "a.b", "a.b.c", "c.b"]),
+    types=st.sets(st.sampled_from("BC")),
 )
-def test_dtype_follows_from_category(
-    category: str, dtypes: list[torch.dtype], low: torch.dtype
+def test_deciding_rule_is_decides(
+    rules: list[Rule], module: str, types: set[str]
 ) -> None:
-    """Law: the category and the operands that autocast sees give the dtype."""
-    rules = Policy((Rule("op", "x", category),))
-    found = decide("x", dtypes, "cpu", policy=rules, low=low).dtype
-    seen = [dtype for dtype in dtypes if dtype != torch.float64]
-    if category in ("keep", "banned") or not seen:
-        assert found is None
-    elif category == "promote":
-        # No operand may lose a digit or range.
-        assert all(torch.promote_types(found or low, dtype) == found for dtype in seen)
-        assert found in (low, torch.float32)
-        assert (found == low) == all(dtype == low for dtype in seen)
-    else:
-        assert found == {"low": low, "fp32": torch.float32}[category]
-
-
-def test_unknown_device() -> None:
-    """Law: a device without a table is refused with those that have one."""
-    with pytest.raises(UserError) as caught:
-        decide("mm", [torch.float32], "mps")
-    assert str(caught.value) == "device='mps' has no table; choose cpu, cuda."
+    """Law: the index is that of the rule which `decide` names for the module."""
+    made = Policy(tuple(rules))
+    index = deciding_rule(made, module, sorted(types))
+    found = decide(None, [], "cpu", policy=made, module=module, types=sorted(types))
+    assert found.row == ("no row" if index is None else str(rules[index]))
+    if index is not None:
+        # By hand: no earlier rule speaks of the module, its surroundings or types.
+        told = {"op": set(), "module": {*around(module)}, "type": types}
+        assert not any(
+            rule.matches(rule.kind, told[rule.kind]) for rule in rules[:index]
+        )
+        assert rules[index].matches(rules[index].kind, told[rules[index].kind])
 
 
 # Modules

@@ -228,7 +228,7 @@ def plain_loop(make: Make, clip: float | None, dtype: torch.dtype | None) -> Any
 @optimizers
 def test_equals_a_plain_loop(kind: str, clip: float | None, make: Make) -> None:
     """Law: O0 is plain torch, O1 is torch.amp with GradScaler, to the last bit."""
-    session = build(kind, make, clip_grad_norm=clip)
+    session = build(kind, make, clip_grad_norm=clip, policy="torch")
     low = session.choice.format.dtype
     model, state, theirs = plain_loop(make, clip, None if low is FP32 else low)
     for seed, (loss, norm, scale) in enumerate(theirs):

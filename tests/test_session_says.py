@@ -157,7 +157,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"level": "O2", "dtype": "fp32"},
         "level=O2 needs dtype bf16 or fp16; fp32 training is level O0.",
     ),
-    ({"policy": "lean"}, "policy='lean' is not known; the named policy is 'torch'."),
+    (
+        {"policy": "leaner"},
+        "policy='leaner' is not known; the named policies are 'torch' and 'lean'.",
+    ),
 ]
 
 

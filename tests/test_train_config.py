@@ -6,12 +6,16 @@ import argparse
 import json
 import re
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from halfstep.errors import UserError
+from halfstep.policy import Policy
 from halfstep.train.config import TrainConfig, add_flags, resumed, typed
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Away from its default, in range, and what stands for it on the command line.
 OTHERS: dict[str, Any] = {
@@ -176,3 +180,15 @@ def test_damaged_settings(name: str, value: object, message: str) -> None:
 def test_whole_numbers_are_numbers() -> None:
     """Law: JSON's 1 is as good as its 1.0 where a float is due."""
     assert resumed(TrainConfig().data_dict() | {"clip": 1, "lr": None}, {}).clip == 1
+
+
+def test_a_policy_file_is_read_at_once(tmp_path: Path) -> None:
+    """Law: a run keeps the rules, not the name of a file that may change."""
+    path = tmp_path / "rules.toml"
+    made = Policy.parse("lean + op:softmax=fp32")
+    made.save(path)
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    given = typed(parser.parse_args(["--policy", str(path)]))
+    assert given["policy"] == "lean + op:softmax=fp32"
+    assert resumed(TrainConfig(**given).data_dict(), given).policy == str(made)

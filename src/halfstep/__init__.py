@@ -12,19 +12,31 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from halfstep import checkpoint, formats, levels, machine, policy
+    from halfstep.cast_cache import CastCache
     from halfstep.casting import autocast
     from halfstep.errors import UserError
+    from halfstep.functions import (
+        custom_bwd,
+        custom_fwd,
+        full_precision,
+        low_precision,
+        promote,
+    )
     from halfstep.grad_scaler import GradScaler
     from halfstep.master import MasterWeights
+    from halfstep.mismatch import DtypeMismatch
     from halfstep.policy import Decision, Policy, Rule
+    from halfstep.preparing import prepare
     from halfstep.scaler import LossScaleCollapse
-    from halfstep.session import Session, prepare
+    from halfstep.session import Session
     from halfstep.stats import StepReport
 
 __version__ = "0.1.0"
 
 _ROOM_OF = {
+    "CastCache": "cast_cache",
     "Decision": "policy",
+    "DtypeMismatch": "mismatch",
     "GradScaler": "grad_scaler",
     "LossScaleCollapse": "scaler",
     "MasterWeights": "master",
@@ -34,12 +46,19 @@ _ROOM_OF = {
     "StepReport": "stats",
     "UserError": "errors",
     "autocast": "casting",
-    "prepare": "session",
+    "custom_bwd": "functions",
+    "custom_fwd": "functions",
+    "full_precision": "functions",
+    "low_precision": "functions",
+    "prepare": "preparing",
+    "promote": "functions",
 }
 _ROOMS = ("checkpoint", "formats", "levels", "machine", "policy")
 
 __all__ = [
+    "CastCache",
     "Decision",
+    "DtypeMismatch",
     "GradScaler",
     "LossScaleCollapse",
     "MasterWeights",
@@ -50,11 +69,16 @@ __all__ = [
     "UserError",
     "autocast",
     "checkpoint",
+    "custom_bwd",
+    "custom_fwd",
     "formats",
+    "full_precision",
     "levels",
+    "low_precision",
     "machine",
     "policy",
     "prepare",
+    "promote",
 ]
 
 

@@ -1,7 +1,7 @@
-"""Eager autocast: torch's regions, made safe to enter twice.
+"""Eager autocast: torch's regions, made right, steerable and able to say what they did.
 
-In: a device and a dtype. Out: a context manager and decorator under which each
-operation runs as the policy's table says.
+In: a device and a dtype, perhaps a policy. Out: a context manager and decorator under
+which each operation runs as the policy says.
 """
 
 from __future__ import annotations
@@ -11,81 +11,170 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from halfstep import carry, gate, mismatch, scopes, sign, stale, steering
 from halfstep.errors import UserError
+from halfstep.gate import Frame
 from halfstep.policy import TORCH, Policy
+from halfstep.steered import Steered
+from halfstep.traced import traced, untraced
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-
-class _Regions(threading.local):
-    """The regions that one thread has entered through one instance, outermost first."""
-
-    def __init__(self) -> None:
-        self.entered: list[torch.autocast] = []
-
-    def __reduce__(self) -> tuple[type[_Regions], tuple[()]]:
-        """Let what holds an instance be copied and pickled; a copy is not entered."""
-        return _Regions, ()
+    from halfstep.cast_cache import CastCache
+    from halfstep.report import Table
 
 
-class autocast(torch.autocast):
-    """`torch.autocast`, which may be entered again while it is entered.
+def autocast(
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+    *,
+    policy: Policy | str | None = None,
+    model: torch.nn.Module | None = None,
+    cache: CastCache | None = None,
+    record: bool = False,
+) -> Region | Steered:
+    """Open a region in which operations run in the format that a policy gives them.
 
-    Why: torch keeps the state to restore on the instance. When one instance is
-    entered twice, or a decorated function calls itself, or two threads share one, the
-    outer state is lost and autocast stays on after the exit. Here each entry is a
-    region of its own.
+    Why: it is `torch.autocast` with its defects mended. It may be entered again while
+    it is entered, by itself or by another thread; a nested region may have another
+    dtype; a weight changed inside is cast anew; replicas of `nn.DataParallel` get the
+    dtype. And it obeys rules, and tells what ran how.
 
     It sets torch's own state, so everything that asks torch whether autocast is on
     (checkpointing, DDP, model code, third-party kernels) gets the true answer.
 
     Args:
-        device_type: "cpu", "cuda", ...
+        device_type: "cpu", "cuda", "mps", "xpu", or another that torch casts on.
         dtype: The 16-bit dtype; default torch's for the device.
         enabled: False makes the region run as called.
         cache_enabled: Whether weights cast once stay cast for the region; default
             as it is set now.
-        policy: "torch" or None: torch's table for the device. Rules of your own take
-            effect through `prepare`, which knows the model's modules.
+        policy: "torch", "lean", with rules ("lean + op:softmax=fp32"), the path of a
+            TOML file, or a `Policy`. None: that of the region around, else torch's.
+        model: The model whose modules the policy's rules on modules and types mean.
+        cache: Serves every weight that is cast, for as long as its owner likes. None:
+            torch's cache, and one of the region's own for operations that the policy
+            takes from torch.
+        record: Observe each operation for `report()`; slow.
+
+    Returns:
+        A context manager, also a decorator, which may be used any number of times.
 
     Raises:
-        UserError: If the policy holds rules.
+        UserError: If a rule can match nothing, or speaks of modules without `model`.
     """
+    if torch.compiler.is_compiling():
+        if record or model is not None:
+            message = (
+                "autocast(record=True) and autocast(model=...) cannot be traced by "
+                "torch.compile; open such a region around the compiled function."
+            )
+            raise UserError(message)
+        settings = (device_type, dtype, enabled, cache_enabled)
+        if policy is None:
+            return torch.autocast(*settings)  # type: ignore[return-value]
+        return traced(*settings, str(policy))  # type: ignore[return-value]
+    region = Region(device_type, dtype, enabled, cache_enabled)
+    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    if chosen in (None, TORCH) and cache is None and not record:
+        region.policy = chosen
+        return region
+    steering.check(chosen or TORCH, device_type, model)
+    if chosen is not None and model is not None:
+        scopes.attach(model, chosen)
+    return Steered(region, chosen, cache, weights=cache is not None, record=record)
+
+
+class _Entered(threading.local):
+    """What a thread has entered through one instance, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[torch.autocast, bool]] = []
+        self.frames: list[tuple[sign.State, Frame | None]] = []
+
+    def __reduce__(self) -> tuple[type[_Entered], tuple[()]]:
+        """Let what holds an instance be copied and pickled; a copy is not entered."""
+        return _Entered, ()
+
+
+def _plain() -> Frame:
+    """Return a frame that leaves all to torch, in a recomputation too."""
+    return Frame(TORCH, {}, None, set())
+
+
+class Region(torch.autocast):
+    """A region under torch's own table; `autocast` makes it."""
+
+    policy: Policy | None = None
+    """TORCH: whatever the region around says. None: as that says, if there is one."""
 
     def __init__(
         self,
         device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-        *,
-        policy: Policy | str | None = None,
+        dtype: torch.dtype | None,
+        enabled: bool,
+        cache_enabled: bool | None,
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
-        self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
-        if (self.policy or TORCH).rules:
-            message = (
-                f"policy='{self.policy}' holds rules, and a bare region does not know "
-                "the model they speak of: pass the policy to halfstep.prepare()."
-            )
-            raise UserError(message)
-        self._regions = _Regions()
+        self._settings = dict(vars(self))
+        self._entered = _Entered()
+        stale.watch()
+        carry.install()
 
+    @untraced
     def __enter__(self) -> Self:
         """Open a region."""
-        region = torch.autocast(
-            self.device, self.fast_dtype, self._enabled, self._cache_enabled
-        )
+        # A region of torch's for each entry: it keeps on itself what it will restore.
+        region = object.__new__(torch.autocast)
+        vars(region).update(self._settings)
         region.__enter__()  # type: ignore[no-untyped-call]
-        self._regions.entered.append(region)
+        if self._enabled:
+            stale.opened(self.device, self.fast_dtype)
+        alone = self.policy is not None and gate.in_force(self.device) is not None
+        if alone:
+            before_it = sign.show(None), gate.enter(self.device, _plain())
+            self._entered.frames.append(before_it)
+        self._entered.stack.append((region, alone))
         return self
 
+    @untraced
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> Any:  # noqa: ANN401 -- torch's signature
-        """Close the region opened last, and restore what was before it."""
-        return self._regions.entered.pop().__exit__(exc_type, exc_value, traceback)
+        """Close the region opened last, and restore what was before it.
+
+        Raises:
+            DtypeMismatch: In place of torch's error, with the operation and the rule
+                that mends it.
+        """
+        region, alone = self._entered.stack.pop()
+        if alone:
+            shown, frame = self._entered.frames.pop()
+            gate.leave(self.device, frame)
+            sign.hide(shown)
+        if self._enabled:
+            stale.closed(self.device)
+        region.__exit__(exc_type, exc_value, traceback)
+        if exc_value is not None:
+            found = mismatch.explained(exc_value)
+            if found is not None:
+                raise found from exc_value
+        return False
+
+    def report(self) -> Table:
+        """Refuse, because nothing was recorded.
+
+        Raises:
+            UserError: Always.
+        """
+        message = (
+            "this region recorded nothing, since recording is slow: open it as "
+            "autocast(..., record=True) to have a report."
+        )
+        raise UserError(message)

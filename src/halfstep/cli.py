@@ -218,7 +218,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _add_bench(commands: Any) -> None:  # noqa: ANN401
-    from halfstep.bench.train import add_flags
+    from halfstep.bench.commands import BENCHES
 
     parser = commands.add_parser(
         "bench",
@@ -226,21 +226,15 @@ def _add_bench(commands: Any) -> None:  # noqa: ANN401
         description="Measure halfstep beside what people use instead, in one run.",
     )
     kinds = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
-    train = kinds.add_parser(
-        "train",
-        help="the text classifier at each level, beside a plain torch.amp loop",
-        description="Train the same model on the same texts at each level and with "
-        "the loop that most people write; print time, memory and quality.",
-    )
-    add_flags(train)
-    _add_json(train)
-    train.set_defaults(command=_bench_train)
+    for word, bench in BENCHES.items():
+        kind = kinds.add_parser(word, help=bench.summary, description=bench.description)
+        bench.add_flags(kind)
+        _add_json(kind)
+        kind.set_defaults(command=_bench, tables=bench.tables)
 
 
-def _bench_train(arguments: argparse.Namespace) -> None:
-    from halfstep.bench.train import bench
-
-    _show([bench(arguments)], arguments.json)
+def _bench(arguments: argparse.Namespace) -> None:
+    _show(arguments.tables(arguments), arguments.json)
 
 
 def _add_env(commands: Any) -> None:  # noqa: ANN401

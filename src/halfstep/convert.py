@@ -7,21 +7,19 @@ fp32 or cast the model's inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep import optable, policy
-from halfstep.casting import autocast
 from halfstep.errors import UserError
 from halfstep.formats import cast_floating
 from halfstep.policy import Policy, Rule
+from halfstep.scopes import Scope, scopes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from halfstep.levels import Level
 
 
@@ -31,7 +29,8 @@ RMS_NORM = Rule(
     optable.FP32,
     "its kernel takes no mix of dtypes, as the other norms' do: fp32 apart",
 )
-"""Where weights are low and norms are not, torch's RMSNorm runs as an island."""
+"""Where weights are low and norms are not, torch's RMSNorm runs as an island. The lean
+table needs no such rule: it casts the weight to the format of the input."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,14 @@ def convert_(
         UserError: If a rule cannot be applied, matches no module, or the model is
             wrapped.
     """
-    _check_rules(rules)
-    if level.fp32_norms:
-        rules = Policy((*rules.rules, RMS_NORM))
+    policy.check_ops(rules)
+    implied: tuple[Rule, ...] = ()
+    if level.fp32_norms and rules.base == "torch":
+        implied = (RMS_NORM,)
+        rules = replace(rules, rules=(*rules.rules, *implied))
+    scopes = scopes_of(model, rules, implied)
+    if not level.autocast:
+        _refuse_what_needs_regions(rules, level)
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
     if wrapped and level.low_weights:
         message = (
@@ -76,9 +80,7 @@ def convert_(
             "session.model."
         )
         raise UserError(message)
-    islands = _islands(model, rules) if level.low else {}
-    for island in islands.values():
-        attach_island(island, back=None if level.autocast else low)
+    islands = _attach(model, scopes if level.low else [], level, low)
     if not level.low_weights:
         return Conversion({}, tuple(islands), rules)
     spared = _spared(model, level, list(islands.values()))
@@ -97,40 +99,33 @@ def convert_(
     return Conversion(originals, tuple(islands), rules)
 
 
-def _check_rules(rules: Policy) -> None:
-    for rule in rules.rules:
+def _attach(
+    model: nn.Module, scopes: list[Scope], level: Level, low: torch.dtype
+) -> dict[str, nn.Module]:
+    """Let modules obey the rules; return those that run in fp32, by path."""
+    islands: dict[str, nn.Module] = {}
+    for scope in scopes:
+        module = model.get_submodule(scope.path)
+        apart = scope.category == optable.FP32
+        inside = any(outer in policy.around(scope.path) for outer in islands)
+        # Their weights stay fp32, so they run in fp32 outside regions too.
+        back = None if level.autocast or inside else low
+        scope.hook(module, always=apart, back=back)
+        if apart:
+            islands[scope.path] = module
+    return islands
+
+
+def _refuse_what_needs_regions(rules: Policy, level: Level) -> None:
+    """Refuse rules that only autocast can obey, where there is none."""
+    for rule in rules.rules if level.low else ():
         if rule.kind == "op" or rule.category != optable.FP32:
             message = (
-                f"rule '{rule}' cannot be applied: the eager engine keeps whole "
-                "modules in fp32. Write 'module:PATH=fp32' or 'type:NAME=fp32'."
+                f"rule '{rule}' cannot be applied at level {level.name}, which has no "
+                "autocast: there modules can only be kept in fp32, as in "
+                "'module:PATH=fp32' or 'type:NAME=fp32'."
             )
             raise UserError(message)
-
-
-def _islands(model: nn.Module, rules: Policy) -> dict[str, nn.Module]:
-    """Return the modules that the rules put in fp32, outermost only."""
-    found: dict[str, nn.Module] = {}
-    types = {path: policy.type_names(m) for path, m in model.named_modules()}
-    for rule in rules.rules:
-        if rule is not RMS_NORM and not (
-            rule.matches("module", types)
-            or any(rule.matches("type", names) for names in types.values())
-        ):
-            message = f"rule '{rule}' matches no module; see model.named_modules()."
-            raise UserError(message)
-    for path, module in model.named_modules():
-        decision = policy.decide(
-            None,
-            (torch.float32,),
-            "cpu",
-            policy=rules,
-            module=path,
-            types=types[path],
-        )
-        inside = any(path.startswith(f"{outer}.") for outer in found)
-        if decision.category == optable.FP32 and not inside:
-            found[path] = module
-    return found
 
 
 def _spared(model: nn.Module, level: Level, islands: list[nn.Module]) -> set[int]:
@@ -147,51 +142,6 @@ def _spared(model: nn.Module, level: Level, islands: list[nn.Module]) -> set[int
         for module in kept
         for tensor in (*module.parameters(), *module.buffers())
     }
-
-
-def attach_island(module: nn.Module, back: torch.dtype | None = None) -> None:
-    """Let a module run in fp32, whatever region it is called in.
-
-    Args:
-        module: Its parameters and buffers are fp32.
-        back: Its output is cast to this; None: it stays fp32, for whatever autocast
-            makes of it. Without autocast, the next layer takes no other dtype than
-            that of its weights.
-    """
-    gate = _Island(back)
-    module.register_forward_pre_hook(gate.open, with_kwargs=True)
-    module.register_forward_hook(gate.close, always_call=True)
-
-
-class _Island:
-    """Casts a module's inputs to fp32 and turns autocast off while it runs."""
-
-    def __init__(self, back: torch.dtype | None) -> None:
-        self._back = back
-        self._closed: list[autocast] = []
-
-    def open(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward pre-hook."""
-        device = next(_tensors(module, args, kwargs)).device.type
-        region = autocast(device, enabled=False)
-        region.__enter__()
-        self._closed.append(region)
-        return cast_floating((args, kwargs), torch.float32)
-
-    def close(self, _module: nn.Module, _args: object, output: object) -> object:
-        """Forward hook; runs after an error too."""
-        self._closed.pop().__exit__(None, None, None)
-        return cast_floating(output, self._back) if self._back else None
-
-
-def _tensors(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[Tensor]:
-    yield from (item for item in (*args, *kwargs.values()) if torch.is_tensor(item))
-    yield from module.parameters()
-    yield torch.empty(0)
 
 
 @dataclass(frozen=True)

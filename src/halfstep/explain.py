@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from halfstep import formats, optable
-from halfstep.policy import Policy, decide, type_names
+from halfstep.policy import Policy, around, decide, deciding_rule, type_names
 from halfstep.report import Cell, Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import nn
 
     from halfstep.choice import Choice
@@ -36,7 +35,7 @@ def precision_table(
         model: Prepared: stored as its level says.
         choice: Level and format.
         policy: Rules that put modules apart.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", "mps" or "xpu".
         notes: Lines below the table.
     """
     rows: dict[tuple[str, ...], tuple[int, int]] = {}
@@ -63,25 +62,25 @@ def _runs_in(
     device: str,
 ) -> tuple[str, str]:
     """Return the format that a module runs in, and why."""
-    for depth in range(path.count(".") + 1, -1, -1):
-        outer = ".".join(path.split(".")[:depth])
-        island = decide(
-            None,
-            (torch.float32,),
-            device,
-            policy=policy,
-            module=outer,
-            types=type_names(model.get_submodule(outer)),
-        )
-        if island.category == optable.FP32 and choice.level.low:
-            return formats.FP32.name, f"rule {island.row}"
+    types = [
+        name
+        for outer in around(path)
+        for name in type_names(model.get_submodule(outer))
+    ]
+    island = deciding_rule(policy, path, types)
+    if island is not None and choice.level.low:
+        rule = policy.rules[island]
+        if rule.category == optable.FP32:
+            return formats.FP32.name, f"rule {rule}"
     if not choice.level.autocast:
         return stored, "as stored: this level has no autocast"
     operation = optable.OPERATION_OF.get(type(model.get_submodule(path)).__name__)
     if operation is None:
         return "each operation's own", "no single operation does its work"
     low = choice.format.dtype
-    decision = decide(operation, (low,), device, low=low)
+    decision = decide(
+        operation, (low,), device, policy=policy, low=low, module=path, types=types
+    )
     runs = "as called" if decision.dtype is None else _word(decision.dtype)
     return runs, decision.reason
 

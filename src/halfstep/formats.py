@@ -91,6 +91,12 @@ def parse(word: str | torch.dtype) -> FloatFormat:
     return found
 
 
+def word(dtype: torch.dtype) -> str:
+    """Return a format's short word, or torch's for a dtype that is none of ours."""
+    known = _BY_DTYPE.get(dtype)
+    return known.name if known else str(dtype).removeprefix("torch.")
+
+
 def is_low(dtype: torch.dtype) -> bool:
     """Say whether a dtype is a 16-bit float."""
     return dtype in (torch.bfloat16, torch.float16)

@@ -1,112 +1,326 @@
-"""torch's own autocast tables as rows: which operation is cast to what, per device.
+"""Which operation is cast to what, and why: torch's tables and the lean one.
 
-In: nothing. Out: `TABLES[device][operation]`, one of the treatments below, as torch
-2.13 registers them. Operation names are aten's, overload included where several
-overloads are treated alike only in part.
+In: nothing. Out: `NAMED[policy][device][operation]`, a `Row`. Operation names are
+aten's, overload included where several overloads are treated alike only in part.
 
-Sources: aten/src/ATen/autocast_mode.h (CUDA) and autocast_mode.cpp (CPU) of torch
-2.13; the rows were compared with the dispatcher's registrations.
+`TABLES` is torch 2.13's own autocast, device by device; the rows were compared with
+the dispatcher's registrations. `LEAN` is ours, and the same on every device.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 LOW = "low"
+"""Runs in the 16-bit format."""
 FP32 = "fp32"
+"""Runs in fp32: operands are copied."""
 FP32_RESULT = "fp32_result"
+"""Accumulates and answers in fp32; its operand is not copied."""
 PROMOTE = "promote"
+"""Runs in the widest format of its operands."""
+FOLLOW = "follow"
+"""Runs in the format of its first operand; the others are cast to that."""
 BANNED = "banned"
-
-REASONS = {
-    LOW: "matrix product or convolution: fast in 16 bits, accumulated in fp32",
-    FP32: "sums, exponentials, losses or a kernel without 16-bit form: fp32",
-    FP32_RESULT: "a reduction: its result is kept in fp32, its input is not copied",
-    PROMOTE: "operands must agree: the widest of their formats",
-    BANNED: "its input must be a probability, and 16 bits lose those near 0 and 1",
-}
-"""Why a treatment is what it is."""
-
-_CPU = {
-    LOW: """
-        conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm
-        linalg_vecdot baddbmm addmm _addmm_activation addbmm linear
-        _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer conv_transpose1d
-        conv_transpose2d.input conv_transpose3d.input prelu
-        scaled_dot_product_attention _native_multi_head_attention
-    """,
-    FP32: """
-        _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d
-        adaptive_max_pool3d avg_pool3d binary_cross_entropy
-        binary_cross_entropy_with_logits cdist cholesky cholesky_inverse
-        cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList
-        ctc_loss.Tensor fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn
-        fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2
-        fft_irfftn fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d
-        fractional_max_pool3d geqrf grid_sampler grid_sampler_2d grid_sampler_3d
-        hinge_embedding_loss huber_loss inverse kl_div l1_loss linalg_cholesky
-        linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh
-        linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv
-        linalg_inv_ex linalg_lstsq linalg_matrix_rank
-        linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
-        linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd
-        linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve
-        margin_ranking_loss max_pool3d max_unpool2d max_unpool3d mse_loss
-        multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward
-        nanquantile nanquantile.scalar nll_loss nll_loss2d orgqr ormqr pinverse
-        poisson_nll_loss polar prod prod.dim_int qr quantile quantile.scalar
-        reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
-        replication_pad3d smooth_l1_loss soft_margin_loss stft stft.center svd trace
-        triangular_solve triplet_margin_loss view_as_complex
-    """,
-    PROMOTE: "stack cat index_copy",
-}
-
-_CUDA = {
-    LOW: """
-        _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc
-        conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution
-        cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
-        einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul
-        linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell
-        gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
-        scaled_dot_product_attention
-    """,
-    FP32: """
-        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh
-        tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm
-        native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
-        nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss
-        nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
-        huber_loss mse_loss margin_ranking_loss multilabel_margin_loss
-        soft_margin_loss triplet_margin_loss multi_margin_loss
-        binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
-        upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
-        _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
-        upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
-        upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-    """,
-    FP32_RESULT: """
-        prod prod.dim_int softmax.int log_softmax.int cumprod cumsum
-        linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum
-        sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
-    """,
-    PROMOTE: """
-        addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put
-        tensordot scatter_add
-    """,
-    BANNED: "binary_cross_entropy",
-}
+"""Is refused."""
 
 
-def _rows(table: dict[str, str]) -> dict[str, str]:
+@dataclass(frozen=True)
+class Row:
+    """How one operation runs, and why."""
+
+    category: str
+    """One of the words above."""
+    reason: str
+    """Why this operation is treated so."""
+    source: str
+    """Where it stands so: a file of torch's source, or "halfstep lean"."""
+
+
+Group = tuple[str, str, str]
+"""Category, reason, operations."""
+
+
+def _rows(source: str, *groups: Group) -> dict[str, Row]:
     return {
-        operation: treatment
-        for treatment, operations in table.items()
+        operation: Row(category, reason, source)
+        for category, reason, operations in groups
         for operation in operations.split()
     }
 
 
-TABLES = {"cpu": _rows(_CPU), "cuda": _rows(_CUDA)}
-"""Device -> operation -> treatment. An operation without a row runs as it is called."""
+_PRODUCT = "a matrix product: fast in 16 bits, accumulated in fp32"
+_CONVOLUTION = "a convolution: fast in 16 bits, accumulated in fp32"
+_ATTENTION = "attention is two matrix products: fast in 16 bits"
+_RECURRENT = "a recurrent cell is matrix products: fast in 16 bits"
+_PRELU = "it follows a product, and its weight takes the format of that result"
+_RANGE = "exponentials and powers leave the range of 16 bits"
+_STEEP = "it is steep somewhere: there a rounded operand gives another result"
+_LOGARITHM = "a logarithm spreads the few digits that 16 bits leave"
+_NORM = "a norm sums squares: they overflow fp16 and lose digits in bf16"
+_SCALING = "normalisation subtracts and divides by sums over many elements"
+_LOSS = "a loss sums small terms, and gradients start from it"
+_PROBABILITY = "it takes logarithms of probabilities: 16 bits lose those near 0 and 1"
+_DISTANCE = "a distance sums squares of differences that nearly cancel"
+_RESAMPLING = "resampling computes coordinates and weights; in 16 bits they are coarse"
+_REDUCTION = "a reduction over many elements: its result needs the digits of fp32"
+_MIXED = "its operands must agree: the widest format loses nothing"
+_LINEAR_ALGEBRA = "linear algebra: the library below has no 16-bit kernel"
+_FFT = "Fourier transforms: the library below has no 16-bit kernel"
+_QUANTILE = "quantiles: the kernel sorts and interpolates in fp32 or fp64 only"
+_COMPLEX = "its result is complex, and its kernel makes no 16-bit parts"
+_VOLUME = "pooling and padding had no 16-bit kernel on CPU when the list was made"
+_GRID = "sampling coordinates are coarse in 16 bits"
+_QUANTISER = "quantisation is imitated on fp32 values"
+
+# Accelerators: what CUDA, XPU and MPS share
+
+_ACCELERATORS: tuple[Group, ...] = (
+    (
+        LOW,
+        _CONVOLUTION,
+        """
+        _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc
+        conv_transpose1d conv_transpose2d.input convolution
+        """,
+    ),
+    (
+        LOW,
+        _PRODUCT,
+        """
+        addmm addmv addr matmul einsum mm mv linear addbmm baddbmm bmm chain_matmul
+        linalg_multi_dot
+        """,
+    ),
+    (LOW, _ATTENTION, "scaled_dot_product_attention"),
+    (LOW, _RECURRENT, "lstm_cell"),
+    (LOW, _PRELU, "prelu"),
+    (
+        FP32,
+        _RANGE,
+        """
+        cosh exp expm1 reciprocal rsqrt sinh pow.Tensor_Scalar pow.Tensor_Tensor
+        pow.Scalar softplus logsumexp
+        """,
+    ),
+    (FP32, _STEEP, "acos asin erfinv tan"),
+    (FP32, _LOGARITHM, "log log10 log2 log1p"),
+    (FP32, _SCALING, "layer_norm native_layer_norm group_norm"),
+    (FP32, _NORM, "frobenius_norm.dim nuclear_norm nuclear_norm.dim renorm"),
+    (FP32, _DISTANCE, "cosine_similarity dist pdist cdist"),
+    (
+        FP32,
+        _LOSS,
+        """
+        poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+        hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
+        margin_ranking_loss multilabel_margin_loss soft_margin_loss
+        triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+        """,
+    ),
+    (
+        PROMOTE,
+        _MIXED,
+        """
+        addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot
+        scatter_add
+        """,
+    ),
+)
+
+_REDUCTIONS = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
+"""MPS copies their operand to fp32, CUDA and XPU ask the kernel for an fp32 result."""
+
+_UPSAMPLING = """
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
+    upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+"""
+_UPSAMPLING_SMOOTH = "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+
+# CUDA and XPU beyond that
+
+_CUDA_AND_XPU: tuple[Group, ...] = (
+    (LOW, _CONVOLUTION, "conv_transpose3d.input"),
+    (LOW, _PRODUCT, "linalg_vecdot"),
+    (LOW, _ATTENTION, "_scaled_dot_product_flash_attention"),
+    (
+        LOW,
+        _RECURRENT,
+        """
+        _thnn_fused_lstm_cell _thnn_fused_gru_cell gru_cell rnn_tanh_cell
+        rnn_relu_cell
+        """,
+    ),
+    (FP32, _SCALING, "rms_norm"),
+    (FP32, _RESAMPLING, _UPSAMPLING + _UPSAMPLING_SMOOTH),
+    (FP32_RESULT, _REDUCTION, _REDUCTIONS + "norm.Scalar norm.ScalarOpt_dim"),
+    (PROMOTE, _MIXED, "vdot"),
+)
+_BAN: Group = (BANNED, _PROBABILITY, "binary_cross_entropy")
+
+# CUDA alone
+
+_CUDA: Group = (LOW, _CONVOLUTION, "cudnn_convolution cudnn_convolution_transpose")
+
+# MPS beyond what accelerators share
+
+_NOT_ON_MPS: Group = (FP32, "it has no 16-bit kernel on MPS", "conv_transpose3d.input")
+_MPS: tuple[Group, ...] = (
+    (LOW, _CONVOLUTION, "_mps_convolution"),
+    _NOT_ON_MPS,
+    (FP32, _SCALING, "batch_norm"),
+    (FP32, _REDUCTION, _REDUCTIONS),
+)
+
+# CPU
+
+_POOLS_AND_PADS = """
+    adaptive_avg_pool3d adaptive_max_pool3d fractional_max_pool2d
+    fractional_max_pool3d max_pool3d max_unpool2d max_unpool3d reflection_pad1d
+    reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
+"""
+
+_CPU: tuple[Group, ...] = (
+    (
+        LOW,
+        _CONVOLUTION,
+        """
+        conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
+        _convolution.deprecated conv_tbc conv_transpose1d conv_transpose2d.input
+        conv_transpose3d.input
+        """,
+    ),
+    (
+        LOW,
+        _PRODUCT,
+        """
+        bmm mm linalg_vecdot baddbmm addmm _addmm_activation addbmm linear matmul
+        """,
+    ),
+    (LOW, _ATTENTION, "scaled_dot_product_attention _native_multi_head_attention"),
+    (LOW, _RECURRENT, "mkldnn_rnn_layer"),
+    (LOW, _PRELU, "prelu"),
+    (FP32, _VOLUME, "avg_pool3d" + _POOLS_AND_PADS),
+    (
+        FP32,
+        _GRID,
+        """
+        grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback
+        """,
+    ),
+    (FP32, _PROBABILITY, "binary_cross_entropy"),
+    (
+        FP32,
+        _LOSS,
+        """
+        binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy_loss
+        ctc_loss.IntList ctc_loss.Tensor hinge_embedding_loss huber_loss kl_div
+        l1_loss margin_ranking_loss mse_loss multi_margin_loss
+        multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d
+        poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss
+        """,
+    ),
+    (
+        FP32,
+        _LINEAR_ALGEBRA,
+        """
+        _lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse
+        linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig
+        linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product
+        linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
+        linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
+        linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd
+        linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr
+        pinverse qr svd triangular_solve
+        """,
+    ),
+    (
+        FP32,
+        _FFT,
+        """
+        fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft
+        fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft
+        stft.center
+        """,
+    ),
+    (FP32, _QUANTILE, "nanquantile nanquantile.scalar quantile quantile.scalar"),
+    (FP32, _COMPLEX, "polar view_as_complex"),
+    (FP32, _DISTANCE, "cdist"),
+    (FP32, _REDUCTION, "prod prod.dim_int trace"),
+    (FP32, _QUANTISER, "fake_quantize_per_tensor_affine"),
+    (PROMOTE, _MIXED, "stack cat index_copy"),
+)
+
+_MACROS = "aten/src/ATen/autocast_mode.h"
+_REGISTRATIONS = "aten/src/ATen/autocast_mode.cpp"
+
+TABLES = {
+    "cpu": _rows(_REGISTRATIONS, *_CPU),
+    "cuda": _rows(_MACROS, *_ACCELERATORS, *_CUDA_AND_XPU)
+    | _rows(_REGISTRATIONS, _CUDA, _BAN),
+    "mps": _rows(_REGISTRATIONS, *_ACCELERATORS, *_MPS),
+    "xpu": _rows(_MACROS, *_ACCELERATORS, *_CUDA_AND_XPU) | _rows(_REGISTRATIONS, _BAN),
+}
+"""Device -> operation -> row, as torch has it. An operation without a row runs as it
+is called."""
+
+# Lean: torch's rows for CUDA and CPU, but for these
+
+_KERNEL_SUMS_IN_FP32 = "its kernel accumulates in fp32 whatever it is given"
+_FEW_PIXELS = "it copies or mixes few pixels, at coordinates that stay fp32"
+_LEAN: tuple[Group, ...] = (
+    (LOW, _CONVOLUTION, "_mps_convolution"),
+    (
+        FOLLOW,
+        _KERNEL_SUMS_IN_FP32,
+        "layer_norm native_layer_norm rms_norm group_norm softmax.int",
+    ),
+    (FOLLOW, _FEW_PIXELS, _UPSAMPLING),
+    (FP32, "it has no 16-bit kernel on CPU", _UPSAMPLING_SMOOTH + " avg_pool3d"),
+    (
+        FP32,
+        "half of its norms have no 16-bit kernel, not even for an fp32 result",
+        "linalg_matrix_norm linalg_matrix_norm.str_ord",
+    ),
+    (FP32, _PROBABILITY, "binary_cross_entropy"),
+    (PROMOTE, _MIXED, "grid_sampler grid_sampler_2d grid_sampler_3d"),
+)
+_LEAN_AS_CALLED = _POOLS_AND_PADS + "fake_quantize_per_tensor_affine"
+"""They have fp32 on CPU in torch's table; today their 16-bit kernels are there."""
+
+_LEAN_CPU: Group = (
+    LOW,
+    _RECURRENT,
+    """
+    gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
+    """,
+)
+"""On CUDA cuDNN packs the weights of whole layers itself, and casts them."""
+
+
+def _lean(*own: Group) -> dict[str, Row]:
+    """Return the rows that hold on every device, and a device's own over them."""
+    torch_rows = TABLES["cpu"] | TABLES["cuda"]
+    for operation in _LEAN_AS_CALLED.split():
+        del torch_rows[operation]
+    groups = [(row.category, row.reason, name) for name, row in torch_rows.items()]
+    return _rows("halfstep lean", *groups, *_LEAN, *own)
+
+
+LEAN = {
+    "cpu": _lean(_LEAN_CPU),
+    "cuda": _lean(),
+    "mps": _lean(_NOT_ON_MPS),
+    "xpu": _lean(),
+}
+"""Device -> operation -> row, of the policy named lean."""
+
+NAMED = {"torch": TABLES, "lean": LEAN}
+"""Name of a policy -> its tables."""
 
 NORMALISATION = ("_NormBase", "LayerNorm", "RMSNorm", "GroupNorm")
 """Endings of class names, a module's own or its bases', whose few parameters stay

@@ -1,106 +1,40 @@
-"""One call prepares a model and its optimizer; a `Session` trains them.
+"""A model and an optimizer at work at one level.
 
-In: a model, an optimizer, a level and a dtype, or "auto". Out: a session whose step
-collects gradients, unscales them, agrees on overflow, clips and updates, and publishes
-weights, and says what it did.
+In: both, a choice of level and format, a policy. Out: a session whose step collects
+gradients, unscales them, agrees on overflow, clips and updates, and publishes weights,
+and says what it did.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep import convert, distributed, fused, levels
-from halfstep.casting import autocast
-from halfstep.choice import Choice, cautions, choose
+from halfstep import convert, distributed, fused
 from halfstep.errors import UserError
 from halfstep.explain import precision_table
 from halfstep.formats import is_low
+from halfstep.forward import Regions
 from halfstep.master import MasterWeights, NoMasters
-from halfstep.policy import Policy
-from halfstep.scaler import Late, LossScaler, ScaleRule, collapse, is_collapsed
+from halfstep.scaler import Late, collapse, is_collapsed
 from halfstep.stats import StepReport, dense, non_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from halfstep.casting import Region
+    from halfstep.choice import Choice
+    from halfstep.policy import Policy
     from halfstep.report import Table
+    from halfstep.scaler import LossScaler
+    from halfstep.steered import Steered
 
 STATE_VERSION = 1
-
-
-def prepare(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    level: str | Choice = "auto",
-    *,
-    dtype: str | torch.dtype = "auto",
-    policy: Policy | str = "torch",
-    loss_scale: str | float = "auto",
-    clip_grad_norm: float | None = None,
-    accumulate: int = 1,
-    master: str = "fp32",
-    names: Iterable[tuple[str, nn.Parameter]] | None = None,
-    process_group: torch.distributed.ProcessGroup | None = None,
-) -> Session:
-    """Prepare a model and its optimizer, in place, to train in mixed precision.
-
-    Args:
-        model: On its device, in fp32. Where the level stores weights in 16 bits, wrap
-            `session.model` for data parallelism afterwards.
-        optimizer: Any torch optimizer over the model's parameters.
-        level: "O0" to "O3"; "auto" takes what this machine measures as worth it. A
-            `Choice` is taken as it is, dtype included.
-        dtype: "bf16", "fp16"; "auto" takes bf16 unless only fp16 is fast here.
-        policy: "torch", or a `Policy` whose rules keep modules in fp32.
-        loss_scale: "dynamic", "none" or a number; "auto" is dynamic for fp16, none
-            otherwise. Steps with inf or NaN gradients are skipped in every case.
-        clip_grad_norm: Largest norm of all unscaled gradients; None neither clips nor
-            takes the norm, `math.inf` only takes it.
-        accumulate: Micro-batches in one optimizer step, >= 1. The loss of each is
-            divided by it, so that their mean counts.
-        master: "fp32", the one form of master weights there is.
-        names: (name, parameter) for reports; default the model's own.
-        process_group: Ranks that must agree to skip. Not needed under DDP, whose
-            averaged gradients carry an inf to every rank.
-
-    Raises:
-        UserError: If a word is unknown or a number out of range.
-    """
-    if accumulate < 1:
-        message = f"accumulate={accumulate} must be at least 1 micro-batch a step."
-        raise UserError(message)
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        message = f"clip_grad_norm={clip_grad_norm} must be above 0, or None."
-        raise UserError(message)
-    if master != "fp32":
-        message = f"master={master!r} is not a form of master weights; choose 'fp32'."
-        raise UserError(message)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if isinstance(optimizer, torch.optim.LBFGS):
-        message = "LBFGS evaluates the model inside its step; use another optimizer."
-        raise UserError(message)
-    kind = device.type
-    choice = level if isinstance(level, Choice) else choose(level, dtype, kind)
-    for caution in cautions(choice, optimizer, kind):
-        warnings.warn(caution, stacklevel=2)
-    if loss_scale == "auto":
-        loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
-    return Session(
-        model,
-        optimizer,
-        choice,
-        policy=Policy.parse(policy) if isinstance(policy, str) else policy,
-        scaler=LossScaler(ScaleRule.parse(loss_scale), device),
-        clip_grad_norm=clip_grad_norm,
-        accumulate=accumulate,
-        names=model.named_parameters() if names is None else names,
-        process_group=process_group,
-    )
 
 
 class Session:
@@ -135,6 +69,8 @@ class Session:
         self._names = {id(param): name for name, param in names}
         conversion = convert.convert_(model, choice.level, choice.format.dtype, policy)
         self.policy = conversion.policy
+        self._implied = len(self.policy.rules) - len(policy.rules)
+        self._regions = Regions(choice, self.policy, self._device.type)
         self._masters: MasterWeights | NoMasters = NoMasters()
         if choice.level.masters:
             self._masters = MasterWeights(optimizer, conversion.originals)
@@ -145,19 +81,27 @@ class Session:
         self._late = Late()
 
     @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Open the region for the forward pass and the loss of one micro-batch."""
-        on = self.choice.level.autocast
-        low = self.choice.format.dtype if on else None
-        last = self._micro + 1 == self.accumulate
-        # Under DDP, gradients that leave the model for their masters after each
-        # micro-batch are averaged each time; others wait for the last one.
-        quiet = not last and not self._masters.pairs
+    def autocast(self, *, record: bool = False) -> Iterator[Region | Steered]:
+        """Open the region for the forward pass and the loss of one micro-batch.
+
+        Args:
+            record: Observe each operation, for `explain` to tell; slow.
+        """
         with contextlib.ExitStack() as regions:
-            if quiet:
+            if self._quiet:
                 regions.enter_context(distributed.unsynchronised(self.model))
-            regions.enter_context(autocast(self._device.type, low, enabled=on))
-            yield
+            region = self._regions.open(record=record)
+            with region:
+                yield region
+
+    @property
+    def _quiet(self) -> bool:
+        """Gradients of this micro-batch need not be averaged over processes yet.
+
+        Those that leave the model for their masters after each micro-batch are
+        averaged each time; others wait for the last one.
+        """
+        return self._micro + 1 < self.accumulate and not self._masters.pairs
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of the scaled loss; more losses may follow.
@@ -166,7 +110,8 @@ class Session:
             loss: Mean loss of the micro-batch, shape ().
         """
         self._loss = loss.detach()
-        self.scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
+        with self._regions.folding():
+            self.scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
@@ -188,6 +133,9 @@ class Session:
         self._clip_and_update(report)
         self.scaler.update(found_inf)
         self._watch(report)
+        unmatched = self._regions.stepped(self._implied)
+        if unmatched:
+            warnings.warn(unmatched, stacklevel=2)
         return report
 
     def _ends_window(self) -> bool:
@@ -314,7 +262,11 @@ class Session:
         return int(self._skipped)
 
     def explain(self) -> Table:
-        """Return which modules are stored and run in what, and why, as a table."""
+        """Return what ran how, and why, as a table.
+
+        After a region with `session.autocast(record=True)` each operation in it has a
+        row; before, each type of module, with what it is stored and runs in.
+        """
         moves = "dynamic" if self.scaler.rule.backoff_factor < 1 else "fixed"
         notes = (
             f"level {self.choice}: {self.choice.reason}",
@@ -322,6 +274,9 @@ class Session:
             f"fp32 master weights: {sum(m.numel() for _, m in self._masters.pairs)}",
             f"loss scale: {self.scaler.state.scale.item():g}, {moves}",
         )
+        ran = self._regions.table()
+        if ran is not None:
+            return replace(ran, notes=(*ran.notes, *notes))
         return precision_table(
             self._bare, self.choice, self.policy, self._device.type, notes
         )

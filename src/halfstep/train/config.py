@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from halfstep.errors import UserError
+from halfstep.policy import Policy
 
 _TYPES = {"str": str, "int": int, "float": float}
 _MOST_SEED = 2**32  # torch takes 64 bits, and each step's own seed is a multiple
@@ -78,9 +79,9 @@ class TrainConfig:
         "S",
     )
     policy: str = _flag(
-        "torch",
-        "torch, and rules that keep modules in fp32: 'torch + module:classifier=fp32' "
-        "(default torch)",
+        "lean",
+        "lean or torch, with rules behind: 'lean + module:classifier=fp32 + "
+        "op:softmax=fp32'; or a TOML file that holds them (default lean)",
         "precision",
         "P",
     )
@@ -207,9 +208,13 @@ def _fits(value: object, setting: Field[Any]) -> bool:
 
 
 def typed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that were typed."""
+    """Return the settings that were typed, a policy's file read."""
     names = {setting.name for setting in fields(TrainConfig)}
-    return {key: value for key, value in vars(arguments).items() if key in names}
+    given = {key: value for key, value in vars(arguments).items() if key in names}
+    if given.get("policy", "").endswith(".toml"):
+        # The run must not depend on what becomes of the file.
+        given["policy"] = str(Policy.load(given["policy"]))
+    return given
 
 
 def resumed(saved: dict[str, Any], given: dict[str, Any]) -> TrainConfig:

@@ -18,7 +18,7 @@ import torch
 from halfstep import checkpoint, distributed, formats, levels, machine
 from halfstep.choice import Choice, choose
 from halfstep.errors import UserError
-from halfstep.session import prepare
+from halfstep.preparing import prepare
 from halfstep.train import text
 from halfstep.train.batches import Encoded
 from halfstep.train.config import TrainConfig, resumed

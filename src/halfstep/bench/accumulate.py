@@ -1,0 +1,233 @@
+"""`halfstep bench accumulate`: several micro-batches to a step of the optimizer.
+
+In: flags. Out: a table of time, memory and casts of weights. The network is that of
+torch's recipe on automatic mixed precision: linear layers with ReLU between them, mean
+squared error, SGD. Contenders take turns in one process; for memory each runs two
+steps more in a process of its own, to which this module is the program.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep import formats, machine
+from halfstep.bench import measure
+from halfstep.bench.loops import Loop, PlainLoop, SessionLoop
+from halfstep.preparing import prepare
+from halfstep.report import Cell, Table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+BASELINE = "torch.amp"
+CONTENDERS = {
+    BASELINE: None,
+    "O1 torch": ("O1", "torch"),
+    "O1 lean": ("O1", "lean"),
+    "O2 lean": ("O2", "lean"),
+}
+"""Name -> level and policy of a Session; None: torch.autocast and GradScaler."""
+
+Batches = list[tuple[Tensor, Tensor]]
+
+_COLUMNS = (
+    "contender",
+    "ms a step",
+    f"x {BASELINE}",
+    "+-",
+    "peak MiB",
+    "weights cast",
+    "loss",
+)
+_PEAK = {
+    "cpu": "resident, libraries included",
+    "cuda": "allocated by torch on the GPU",
+}
+_LR = 1e-3
+_SMALL = 8  # a width at which all memory is that of libraries
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every contender trains, and where."""
+
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """"bf16" or "fp16"."""
+    layers: int
+    width: int
+    """Inputs and outputs of each layer."""
+    batch: int
+    """Examples of one micro-batch."""
+    accumulate: int
+    """Micro-batches of one step."""
+
+
+def tables(arguments: argparse.Namespace) -> list[Table]:
+    """Run the contenders in turn; return their medians.
+
+    Raises:
+        UserError: If cuda is asked for and there is none, or a contender fails.
+    """
+    device = measure.pick_device(arguments.device)
+    work = Work(
+        device,
+        arguments.dtype,
+        arguments.layers,
+        arguments.width,
+        arguments.batch,
+        arguments.accumulate,
+    )
+    peaks = {name: _peak_apart(name, work) for name in CONTENDERS}
+    least = _peak_apart(BASELINE, replace(work, width=_SMALL, batch=1))
+    batches = draw_batches(work)
+    loops = {name: make_loop(name, work) for name in CONTENDERS}
+    for loop in loops.values():
+        loop.step(batches)  # what is made once is made here
+    casts = {name: weight_casts(loop, batches) for name, loop in loops.items()}
+    losses: dict[str, Tensor] = {}
+
+    def turn(name: str) -> float:
+        losses[name], took = measure.timed(lambda: loops[name].step(batches), device)
+        return took
+
+    turns = {name: partial(turn, name) for name in loops}
+    times = measure.take_turns(turns, arguments.rounds)
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (
+            name,
+            times.median(name) * 1e3,
+            times.ratio(name, BASELINE),
+            times.spread(name, BASELINE),
+            peaks[name] / _MIB,
+            casts[name],
+            losses[name].item(),
+        )
+        for name in CONTENDERS
+    )
+    peak_note = (
+        f"peak: {_PEAK[device]}, by a process of its own in its first two steps; "
+        f"{least / _MIB:.0f} MiB for width {_SMALL}"
+    )
+    notes = (
+        f"{measure.in_turn(arguments.rounds)}; {measure.SPREAD}",
+        f"{BASELINE} runs beside kernels of ours, whose price `bench autocast` tells",
+        peak_note,
+        "weights cast: how often one step writes a weight or bias in 16 bits",
+        f"loss: of the last micro-batch after {arguments.rounds + 2} steps",
+        *measure.conditions("accumulate", device, arguments),
+    )
+    return [Table("Gradient accumulation", _COLUMNS, rows, notes)]
+
+
+def _peak_apart(name: str, work: Work) -> int:
+    """Return the bytes that a contender takes in a process of its own."""
+    task = asdict(work) | {"contender": name}
+    found: int = measure.apart("halfstep.bench.accumulate", task)["peak_bytes"]
+    measure.progress(f"memory of {name}, width {work.width}: {found / _MIB:.0f} MiB")
+    return found
+
+
+def draw_batches(work: Work) -> Batches:
+    """Return the micro-batches of every step."""
+    torch.manual_seed(0)
+    shape = work.batch, work.width
+    return [
+        (
+            torch.randn(shape, device=work.device),
+            torch.randn(shape, device=work.device),
+        )
+        for _ in range(work.accumulate)
+    ]
+
+
+def make_loop(name: str, work: Work) -> Loop:
+    """Return a contender; all begin with the same weights."""
+    torch.manual_seed(1)
+    layers: list[nn.Module] = []
+    for _ in range(work.layers):
+        layers += [nn.Linear(work.width, work.width), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1]).to(work.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
+    chosen = CONTENDERS[name]
+    if chosen is None:
+        dtype = formats.parse(work.dtype).dtype
+        return PlainLoop(model, optimizer, loss_of, work.device, dtype)
+    level, policy = chosen
+    session = prepare(
+        model,
+        optimizer,
+        level,
+        dtype=work.dtype,
+        policy=policy,
+        accumulate=work.accumulate,
+    )
+    return SessionLoop(session, loss_of)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean squared error of a micro-batch."""
+    inputs, targets = batch
+    loss: Tensor = F.mse_loss(model(inputs), targets)
+    return loss
+
+
+def weight_casts(loop: Loop, batches: Batches) -> int:
+    """Return how often one step writes a weight in 16 bits."""
+    before = loop.casts()
+    seen = _Writes(loop.model)
+    with seen:
+        loop.step(batches)
+    return seen.count + loop.casts() - before
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts casts of a model's weights, and masters rounded into them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = {id(weight) for weight in model.parameters()}
+        self.count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if func is torch.ops.aten._to_copy.default:  # noqa: SLF001
+            self.count += self._held(args[:1])
+        elif func is torch.ops.aten._foreach_copy_.default:
+            self.count += self._held(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _held(self, tensors: Sequence[Tensor]) -> int:
+        return sum(id(tensor) in self._weights for tensor in tensors)
+
+
+def peak(task: dict[str, Any]) -> dict[str, Any]:
+    """Run two steps of a contender; return the most memory that was held."""
+    name = task.pop("contender")
+    work = Work(**task)
+    batches, loop = draw_batches(work), make_loop(name, work)
+    for _ in range(2):
+        loop.step(batches)
+    measure.wait(work.device)
+    return {"peak_bytes": machine.peak_memory(work.device)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(peak(json.loads(sys.argv[1]))))

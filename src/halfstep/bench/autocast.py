@@ -1,0 +1,290 @@
+"""`halfstep bench autocast`: what one operation and one region cost.
+
+In: flags. Out: tables. The same operations run in a region of torch.autocast and in
+one of ours: as torch's table says, where both run torch's kernels; under a rule, where
+ours runs a kernel of ours; and outside, where that kernel passes them on.
+
+A kernel serves the whole process, so stock operations are measured before the first is
+installed; after that, whoever is to run without it has it withdrawn before his turn.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
+
+from halfstep import formats, kernels, steering
+from halfstep.bench import measure
+from halfstep.bench.operations import Call, Ruled, ruled_operations, stock_operations
+from halfstep.casting import autocast
+from halfstep.policy import Policy
+from halfstep.report import Cell, Table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterable
+
+Opened: TypeAlias = AbstractContextManager[Any]
+"""A region, torch's or ours."""
+
+STOCK_TARGET = 1.05
+"""Time of a stock operation in our region, over torch's."""
+RULE_TARGET = 7.0
+"""Microseconds that an operation under a rule may take longer than one cast by hand."""
+
+_TURN = 0.05
+"""Seconds after which a turn has lasted long enough, whatever --calls says."""
+_MICRO = 1e6
+_ISLAND = "where torch would cast again, in a region with enabled=False, made each time"
+_STEERED = "torch + op:gelu=fp32"
+"""Policy of the steered regions that are entered and left."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how long to measure."""
+
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: torch.dtype
+    """The regions' 16-bit dtype."""
+    calls: int
+    """Calls in one turn, at most."""
+    rounds: int
+    """Turns of each contender."""
+
+    def torchs(self) -> torch.autocast:
+        """Make a region of torch's."""
+        return torch.autocast(self.device, self.dtype)
+
+    def ours(self, policy: str | None = None) -> Opened:
+        """Make a region of ours."""
+        return autocast(self.device, self.dtype, policy=policy)
+
+
+def tables(arguments: argparse.Namespace) -> list[Table]:
+    """Measure everything, stock operations first.
+
+    Raises:
+        UserError: If cuda is asked for and there is none.
+    """
+    device = measure.pick_device(arguments.device)
+    dtype = formats.parse(arguments.dtype).dtype
+    place = Place(device, dtype, arguments.calls, arguments.rounds)
+    notes = tuple(measure.conditions("autocast", device, arguments))
+    return [
+        _stock_table(place, arguments.sizes, notes),
+        _region_table(place, notes),
+        *_rule_tables(place, arguments.sizes, notes),
+    ]
+
+
+# One turn of one contender
+
+
+def _inside(region: Opened, call: Call, calls: int, place: Place) -> float:
+    """Return the seconds of a call inside a region; entering it is not counted."""
+    with region:
+        call()  # casts what stays cast for the region
+        return measure.per_call(call, calls, place.device)
+
+
+def _withdrawn(names: Iterable[str], turn: Callable[[], float]) -> float:
+    """Take a turn without our kernels for some operations."""
+    for name in names:
+        kernels.step_aside(name)
+    return turn()
+
+
+def _installed(names: Iterable[str], turn: Callable[[], float], place: Place) -> float:
+    """Take a turn with our kernels for some operations."""
+    kernels.install(place.device, names)
+    return turn()
+
+
+def _calls(call: Call, place: Place) -> int:
+    """Return how many calls make a turn."""
+    once = _inside(place.torchs(), call, 3, place)
+    return max(1, min(place.calls, int(_TURN / once)))
+
+
+# As torch's table says
+
+
+def _stock_table(place: Place, sizes: list[int], notes: tuple[str, ...]) -> Table:
+    """Compare operations that both regions leave to torch's kernels."""
+    rows: list[tuple[Cell, ...]] = []
+    for size in sizes:
+        for name, call in stock_operations(size, place.device).items():
+            calls = _calls(call, place)
+            contenders = {
+                "torch": partial(_inside, place.torchs(), call, calls, place),
+                "halfstep": partial(_inside, place.ours(), call, calls, place),
+            }
+            times = measure.take_turns(contenders, place.rounds)
+            ratio = times.ratio("halfstep", "torch")
+            rows.append(
+                (
+                    name,
+                    size,
+                    times.median("torch") * _MICRO,
+                    times.median("halfstep") * _MICRO,
+                    ratio,
+                    times.spread("halfstep", "torch"),
+                    ratio <= STOCK_TARGET,
+                )
+            )
+        measure.progress(f"stock operations, size {size}: done")
+    columns = (
+        "operation",
+        "size",
+        "torch.autocast us",
+        "hs.autocast us",
+        "x torch",
+        "+-",
+        f"within {STOCK_TARGET}",
+    )
+    more = (
+        "us: microseconds of a forward call in an open region",
+        f"{measure.in_turn(place.rounds)}; {measure.SPREAD}",
+        "linear, conv2d and layer_norm have weights that learn, cast once a region",
+    )
+    return Table("Stock operations", columns, tuple(rows), (*more, *notes))
+
+
+# Entering and leaving
+
+
+def _entry(region: Opened) -> Call:
+    def call() -> None:
+        with region:
+            pass
+
+    return call
+
+
+def _made_and_entered(make: Callable[[], Opened]) -> Call:
+    def call() -> None:
+        with make():
+            pass
+
+    return call
+
+
+def _region_table(place: Place, notes: tuple[str, ...]) -> Table:
+    """Compare what it costs to enter and leave an empty region."""
+    steered = partial(place.ours, _STEERED)
+    x = torch.ones(1, device=place.device)
+    with steered():
+        F.gelu(x)  # a rule that had matched nothing would be warned of
+    regions = {
+        "torch.autocast, reused": _entry(place.torchs()),
+        "torch.autocast, made each time": _made_and_entered(place.torchs),
+        "hs.autocast, reused": _entry(place.ours()),
+        "hs.autocast, made each time": _made_and_entered(place.ours),
+        "hs.autocast with a rule, reused": _entry(steered()),
+        "hs.autocast with a rule, made each time": _made_and_entered(steered),
+    }
+    turns = {
+        name: partial(measure.per_call, call, place.calls, place.device)
+        for name, call in regions.items()
+    }
+    times = measure.take_turns(turns, place.rounds)
+    baseline = next(iter(regions))
+    rows = tuple(
+        (
+            name,
+            times.median(name) * _MICRO,
+            times.ratio(name, baseline),
+            times.excess(name, baseline) * _MICRO,
+        )
+        for name in regions
+    )
+    columns = ("region", "us", "x torch reused", "us more")
+    more = (
+        f"us: to enter and leave, with nothing inside; the rule: {_STEERED!r}",
+        measure.in_turn(place.rounds),
+    )
+    return Table("Regions", columns, rows, (*more, *notes))
+
+
+# Under a rule
+
+
+def _ruled_times(ruled: Ruled, place: Place) -> measure.Times:
+    """Let four contenders run one operation: see `_rule_tables`."""
+    policy = f"torch + {ruled.rule}"
+    names = tuple(steering.rows_for(Policy.parse(policy), place.device))
+    calls = _calls(ruled.by_hand, place)
+    stock = partial(_inside, place.torchs(), ruled.call, calls, place)
+    by_hand = partial(_inside, place.torchs(), ruled.by_hand, calls, place)
+    contenders = {
+        "torch": partial(_withdrawn, names, stock),
+        "by hand": partial(_withdrawn, names, by_hand),
+        "passed on": partial(_installed, names, stock, place),
+        # Entering it installs the kernels.
+        "halfstep": partial(_inside, place.ours(policy), ruled.call, calls, place),
+    }
+    return measure.take_turns(contenders, place.rounds)
+
+
+def _rule_tables(
+    place: Place, sizes: list[int], notes: tuple[str, ...]
+) -> tuple[Table, Table]:
+    """Compare operations under a rule, and those that a kernel of ours passes on."""
+    under: list[tuple[Cell, ...]] = []
+    passed: list[tuple[Cell, ...]] = []
+    for size in sizes:
+        for ruled in ruled_operations(size, place.device, place.dtype):
+            times = _ruled_times(ruled, place)
+            price = times.excess("halfstep", "by hand") * _MICRO
+            under.append(
+                (
+                    ruled.rule,
+                    size,
+                    *(times.median(n) * _MICRO for n in ("torch", "by hand")),
+                    times.median("halfstep") * _MICRO,
+                    times.excess("halfstep", "torch") * _MICRO,
+                    price,
+                    price <= RULE_TARGET,
+                )
+            )
+            passed.append(
+                (
+                    ruled.rule.partition(":")[2].partition("=")[0],
+                    size,
+                    *(times.median(n) * _MICRO for n in ("torch", "passed on")),
+                    times.excess("passed on", "torch") * _MICRO,
+                )
+            )
+        measure.progress(f"operations under rules, size {size}: done")
+    rounds = measure.in_turn(place.rounds)
+    columns = (
+        "rule",
+        "size",
+        "torch us",
+        "by hand us",
+        "halfstep us",
+        "over torch us",
+        "over by hand us",
+        f"within {RULE_TARGET:g}",
+    )
+    more = (
+        "torch: as called, by torch's table, no kernel of ours; over: what ours costs",
+        "by hand: made to run as the rule says, by .to() or .float(); " + _ISLAND,
+        rounds,
+    )
+    beside = (
+        "torch: no kernel of ours; passed on: the same, but one of ours is installed",
+        rounds,
+    )
+    heads = ("operation", "size", "torch us", "passed on us", "us more")
+    return (
+        Table("Operations under a rule", columns, tuple(under), (*more, *notes)),
+        Table("Operations passed on", heads, tuple(passed), (*beside, *notes)),
+    )

@@ -1,0 +1,81 @@
+"""16-bit gradients added up in fp32, without fresh memory.
+
+In: a weight and a 16-bit gradient. Out: the weight's `.grad` in fp32; on a CPU in a
+buffer that serves every step again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from halfstep.formats import is_low
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from torch import Tensor
+
+_CHUNK = 1 << 18
+"""Numbers added at a time on a CPU: their fp32 copies, 1 MiB, stay in its cache."""
+
+
+@torch.no_grad()
+def add_(total: Tensor, part: Tensor) -> None:
+    """Add a 16-bit tensor to an fp32 one of the same shape, in place.
+
+    Why: on a CPU, torch first copies the whole of `part` to fp32, into fresh memory.
+
+    Args:
+        total: fp32.
+        part: bf16 or fp16.
+    """
+    flat = total.is_contiguous() and part.is_contiguous()
+    if total.device.type != "cpu" or not flat or total.numel() <= _CHUNK:
+        total.add_(part)
+        return
+    torch._foreach_add_(total.view(-1).split(_CHUNK), part.view(-1).split(_CHUNK))  # type: ignore[no-untyped-call]
+
+
+class Gradients:
+    """Adds 16-bit gradients to those of fp32 weights, while it is open.
+
+    Why: autograd casts each one to fp32 in fresh memory and adds it in a second pass.
+    It must be open only during a backward pass whose gradients all go to `.grad`.
+    What DDP has attached to a weight still runs, after the gradient is in its place.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self._buffers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+
+    def take(self, weight: Tensor, gradient: Tensor) -> bool:
+        """Add a gradient to `weight.grad`; say no where autograd must do it.
+
+        Hooks on the weight must see its gradient, and a graph of the backward pass
+        needs one.
+        """
+        hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # noqa: SLF001
+        if (
+            not self.open
+            or hooks
+            or torch.is_grad_enabled()
+            or gradient.layout != torch.strided
+            or not is_low(gradient.dtype)
+            or (weight.grad is not None and weight.grad.layout != torch.strided)
+        ):
+            return False
+        if weight.grad is not None:
+            add_(weight.grad, gradient)
+            return True
+        if weight.device.type != "cpu":
+            # There fresh memory costs nothing, and kept memory is missed elsewhere.
+            weight.grad = gradient.to(weight.dtype)
+            return True
+        buffer = self._buffers.get(weight)
+        if buffer is None or buffer.shape != weight.shape:
+            buffer = self._buffers[weight] = torch.empty_like(weight)
+        weight.grad = buffer.copy_(gradient)
+        return True

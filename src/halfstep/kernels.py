@@ -1,0 +1,296 @@
+"""Python kernels at torch's autocast keys, for the operations that a policy steers.
+
+In: a device and operations. Out: torch's dispatcher asks the frame in force how each
+of them runs, wherever it is called: in C++ composites, in other threads, in a
+recomputation. Where no frame is in force torch's own kernel runs, as if ours were not.
+
+Such a kernel serves the whole process, and costs some microseconds a call; operations
+that no policy steers keep torch's alone. Where autocast is off none of them is reached.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.library import Library
+
+from halfstep import gate, optable
+from halfstep.gate import Frame, Row
+from halfstep.policy import KEEP, cast_to
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from halfstep.cast_cache import CastCache
+
+Call: TypeAlias = "Callable[..., Any]"
+
+KEYS = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "mps": "AutocastMPS",
+    "xpu": "AutocastXPU",
+}
+"""Device type -> the dispatch key at which torch casts."""
+
+_WITH_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
+"""Reductions without a dtype argument -> the overload that has one."""
+
+_lock = threading.Lock()
+_installed: dict[tuple[str, str], Library] = {}
+_torchs: dict[tuple[str, str], Call] = {}
+
+
+def install(device: str, names: Iterable[str]) -> None:
+    """Let the dispatcher ask us about operations on a device, from now on.
+
+    Args:
+        device: "cpu", "cuda", "mps" or "xpu".
+        names: aten's ("softmax.int") or other libraries' ("ns::name").
+    """
+    with _lock:
+        for name in names:
+            if (device, name) not in _installed:
+                _installed[device, name] = _register(device, name)
+
+
+def step_aside(name: str) -> list[str]:
+    """Withdraw our kernels for an operation, so that another may be put behind them.
+
+    Returns:
+        The devices for which to `install` it again.
+    """
+    with _lock:
+        devices = [device for device, known in _installed if known == name]
+        for device in devices:
+            _installed.pop((device, name))._destroy()  # type: ignore[no-untyped-call] # noqa: SLF001
+        for device in KEYS:
+            _torchs.pop((device, name), None)
+    return devices
+
+
+class Everywhere:
+    """While open, kernels for operations that need one only while observed."""
+
+    def __init__(self, device: str, names: Iterable[str]) -> None:
+        self._device = device
+        self._names = tuple(names)
+        self._libraries: list[Library] = []
+
+    def __enter__(self) -> None:
+        with _lock:
+            missing = [n for n in self._names if (self._device, n) not in _installed]
+            self._libraries = [_register(self._device, name) for name in missing]
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            for library in self._libraries:
+                library._destroy()  # type: ignore[no-untyped-call] # noqa: SLF001 -- the one way back
+            self._libraries = []
+
+
+def overload_of(name: str) -> torch._ops.OpOverload:
+    """Return the operation that a name means."""
+    namespace, _, rest = name.rpartition("::")
+    packet, _, overload = rest.partition(".")
+    found: torch._ops.OpOverload = getattr(
+        getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default"
+    )
+    return found
+
+
+def _register(device: str, name: str) -> Library:
+    """Put a kernel of ours in front of torch's."""
+    op = overload_of(name)
+    key = KEYS[device]
+    if (device, name) not in _torchs:
+        _torchs[device, name] = _torchs_own(device, name, op)
+    torchs = _torchs[device, name]
+    run = runner(device, name, op)
+
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        frame = gate.in_force(device)
+        row = frame.plan.get(name) if frame is not None else None
+        if frame is None or row is None:
+            return torchs(keyset, *args, **kwargs)
+        if row.rule is not None:
+            frame.matched.add(row.rule)
+        if frame.recorder is not None and not frame.closed:
+            as_told = partial(run, frame, row, args, kwargs)
+            as_torch = partial(torchs, keyset, *args, **kwargs)
+            chosen = as_torch if row.stock else as_told
+            return frame.recorder.observe(name, frame, chosen, (args, kwargs))
+        if row.stock:
+            return torchs(keyset, *args, **kwargs)
+        return run(frame, row, args, kwargs)
+
+    library = Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        # Overriding torch's own kernel is the purpose.
+        warnings.simplefilter("ignore", UserWarning)
+        spelt = name.rpartition("::")[2]
+        library.impl(spelt, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _torchs_own(device: str, name: str, op: torch._ops.OpOverload) -> Call:
+    """Return what torch does with an operation at the key, before we stand there."""
+    key = KEYS[device]
+    full = name if "::" in name else f"aten::{name}"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(full, key):  # noqa: SLF001
+        return passing_on(op, key)
+    if hasattr(torch.library, "get_kernel"):
+        own: Call = torch.library.get_kernel(full, key).call_boxed
+        return own
+    # Before torch 2.9 nobody could call a kernel that stands behind another.
+    run = runner(device, name, op)
+    known = optable.TABLES[device].get(name)
+    row = Row(known.category if known else KEEP, None, stock=True)
+
+    def as_torch(_: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return run(None, row, args, kwargs)
+
+    return as_torch
+
+
+def passing_on(op: torch._ops.OpOverload, key: str) -> Call:
+    """Return the function that hands an operation on to the keys below one of ours.
+
+    What it calls inside is still cast, unlike under `runner`.
+    """
+    own = DispatchKey.__members__[key]
+    below = torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
+    excluded = DispatchKeySet(own)
+    written = {a.name for a in op._schema.arguments if a.alias_info is not None}  # noqa: SLF001
+    may_be_number = [
+        place
+        for place, argument in enumerate(op._schema.arguments)  # noqa: SLF001
+        if str(argument.type) == "Tensor" and argument.name not in written
+    ]
+    redispatch = op._handle.redispatch_boxed  # noqa: SLF001 -- spares a call
+
+    def pass_on(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        for place in may_be_number:
+            if place < len(args) and not isinstance(args[place], Tensor):
+                # `x.add_(1)`: only a call from the top takes a number for a tensor.
+                with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
+                    return op(*args, **kwargs)
+        return redispatch(keyset & below, *args, **kwargs)
+
+    return pass_on
+
+
+def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
+    """Return the function that casts an operation's operands and runs it.
+
+    It takes a frame (None: no cache), a row, positional and keyword arguments.
+    """
+    excluded = DispatchKeySet(DispatchKey.__members__[KEYS[device]])
+    wide = overload_of(_WITH_DTYPE[name]) if name in _WITH_DTYPE else op
+    on: On = attrgetter(f"is_{device}")
+
+    def run(
+        frame: Frame | None, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401
+        # As in torch: what an operation calls inside is not cast again.
+        with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
+            if row.category == KEEP:
+                return op(*args, **kwargs)
+            if row.category == optable.BANNED:
+                raise RuntimeError(_banned(name, frame, row))
+            if row.category == optable.FP32_RESULT:
+                if not _eligible(args[0], on) or _has_dtype(op, args, kwargs):
+                    return op(*args, **kwargs)
+                return wide(*args, **kwargs, dtype=torch.float32)
+            low = torch.get_autocast_dtype(device)
+            if row.category in _BY_OPERANDS:
+                found = _floating((*args, *kwargs.values()), on)
+                dtypes = [tensor.dtype for tensor in found]
+            else:
+                dtypes = _ANY
+            dtype = cast_to(row.category, dtypes, low)
+            if dtype is None:
+                return op(*args, **kwargs)
+            cache = None
+            if frame is not None and not frame.closed and dtype is low:
+                cache = frame.cache
+            cast = _cast(args, dtype, on, cache)
+            if not kwargs:
+                return op(*cast)
+            named = _cast(kwargs.values(), dtype, on, cache)
+            return op(*cast, **dict(zip(kwargs, named, strict=True)))
+
+    return run
+
+
+_ELIGIBLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_ANY = [torch.float32]
+"""Stands for operands whose dtypes do not matter to a category."""
+_BY_OPERANDS = frozenset((optable.PROMOTE, optable.FOLLOW))
+
+On: TypeAlias = "Callable[[Tensor], bool]"
+"""Says whether a tensor is on the device."""
+
+
+def _eligible(value: object, on: On) -> bool:
+    """Say whether torch would cast a value at the device's key."""
+    return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and on(value)
+
+
+def _floating(values: Iterable[Any], on: On) -> list[Tensor]:
+    """Return the floating tensors of arguments, fp64 included."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point() and on(value):
+                found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _floating(value, on)
+    return found
+
+
+def _cast(
+    values: Iterable[Any], dtype: torch.dtype, on: On, cache: CastCache | None
+) -> list[Any]:
+    """Return arguments with their eligible tensors in a dtype."""
+    made: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is not dtype and value.dtype in _ELIGIBLE and on(value):
+                made.append(value.to(dtype) if cache is None else cache(value, dtype))
+                continue
+        elif isinstance(value, list | tuple):
+            made.append(_cast(value, dtype, on, cache))
+            continue
+        made.append(value)
+    return made
+
+
+def _has_dtype(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Say whether the caller has asked for a dtype himself."""
+    if kwargs.get("dtype") is not None:
+        return True
+    names = [argument.name for argument in op._schema.arguments]  # noqa: SLF001
+    place = names.index("dtype") if "dtype" in names else len(args)
+    return place < len(args) and args[place] is not None
+
+
+def _banned(name: str, frame: Frame | None, row: Row) -> str:
+    if frame is None or row.rule is None:
+        return f"{name} is unsafe in 16 bits: torch's table bans it."
+    return (
+        f"{name} is banned by the rule '{frame.policy.rules[row.rule]}'. Use another "
+        "operation there, or take the rule out of the policy."
+    )

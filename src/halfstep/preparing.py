@@ -1,0 +1,94 @@
+"""One call prepares a model and its optimizer to train in mixed precision.
+
+In: a model, an optimizer, a level and a dtype, or "auto". Out: a `Session`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep import levels
+from halfstep.choice import Choice, cautions, choose
+from halfstep.errors import UserError
+from halfstep.policy import Policy
+from halfstep.scaler import LossScaler, ScaleRule
+from halfstep.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    level: str | Choice = "auto",
+    *,
+    dtype: str | torch.dtype = "auto",
+    policy: Policy | str = "lean",
+    loss_scale: str | float = "auto",
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    master: str = "fp32",
+    names: Iterable[tuple[str, nn.Parameter]] | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> Session:
+    """Prepare a model and its optimizer, in place, to train in mixed precision.
+
+    Args:
+        model: On its device, in fp32. Where the level stores weights in 16 bits, wrap
+            `session.model` for data parallelism afterwards.
+        optimizer: Any torch optimizer over the model's parameters.
+        level: "O0" to "O3"; "auto" takes what this machine measures as worth it. A
+            `Choice` is taken as it is, dtype included.
+        dtype: "bf16", "fp16"; "auto" takes bf16 unless only fp16 is fast here.
+        policy: "lean", the same on every device, or "torch", each with rules of your
+            own behind it ("lean + module:head=fp32"); a TOML file; a `Policy`.
+        loss_scale: "dynamic", "none" or a number; "auto" is dynamic for fp16, none
+            otherwise. Steps with inf or NaN gradients are skipped in every case.
+        clip_grad_norm: Largest norm of all unscaled gradients; None neither clips nor
+            takes the norm, `math.inf` only takes it.
+        accumulate: Micro-batches in one optimizer step, >= 1. The loss of each is
+            divided by it, so that their mean counts.
+        master: "fp32", the one form of master weights there is.
+        names: (name, parameter) for reports; default the model's own.
+        process_group: Ranks that must agree to skip. Not needed under DDP, whose
+            averaged gradients carry an inf to every rank.
+
+    Raises:
+        UserError: If a word is unknown or a number out of range.
+    """
+    if accumulate < 1:
+        message = f"accumulate={accumulate} must be at least 1 micro-batch a step."
+        raise UserError(message)
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        message = f"clip_grad_norm={clip_grad_norm} must be above 0, or None."
+        raise UserError(message)
+    if master != "fp32":
+        message = f"master={master!r} is not a form of master weights; choose 'fp32'."
+        raise UserError(message)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if isinstance(optimizer, torch.optim.LBFGS):
+        message = "LBFGS evaluates the model inside its step; use another optimizer."
+        raise UserError(message)
+    kind = device.type
+    choice = level if isinstance(level, Choice) else choose(level, dtype, kind)
+    for caution in cautions(choice, optimizer, kind):
+        warnings.warn(caution, stacklevel=2)
+    if loss_scale == "auto":
+        loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
+    return Session(
+        model,
+        optimizer,
+        choice,
+        policy=Policy.parse(policy) if isinstance(policy, str) else policy,
+        scaler=LossScaler(ScaleRule.parse(loss_scale), device),
+        clip_grad_norm=clip_grad_norm,
+        accumulate=accumulate,
+        names=model.named_parameters() if names is None else names,
+        process_group=process_group,
+    )

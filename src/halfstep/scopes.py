@@ -1,0 +1,228 @@
+"""Rules on modules: what runs inside them runs as the rule says.
+
+In: a model and a policy. Out: hooks on the modules that a rule speaks of. They act in
+regions under that policy, in recomputations and replicas too, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from halfstep import gate, kernels, optable, policy, steering
+from halfstep.errors import UserError
+from halfstep.formats import cast_floating
+from halfstep.gate import Frame
+from halfstep.policy import KEEP, Policy, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+_attached: weakref.WeakKeyDictionary[nn.Module, set[Policy]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def attach(model: nn.Module, steered: Policy) -> None:
+    """Let a model's modules obey a policy's rules, in regions under that policy.
+
+    Once is enough: more calls with the same model and policy do nothing.
+
+    Raises:
+        UserError: If a rule on modules or types matches none.
+    """
+    done = _attached.setdefault(model, set())
+    if steered in done:
+        return
+    for scope in scopes_of(model, steered):
+        scope.hook(model.get_submodule(scope.path))
+    done.add(steered)
+
+
+def scopes_of(
+    model: nn.Module, steered: Policy, implied: tuple[Rule, ...] = ()
+) -> list[Scope]:
+    """Return the modules where a rule begins to decide, and which.
+
+    Args:
+        model: Bare, as it was built.
+        steered: The policy.
+        implied: Those of its rules that need not match.
+
+    Raises:
+        UserError: If another rule on modules or types matches no module.
+    """
+    types = dict(_types(model))
+    for rule in steered.rules:
+        if rule.kind == "op" or rule in implied:
+            continue
+        own = {path: policy.type_names(m) for path, m in model.named_modules()}
+        if not (
+            rule.matches("module", own)
+            or any(rule.matches("type", names) for names in own.values())
+        ):
+            message = f"rule '{rule}' matches no module; see model.named_modules()."
+            raise UserError(message)
+    ruling = {p: policy.deciding_rule(steered, p, names) for p, names in types.items()}
+    return [
+        Scope(steered, index, path, types[path])
+        for path, index in ruling.items()
+        if index is not None and (not path or ruling[_parent(path)] != index)
+    ]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _types(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each module's path, and its class names with those of all around it."""
+    known: dict[str, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        around = known[_parent(path)] if path else ()
+        known[path] = (*policy.type_names(module), *around)
+        yield path, known[path]
+
+
+class _Opened(threading.local):
+    """How to leave what a thread has entered through one scope, outermost first."""
+
+    def __init__(self) -> None:
+        self.leave: list[Callable[[], object]] = []
+
+    def __reduce__(self) -> tuple[type[_Opened], tuple[()]]:
+        """Let a model with hooks be copied and pickled; a copy is not entered."""
+        return _Opened, ()
+
+
+class Scope:
+    """A module and all inside it, for which one rule decides."""
+
+    def __init__(
+        self, steered: Policy, rule: int, path: str, types: tuple[str, ...]
+    ) -> None:
+        """Name the scope.
+
+        Args:
+            steered: The policy.
+            rule: Index of the rule that decides.
+            path: The module's.
+            types: Class names of the module and of those around it.
+        """
+        self.policy = steered
+        self.rule = rule
+        self.path = path
+        self.types = types
+        self._always = False
+        self._back: torch.dtype | None = None
+        self._opened = _Opened()
+
+    @property
+    def category(self) -> str:
+        """How the module runs: "low", "fp32", "promote", "keep" or "banned"."""
+        return self.policy.rules[self.rule].category
+
+    def hook(
+        self,
+        module: nn.Module,
+        *,
+        always: bool = False,
+        back: torch.dtype | None = None,
+    ) -> None:
+        """Let a module obey the rule from now on.
+
+        Args:
+            module: The one at the scope's path.
+            always: In fp32 whatever region it is called in, and outside regions: what
+                its weights are stored in demands it.
+            back: Its output is cast to this; None: it stays as it is, for whatever
+                autocast makes of it. Without autocast, the next layer takes no other
+                dtype than that of its weights.
+        """
+        self._always, self._back = always, back
+        module.register_forward_pre_hook(self.open, with_kwargs=True)
+        module.register_forward_hook(self.close, always_call=True)
+
+    def open(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Forward pre-hook."""
+        device = next(_tensors(module, args, kwargs)).device.type
+        frame = gate.in_force(device)
+        ours = (
+            frame is not None
+            and frame.policy == self.policy
+            and torch.is_autocast_enabled(device)
+        )
+        if ours and frame is not None:
+            frame.matched.add(self.rule)
+        if not ours and not self._always:
+            self._opened.leave.append(_nothing)
+            return None
+        if self.category == optable.BANNED:
+            self._opened.leave.append(_nothing)
+            message = (
+                f"module {self.path!r} is banned by the rule "
+                f"'{self.policy.rules[self.rule]}', and was called."
+            )
+            raise RuntimeError(message)
+        earlier = self.policy.rules[: self.rule]
+        # Where no rule on operations comes first and nobody observes them, autocast
+        # off says the same as a kernel for each, and costs less.
+        plain = not any(rule.kind == "op" for rule in earlier) and (
+            frame is None or frame.recorder is None
+        )
+        if self.category in (optable.FP32, KEEP) and (plain or not ours):
+            # torch's own, not one of ours: no user code runs that could edit weights.
+            region = torch.autocast(device, enabled=False)
+            region.__enter__()  # type: ignore[no-untyped-call]
+            self._opened.leave.append(lambda: region.__exit__(None, None, None))
+        elif frame is not None:
+            self._steer(device, frame)
+        if self.category == optable.FP32:
+            return cast_floating((args, kwargs), torch.float32)
+        if self.category == optable.LOW:
+            return cast_floating((args, kwargs), torch.get_autocast_dtype(device))
+        return None
+
+    def _steer(self, device: str, frame: Frame) -> None:
+        """Put the rule in force for every operation that has a row."""
+        rows = steering.rows_for(
+            self.policy, device, module=self.path, types=self.types
+        )
+        kernels.install(device, rows)
+        inner = Frame(
+            self.policy,
+            rows,
+            frame.cache,
+            frame.matched,
+            frame.recorder,
+            self.path,
+            self.types,
+        )
+        inner.closed = frame.closed
+        before = gate.enter(device, inner)
+        self._opened.leave.append(lambda: gate.leave(device, before))
+
+    def close(self, _module: nn.Module, _args: object, output: object) -> object:
+        """Forward hook; runs after an error too."""
+        self._opened.leave.pop()()
+        return None if self._back is None else cast_floating(output, self._back)
+
+
+def _nothing() -> None:
+    """Leave nothing: the scope was not in force."""
+
+
+def _tensors(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Tensor]:
+    yield from (item for item in (*args, *kwargs.values()) if torch.is_tensor(item))
+    yield from module.parameters()
+    yield torch.empty(0)

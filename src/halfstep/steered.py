@@ -1,0 +1,185 @@
+"""Regions with a policy, a cache of their own, or an observer.
+
+In: a region under torch's table. Out: the same region, in which the policy's kernels,
+rules on modules and recorder are in force.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
+
+import torch
+
+from halfstep import gate, kernels, sign, steering
+from halfstep.cast_cache import CastCache
+from halfstep.errors import UserError
+from halfstep.gate import Frame
+from halfstep.policy import TORCH
+from halfstep.record import Recorder
+from halfstep.traced import traced, untraced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from halfstep.policy import Policy
+    from halfstep.report import Table
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Entered(threading.local):
+    """What a thread has entered through one instance, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[
+            tuple[Frame, sign.State, Frame | None, kernels.Everywhere | None]
+        ] = []
+
+    def __reduce__(self) -> tuple[type[_Entered], tuple[()]]:
+        """Let what holds an instance be copied and pickled; a copy is not entered."""
+        return _Entered, ()
+
+
+class Steered:
+    """A region that a policy steers; `autocast` makes it.
+
+    It is no `torch.autocast`, on purpose: torch.compile would take such an instance
+    for its own and leave the policy out, silently.
+
+    Attributes:
+        cache: What serves weights cast by the policy's kernels: the one given, or
+            that of the entry made last.
+    """
+
+    def __init__(
+        self,
+        region: torch.autocast,
+        policy: Policy | None,
+        cache: CastCache | None,
+        *,
+        weights: bool,
+        record: bool,
+        matched: set[int] | None = None,
+    ) -> None:
+        """Take a region and what steers it.
+
+        Args:
+            region: Sets torch's state.
+            policy: Checked, and attached to the model if it speaks of modules. None:
+                that of the region around, else torch's.
+            cache: None: one for each entry.
+            weights: Let every cast of a weight come from the cache.
+            record: Observe each operation.
+            matched: Collects the rules that decided something; None: one set for all
+                regions with this policy.
+        """
+        self.device = region.device
+        self.policy = policy
+        self.cache = cache
+        self._region = region
+        self._given = cache
+        self._weights = weights
+        self._matched = matched
+        self._recorder = Recorder(self.device) if record else None
+        self._entered = _Entered()
+
+    @untraced
+    def __enter__(self) -> Self:
+        """Open a region."""
+        surrounding = gate.in_force(self.device)
+        policy = self.policy or (surrounding.policy if surrounding else TORCH)
+        rows = steering.rows_for(
+            policy,
+            self.device,
+            weights=self._weights,
+            everything=self._recorder is not None,
+        )
+        everywhere = None
+        if self._recorder is None:
+            kernels.install(self.device, rows)
+        else:
+            everywhere = kernels.Everywhere(self.device, rows)
+            everywhere.__enter__()
+            self._recorder.start()
+        cache = None
+        if self._region._cache_enabled:  # noqa: SLF001
+            cache = self.cache = CastCache() if self._given is None else self._given
+        matched = self._matched
+        if matched is None:
+            matched = steering.matches(policy)
+        frame = Frame(policy, rows, cache, matched, self._recorder)
+        self._region.__enter__()  # type: ignore[no-untyped-call]
+        before = sign.show(policy), gate.enter(self.device, frame)
+        self._entered.stack.append((frame, *before, everywhere))
+        return self
+
+    @untraced
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the region opened last, and restore what was before it."""
+        frame, shown, before, everywhere = self._entered.stack.pop()
+        gate.leave(self.device, before)
+        sign.hide(shown)
+        frame.closed = self._given is None
+        if frame.closed and frame.cache is not None:
+            frame.cache.clear()
+        if everywhere is not None and self._recorder is not None:
+            self._recorder.stop()
+            everywhere.__exit__()
+        self._region.__exit__(exc_type, exc_value, traceback)
+        if exc_value is None and self._matched is None:
+            missed = steering.unmatched(frame.policy)
+            if missed:
+                warnings.warn(missed, stacklevel=2)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return a function that runs inside this region.
+
+        Raises:
+            TypeError: If it is given no function.
+        """
+        given: object = function
+        if not callable(given):
+            message = (
+                f"autocast(...)(function) needs a function, not {given!r}; as a "
+                "context manager write: with autocast(...):"
+            )
+            raise TypeError(message)
+        region = self._region
+        settings = (self.device, region.fast_dtype, region._enabled, None)  # noqa: SLF001
+        word = str(self.policy or TORCH)
+
+        @functools.wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            with traced(*settings, word) if torch.compiler.is_compiling() else self:
+                return function(*args, **kwargs)
+
+        return inside
+
+    @property
+    def recorded(self) -> bool:
+        """Something was observed."""
+        return self._recorder is not None and self._recorder.seen
+
+    def report(self) -> Table:
+        """Return what ran how, and why, since the region was made: a row each.
+
+        Raises:
+            UserError: If it was made without `record=True`.
+        """
+        if self._recorder is None:
+            message = (
+                "this region recorded nothing, since recording is slow: open it as "
+                "autocast(..., record=True) to have a report."
+            )
+            raise UserError(message)
+        return self._recorder.table()

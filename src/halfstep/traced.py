@@ -1,0 +1,104 @@
+"""Regions with a policy inside what `torch.compile` traces.
+
+In: the settings of a region. Out: operations in the graph that put the policy in force
+while the graph is traced further, or run. Compiled code holds only its decisions.
+
+torch.compile knows torch's own regions alone. What else a region does must be an
+operation: these two take no tensor and return none, so that they leave no trace.
+A region made outside cannot be opened inside: there torch.compile gives up, and runs
+the function as it is, or refuses it under `fullgraph=True`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.fx.node import has_side_effect
+from torch.library import Library
+
+from halfstep import gate, kernels, steering
+from halfstep.gate import Frame
+from halfstep.policy import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function into which torch.compile does not look.
+
+    Why: where it gives up on a function it still tries all that this calls, our own
+    bookkeeping too.
+    """
+    disabled = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # The import takes a second; before it nothing can be traced.
+        imported = "torch._dynamo" in sys.modules
+        return (disabled if imported else function)(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def traced(
+    device: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    word: str,
+) -> Iterator[None]:
+    """Open a region with a policy, given by its word, in traced code."""
+    with torch.autocast(device, dtype, enabled, cache_enabled):
+        torch.ops.halfstep.open_region(device, word)
+        try:
+            yield
+        finally:
+            torch.ops.halfstep.close_region(device)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.before: list[Frame | None] = []
+
+
+_thread = _Thread()
+_library = Library("halfstep", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _open(device: str, word: str) -> None:
+    policy = Policy.parse(word)
+    steering.check(policy, device, model=None)
+    rows = steering.rows_for(policy, device)
+    kernels.install(device, rows)
+    frame = Frame(policy, rows, None, steering.matches(policy))
+    _thread.before.append(gate.enter(device, frame))
+
+
+def _close(device: str) -> None:
+    gate.leave(device, _thread.before.pop())
+
+
+def _define() -> None:
+    for name, arguments, run in (
+        ("open_region", "str device, str word", _open),
+        ("close_region", "str device", _close),
+    ):
+        _library.define(f"{name}({arguments}) -> ()")  # type: ignore[no-untyped-call]
+        _library.impl(name, run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+        packet = getattr(torch.ops.halfstep, name)
+        has_side_effect(packet)
+        has_side_effect(packet.default)
+
+
+_define()

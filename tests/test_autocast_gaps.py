@@ -1,0 +1,213 @@
+"""What torch's table for the CPU leaves out, under the lean one: small programs.
+
+Each is run under torch.autocast, which shows the gap, and under a lean region of ours.
+Where a twin fails, torch was mended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F  # noqa: N812 -- its usual name
+
+from halfstep.casting import autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+torch_only = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."),
+    reason=f"the gap was seen in torch 2.13, this is {torch.__version__}",
+)
+"""Marks twins, in which torch.autocast shows the gap."""
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+Make = Any
+"""Opens a region: torch.autocast's arguments but the device."""
+
+
+def computed(
+    run: Callable[[torch.dtype], Any], low: torch.dtype
+) -> Callable[[Make], object]:
+    """Return a program: in which dtype does it run, and is the result right?
+
+    Args:
+        run: Gives a result, and the same in float64 when asked for float64.
+        low: The region's dtype.
+    """
+
+    def program(make: Make) -> object:
+        exact = run(torch.float64)
+        with make(low):
+            result = run(torch.float32)
+        assert result.isfinite().all()
+        # Eight roundings, of the largest number: operands, product, gates, result.
+        room = 8 * torch.finfo(low).eps * max(1.0, exact.abs().max().item())
+        assert (result.double() - exact).abs().max() < room
+        return result.dtype
+
+    return program
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Return the same numbers each time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(kind: type[nn.Module], *shape: int) -> Callable[[torch.dtype], Any]:
+    """Return a run of a recurrent layer or cell."""
+
+    def run(dtype: torch.dtype) -> Any:
+        torch.manual_seed(0)
+        out = kind(4, 4).to(dtype)(drawn(*shape).to(dtype))
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def mv(dtype: torch.dtype) -> Tensor:
+    """Multiply a matrix by a vector."""
+    return torch.mv(drawn(4, 4).to(dtype), drawn(4).to(dtype))
+
+
+def addmv(dtype: torch.dtype) -> Tensor:
+    """Likewise, and add one."""
+    return torch.addmv(drawn(4).to(dtype), drawn(4, 4).to(dtype), drawn(4).to(dtype))
+
+
+GAPS = {
+    "mv": mv,
+    "addmv": addmv,
+    "addr": lambda t: torch.addr(drawn(4, 4).to(t), drawn(4).to(t), drawn(4).to(t)),
+    "GRU": layer(nn.GRU, 3, 2, 4),
+    "LSTMCell": layer(nn.LSTMCell, 2, 4),
+    "GRUCell": layer(nn.GRUCell, 2, 4),
+}
+"""Matrix products that torch's table for the CPU leaves in fp32."""
+
+
+def mixed(
+    run: Callable[[Tensor, Tensor], Tensor], left: torch.dtype, right: torch.dtype
+) -> Callable[[Make], object]:
+    """Return a program: an operation on operands in two formats, and its dtype."""
+
+    def program(make: Make) -> object:
+        first, second = drawn(4).to(left), drawn(4, seed=1).to(right)
+        with make(left):
+            result = run(first, second)
+        exact = run(first.double(), second.double())
+        torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=1e-6)
+        return result.dtype
+
+    return program
+
+
+def copied(first: Tensor, second: Tensor) -> Tensor:
+    """Copy some of one into the other."""
+    return torch.index_copy(first, 0, torch.tensor([1, 2]), second[:2])
+
+
+MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cat": lambda *both: torch.cat(both),
+    "stack": lambda *both: torch.stack(both),
+    "index_copy": copied,
+}
+"""Operations whose operands must agree."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, what torch makes of it, and what is right."""
+
+    name: str
+    program: Callable[[Make], object]
+    torchs: object
+    right: object
+
+
+GAVE_UP = "RuntimeError: Unexpected floating ScalarType in at::autocast::prioritize"
+DOT = "RuntimeError: dot : expected both vectors to have same dtype, but found "
+
+CASES = (
+    *(
+        Case(f"{name} {low}", computed(run, low), FP32, low)
+        for name, run in GAPS.items()
+        for low in (BF16, FP16)
+    ),
+    *(
+        Case(f"{name} {low} {other}", mixed(run, low, other), GAVE_UP, FP32)
+        for low, other in ((BF16, FP16), (FP16, BF16))
+        for name, run in MIXED.items()
+    ),
+    Case("dot", mixed(torch.dot, BF16, FP32), f"{DOT}BFloat16 and Float", FP32),
+    Case("vdot", mixed(torch.vdot, FP16, FP32), f"{DOT}Half and Float", FP32),
+)
+TABLE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def outcome(program: Callable[[Make], object], make: Make) -> object:
+    """Return what a program gives, or that torch refused it."""
+    try:
+        return program(make)
+    except RuntimeError as error:
+        return f"RuntimeError: {str(error).splitlines()[0]}"
+
+
+@TABLE
+def test_lean_is_right(case: Case) -> None:
+    """Law: each operation runs in the format of lean's table, and is exact enough."""
+    assert case.program(lambda low: autocast("cpu", low, policy="lean")) == case.right
+
+
+@TABLE
+@torch_only
+def test_twin_torch_leaves_it(case: Case) -> None:
+    """Law: torch computes it in fp32, or refuses it; so do our regions by default."""
+    for make in (torch.autocast, autocast):
+        seen = outcome(case.program, lambda low, make=make: make("cpu", low))
+        assert seen == case.torchs
+
+
+# binary_cross_entropy, which CUDA's table bans
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let torch believe that there is a CUDA device, for tensors without values."""
+    common = "torch.cuda.amp.common.amp_definitely_not_available"
+    monkeypatch.setattr(common, lambda: False)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+    with FakeTensorMode():
+        yield
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_cross_entropy_of_probabilities(low: torch.dtype) -> None:
+    """Law: lean lets it run, in fp32, in bf16 regions and fp16 ones."""
+    chance = torch.full((4,), 0.25, device="cuda", dtype=low)
+    with autocast("cuda", low, policy="lean"):
+        loss = F.binary_cross_entropy(chance, chance)
+    assert loss.dtype == FP32
+    for make in (autocast, torch.autocast):
+        with make("cuda", low), pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(chance, chance)
+
+
+@pytest.mark.gpu
+def test_cross_entropy_on_a_device() -> None:
+    """Law: lean's result is that of fp32."""
+    chance = torch.rand(64, device="cuda").to(BF16).requires_grad_()
+    target = torch.rand(64, device="cuda")
+    with autocast("cuda", BF16, policy="lean"):
+        loss = F.binary_cross_entropy(chance, target)
+    exact = F.binary_cross_entropy(chance.float(), target)
+    torch.testing.assert_close(loss, exact, rtol=0, atol=0)
+    (gradient,) = torch.autograd.grad(loss, [chance])
+    assert gradient.dtype == BF16

@@ -1,0 +1,248 @@
+"""Any nest of regions, left in any way: torch's state is as it was before."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from halfstep import gate, stale
+from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from halfstep.gate import Frame
+
+DEVICES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")
+State = tuple[object, ...]
+
+
+def state() -> State:
+    """Return all that torch keeps about autocast in this thread, and our frame."""
+    torch.autocast_increment_nesting()
+    return (
+        [torch.is_autocast_enabled(device) for device in DEVICES],
+        [torch.get_autocast_dtype(device) for device in DEVICES],
+        torch.is_autocast_cache_enabled(),
+        torch.autocast_decrement_nesting(),
+        id(gate.current("cpu")),
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+class Stop(Exception):  # noqa: N818 -- no error, a way out
+    """What a nest raises."""
+
+
+class Inner(nn.Module):
+    """A layer that does what it is told, or raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor, inside: Callable[[], None]) -> Tensor:
+        """Multiply, then do it."""
+        product: Tensor = x @ self.weight
+        inside()
+        return product
+
+
+class Model(nn.Module):
+    """A layer inside a model, so that rules on modules reach it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other = Inner(), Inner()
+
+    def forward(self, x: Tensor, inside: Callable[[], None]) -> Tensor:
+        """Run the layers, whatever that does."""
+        hidden: Tensor = self.inner(x, lambda: None)
+        out: Tensor = self.other(hidden, inside)
+        return out
+
+
+MODEL, CACHE = Model(), CastCache()
+RULES = "torch + op:add.Tensor=fp32 + module:inner=fp32 + type:Inner=low"
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"dtype": torch.float16, "cache_enabled": False},
+    {"enabled": False},
+    {"policy": "torch"},
+    {"policy": "lean"},
+    {"policy": "lean", "dtype": torch.float16, "cache": CACHE},
+    {"policy": RULES, "model": MODEL},
+    {"policy": RULES, "model": MODEL, "enabled": False},
+    {"record": True},
+    {"record": True, "policy": RULES, "model": MODEL, "dtype": torch.float16},
+    {"cache": CACHE, "cache_enabled": False},
+)
+
+
+@dataclass(frozen=True)
+class Nest:
+    """One use of a region, what happens inside, and how it ends."""
+
+    setting: int
+    shared: bool = False
+    """One instance serves the whole example, or a new one is made."""
+    way: str = "with"
+    place: str = "here"
+    raises: bool = False
+    caught: bool = False
+    children: tuple[Nest, ...] = ()
+
+
+def nests(children: st.SearchStrategy[tuple[Nest, ...]]) -> st.SearchStrategy[Nest]:
+    """Return nests whose children are drawn from these."""
+    return st.builds(
+        Nest,
+        st.integers(0, len(SETTINGS) - 1),
+        st.booleans(),
+        st.sampled_from(["with", "decorator", "torch"]),
+        st.sampled_from(["here", "module", "thread"]),
+        st.booleans(),
+        st.booleans(),
+        children,
+    )
+
+
+NESTS = st.recursive(
+    nests(st.just(())),
+    lambda inner: nests(st.lists(inner, max_size=3).map(tuple)),
+    max_leaves=8,
+)
+FRESH = state()
+
+
+def run_in(place: str, task: Callable[[], None]) -> None:
+    """Do a task here, inside a module's forward, or in a thread of its own."""
+    if place == "here":
+        task()
+    elif place == "module":
+        MODEL(torch.ones(2, 2), task)
+    else:
+        raised: list[BaseException] = []
+
+        def guarded() -> None:
+            assert state() == FRESH
+            try:
+                task()
+            except BaseException as error:  # noqa: BLE001 -- raised again below
+                raised.append(error)
+            finally:
+                assert state() == FRESH
+
+        thread = threading.Thread(target=guarded)
+        thread.start()
+        thread.join()
+        if raised:
+            raise raised[0]
+
+
+def use(nest: Nest, shared: list[Any]) -> None:
+    """Play a nest; check the state on entry, between children, and after."""
+    settings = SETTINGS[nest.setting]
+    on = settings.get("enabled", True)
+
+    def inside() -> None:
+        entered = state()
+        assert torch.is_autocast_enabled("cpu") == on
+        if nest.way != "torch" and "dtype" in settings:
+            assert torch.get_autocast_dtype("cpu") == settings["dtype"]
+        for child in nest.children:
+            run_in(child.place, lambda child=child: use(child, shared))  # type: ignore[misc]
+            assert state() == entered
+        if nest.raises:
+            raise Stop
+
+    before = state()
+    if nest.way == "torch":
+        region: Any = torch.autocast("cpu", enabled=on)
+    elif nest.shared:
+        region = shared[nest.setting]
+    else:
+        region = autocast("cpu", **settings)
+    try:
+        if nest.way == "decorator":
+            region(inside)()
+        else:
+            with region:
+                inside()
+    except Stop:
+        if not nest.caught:
+            raise
+    finally:
+        assert state() == before
+
+
+@pytest.fixture
+def _any_rule() -> Iterator[None]:
+    """Let rules match nothing: here they often do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "policy rule", UserWarning)
+        yield
+
+
+@given(nest=NESTS)
+@settings(max_examples=150)
+@pytest.mark.usefixtures("_any_rule")
+def test_any_nest_is_left_as_it_was_entered(nest: Nest) -> None:
+    """Law: whatever is nested, shared, raised and caught, each exit restores all."""
+    assert state() == FRESH
+    shared = [autocast("cpu", **settings) for settings in SETTINGS]
+    with suppress(Stop):
+        use(nest, shared)
+    assert state() == FRESH
+    assert gate.current("cpu") is None
+    assert not stale.inside()
+    assert not stale._open
+    assert not any(region._entered.stack for region in shared)
+
+
+@pytest.mark.parametrize("setting", range(len(SETTINGS)))
+@pytest.mark.usefixtures("_any_rule")
+def test_each_region_inside_each_other(setting: int) -> None:
+    """Law: the inner region leaves the outer one as it found it, raising or not."""
+    for other in range(len(SETTINGS)):
+        for raises in (False, True):
+            inner = Nest(other, place="module", raises=raises, caught=True)
+            use(Nest(setting, children=(inner, inner)), [])
+    assert state() == FRESH
+
+
+def test_a_broken_exit_is_seen() -> None:
+    """Law: the check above fails where an exit forgets something."""
+
+    class Forgetful:
+        """Leaves the frame in force."""
+
+        def __init__(self) -> None:
+            self.before: list[Frame | None] = []
+
+        def __enter__(self) -> None:
+            self.region = autocast("cpu", policy="lean")
+            self.region.__enter__()
+            self.before.append(gate.current("cpu"))
+
+        def __exit__(self, *_: object) -> None:
+            self.region.__exit__(None, None, None)
+            gate.enter("cpu", self.before.pop())
+
+    regions = [Forgetful()] * len(SETTINGS)
+    try:
+        with pytest.raises(AssertionError):
+            use(Nest(0, shared=True), regions)
+    finally:
+        gate.leave("cpu", None)
+    assert state() == FRESH

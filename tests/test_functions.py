@@ -1,0 +1,400 @@
+"""Functions under autocast: `low_precision`, `full_precision` and `promote`.
+
+The oracle is the same function, called on operands cast by hand with autocast off.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.amp import autocast_mode
+from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutput
+
+from halfstep.functions import full_precision, low_precision, promote
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+T = TypeVar("T")
+Regions = tuple[torch.dtype | None, ...]
+"""The dtype of each region, outermost first; None turns autocast off."""
+
+
+class Decorator(Protocol):
+    """What keeps the type of what it decorates."""
+
+    def __call__(self, target: T, /) -> T: ...  # noqa: D102 -- the class says it
+
+
+ROWS: list[tuple[Decorator, Regions, tuple[torch.dtype, ...], torch.dtype]] = [
+    (low_precision, (BF16,), (FP32, FP32), BF16),
+    (low_precision, (BF16,), (FP32, FP16), BF16),
+    (low_precision, (FP16,), (FP32, BF16), FP16),
+    (low_precision, (None, FP16), (FP32, FP32), FP16),
+    (full_precision, (BF16,), (BF16, BF16), FP32),
+    (full_precision, (BF16,), (FP32, FP16), FP32),
+    (full_precision, (FP16,), (FP16, FP16), FP32),
+    (full_precision, (None, FP16), (FP16, FP32), FP32),
+    (promote, (BF16,), (BF16, BF16), BF16),
+    (promote, (BF16,), (BF16, FP32), FP32),
+    (promote, (BF16,), (BF16, FP16), FP32),
+    (promote, (FP16,), (FP16, FP16), FP16),
+    (promote, (FP16,), (FP16, FP32), FP32),
+    (promote, (FP16,), (FP32, FP32), FP32),
+    # The one of the two that is not autocast's counts as wider.
+    (promote, (BF16,), (FP16, FP16), FP32),
+]
+"""Decorator, regions and dtypes of the operands -> dtype of the product."""
+
+DECORATORS = pytest.mark.parametrize(
+    "decorator", [low_precision, full_precision, promote]
+)
+
+
+@contextmanager
+def entered(regions: Regions) -> Iterator[None]:
+    """Enter regions."""
+    with ExitStack() as stack:
+        for dtype in regions:
+            stack.enter_context(torch.autocast("cpu", dtype, dtype is not None))
+        yield
+
+
+def state() -> tuple[object, ...]:
+    """Return what torch says of autocast."""
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    """Return a product in which dtype, order of sums and autocast show."""
+    return torch.softmax(x @ w, -1) @ w.mT
+
+
+def operands(*dtypes: torch.dtype) -> list[Tensor]:
+    """Return the same matrices each time."""
+    torch.manual_seed(1)
+    return [torch.randn(5, 5, dtype=dtype, requires_grad=True) for dtype in dtypes]
+
+
+def assert_same(left: Tensor | None, right: Tensor | None) -> None:
+    """Assert that two tensors are equal to the bit, dtype included."""
+    assert left is not None
+    assert right is not None
+    assert left.dtype == right.dtype
+    assert torch.equal(left, right)
+
+
+# Which dtype
+
+
+@pytest.mark.parametrize(("decorator", "regions", "dtypes", "expected"), ROWS)
+def test_casts_as_by_hand(
+    decorator: Decorator,
+    regions: Regions,
+    dtypes: tuple[torch.dtype, ...],
+    expected: torch.dtype,
+) -> None:
+    """Law: under autocast it is the function on cast operands, with autocast off.
+
+    Gradients arrive in the dtype of what was given.
+    """
+    x, w = operands(*dtypes)
+    by_hand = product(x.to(expected), w.to(expected))
+    grads = torch.autograd.grad(by_hand.float().square().sum(), (x, w))
+    with entered(regions):
+        before = state()
+        actual = decorator(product)(x, w)
+        assert state() == before
+    assert_same(actual, by_hand)
+    actual.float().square().sum().backward()  # type: ignore[no-untyped-call]
+    assert_same(x.grad, grads[0])
+    assert_same(w.grad, grads[1])
+    assert (x.grad.dtype, w.grad.dtype) == dtypes  # type: ignore[union-attr]
+
+
+@DECORATORS
+@pytest.mark.parametrize("regions", [(), (BF16, None)])
+def test_off_it_is_untouched(decorator: Decorator, regions: Regions) -> None:
+    """Law: with autocast off the function gets the very objects, in their dtypes."""
+    seen: list[object] = []
+    given_ = operands(FP32, BF16, FP16, FP64)
+
+    def function(*args: object, **kwargs: object) -> None:
+        seen.extend([*args, *kwargs.values()])
+
+    with entered(regions):
+        decorator(function)(given_[0], given_, last=given_[1])
+    expected = (given_[0], given_, given_[1])
+    assert all(a is b for a, b in zip(seen, expected, strict=True))
+
+
+@DECORATORS
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_runs_with_autocast_off(decorator: Decorator, dtype: torch.dtype) -> None:
+    """Law: inside autocast is off, with the region's dtype; a region inside may open.
+
+    Without floating tensors there is no device to speak of: autocast stays on.
+    """
+
+    @decorator
+    def inside(*_: object) -> tuple[object, ...]:
+        with torch.autocast("cpu", FP16):
+            assert state() == (True, FP16)
+        return state()
+
+    x = torch.ones(2)
+    with torch.autocast("cpu", dtype):
+        assert inside(x) == inside(3, [{"x": x.double()}]) == (False, dtype)
+        assert inside() == inside(torch.arange(2), torch.ones(1) > 0) == (True, dtype)
+        assert inside(x.to("meta")) == (True, dtype)
+
+
+@DECORATORS
+def test_no_copy_without_need(decorator: Decorator) -> None:
+    """Law: what cannot be cast is passed as the object it is."""
+    x = torch.ones(2)
+    untouched: list[object] = [
+        *(x.double(), x.int(), x > 0),
+        x * 1j,
+        x.to(torch.float8_e4m3fn),
+        x.to("meta"),
+        [None, "word"],
+        {"log": []},
+        torch.Size([2]),
+    ]
+
+    @decorator
+    def function(*args: object) -> tuple[object, ...]:
+        return args
+
+    for wanted in (x, x.bfloat16(), x.half()):
+        with torch.autocast("cpu"):
+            rest = function(wanted, *untouched)[1:]
+        assert all(a is b for a, b in zip(rest, untouched, strict=True))
+
+
+# Nested arguments
+
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 -- an untyped one, too
+
+leaf = st.one_of(
+    st.sampled_from([FP32, BF16, FP16, FP64, torch.int64, torch.bool]).map(
+        lambda dtype: torch.ones(2, dtype=dtype)
+    ),
+    st.integers(),
+    st.none(),
+    st.text(max_size=3),
+)
+nested = st.recursive(
+    leaf,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@given(args=st.lists(nested, max_size=3), kwargs=st.dictionaries(st.text(), nested))
+def test_nested_casts_are_torchs(args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Law: nested arguments are cast, and keep their form, as by torch's custom_fwd.
+
+    torch's private cast of nested values is the oracle.
+    """
+
+    @low_precision
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    with torch.autocast("cpu", FP16):
+        actual = function(*args, **kwargs)
+    expected = autocast_mode._cast((tuple(args), kwargs), "cpu", FP16)
+    assert tree_structure(actual) == tree_structure(expected)
+    for left, right in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+        if isinstance(left, Tensor):
+            assert_same(left, right)
+        else:
+            assert left == right
+
+
+def test_containers_keep_their_type() -> None:
+    """Law: containers are copied in their own type, if need be; the old are kept."""
+    x = torch.ones(2)
+    values = (Pair(x, "word"), OrderedDict(b=x, a=1), BaseModelOutput(x))
+    with torch.autocast("cpu"):
+        pair, ordered, output = low_precision(lambda *args: args)(*values)
+    assert (type(pair), pair.left.dtype, pair.right) == (Pair, BF16, "word")
+    assert type(ordered) is OrderedDict
+    assert list(ordered) == ["b", "a"]
+    assert ordered["b"].dtype == BF16
+    assert type(output) is BaseModelOutput
+    assert output["last_hidden_state"] is output.last_hidden_state
+    assert output[0].dtype == BF16
+    assert values[0].left is values[1]["b"] is values[2].last_hidden_state is x
+    cast = [x.bfloat16()]
+    with torch.autocast("cpu"):
+        assert low_precision(lambda each: each)(cast) is cast
+
+
+# What can be decorated
+
+
+@DECORATORS
+def test_methods(decorator: Decorator) -> None:
+    """Law: it works on methods, on either side of staticmethod, above classmethod.
+
+    `self` stays the object that it is, a dataclass that holds tensors too.
+    """
+
+    @dataclass
+    class Layer:
+        weight: Tensor
+
+        @decorator
+        def method(self, x: Tensor) -> tuple[object, torch.dtype]:
+            return self, x.dtype
+
+        @staticmethod
+        @decorator
+        def inner(x: Tensor) -> torch.dtype:
+            return x.dtype
+
+        @decorator
+        @staticmethod
+        def outer(x: Tensor) -> torch.dtype:
+            return x.dtype
+
+        @decorator
+        @classmethod
+        def of_class(cls, x: Tensor) -> tuple[object, torch.dtype]:
+            return cls, x.dtype
+
+    x = torch.ones(2)
+    layer = Layer(x)
+    with torch.autocast("cpu"):
+        wanted = decorator(lambda x: x.dtype)(x)
+        owner, dtype = layer.method(x)
+        assert owner is layer
+        assert layer.weight is x
+        dtypes = {dtype, layer.inner(x), layer.outer(x), Layer.inner(x), Layer.outer(x)}
+        assert dtypes == {wanted}
+        assert layer.of_class(x) == Layer.of_class(x) == (Layer, wanted)
+    assert wanted == (BF16 if decorator is low_precision else FP32)
+
+
+def test_forward_of_a_module() -> None:
+    """Law: a module's forward may be decorated; gradients reach its parameters."""
+
+    class Layer(nn.Linear):
+        @low_precision
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.to(x.dtype)
+
+    layer = Layer(4, 4)
+    x = torch.randn(2, 4)
+    with torch.autocast("cpu", FP16):
+        y = layer(x)
+    assert_same(y, x.half() @ layer.weight.half())
+    y.float().sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == FP32
+
+
+@DECORATORS
+def test_signature_is_kept(decorator: Decorator) -> None:
+    """Law: the wrapper has name, text and, for type checkers too, the signature."""
+    wrapped = decorator(product)
+    assert (wrapped.__name__, wrapped.__doc__) == ("product", product.__doc__)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        wrapped(torch.ones(2))  # type: ignore[call-arg]
+
+
+# In company
+
+
+@DECORATORS
+def test_exceptions_restore_the_state(decorator: Decorator) -> None:
+    """Law: after an error inside, autocast is as it was before the call."""
+
+    @decorator
+    def broken(_: Tensor) -> None:
+        assert not torch.is_autocast_enabled("cpu")
+        raise ZeroDivisionError
+
+    before = state()
+    with torch.autocast("cpu", FP16):
+        with pytest.raises(ZeroDivisionError):
+            broken(torch.ones(2))
+        assert state() == (True, FP16)
+    assert state() == before
+
+
+def test_decorated_calls_decorated() -> None:
+    """Law: a decorated function inside another is called untouched; so is recursion."""
+    seen: list[torch.dtype] = []
+
+    @full_precision
+    def inner(x: Tensor, depth: int) -> None:
+        seen.append(x.dtype)
+        if depth:
+            inner(x.half(), depth - 1)
+
+    with torch.autocast("cpu"):
+        low_precision(inner)(torch.ones(2), 1)
+        assert state() == (True, BF16)
+        inner(torch.ones(2), 1)
+    assert seen == [BF16, FP16, FP32, FP16]
+
+
+@DECORATORS
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(decorator: Decorator, reentrant: bool) -> None:
+    """Law: recomputation casts as the first run did, and gradients are the same."""
+    seen: list[torch.dtype] = []
+
+    @decorator
+    def recorded(x: Tensor, w: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return product(x, w)
+
+    x, w = operands(FP32, FP32)
+    with torch.autocast("cpu", FP16):
+        y: Any = checkpoint(recorded, x, w, use_reentrant=reentrant)
+    y.float().square().sum().backward()
+    dtype = FP16 if decorator is low_precision else FP32
+    assert seen == [dtype, dtype]
+    by_hand = product(x.to(dtype), w.to(dtype)).float().square().sum()
+    expected = torch.autograd.grad(by_hand, (x, w))
+    assert_same(x.grad, expected[0])
+    assert_same(w.grad, expected[1])
+
+
+@pytest.mark.gpu
+def test_each_device_has_its_own_region() -> None:
+    """Law: tensors follow the autocast state and dtype of their own device."""
+
+    @low_precision
+    def function(x: Tensor, y: Tensor) -> tuple[object, ...]:
+        on = [torch.is_autocast_enabled(each) for each in ("cpu", "cuda")]
+        return x.dtype, y.dtype, *on
+
+    x, y = torch.ones(2), torch.ones(2, device="cuda")
+    with torch.autocast("cpu", BF16):
+        assert function(x, y) == (BF16, FP32, False, False)
+        with torch.autocast("cuda", FP16):
+            assert function(x, y) == (BF16, FP16, False, False)
+            assert function(y, y) == (FP16, FP16, True, False)
+            assert torch.is_autocast_enabled("cuda")

@@ -1,0 +1,397 @@
+"""autograd.Functions under autocast: `custom_fwd` and `custom_bwd`, in both styles.
+
+torch's own decorators on a classic Function are the oracle.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.func import grad, jacrev, vmap
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from halfstep import functions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+Regions = tuple[torch.dtype | None, ...]
+"""The dtype of each region, outermost first; None turns autocast off."""
+
+REGIONS: list[Regions] = [(), (BF16,), (FP16,), (FP16, None), (BF16, FP16)]
+IN_REGIONS = pytest.mark.parametrize("regions", REGIONS)
+CASTS = pytest.mark.parametrize("cast_inputs", [None, FP32, BF16, FP16])
+
+
+@contextmanager
+def entered(regions: Regions) -> Iterator[None]:
+    """Enter regions."""
+    with ExitStack() as stack:
+        for dtype in regions:
+            stack.enter_context(torch.autocast("cpu", dtype, dtype is not None))
+        yield
+
+
+def state() -> tuple[object, ...]:
+    """Return what torch says of autocast."""
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+Log = list[tuple[object, ...]]
+
+
+def backward_of(log: Log) -> Any:
+    """Return the backward of x @ w, which logs what it sees."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        log.append(("backward", x.dtype, w.dtype, grad.dtype, *state()))
+        return grad @ w.mT, x.mT @ grad
+
+    return backward
+
+
+def classic(amp: Any, log: Log, cast_inputs: torch.dtype | None) -> Any:
+    """Return a classic x @ w whose methods log what they see, decorated by `amp`."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)  # type: ignore[untyped-decorator]
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            log.append(("forward", x.dtype, w.dtype, *state()))
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        backward = staticmethod(amp.custom_bwd(device_type="cpu")(backward_of(log)))
+
+    return Product
+
+
+def with_setup(log: Log, cast_inputs: torch.dtype | None, bwd: Any = None) -> Any:
+    """Return the same in the other style; `bwd` replaces its backward."""
+
+    class Product(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        @functions.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(x: Tensor, w: Tensor) -> Tensor:
+            log.append(("forward", x.dtype, w.dtype, *state()))
+            return x @ w
+
+        @staticmethod
+        @functions.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            assert output.grad_fn is None
+            ctx.save_for_backward(*inputs)
+
+        backward = staticmethod(
+            functions.custom_bwd(bwd or backward_of(log), device_type="cpu")
+        )
+
+    return Product
+
+
+def operands(dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor]:
+    """Return the same two matrices each time."""
+    torch.manual_seed(1)
+    x = torch.randn(3, 4, dtype=dtype, requires_grad=True)
+    return x, torch.randn(4, 2, dtype=dtype, requires_grad=True)
+
+
+def whole() -> tuple[Tensor, Tensor]:
+    """Return two matrices of -1, 0 and 1: bf16 holds all that is derived from them."""
+    x, w = operands()
+    x, w = (each.detach().round().clamp(-1, 1) for each in (x, w))
+    return x.requires_grad_(), w.requires_grad_()
+
+
+def run(product: Any, regions: Regions, dtype: torch.dtype = FP32) -> list[Tensor]:
+    """Return output and gradients; backward runs outside of the region."""
+    x, w = operands(dtype)
+    with entered(regions):
+        y = product.apply(x, w)
+    return [y, *torch.autograd.grad(y.square().sum(), (x, w))]
+
+
+def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
+    """Assert that two lists are equal to the bit, dtypes included."""
+    assert [each.dtype for each in left] == [each.dtype for each in right]
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+# Against torch
+
+
+@IN_REGIONS
+@CASTS
+def test_classic_is_torchs(regions: Regions, cast_inputs: torch.dtype | None) -> None:
+    """Law: a classic Function sees and returns, to the bit, what it does in torch."""
+    log: Log = []
+    expected_log: Log = []
+    actual = run(classic(functions, log, cast_inputs), regions)
+    expected = run(classic(torch.amp, expected_log, cast_inputs), regions)
+    assert_same(actual, expected)
+    assert log == expected_log
+    assert [entry[0] for entry in log] == ["forward", "backward"]
+
+
+@IN_REGIONS
+@CASTS
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
+def test_setup_context_equals_classic(
+    regions: Regions, cast_inputs: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    """Law: a Function means the same with `setup_context` as in the classic style."""
+    log: Log = []
+    expected_log: Log = []
+    actual = run(with_setup(log, cast_inputs), regions, dtype)
+    expected = run(classic(torch.amp, expected_log, cast_inputs), regions, dtype)
+    assert_same(actual, expected)
+    assert log == expected_log
+
+
+def test_the_regions_differ() -> None:
+    """Law: the grid above can fail: its regions and casts are seen by the methods."""
+    seen = set()
+    for regions in REGIONS:
+        for cast_inputs in (None, BF16):
+            log: Log = []
+            run(with_setup(log, cast_inputs), regions)
+            seen.add(tuple(log))
+    # Off, on, and off with cast operands; the dtype either, each time.
+    assert len(seen) == 6
+
+
+def unmarked(amp: Any) -> None:
+    """Run a classic Function whose forward is not decorated."""
+    product = classic(amp, [], None)
+
+    class Forgot(product):  # type: ignore[misc, valid-type]
+        forward = staticmethod(product.forward.__wrapped__)
+
+    Forgot.apply(*operands()).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda amp: amp.custom_fwd(device_type=torch.device("cpu")),
+        lambda amp: amp.custom_bwd(device_type=0),
+        lambda amp: amp.custom_fwd(print, device_type=None),
+        lambda amp: amp.custom_fwd(),
+        lambda amp: amp.custom_fwd(print, "cpu"),
+        lambda amp: amp.custom_bwd(device_type="cpu")(print)(),
+        lambda amp: classic(amp, [], None).apply(torch.ones(2, 2)),
+        lambda amp: classic(amp, [], None).apply(torch.ones(2, 2), torch.ones(3, 3)),
+        unmarked,
+    ],
+)
+def test_errors_are_torchs(wrong: Callable[[Any], object]) -> None:
+    """Law: wrong use of the decorators gets torch's own error."""
+    with pytest.raises(Exception, match=r".") as theirs:
+        wrong(torch.amp)
+    with pytest.raises(theirs.type) as ours:
+        wrong(functions)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_stand_in_for_a_ctx() -> None:
+    """Law: methods called by hand, with an object in place of the ctx, work too."""
+    x, w = operands()
+    results = []
+    for amp in (torch.amp, functions):
+        log: Log = []
+        ctx = SimpleNamespace(saved_tensors=(x, w))
+        ctx.save_for_backward = lambda *saved: saved
+        product = classic(amp, log, BF16)
+        with torch.autocast("cpu", FP16):
+            y = product.forward(ctx, x, w)
+        results.append([y, *product.backward(ctx, y.float()), log])
+    assert_same(results[0][:3], results[1][:3])
+    assert results[0][3:] == results[1][3:]
+
+
+def test_metadata_is_kept() -> None:
+    """Law: a decorated method keeps its name and text."""
+    for decorate in (functions.custom_fwd, functions.custom_bwd):
+        decorated = decorate(operands, device_type="cpu")
+        assert decorated.__name__ == "operands"
+        assert decorated.__doc__ == operands.__doc__
+
+
+# What setup_context gets
+
+
+def test_inputs_are_cast_and_the_output_is_not() -> None:
+    """Law: `setup_context` gets the inputs as forward did, and forward's own output."""
+    seen: dict[str, Any] = {}
+    fwd = functions.custom_fwd(device_type="cpu", cast_inputs=BF16)
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        @fwd
+        def forward(
+            x: Tensor, rest: list[Any], table: dict[str, Tensor], word: str = "word"
+        ) -> Tensor:
+            seen["forward"] = (x, rest, table, word)
+            return x.float() * 2
+
+        @staticmethod
+        @fwd
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            del ctx
+            assert not torch.is_grad_enabled()
+            seen["setup"], seen["output"], seen["state"] = inputs, output, state()
+
+    x = torch.randn(2)
+    rest = [torch.randn(2), (torch.ones(2, dtype=torch.float64), torch.arange(2))]
+    with torch.autocast("cpu", FP16):
+        Nested.apply(  # type: ignore[no-untyped-call]
+            x, rest, {"mask": torch.ones(2, dtype=torch.bool)}
+        )
+    assert seen["output"].dtype == FP32
+    assert seen["state"] == (False, FP16)
+    *expected, word = tree_leaves(seen["forward"])
+    *leaves, same_word = tree_leaves(seen["setup"])
+    dtypes = [each.dtype for each in leaves]
+    assert dtypes == [BF16, BF16, torch.float64, torch.int64, torch.bool]
+    assert_same(leaves, expected)
+    assert word == same_word == "word"
+
+
+def test_undecorated_setup_context() -> None:
+    """Law: backward without a known region is an error that names the Function."""
+    product = with_setup([], None)
+    bare = product.setup_context.__wrapped__
+
+    class Lost(product):  # type: ignore[misc, valid-type]
+        setup_context = staticmethod(bare)
+
+    x, w = operands()
+    with pytest.raises(RuntimeError) as caught:
+        Lost.apply(x, w).sum().backward()
+    assert str(caught.value) == (
+        "Lost.backward does not know the region that forward ran in: decorate "
+        "Lost.setup_context with @custom_fwd, as Lost.forward is."
+    )
+    with pytest.raises(RuntimeError, match=r"^LostGenerated\.backward does not know"):
+        grad(lambda x: Lost.apply(x, w).sum())(x.detach())
+
+
+def test_exceptions_restore_the_state() -> None:
+    """Law: after an error in forward or backward, autocast is as it was."""
+
+    def broken(ctx: Any, grad: Tensor) -> None:
+        del ctx, grad
+        assert state() == (True, FP16)
+        raise ZeroDivisionError
+
+    before = state()
+    with torch.autocast("cpu", FP16):
+        for product in (classic(functions, [], FP32), with_setup([], FP32)):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                product.apply(torch.ones(2, 3), torch.ones(2, 3))
+            assert state() == (True, FP16)
+        y = with_setup([], None, broken).apply(*operands())
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert state() == before
+
+
+# Derivatives
+
+
+def second(product: Callable[..., Tensor], regions: Regions) -> list[Tensor]:
+    """Return the gradients of a gradient's sum."""
+    x, w = whole()
+    with entered(regions):
+        y = product(x, w)
+    (first,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    return [*torch.autograd.grad(first.sum(), (x, w))]
+
+
+def by_hand(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return x @ w on operands cast by hand."""
+    return lambda x, w: x.to(dtype) @ w.to(dtype)
+
+
+@pytest.mark.parametrize("cast_inputs", [None, BF16, FP16])
+def test_double_backward(cast_inputs: torch.dtype | None) -> None:
+    """Law: second derivatives are those of the product of operands cast by hand."""
+    actual = second(with_setup([], cast_inputs).apply, (BF16,))
+    # With no cast of its own the product runs under autocast: in bf16 again.
+    assert_same(actual, second(by_hand(cast_inputs or BF16), ()))
+
+
+def test_double_backward_lost_in_torch() -> None:
+    """Law: the check can fail: in torch the ctx saves casts that are not recorded."""
+    theirs = second(classic(torch.amp, [], BF16).apply, (BF16,))
+    assert not torch.equal(theirs[1], second(by_hand(BF16), ())[1])
+
+
+def test_once_differentiable() -> None:
+    """Law: `once_differentiable` under `custom_bwd` keeps its meaning."""
+    log: Log = []
+    product = with_setup([], None, once_differentiable(backward_of(log)))
+    assert_same(run(product, (FP16,)), run(classic(torch.amp, [], None), (FP16,)))
+    assert [entry[-2:] for entry in log] == [(True, FP16)]
+    x, w = operands()
+    loss = product.apply(x, w).square().sum()
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="marked with @once_differentiable"):
+        first.sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("cast_inputs", [None, BF16])
+def test_func_grad_and_vmap(cast_inputs: torch.dtype | None) -> None:
+    """Law: functorch's transforms give what they do for operands cast by hand."""
+    product = with_setup([], cast_inputs).apply
+    x, w = (each.detach() for each in whole())
+    rows = x[:, None, :]
+
+    def loss(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, w: of(x, w).float().square().sum()
+
+    def results(of: Callable[..., Tensor]) -> list[Tensor]:
+        first = grad(loss(of), argnums=(0, 1))
+        rowwise = vmap(of, in_dims=(0, None))
+        return [
+            *first(x, w),
+            grad(lambda x, w: first(x, w)[1].sum())(x, w),
+            rowwise(rows, w),
+            vmap(grad(loss(of)), in_dims=(0, None))(rows, w),
+            grad(loss(rowwise))(rows, w),
+            jacrev(of)(x, w),
+        ]
+
+    with entered((BF16,)):
+        actual = results(product)
+    assert_same(actual, results(by_hand(BF16)))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("cast_inputs", [None, FP16])
+def test_checkpoint(cast_inputs: torch.dtype | None, reentrant: bool) -> None:
+    """Law: recomputation casts as the first run did, and gradients are the same."""
+    log: Log = []
+    x, w = operands()
+    with torch.autocast("cpu", BF16):
+        product = with_setup(log, cast_inputs).apply
+        y = checkpoint(product, x, w, use_reentrant=reentrant)
+    y.square().sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    assert x.grad.dtype == w.grad.dtype == FP32
+    assert_same([y, x.grad, w.grad], run(with_setup([], cast_inputs), (BF16,)))
+    first, again = [entry for entry in log if entry[0] == "forward"]
+    assert first == again

@@ -1,0 +1,343 @@
+"""Operations that refuse a mix of dtypes: what is said of them, and what mends it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfstep.mismatch import DtypeMismatch, explained
+from halfstep.policy import Policy, Rule, check_ops, decide, matching_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Run = Callable[[Tensor, Tensor], object]
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+INDEX = torch.tensor([1, 0])
+MASK = torch.tensor([True, False])
+LOW = pytest.mark.parametrize("low", [BF16, FP16])
+
+
+class Case(NamedTuple):
+    """A call that torch refuses, of two 2 x 2 tensors of different dtypes."""
+
+    operation: str
+    run: Run
+
+
+def refusal(run: Callable[..., object], *args: object) -> RuntimeError:
+    """Return torch's error; skip where this version of torch takes the mix."""
+    try:
+        run(*args)
+    except RuntimeError as error:
+        return error
+    pytest.skip(f"torch {torch.__version__} takes this mix of dtypes")
+
+
+def found_in(error: BaseException) -> DtypeMismatch:
+    """Return what is said about an error that must be recognised."""
+    found = explained(error)
+    assert found is not None, error
+    return found
+
+
+def line_of(found: DtypeMismatch) -> str:
+    """Return what is said below torch's own text."""
+    return str(found).splitlines()[-1]
+
+
+# Operations that torch's table for the CPU leaves alone: a rule mends them
+
+PRODUCTS = [
+    Case("mv", lambda a, b: torch.mv(a, b[0])),
+    Case("addmv", lambda a, b: torch.addmv(a[0], a, b[0])),
+    Case("addmv", lambda a, b: b[0].addmv(a, b[1])),
+    Case("linalg_multi_dot", lambda a, b: torch.linalg.multi_dot([a, a, b])),
+]
+OTHERS = [
+    Case("dot", lambda a, b: torch.dot(a[0], b[0])),
+    Case("vdot", lambda a, b: torch.vdot(a[0], b[0])),
+    Case("tensordot", torch.tensordot),
+    Case("cross", lambda a, b: torch.cross(a.expand(3, 2, 2), b.expand(3, 2, 2))),
+    Case("bilinear", lambda a, b: functional.bilinear(a, a, b.expand(3, 2, 2))),
+    Case("lerp", lambda a, b: a.lerp(b, 0.5)),
+    Case("lerp", lambda a, b: torch.lerp(a, a, weight=b)),
+    Case("index_put", lambda a, b: a.index_put((INDEX,), b)),
+    Case("index_add", lambda a, b: a.index_add(0, INDEX, b)),
+    Case("index_reduce", lambda a, b: a.index_reduce(0, INDEX, b, "mean")),
+    Case("put", lambda a, b: torch.put(a, INDEX, b[0])),
+    Case("scatter", lambda a, b: a.scatter(0, INDEX.expand(2, 2), b)),
+    Case("scatter_add", lambda a, b: a.scatter_add(0, INDEX.expand(2, 2), b)),
+    Case("scatter_reduce", lambda a, b: a.scatter_reduce(1, INDEX[None], b, "sum")),
+    Case("masked_scatter", lambda a, b: a.masked_scatter(MASK, b)),
+    Case("layer_norm", lambda a, b: functional.layer_norm(a, (2,), b[0], b[1])),
+    Case("group_norm", lambda a, b: functional.group_norm(a, 1, b[0], b[1])),
+    Case("batch_norm", lambda a, b: functional.batch_norm(a, b[0], b[1])),
+    Case("isclose", torch.isclose),
+    Case("_weight_norm", torch._weight_norm),
+    Case("inner", torch.inner),
+    Case(
+        "embedding_bag",
+        lambda a, b: functional.embedding_bag(
+            INDEX[None], a, mode="sum", per_sample_weights=b[:1]
+        ),
+    ),
+]
+MENDED = [
+    *((case, "low") for case in PRODUCTS),
+    *((case, "promote") for case in OTHERS),
+]
+
+
+def refused_under_autocast(run: Run, low: torch.dtype) -> RuntimeError:
+    """Return torch's error on an fp32 and a low operand in an autocast region."""
+    with torch.autocast("cpu", low):
+        return refusal(run, torch.rand(2, 2), torch.rand(2, 2).to(low))
+
+
+@LOW
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize(("case", "category"), MENDED)
+def test_operation_without_row(case: Case, category: str, low: torch.dtype) -> None:
+    """Law: it is named with its dtypes, and the rule casts what the call takes then."""
+    error = refused_under_autocast(case.run, low)
+    found = found_in(error)
+    assert found.operation == case.operation
+    assert set(found.dtypes) == {FP32, low}
+    assert found.rule == f"op:{case.operation}={category}"
+    assert str(found).startswith(f"{error}\n-> {case.operation} got ")
+    told = f"Mend it with the policy rule '{found.rule}', or cast by hand."
+    assert line_of(found).endswith(told)
+    assert len(line_of(found).split()) <= 35
+    policy = Policy((Rule.parse(found.rule),))
+    check_ops(policy)
+    assert f"aten::{case.operation}" in {
+        name.partition(".")[0] for name in matching_ops(policy.rules[0])
+    }
+    dtype = decide(case.operation, found.dtypes, "cpu", policy=policy, low=low).dtype
+    case.run(torch.rand(2, 2).to(dtype), torch.rand(2, 2).to(dtype))
+
+
+def test_operands_are_named() -> None:
+    """Law: dtypes come with the names that the source has for their operands."""
+    fp32, bf16 = torch.rand(2, 2), torch.rand(2, 2, dtype=BF16)
+    error = refusal(lambda: torch.addmv(bf16[0], fp32.T, fp32.view(4)[:2]))
+    assert line_of(found_in(error)) == (
+        "-> addmv got bfloat16 (bf16), float32 (fp32). Mend it with the policy rule "
+        "'op:addmv=low', or cast by hand."
+    )
+
+
+def test_cells() -> None:
+    """Law: a recurrent cell is a product; its weights and states are found."""
+    cell, rows = nn.LSTMCell(2, 2), torch.rand(1, 2, dtype=BF16)
+    found = found_in(refusal(cell, rows))
+    assert line_of(found) == (
+        "-> lstm_cell in the model (LSTMCell) got bfloat16 (input, hx), float32 "
+        "(weight_ih, weight_hh, bias_ih, bias_hh). Mend it with the policy rule "
+        "'op:lstm_cell=low', or cast by hand."
+    )
+    assert found.module == ""
+    state = torch.zeros(1, 2)
+    found = found_in(refusal(cell.bfloat16(), rows, (state, state)))
+    assert " got bfloat16 (input, weight_ih, weight_hh, ...), float32 (hx). " in (
+        line_of(found)
+    )
+
+
+def test_expressions_are_not_guessed() -> None:
+    """Law: what only running an expression would tell is taken from torch's words."""
+    fp16, bf16 = torch.rand(2, 2, dtype=FP16), torch.rand(2, 2, dtype=BF16)
+    found = found_in(refusal(lambda: torch.addmv(fp16[0].float(), bf16, bf16[0])))
+    assert (found.operation, found.dtypes) == ("addmv", (FP32, BF16))
+    assert "-> addmv got float32, bfloat16. " in line_of(found)
+    fp32 = torch.rand(2, 2)
+    with torch.autocast("cpu", BF16):
+        error = refusal(lambda: torch.addmm(fp32, bf16, fp32.double()))
+    assert set(found_in(error).dtypes) == {BF16, FP64}
+    found = found_in(refusal(lambda: torch.inner(fp16.float(), fp16.bfloat16())))
+    assert (found.operation, found.dtypes, found.rule) == ("inner", (), "")
+    assert line_of(found) == (
+        "-> inner got operands of different dtypes. Cast them to one dtype by hand."
+    )
+
+
+# Operations that torch's table casts
+
+CAST = [
+    Case("linear", functional.linear),
+    Case("linear", lambda a, b: functional.linear(a, a, bias=b[0])),
+    Case("mm", torch.mm),
+    Case("matmul", lambda a, b: a @ b),
+    Case("matmul", lambda a, b: a.matmul(b[0])),
+    Case("bmm", lambda a, b: torch.bmm(a[None], b[None])),
+    Case("baddbmm", lambda a, b: torch.baddbmm(b[None], a[None], a[None])),
+    Case("addmm", lambda a, b: torch.addmm(a, b, b)),
+    Case("addbmm", lambda a, b: b.addbmm(a[None], a[None])),
+    Case("conv1d", lambda a, b: functional.conv1d(a, b[:, :, None])),
+    Case("conv1d", lambda a, b: functional.conv1d(a, a[:, :, None], b[0])),
+    Case(
+        "conv2d",
+        lambda a, b: functional.conv2d(a[:, :, None, None], b[:, :, None, None]),
+    ),
+    Case(
+        "conv_transpose2d",
+        lambda a, b: functional.conv_transpose2d(
+            a[:, :, None, None], b[:, :, None, None]
+        ),
+    ),
+    Case("prelu", lambda a, b: functional.prelu(a, b[0])),
+    Case("scaled_dot_product_attention", lambda a, b: attend(a, b, b)),
+    Case("scaled_dot_product_attention", lambda a, b: attend(a, a, a, mask=b)),
+    Case("cdist", torch.cdist),
+    Case(
+        "grid_sampler",
+        lambda a, b: functional.grid_sample(b[None, None], a[None, None]),
+    ),
+]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the attention of one head."""
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@LOW
+@pytest.mark.filterwarnings("ignore:Default grid_sample:UserWarning")
+@pytest.mark.parametrize("case", CAST)
+def test_operation_that_is_cast(case: Case, low: torch.dtype) -> None:
+    """Law: what torch's tables cast was refused where autocast was off: no rule."""
+    operands = torch.rand(2, 2), torch.rand(2, 2).to(low)
+    found = found_in(refusal(case.run, *operands))
+    with torch.autocast("cpu", low):
+        case.run(*operands)
+    assert (found.operation, set(found.dtypes)) == (case.operation, {FP32, low})
+    assert found.rule == ""
+    assert line_of(found).endswith(
+        f" Autocast was off, or a rule keeps {case.operation} as called: cast by hand."
+    )
+    assert len(line_of(found).split()) <= 35
+
+
+def test_stale_cast() -> None:
+    """Law: two low formats need not be what the operands were: no word of autocast.
+
+    torch's cache serves the bf16 weight to the inner region.
+    """
+    layer, rows = nn.Linear(2, 2), torch.rand(1, 2)
+    with torch.autocast("cpu", BF16):
+        layer(rows)
+        with torch.autocast("cpu", FP16):
+            error = refusal(layer, rows)
+    found = found_in(error)
+    assert set(found.dtypes) == {BF16, FP16}
+    assert found.rule == "op:linear=low"
+
+
+PROMOTED = [
+    Case("cat", lambda a, b: torch.cat([a, b])),
+    Case("stack", lambda a, b: torch.stack((a, b))),
+    Case("index_copy", lambda a, b: a.index_copy(0, INDEX, b)),
+]
+
+
+@pytest.mark.parametrize("case", PROMOTED)
+def test_promotion_that_torch_gives_up(case: Case) -> None:
+    """Law: torch promotes no mix of 16-bit formats; under the rule, ours does."""
+    bf16, fp16 = torch.rand(2, 2).to(BF16), torch.rand(2, 2).to(FP16)
+    for operands, dtypes in (((bf16, fp16), (BF16, FP16)), ((fp16, fp16), (FP16,))):
+        with torch.autocast("cpu", BF16):
+            found = found_in(refusal(case.run, *operands))
+        assert (found.operation, found.dtypes) == (case.operation, dtypes)
+        assert found.rule == f"op:{case.operation}=promote"
+        policy = Policy((Rule.parse(found.rule),))
+        decided = decide(case.operation, dtypes, "cpu", policy=policy, low=BF16)
+        assert decided.dtype == FP32
+    assert line_of(found) == (
+        f"-> {case.operation} got float16 (a, b). Mend it with the policy rule "
+        f"'{found.rule}', or cast by hand."
+    )
+
+
+# What no rule mends
+
+
+@pytest.mark.filterwarnings("ignore:Default grid_sample:UserWarning")
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("region", [None, BF16, FP16])
+@pytest.mark.parametrize("case", [*PRODUCTS, *OTHERS, *CAST])
+def test_float64(case: Case, region: torch.dtype | None) -> None:
+    """Law: autocast leaves float64 alone, so its operand is to be cast by hand."""
+    a, b = torch.rand(2, 2), torch.rand(2, 2, dtype=FP64)
+    with torch.autocast("cpu", region, enabled=region is not None):
+        found = found_in(refusal(case.run, a, b))
+    assert (found.operation, found.rule) == (case.operation, "")
+    assert set(found.dtypes) == {FP32, FP64}
+    assert "No rule touches float64: cast " in line_of(found)
+    assert line_of(found).endswith(" to float32 by hand.")
+
+
+def test_complex_and_integers() -> None:
+    """Law: the others follow a complex operand; an integer one becomes float32."""
+    real, imaginary = torch.rand(2, 2), torch.rand(2, 2, dtype=torch.complex64)
+    found = found_in(refusal(torch.mm, real, imaginary))
+    assert (found.dtypes, found.rule) == ((FP32, torch.complex64), "")
+    assert line_of(found).endswith(
+        "No rule touches complex64: cast the others to it by hand."
+    )
+    found = found_in(refusal(lambda: torch.inner(real, imaginary)))
+    assert (found.dtypes, found.rule) == ((FP32, torch.complex64), "")
+    ids = torch.ones(2, 2, dtype=torch.int64)
+    found = found_in(refusal(lambda: torch.mm(ids, real)))
+    assert (found.dtypes, found.rule) == ((torch.int64, FP32), "")
+    assert line_of(found).endswith(
+        "No rule touches int64: cast ids to float32 by hand."
+    )
+
+
+def assign(a: Tensor, b: Tensor) -> None:
+    """Write at indices."""
+    a[INDEX] = b
+
+
+WRITES = [
+    Case("index_put_", assign),
+    Case("index_add_", lambda a, b: a.index_add_(0, INDEX, b)),
+    Case("index_copy_", lambda a, b: a.index_copy_(0, INDEX, b)),
+    Case("put_", lambda a, b: a.put_(INDEX, b[0])),
+    Case("scatter_", lambda a, b: a.scatter_(0, INDEX.expand(2, 2), b)),
+    Case("masked_scatter_", lambda a, b: a.masked_scatter_(MASK, b)),
+    Case("lerp_", lambda a, b: a.lerp_(b, 0.5)),
+    Case("addmm_", lambda a, b: a.addmm_(b, b)),
+    Case("mm", lambda a, b: torch.mm(a, a, out=b)),
+]
+
+
+@pytest.mark.parametrize("case", WRITES)
+@pytest.mark.parametrize("region", [None, BF16])
+def test_writing(case: Case, region: torch.dtype | None) -> None:
+    """Law: rules do not reach what writes; the format of what is written to decides."""
+    a, b = torch.rand(2, 2), torch.rand(2, 2).to(BF16)
+    with torch.autocast("cpu", region, enabled=region is not None):
+        found = found_in(refusal(case.run, a, b))
+    assert (found.operation, found.dtypes) == (case.operation, (FP32, BF16))
+    assert found.rule == ""
+    assert line_of(found).endswith(
+        "No rule reaches in-place and out= forms: give all operands float32 by hand."
+    )
+    case.run(a, b.float())
+
+
+def test_assigned_gradient() -> None:
+    """Law: a gradient of another dtype is recognised, and no operation is made up."""
+    weight = torch.rand(2, requires_grad=True)
+    error = refusal(setattr, weight, "grad", torch.rand(2, dtype=BF16))
+    found = found_in(error)
+    assert (found.operation, found.rule) == ("", "")
+    assert set(found.dtypes) == {FP32, BF16}
+    assert line_of(found).endswith("Cast them to one dtype by hand.")

@@ -1,0 +1,321 @@
+"""Where an operation refused its operands: module, operation and names of operands."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from halfstep.mismatch import DtypeMismatch, explained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Mixer(nn.Module):
+    """Multiplies by an fp32 vector in a way that no table of the CPU casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.rand(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Fail, if rows are not fp32."""
+        return torch.mv(rows, self.vector)
+
+
+class Block(nn.Module):
+    """Holds its mixer in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity(), Mixer()])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Fail in the second layer."""
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows
+
+
+class Model(nn.Module):
+    """A block in a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Fail far inside."""
+        out: Tensor = self.block(rows)
+        return out
+
+
+def found_in(run: Callable[..., object], *args: object) -> DtypeMismatch:
+    """Return what is said about the error of a call."""
+    with pytest.raises(RuntimeError) as caught:
+        run(*args)
+    found = explained(caught.value)
+    assert found is not None, caught.value
+    return found
+
+
+def rows() -> Tensor:
+    """Return what the mixer does not take."""
+    return torch.rand(2, 2, dtype=BF16)
+
+
+# Modules
+
+
+@pytest.fixture(name="parallel")
+def _parallel() -> Iterator[nn.Module]:
+    """Wrap a model for data parallelism among one process."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield nn.parallel.DistributedDataParallel(Model())
+    dist.destroy_process_group()
+
+
+def test_innermost_module() -> None:
+    """Law: the path leads from the outermost module to the innermost."""
+    model = Model()
+    found = found_in(model, rows())
+    assert dict(model.named_modules())[found.module] is model.block.layers[1]
+    assert str(found).splitlines()[1] == (
+        "-> mv in module 'block.layers.1' (Mixer) got bfloat16 (rows), float32 "
+        "(vector). Mend it with the policy rule 'op:mv=low', or cast by hand."
+    )
+    assert (found.operation, found.rule) == ("mv", "op:mv=low")
+    assert found.dtypes == (BF16, FP32)
+
+
+def test_wrappers(parallel: nn.Module) -> None:
+    """Law: data parallelism's and torch.compile's wrappers are no part of the path."""
+    for wrapped in (parallel, nn.DataParallel(Model()), Compiled(Model())):
+        assert found_in(wrapped, rows()).module == "block.layers.1"
+
+
+class Compiled(nn.Module):
+    """Calls a model as torch.compile's wrapper does where it cannot trace it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Fail."""
+        out: Tensor = self._orig_mod(rows)
+        return out
+
+
+def test_tied_module() -> None:
+    """Law: a module in two places has the path that `named_modules` gives it."""
+    model = Model()
+    model.alias = model.block
+    assert found_in(model.alias, rows()).module == "layers.1"
+    assert found_in(model, rows()).module == "block.layers.1"
+
+
+class Hoarder(nn.Module):
+    """Keeps a mixer where torch does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential()
+        self.hidden = [Mixer()]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Fail in a module that is none of the model's."""
+        out: Tensor = self.hidden[0](rows)
+        return out
+
+
+def test_unregistered_module() -> None:
+    """Law: a module that the model does not hold has no path: the one around it is."""
+    found = found_in(nn.Sequential(nn.Identity(), Hoarder()), rows())
+    assert found.module == "1"
+    assert " in module '1' (Hoarder) got " in str(found)
+
+
+def test_no_module() -> None:
+    """Law: outside of modules nothing is said about one."""
+    vector, matrix = torch.rand(2), rows()
+    found = found_in(lambda: torch.mv(matrix, vector))
+    assert found.module == ""
+    assert str(found).splitlines()[1].startswith("-> mv got bfloat16 (matrix), float32")
+
+
+class Crooked(torch.autograd.Function):
+    """Has a backward that mixes dtypes."""
+
+    @staticmethod
+    def forward(_ctx: Any, rows: Tensor) -> Tensor:
+        """Return a copy."""
+        return rows.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        """Fail."""
+        vector = torch.rand(2, dtype=BF16)
+        return torch.mv(grad, vector)
+
+
+class Trainer(nn.Module):
+    """Runs backward in a method, as some trainers' modules do."""
+
+    def forward(self, loss: Tensor) -> None:
+        """Run the backward pass."""
+        torch.autograd.backward(loss)
+
+
+def test_backward() -> None:
+    """Law: rules do not reach backward code, and who calls backward is no culprit."""
+    weight = torch.rand(2, 2, requires_grad=True)
+    out: Tensor = Crooked.apply(weight)  # type: ignore[no-untyped-call]
+    found = found_in(Trainer(), out.sum())
+    assert str(found).splitlines()[1] == (
+        "-> mv got float32 (grad), bfloat16 (vector). No rule reaches a backward pass: "
+        "cast by hand."
+    )
+    assert (found.module, found.rule) == ("", "")
+
+
+class Late(nn.Module):
+    """Mixes dtypes only when it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.rand(2))
+        self.again = False
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Fail the second time."""
+        vector = self.vector.bfloat16() if self.again else self.vector
+        self.again = True
+        return torch.mv(rows, vector)
+
+
+def test_recomputation() -> None:
+    """Law: a forward pass that runs again in backward is one: rules do reach it."""
+    matrix = torch.rand(2, 2, requires_grad=True)
+    model = nn.Sequential(nn.Identity(), Late())
+    out = checkpoint(model, matrix, use_reentrant=True)
+    found = found_in(out.sum().backward)
+    assert (found.operation, found.module, found.rule) == ("mv", "1", "op:mv=low")
+
+
+class Opaque(nn.Module):
+    """Calls a module whose code no traceback shows, under an operation's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Module()
+        self.norm.forward = functools.partial(torch.mv)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Fail inside of what is called."""
+        out: Tensor = self.norm(rows, torch.rand(2))
+        return out
+
+
+def test_module_is_no_operation() -> None:
+    """Law: a module that is called like an operation is not taken for it."""
+    found = found_in(Opaque(), rows())
+    assert (found.operation, found.module, found.rule) == ("", "norm", "")
+
+
+# Frames that hand a call on, and source that tells nothing
+
+
+class Passing(TorchFunctionMode):
+    """Hands each call on, in two steps."""
+
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make the call."""
+        return call(*args, **kwargs)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Hand it on."""
+        return self.run(func, args, kwargs or {})
+
+
+class Plain(Tensor):
+    """A subclass, whose calls pass through Python."""
+
+
+def test_handed_on() -> None:
+    """Law: modes and subclasses do not hide which operation it was."""
+    for region in (torch.device("cpu"), Passing()):
+        with region:
+            found = found_in(Model(), rows())
+        assert (found.operation, found.dtypes) == ("mv", (BF16, FP32))
+    found = found_in(Mixer(), rows().as_subclass(Plain))
+    assert (found.operation, found.dtypes) == ("mv", (BF16, FP32))
+    found = found_in(lambda: rows() @ torch.rand(2).as_subclass(Plain))
+    assert found.operation == "matmul"
+    found = found_in(
+        functional.layer_norm, torch.rand(1, 2).as_subclass(Plain), (2,), rows()[0]
+    )
+    assert (found.operation, found.rule) == ("layer_norm", "op:layer_norm=promote")
+
+
+def mv(*args: Tensor) -> object:
+    """Run an operation as a kernel in Python does."""
+    return run_with(torch.ops.aten.mv.default, args)
+
+
+def run_with(op: Callable[..., object], args: tuple[Tensor, ...]) -> object:
+    """Run an operation that the caller has chosen."""
+    return op(*args)
+
+
+def test_kernel_in_python() -> None:
+    """Law: what hands on its arguments is asked for its caller, step by step."""
+    matrix, vector = rows(), torch.rand(2)
+    found = found_in(lambda: mv(matrix, vector))
+    assert "-> mv got bfloat16 (matrix), float32 (vector). " in str(found)
+
+
+def test_overload() -> None:
+    """Law: an overload, as exported graphs call them, goes by the operation's name."""
+    matrix, vector = rows(), torch.rand(2)
+    found = found_in(lambda: torch.ops.aten.mv.default(matrix, vector))
+    assert (found.operation, found.dtypes) == ("mv", (BF16, FP32))
+
+
+def test_without_source() -> None:
+    """Law: without source the dtypes are torch's own words, and nothing is named."""
+    names = {"torch": torch, "a": torch.rand(2), "b": rows()}
+    found = found_in(exec, "torch.mv(b, a)", names)
+    assert (found.operation, found.rule) == ("", "")
+    assert set(found.dtypes) == {BF16, FP32}
+    assert str(found).endswith("Cast them to one dtype by hand.")
+
+
+def test_edited_source(tmp_path: Path) -> None:
+    """Law: a file that has changed since it was imported makes nobody a culprit."""
+    file = tmp_path / "edited_since.py"
+    file.write_text("import torch\ndef run(a, b):\n    return torch.mv(a, b)\n")
+    spec = importlib.util.spec_from_file_location("edited_since", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    file.write_text("import torch\ndef run(a, b):\n    return torch.mm(a, b)\n")
+    assert found_in(module.run, rows(), torch.rand(2)).operation == ""
+    file.write_text("def")
+    assert found_in(module.run, rows(), torch.rand(2)).operation == ""

@@ -1,0 +1,292 @@
+"""torch's cache of casts in our regions: what it keeps, and when it starts anew."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep import stale
+from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BF16, FP16 = torch.bfloat16, torch.float16
+EYE = torch.eye(4)
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, _types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def linear() -> nn.Linear:
+    """Return a layer whose output, of ones on the diagonal, is its weight."""
+    layer = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(16.0).view(4, 4) + 1)
+    return layer
+
+
+def casts_of_weight(make: Any, between: Callable[[nn.Linear], None]) -> int:
+    """Return how often a weight is cast for two passes, and what is done between."""
+    layer = linear()
+    low = EYE.bfloat16()
+    with make("cpu"), Casts() as casts:
+        layer(low)
+        between(layer)
+        layer(low)
+    count: int = casts.count
+    return count
+
+
+def nothing(_: nn.Linear) -> None:
+    """Leave the weight as it is."""
+
+
+def look(layer: nn.Linear) -> None:
+    """Read the weight where nothing is recorded."""
+    with torch.no_grad():
+        assert layer.weight.sum() > 0
+
+
+def nest(_: nn.Linear) -> None:
+    """Open regions that ask for nothing else."""
+    with autocast("cpu"), autocast("cpu", enabled=False):
+        pass
+
+
+def nest_torchs(_: nn.Linear) -> None:
+    """Likewise, regions of torch's."""
+    with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
+        pass
+
+
+def nest_other(_: nn.Linear) -> None:
+    """Open a region with another dtype."""
+    with autocast("cpu", FP16):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("between", "ours", "torchs"),
+    [
+        (nothing, 1, 1),
+        (nest, 1, 1),
+        (nest_torchs, 1, 1),
+        (look, 2, 1),
+        (nest_other, 2, 1),
+    ],
+)
+def test_casts_are_kept(
+    between: Callable[[nn.Linear], None], ours: int, torchs: int
+) -> None:
+    """Law: a weight is cast once, and again only after what may have changed it."""
+    assert casts_of_weight(autocast, between) == ours
+    if between not in (nest, nest_other):
+        assert casts_of_weight(torch.autocast, between) == torchs
+
+
+def test_the_cache_can_be_off() -> None:
+    """Law: without the cache each pass casts; the count above can differ."""
+    off = lambda device: autocast(device, cache_enabled=False)  # noqa: E731
+    assert casts_of_weight(off, nothing) == 2
+
+
+def test_torchs_own_regions_keep_their_cache() -> None:
+    """Law: where no region of ours is open, torch's cache is left alone."""
+    with autocast("cpu"):
+        pass
+    assert casts_of_weight(torch.autocast, look) == 1
+
+
+def test_modes_work_as_before() -> None:
+    """Law: grad modes end as torch's do: in blocks, decorators, and by exceptions."""
+
+    @torch.no_grad()
+    def off() -> bool:
+        return torch.is_grad_enabled()
+
+    with autocast("cpu"):
+        assert not off()
+        with torch.inference_mode():
+            assert torch.is_inference_mode_enabled()
+        assert not torch.is_inference_mode_enabled()
+        with pytest.raises(KeyError), torch.no_grad():
+            raise KeyError
+        assert torch.is_grad_enabled()
+        with torch.set_grad_enabled(mode=False):
+            assert not torch.is_grad_enabled()
+        assert torch.is_grad_enabled()
+    assert torch.no_grad.__exit__.__qualname__ == "no_grad.__exit__"
+
+
+def test_hooks_are_installed_once() -> None:
+    """Law: a thousand regions watch no more than one does."""
+    stale.watch()
+    before = torch.no_grad.__exit__
+    for _ in range(3):
+        autocast("cpu")
+    assert torch.no_grad.__exit__ is before
+
+
+def test_inside_a_region_of_torchs() -> None:
+    """Law: what a region of torch's has cast is not served to ours, nor back."""
+    layer = linear()
+    with torch.autocast("cpu", BF16):
+        assert layer(EYE).dtype == BF16
+        with autocast("cpu", FP16):
+            assert layer(EYE).dtype == FP16
+        assert layer(EYE).dtype == BF16
+
+
+# What it cannot see
+
+
+def under_one_no_grad(layer: nn.Linear) -> bool:
+    """Change the weight between two passes under one `no_grad`: is it seen?"""
+    with torch.no_grad():
+        layer(EYE)
+        layer.weight.zero_()
+        return not layer(EYE).any()
+
+
+def detached(layer: nn.Linear) -> bool:
+    """Likewise behind autograd's back, though it counts."""
+    layer(EYE)
+    layer.weight.detach().zero_()
+    return not layer(EYE).any()
+
+
+def data(layer: nn.Linear) -> bool:
+    """Likewise so that nobody counts."""
+    layer(EYE)
+    layer.weight.data.zero_()
+    return not layer(EYE).any()
+
+
+@pytest.mark.parametrize(
+    ("edit", "counted"), [(under_one_no_grad, True), (detached, True), (data, False)]
+)
+def test_unseen_edits(edit: Callable[[nn.Linear], bool], counted: bool) -> None:
+    """Law: these edits are not seen, as the docstring says; a `CastCache` sees two."""
+    regions: dict[str, Any] = {
+        "torch": {},
+        "version": {"cache": CastCache()},
+        "none": {"cache_enabled": False},
+    }
+    fresh = {}
+    for name, more in regions.items():
+        with autocast("cpu", **more):
+            fresh[name] = edit(linear())
+    assert fresh == {"torch": False, "version": counted, "none": True}
+
+
+# Threads
+
+
+@pytest.fixture
+def others() -> Any:
+    """Give threads that do what they are told, one thing after the other."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2)]
+
+
+def flag() -> bool:
+    """Say whether torch's cache serves this thread."""
+    return torch.is_autocast_cache_enabled()
+
+
+def test_the_cache_is_for_one_dtype(others: list[ThreadPoolExecutor]) -> None:
+    """Law: while a thread's region has a dtype, regions of another do without."""
+
+    def open_in(thread: ThreadPoolExecutor, dtype: torch.dtype) -> Any:
+        region = autocast("cpu", dtype)
+        thread.submit(region.__enter__).result()
+        return region
+
+    def close_in(thread: ThreadPoolExecutor, region: Any) -> None:
+        thread.submit(region.__exit__, None, None, None).result()
+
+    first, second = others
+    with autocast("cpu", BF16):
+        assert flag()
+        same, other = open_in(first, BF16), open_in(second, FP16)
+        assert first.submit(flag).result()
+        assert not second.submit(flag).result()
+        with autocast("cpu", FP16):
+            assert not flag()
+        assert flag()
+        close_in(second, other)
+        assert second.submit(flag).result()
+        close_in(first, same)
+        with autocast("cpu", FP16):
+            assert flag()
+    assert not stale._open
+    assert flag()
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.sampled_from(["bf16", "fp16", "off", "close", "use", "edit", "step"]),
+    ),
+    max_size=25,
+)
+
+
+@given(steps=STEPS)
+def test_no_thread_gets_a_wrong_cast(steps: list[tuple[int, str]]) -> None:
+    """Law: whatever threads open, close and change, each gets its dtype and value."""
+    layer = linear()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer.weight.grad = torch.ones(4, 4)
+    opened: list[list[tuple[Any, torch.dtype]]] = [[], [], []]
+
+    def do(number: int, what: str) -> None:
+        stack = opened[number]
+        if what == "edit":
+            with torch.no_grad():
+                layer.weight.add_(1)
+        elif what == "step":
+            optimizer.step()
+        elif what == "close" and stack:
+            stack.pop()[0].__exit__(None, None, None)
+        elif what in ("bf16", "fp16", "off"):
+            dtype = {"bf16": BF16, "fp16": FP16, "off": torch.float32}[what]
+            region = autocast(
+                "cpu", BF16 if what == "off" else dtype, enabled=what != "off"
+            )
+            region.__enter__()
+            stack.append((region, dtype))
+        seen = layer(EYE)
+        expected = stack[-1][1] if stack else torch.float32
+        assert torch.equal(seen, layer.weight.detach().T.to(expected))
+        assert seen.dtype == expected
+
+    with ExitStack() as pools:
+        threads = [pools.enter_context(ThreadPoolExecutor(1)) for _ in opened]
+        for number, what in steps:
+            threads[number].submit(do, number, what).result()
+        for number, stack in enumerate(opened):
+            while stack:
+                threads[number].submit(do, number, "close").result()
+    assert not stale._open
