@@ -98,10 +98,14 @@ def test_turns_last_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert autocast._calls(lambda: None, place) == calls
 
 
+def flags(**given: object) -> Namespace:
+    """Return what the command line gives, for few calls."""
+    return Namespace(**given, calls=2, threads=1, dtype="bf16", device="cpu")
+
+
 def test_tables() -> None:
     """Law: each operation at each size and each kind of region has a row."""
-    arguments = Namespace(sizes=[2, 3], calls=2, rounds=2, dtype="bf16", device="cpu")
-    stock, regions, under, passed = autocast.tables(arguments)
+    stock, regions, under, passed = autocast.tables(flags(sizes=[2, 3], rounds=2))
     titles = [t.title for t in (stock, regions, under, passed)]
     assert titles == [
         "Stock operations",
@@ -122,16 +126,17 @@ def test_tables() -> None:
         "hs.autocast with a rule, made each time",
     ]
     assert regions.rows[0][2:] == (1.0, 0.0)
-    command = "halfstep bench autocast --sizes 2,3 --calls 2 --rounds 2 --dtype bf16"
+    command = "halfstep bench autocast --sizes 2,3 --rounds 2 --calls 2 --threads 1"
     for table in (stock, regions, under, passed):
-        assert f"{command} --device cpu" in table.notes
+        assert f"{command} --dtype bf16 --device cpu" in table.notes
+        assert any(note.endswith(", threads: 1") for note in table.notes)
         assert any("median of 2 rounds" in note for note in table.notes)
 
 
 def test_targets_are_told() -> None:
     """Law: the targets stand beside what was measured, and are judged by it."""
-    arguments = Namespace(sizes=[2], calls=2, rounds=3, dtype="bf16", device="cpu")
-    stock, _, under, _ = (t.data() for t in autocast.tables(arguments))
+    found = autocast.tables(flags(sizes=[2], rounds=3))
+    stock, _, under, _ = (table.data() for table in found)
     for table, value, limit, verdict in (
         (stock, "x torch", 1.05, "within 1.05"),
         (under, "over by hand us", 7.0, "within 7"),

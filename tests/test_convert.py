@@ -63,7 +63,7 @@ def rules(*words: str) -> Policy:
 
 def attach_island(module: nn.Module) -> None:
     """Keep a module in fp32, in regions and outside."""
-    Scope(rules("module:*=fp32"), 0, "", ()).hook(module, always=True)
+    Scope(rules("module:*=fp32"), 0, "", (), alone=True).hook(module, always=True)
 
 
 @pytest.mark.parametrize("low", [BF16, FP16])

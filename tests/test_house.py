@@ -47,7 +47,7 @@ LAYER = {
     "carry": 6,
     "explain": 6,
     "functions": 6,
-    "scopes": 6,
+    "scopes": 7,
     "steered": 7,
     "traced": 6,
     "casting": 8,

@@ -6,29 +6,41 @@ asked for, or when the weight has changed since.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from halfstep.fold import Gradients
+
+
+_LOW = (torch.bfloat16, torch.float16)
+_UNKNOWN = -1
+"""A version that no weight has."""
 
 
 class _Entry:
     """One weight in one dtype."""
 
-    __slots__ = ("address", "epoch", "low", "of", "version")
+    __slots__ = ("address", "bare", "epoch", "low", "of", "version")
 
     def __init__(
-        self, weight: Tensor, low: Tensor, epoch: int, forget: Callable[[Any], None]
+        self, weight: Tensor, bare: Tensor, epoch: int, forget: Callable[[Any], None]
     ) -> None:
         self.of = weakref.ref(weight, forget)
-        self.low = low
+        self.bare = bare
+        """Without history: history would hold the weight, which then never dies."""
+        self.low: Tensor | None = None
+        """The same numbers with history, while a region is open."""
         self.note(weight, epoch)
 
     def note(self, weight: Tensor, epoch: int) -> None:
@@ -44,7 +56,6 @@ class _Entry:
             and self.epoch == epoch
             and self.version == weight._version  # noqa: SLF001
             and self.address == weight.data_ptr()
-            and weight.requires_grad == self.low.requires_grad
         )
 
     def may_be_written(self, weight: Tensor, epoch: int) -> bool:
@@ -52,9 +63,8 @@ class _Entry:
         return (
             self.of() is weight
             and self.epoch != epoch
-            and self.low.shape == weight.shape
-            and self.low.device == weight.device
-            and weight.requires_grad == self.low.requires_grad
+            and self.bare.shape == weight.shape
+            and self.bare.device == weight.device
         )
 
 
@@ -66,12 +76,15 @@ class CastCache:
     leaves frozen weights out, and forgets all when the outermost region closes. Here
     the key is the weight, the dtype, and the version that autograd counts.
 
-    An edit through `weight.data` is counted by nobody; call `renew` after one.
+    An edit through `weight.data` is counted by nobody; call `renew` after one. Nor is
+    one by a fused optimizer, whose steps are watched instead.
 
     Attributes:
         hits: Times that a cast was found.
         misses: Times that one was made.
         bytes_cast: Size of all casts made, those since forgotten too.
+        open: A region uses it: a weight's gradients are summed in 16 bits, as under
+            torch's cache, from all its uses in the region.
     """
 
     def __init__(self, gradients: Gradients | None = None) -> None:
@@ -84,6 +97,11 @@ class CastCache:
         self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
         self._gradients = gradients
         self._epoch = 0
+        self._lock = threading.RLock()
+        with _lock:
+            _caches.add(self)
+        _watch()
+        self.open = False
         self.hits = 0
         self.misses = 0
         self.bytes_cast = 0
@@ -91,7 +109,7 @@ class CastCache:
     @property
     def bytes(self) -> int:
         """Size of all casts it holds."""
-        return sum(entry.low.nbytes for entry in self._entries.values())
+        return sum(entry.bare.nbytes for entry in self._entries.values())
 
     def __len__(self) -> int:
         """Return the number of casts it holds."""
@@ -109,15 +127,17 @@ class CastCache:
             and tensor.is_leaf
             and not tensor._is_view()  # noqa: SLF001
             and not tensor.is_inference()
-            and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
         )
 
     def __call__(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a tensor in a dtype, from the cache if it is a weight."""
+        if torch._C._are_functorch_transforms_active():  # noqa: SLF001
+            # They look through `Tensor.to`, not through a function of ours.
+            return tensor.to(dtype)
         entry = self._entries.get((id(tensor), dtype))
         if entry is not None and entry.fits(tensor, self._epoch):
             self.hits += 1
-            return entry.low
+            return self._served(entry, tensor)
         return self.get(tensor, dtype) if self.takes(tensor) else tensor.to(dtype)
 
     def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,31 +148,65 @@ class CastCache:
             dtype: What to cast it to.
         """
         key = id(weight), dtype
-        entry = self._entries.get(key)
-        if entry is not None and entry.fits(weight, self._epoch):
-            self.hits += 1
-            return entry.low
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry.fits(weight, self._epoch):
+                self.hits += 1
+            else:
+                entry = self._cast(key, entry, weight)
+            return self._served(entry, weight)
+
+    def _cast(
+        self, key: tuple[int, torch.dtype], entry: _Entry | None, weight: Tensor
+    ) -> _Entry:
         self.misses += 1
         # Selective checkpointing counts casts; it must not see one here that the
         # recomputation finds made.
-        with _disable_current_modes():
+        with _disable_current_modes(), torch.no_grad():
             if entry is not None and entry.may_be_written(weight, self._epoch):
-                with torch.no_grad():
-                    entry.low.copy_(weight)
+                entry.bare.copy_(weight)
                 entry.note(weight, self._epoch)
-                self.bytes_cast += entry.low.nbytes
-                return entry.low
-            # One made without history would keep later gradients from the weight.
-            with torch.enable_grad():
-                low = cast(weight, dtype, self._gradients)
-        self.bytes_cast += low.nbytes
+                entry.low = None
+            else:
+                bare = weight.to(key[1])
 
-        def forget(_: object) -> None:
-            self._entries.pop(key, None)
+                def forget(_: object) -> None:
+                    self._entries.pop(key, None)
 
-        if not low.is_inference():
-            self._entries[key] = _Entry(weight, low, self._epoch, forget)
+                entry = _Entry(weight, bare, self._epoch, forget)
+                if not bare.is_inference():
+                    self._entries[key] = entry
+        self.bytes_cast += entry.bare.nbytes
+        return entry
+
+    def _served(self, entry: _Entry, weight: Tensor) -> Tensor:
+        """Return a cast, with history where a gradient may ask for it."""
+        if not weight.requires_grad or not torch.is_grad_enabled():
+            return entry.bare
+        if entry.low is not None:
+            return entry.low
+        with _disable_current_modes():
+            low: Tensor = _Cast.apply(weight, entry.bare, self._gradients)  # type: ignore[no-untyped-call]
+        if self.open:
+            entry.low = low
         return low
+
+    def begin(self) -> None:
+        """Take note that a region opens, which serves a weight's every use one cast."""
+        self.open = True
+
+    def end(self) -> None:
+        """Take note that the region has closed: the next has another graph."""
+        self.open = False
+        for entry in list(self._entries.values()):
+            entry.low = None
+
+    def distrust(self, weights: Iterable[Tensor]) -> None:
+        """Cast these weights again, though their versions may be as before."""
+        for key in itertools.product(map(id, weights), _LOW):
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.version = _UNKNOWN
 
     def renew(self) -> None:
         """Cast each weight again when it is next asked for, into the same memory.
@@ -168,32 +222,42 @@ class CastCache:
         self._entries.clear()
 
 
-def cast(weight: Tensor, dtype: torch.dtype, gradients: Gradients | None) -> Tensor:
-    """Return a weight in a dtype, its gradient folded into `gradients` if given."""
-    if gradients is None or not weight.requires_grad:
-        return weight.to(dtype)
-    low: Tensor = _Cast.apply(weight, dtype, gradients)  # type: ignore[no-untyped-call]
-    return low
+_lock = threading.Lock()
+_caches: weakref.WeakSet[CastCache] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch() -> None:
+    """Let all caches know from now on what optimizers have written into."""
+    register_optimizer_step_post_hook(_written)
+
+
+def _written(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    with _lock:
+        caches = list(_caches)
+    for cache in caches:
+        cache.distrust(p for group in optimizer.param_groups for p in group["params"])
 
 
 class _Cast(torch.autograd.Function):
-    """`weight.to(dtype)`, whose backward may add to the weight's gradient itself."""
+    """`weight.to(dtype)`, made before, whose backward may add to `.grad` itself."""
 
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 -- torch's context has no useful type
         weight: Tensor,
-        dtype: torch.dtype,
-        gradients: Gradients,
+        bare: Tensor,
+        gradients: Gradients | None,
     ) -> Tensor:
         ctx.weight, ctx.gradients = weight, gradients
-        return weight.to(dtype)
+        # Not itself: it must stay without history. The version counter is shared.
+        return bare.detach()
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401
         gradient: Tensor,
     ) -> tuple[Tensor | None, None, None]:
-        if ctx.gradients.take(ctx.weight, gradient):
+        if ctx.gradients is not None and ctx.gradients.take(ctx.weight, gradient):
             return None, None, None
         return gradient.to(ctx.weight.dtype), None, None

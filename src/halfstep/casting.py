@@ -40,15 +40,17 @@ def autocast(
 
     Why: it is `torch.autocast` with its defects mended. It may be entered again while
     it is entered, by itself or by another thread; a nested region may have another
-    dtype; a weight changed inside is cast anew; replicas of `nn.DataParallel` get the
-    dtype. And it obeys rules, and tells what ran how.
+    dtype; a weight changed inside, by an optimizer or in a `no_grad` block, is cast
+    anew after it; replicas of `nn.DataParallel` get the dtype. And it obeys rules, and
+    tells what ran how.
 
     It sets torch's own state, so everything that asks torch whether autocast is on
     (checkpointing, DDP, model code, third-party kernels) gets the true answer.
 
     Args:
         device_type: "cpu", "cuda", "mps", "xpu", or another that torch casts on.
-        dtype: The 16-bit dtype; default torch's for the device.
+        dtype: The 16-bit dtype; default that of the region around, else torch's for
+            the device.
         enabled: False makes the region run as called.
         cache_enabled: Whether weights cast once stay cast for the region; default
             as it is set now.
@@ -62,21 +64,16 @@ def autocast(
 
     Returns:
         A context manager, also a decorator, which may be used any number of times.
+        One with a policy that torch.compile is to trace must be made where it is
+        opened, or decorate.
 
     Raises:
         UserError: If a rule can match nothing, or speaks of modules without `model`.
     """
     if torch.compiler.is_compiling():
-        if record or model is not None:
-            message = (
-                "autocast(record=True) and autocast(model=...) cannot be traced by "
-                "torch.compile; open such a region around the compiled function."
-            )
-            raise UserError(message)
         settings = (device_type, dtype, enabled, cache_enabled)
-        if policy is None:
-            return torch.autocast(*settings)  # type: ignore[return-value]
-        return traced(*settings, str(policy))  # type: ignore[return-value]
+        modules = model is not None
+        return traced(settings, policy, record=record, modules=modules)  # type: ignore[return-value]
     region = Region(device_type, dtype, enabled, cache_enabled)
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
     if chosen in (None, TORCH) and cache is None and not record:
@@ -93,7 +90,7 @@ class _Entered(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[tuple[torch.autocast, bool]] = []
-        self.frames: list[tuple[sign.State, Frame | None]] = []
+        self.frames: list[tuple[int, Frame | None]] = []
 
     def __reduce__(self) -> tuple[type[_Entered], tuple[()]]:
         """Let what holds an instance be copied and pickled; a copy is not entered."""
@@ -135,7 +132,7 @@ class Region(torch.autocast):
             stale.opened(self.device, self.fast_dtype)
         alone = self.policy is not None and gate.in_force(self.device) is not None
         if alone:
-            before_it = sign.show(None), gate.enter(self.device, _plain())
+            before_it = sign.show(TORCH), gate.enter(self.device, _plain())
             self._entered.frames.append(before_it)
         self._entered.stack.append((region, alone))
         return self
@@ -157,7 +154,7 @@ class Region(torch.autocast):
         if alone:
             shown, frame = self._entered.frames.pop()
             gate.leave(self.device, frame)
-            sign.hide(shown)
+            sign.restore(shown)
         if self._enabled:
             stale.closed(self.device)
         region.__exit__(exc_type, exc_value, traceback)

@@ -75,6 +75,17 @@ def data_parallel(model: nn.Module, world: World) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP, DataParallel or torch.compile's wrapper."""
+    while True:
+        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module) or inner is model:
+            return model
+        model = inner
+
+
 def unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Return a region in which a DDP model keeps its gradients to itself."""
     if isinstance(model, nn.parallel.DistributedDataParallel):

@@ -39,6 +39,10 @@ def add_(total: Tensor, part: Tensor) -> None:
     torch._foreach_add_(total.view(-1).split(_CHUNK), part.view(-1).split(_CHUNK))  # type: ignore[no-untyped-call]
 
 
+_OURS = 2
+"""Holders of a buffer's memory that are no others': the buffer, and who counts."""
+
+
 class Gradients:
     """Adds 16-bit gradients to those of fp32 weights, while it is open.
 
@@ -75,7 +79,13 @@ class Gradients:
             weight.grad = gradient.to(weight.dtype)
             return True
         buffer = self._buffers.get(weight)
-        if buffer is None or buffer.shape != weight.shape:
+        if buffer is None or buffer.shape != weight.shape or _is_held(buffer):
             buffer = self._buffers[weight] = torch.empty_like(weight)
-        weight.grad = buffer.copy_(gradient)
+        weight.grad = buffer.copy_(gradient).detach()
         return True
+
+
+def _is_held(buffer: Tensor) -> bool:
+    """Say whether anything else has the memory: a gradient that somebody has kept."""
+    storage = buffer.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _OURS  # noqa: SLF001

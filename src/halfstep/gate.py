@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _KEPT = 4096
 """Openings and closings that a thread remembers: those of a few thousand steps."""
+_THREADS = 64
+"""Threads that are remembered."""
 
 
 class Observer(Protocol):
@@ -67,8 +69,12 @@ class Frame:
     """Path of the module whose rule made this frame; "" where none did."""
     types: tuple[str, ...] = ()
     """Class names of that module and of those around it."""
+    outer: Frame | None = None
+    """The region's own frame, where a module's rule made this one."""
     closed: bool = field(default=False, init=False)
     """Only a recomputation still asks for it: the cache is no longer its own."""
+    within: int | None = field(default=None, init=False)
+    """Number of the autograd node that was running when it came into force."""
 
 
 class _Log:
@@ -77,6 +83,8 @@ class _Log:
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.frames: list[Frame | None] = []
+        self.forgotten = 0
+        """Of numbers below this one nothing is known."""
 
     def note(self, frame: Frame | None) -> None:
         number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined] # noqa: SLF001
@@ -87,6 +95,7 @@ class _Log:
         self.frames.append(frame)
         if len(self.numbers) > 2 * _KEPT:
             del self.numbers[:_KEPT], self.frames[:_KEPT]
+            self.forgotten = self.numbers[0]
 
     def at(self, number: int) -> Frame | None:
         index = bisect_right(self.numbers, number) - 1
@@ -99,35 +108,55 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: dict[str, Frame | None] = {}
         self.logs: dict[str, _Log] = {}
+        self.again: dict[str, tuple[int, Frame | None]] = {}
+        """What a backward pass, named by its task, computes again."""
 
 
 _thread = _Thread()
 _past: dict[str, list[_Log]] = {}
-"""The logs of all threads: a backward pass may run in another than its forward."""
+"""The logs of all threads, the one in use last at the end: a backward pass may run in
+another thread than its forward."""
 _lock = threading.Lock()
+
+
+def _node_number() -> int | None:
+    """Return the number of the autograd node that is running, if one is."""
+    node = torch._C._current_autograd_node()  # noqa: SLF001
+    return None if node is None else node._sequence_nr()  # noqa: SLF001
 
 
 def enter(device: str, frame: Frame | None) -> Frame | None:
     """Put a frame in force in this thread; return the one before, for `leave`."""
     before = _thread.frames.get(device)
     _thread.frames[device] = frame
+    within = _node_number()
+    if frame is not None:
+        frame.within = within
+        if frame.cache is not None:
+            frame.cache.begin()
     log = _thread.logs.get(device)
     if log is None:
-        if frame is None:
+        # A thread that only works for the backward pass makes no numbers of its own.
+        if frame is None or within is not None:
             return before
         log = _thread.logs[device] = _Log()
+    logs = _past.setdefault(device, [])
+    if not logs or logs[-1] is not log:
         with _lock:
-            logs = _past.setdefault(device, [])
-            logs.append(log)
             # A thread for each replica and step would be remembered without end.
-            del logs[: -_KEPT // 64]
+            kept = [other for other in logs if other is not log][-_THREADS + 1 :]
+            logs[:] = [*kept, log]
     log.note(frame)
     return before
 
 
 def leave(device: str, before: Frame | None) -> None:
     """Put the frame in force that was so before."""
+    left = _thread.frames.get(device)
     _thread.frames[device] = before
+    cache = None if left is None else left.cache
+    if cache is not None and (before is None or before.cache is not cache):
+        cache.end()
     log = _thread.logs.get(device)
     if log is not None:
         log.note(before)
@@ -141,31 +170,62 @@ def current(device: str) -> Frame | None:
 def in_force(device: str) -> Frame | None:
     """Return the frame that an operation runs under, recomputation included.
 
+    In a backward pass it is that of the forward pass, whatever region is around it,
+    unless the recomputation itself has opened one.
+
     Raises:
         RuntimeError: If a backward pass recomputes, and threads with different
-            policies could each have run its forward pass.
+            policies could each have run its forward pass, or it was too long ago.
     """
     frame = _thread.frames.get(device)
-    if frame is None and device in _past:
-        node = torch._C._current_autograd_node()  # noqa: SLF001
-        if node is not None:
-            return _of(node._sequence_nr(), device)  # noqa: SLF001
-    return frame
+    if device not in _past:
+        return frame
+    number = _node_number()
+    if number is None or (frame is not None and frame.within == number):
+        return frame
+    return _of(number, device)
 
 
 def _of(number: int, device: str) -> Frame | None:
-    own = _thread.logs.get(device)
-    found = own.at(number) if own else None
-    if found is not None:
-        return found
+    """Return the frame under which the autograd node of a number was made."""
+    log = _thread.logs.get(device)
+    task = torch._C._current_graph_task_id()  # noqa: SLF001
+    outer, again = _thread.again.get(device, (task, None))
+    found = log.at(number) if log is not None else None
+    if outer != task and (found is None or found.within is None):
+        # A backward pass inside a node of another one, of what that computes again.
+        return again
+    found = found or _elsewhere(number, device)
+    if found is None:
+        if any(number < log.forgotten for log in _past[device]):
+            message = (
+                "a recomputation in backward belongs to a forward pass thousands of "
+                "regions ago, whose policy is forgotten; run the backward pass sooner."
+            )
+            raise RuntimeError(message)
+        return None
+    if found is not again:
+        _thread.again[device] = task, found
+        at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+        at_the_end(_thread.again.clear)
+        if found.cache is not None and not found.cache.open:
+            found.cache.begin()
+            at_the_end(found.cache.end)
+    if found.outer is not None:
+        found.closed = found.outer.closed
+    return found
+
+
+def _elsewhere(number: int, device: str) -> Frame | None:
+    """Return the frame that a thread was in at a number, if all such threads agree."""
     with _lock:
-        frames = [log.at(number) for log in _past[device]]
-    candidates = {id(frame.policy): frame for frame in frames if frame is not None}
-    if len({frame.policy for frame in candidates.values()}) > 1:
-        words = ", ".join(sorted(str(f.policy) for f in candidates.values()))
+        logs = list(_past[device])
+    found = [frame for log in logs if (frame := log.at(number)) is not None]
+    if any(frame.plan != found[0].plan for frame in found):
+        words = ", ".join(sorted({str(frame.policy) for frame in found}))
         message = (
             "a recomputation in backward may belong to regions of several threads, "
             f"with policies {words}; run their backward passes in their threads."
         )
         raise RuntimeError(message)
-    return next(iter(candidates.values()), None)
+    return found[0] if found else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -40,15 +41,18 @@ KEYS = {
 }
 """Device type -> the dispatch key at which torch casts."""
 
-_WITH_DTYPE = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+_WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "norm.Scalar": ("norm.ScalarOpt_dtype", (2,)),
+    "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", (False,)),
 }
-"""Reductions without a dtype argument -> the overload that has one."""
+"""Reductions without a dtype argument -> the overload that has one, and the last
+arguments where they are left out, for it has no defaults."""
 
 _lock = threading.Lock()
 _installed: dict[tuple[str, str], Library] = {}
 _torchs: dict[tuple[str, str], Call] = {}
+_ready: dict[tuple[str, int], Mapping[str, Row]] = {}
+"""Device, identity -> rows that all have a kernel: regions ask at each entry."""
 
 
 def install(device: str, names: Iterable[str]) -> None:
@@ -56,12 +60,17 @@ def install(device: str, names: Iterable[str]) -> None:
 
     Args:
         device: "cpu", "cuda", "mps" or "xpu".
-        names: aten's ("softmax.int") or other libraries' ("ns::name").
+        names: aten's ("softmax.int") or other libraries' ("ns::name"); or rows that
+            never change.
     """
+    if _ready.get((device, id(names))) is names:
+        return
     with _lock:
         for name in names:
             if (device, name) not in _installed:
                 _installed[device, name] = _register(device, name)
+        if isinstance(names, Mapping):
+            _ready[device, id(names)] = names
 
 
 def step_aside(name: str) -> list[str]:
@@ -71,6 +80,7 @@ def step_aside(name: str) -> list[str]:
         The devices for which to `install` it again.
     """
     with _lock:
+        _ready.clear()
         devices = [device for device, known in _installed if known == name]
         for device in devices:
             _installed.pop((device, name))._destroy()  # type: ignore[no-untyped-call] # noqa: SLF001
@@ -196,7 +206,9 @@ def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
     It takes a frame (None: no cache), a row, positional and keyword arguments.
     """
     excluded = DispatchKeySet(DispatchKey.__members__[KEYS[device]])
-    wide = overload_of(_WITH_DTYPE[name]) if name in _WITH_DTYPE else op
+    wide_name, last = _WITH_DTYPE.get(name, (name, ()))
+    wide = overload_of(wide_name)
+    needed = len(wide._schema.arguments) - 1 if last else 0  # noqa: SLF001
     on: On = attrgetter(f"is_{device}")
 
     def run(
@@ -211,6 +223,7 @@ def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
             if row.category == optable.FP32_RESULT:
                 if not _eligible(args[0], on) or _has_dtype(op, args, kwargs):
                     return op(*args, **kwargs)
+                args = args + last if len(args) < needed else args
                 return wide(*args, **kwargs, dtype=torch.float32)
             low = torch.get_autocast_dtype(device)
             if row.category in _BY_OPERANDS:

@@ -296,7 +296,8 @@ _LEAN_CPU: Group = (
     LOW,
     _RECURRENT,
     """
-    gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
+    lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data
+    rnn_relu.input rnn_relu.data
     """,
 )
 """On CUDA cuDNN packs the weights of whole layers itself, and casts them."""

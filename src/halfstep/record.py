@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep import formats
+from halfstep import distributed, formats
 from halfstep.policy import decide
 from halfstep.report import Cell, Table
 
@@ -88,7 +88,10 @@ class Recorder:
 
     def stop(self) -> None:
         """Observe no more, as often as it was started."""
-        self._thread.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        thread = self._thread
+        thread.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if not thread.modes:
+            thread.modules.clear()
         self._open -= 1
         if not self._open:
             for hook in self._hooks:
@@ -97,12 +100,15 @@ class Recorder:
     def _enter(self, module: nn.Module, _args: object) -> None:
         thread = self._thread
         if not thread.modules:
-            root = _unwrapped(module)
+            root = distributed.bare(module)
             thread.paths = {id(m): path for path, m in root.named_modules()}
         thread.modules.append(module)
 
-    def _leave(self, _module: nn.Module, _args: object, _output: object) -> None:
-        self._thread.modules.pop()
+    def _leave(self, module: nn.Module, _args: object, _output: object) -> None:
+        # One that began before the recording was never entered.
+        modules = self._thread.modules
+        if modules and modules[-1] is module:
+            modules.pop()
 
     def observe(
         self,
@@ -112,6 +118,8 @@ class Recorder:
         arguments: object,
     ) -> Any:  # noqa: ANN401
         """Run an operation, and take down how it ran."""
+        if not self._open:
+            return run()  # computed again, in a backward pass
         thread = self._thread
         outer, thread.tally = thread.tally, _Tally(calls=1)
         cache = frame.cache
@@ -234,14 +242,3 @@ def _bytes(value: object) -> int:
 def _words(dtypes: list[torch.dtype]) -> str:
     """Return formats in words, each once."""
     return ", ".join(dict.fromkeys(map(formats.word, dtypes)))
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model inside DDP, DataParallel or torch.compile's wrapper."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = module.module
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner

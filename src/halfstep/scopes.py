@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from halfstep import gate, kernels, optable, policy, steering
+from halfstep import distributed, gate, kernels, optable, policy, sign, steering
 from halfstep.errors import UserError
 from halfstep.formats import cast_floating
 from halfstep.gate import Frame
 from halfstep.policy import KEEP, Policy, Rule
+from halfstep.traced import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ def attach(model: nn.Module, steered: Policy) -> None:
     Raises:
         UserError: If a rule on modules or types matches none.
     """
+    model = distributed.bare(model)
     done = _attached.setdefault(model, set())
     if steered in done:
         return
@@ -70,11 +72,22 @@ def scopes_of(
             message = f"rule '{rule}' matches no module; see model.named_modules()."
             raise UserError(message)
     ruling = {p: policy.deciding_rule(steered, p, names) for p, names in types.items()}
-    return [
-        Scope(steered, index, path, types[path])
+    found = {
+        path: index
         for path, index in ruling.items()
         if index is not None and (not path or ruling[_parent(path)] != index)
+    }
+    return [
+        Scope(steered, index, path, types[path], alone=_alone(steered, path, found))
+        for path, index in found.items()
     ]
+
+
+def _alone(steered: Policy, path: str, found: dict[str, int]) -> bool:
+    """Say whether no other rule decides anything inside a scope."""
+    earlier = steered.rules[: found[path]]
+    inside = (path in policy.around(_parent(other)) for other in found if other)
+    return not any(rule.kind == "op" for rule in earlier) and not any(inside)
 
 
 def _parent(path: str) -> str:
@@ -105,7 +118,13 @@ class Scope:
     """A module and all inside it, for which one rule decides."""
 
     def __init__(
-        self, steered: Policy, rule: int, path: str, types: tuple[str, ...]
+        self,
+        steered: Policy,
+        rule: int,
+        path: str,
+        types: tuple[str, ...],
+        *,
+        alone: bool,
     ) -> None:
         """Name the scope.
 
@@ -114,11 +133,16 @@ class Scope:
             rule: Index of the rule that decides.
             path: The module's.
             types: Class names of the module and of those around it.
+            alone: No other rule decides anything inside.
         """
         self.policy = steered
         self.rule = rule
         self.path = path
         self.types = types
+        self._alone = alone
+        earlier = [r for r in steered.rules[:rule] if r.kind == "op"]
+        rules = *earlier, Rule("op", "*", self.category)
+        self._inside = Policy(rules, steered.base)
         self._always = False
         self._back: torch.dtype | None = None
         self._opened = _Opened()
@@ -146,23 +170,19 @@ class Scope:
                 dtype than that of its weights.
         """
         self._always, self._back = always, back
-        module.register_forward_pre_hook(self.open, with_kwargs=True)
+        # Before all other hooks, which may raise: then it must be open to be closed.
+        module.register_forward_pre_hook(self.open, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.close, always_call=True)
 
+    @untraced
     def open(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Forward pre-hook."""
-        device = next(_tensors(module, args, kwargs)).device.type
-        frame = gate.in_force(device)
-        ours = (
-            frame is not None
-            and frame.policy == self.policy
-            and torch.is_autocast_enabled(device)
-        )
-        if ours and frame is not None:
+        """Forward pre-hook; torch.compile does not look into it."""
+        device, frame = self._region()
+        if frame is not None:
             frame.matched.add(self.rule)
-        if not ours and not self._always:
+        elif not self._always:
             self._opened.leave.append(_nothing)
             return None
         if self.category == optable.BANNED:
@@ -172,29 +192,40 @@ class Scope:
                 f"'{self.policy.rules[self.rule]}', and was called."
             )
             raise RuntimeError(message)
-        earlier = self.policy.rules[: self.rule]
-        # Where no rule on operations comes first and nobody observes them, autocast
-        # off says the same as a kernel for each, and costs less.
-        plain = not any(rule.kind == "op" for rule in earlier) and (
-            frame is None or frame.recorder is None
-        )
-        if self.category in (optable.FP32, KEEP) and (plain or not ours):
+        # Where nothing else has a say and nobody observes, autocast off says the same
+        # as a kernel for each operation, costs less, and third-party code asks for it.
+        plain = self._alone and self.category in {optable.FP32, KEEP}
+        if frame is not None and (frame.recorder is not None or not plain):
+            self._steer(device, frame)
+        else:
             # torch's own, not one of ours: no user code runs that could edit weights.
+            device = device or next(_tensors(module, args, kwargs)).device.type
             region = torch.autocast(device, enabled=False)
             region.__enter__()  # type: ignore[no-untyped-call]
             self._opened.leave.append(lambda: region.__exit__(None, None, None))
-        elif frame is not None:
-            self._steer(device, frame)
         if self.category == optable.FP32:
             return cast_floating((args, kwargs), torch.float32)
         if self.category == optable.LOW:
             return cast_floating((args, kwargs), torch.get_autocast_dtype(device))
         return None
 
+    def _region(self) -> tuple[str, Frame | None]:
+        """Return the region that is open under this policy, and its device."""
+        for device in kernels.KEYS:
+            frame = gate.in_force(device)
+            ours = frame is not None and frame.policy == self.policy
+            if ours and torch.is_autocast_enabled(device):
+                return device, frame
+        return "", None
+
     def _steer(self, device: str, frame: Frame) -> None:
         """Put the rule in force for every operation that has a row."""
         rows = steering.rows_for(
-            self.policy, device, module=self.path, types=self.types
+            self.policy,
+            device,
+            module=self.path,
+            types=self.types,
+            weights=frame.cache is not None,
         )
         kernels.install(device, rows)
         inner = Frame(
@@ -205,14 +236,23 @@ class Scope:
             frame.recorder,
             self.path,
             self.types,
+            frame.outer or frame,
         )
         inner.closed = frame.closed
         before = gate.enter(device, inner)
-        self._opened.leave.append(lambda: gate.leave(device, before))
+        shown = sign.show(self._inside)
 
+        def leave() -> None:
+            sign.restore(shown)
+            gate.leave(device, before)
+
+        self._opened.leave.append(leave)
+
+    @untraced
     def close(self, _module: nn.Module, _args: object, output: object) -> object:
         """Forward hook; runs after an error too."""
-        self._opened.leave.pop()()
+        if self._opened.leave:  # a hook of somebody's raised before ours ran
+            self._opened.leave.pop()()
         return None if self._back is None else cast_floating(output, self._back)
 
 
@@ -223,6 +263,6 @@ def _nothing() -> None:
 def _tensors(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Tensor]:
-    yield from (item for item in (*args, *kwargs.values()) if torch.is_tensor(item))
     yield from module.parameters()
+    yield from (item for item in (*args, *kwargs.values()) if torch.is_tensor(item))
     yield torch.empty(0)

@@ -4,50 +4,73 @@ In: a policy. Out: a state of torch that differs from one policy to the next, so
 code compiled under one is not run under another.
 
 Before it runs compiled code, torch compares autocast's state, for all types of device,
-with that at compile time; of a policy it knows nothing. So the policy's number stands
-in the state of device types that no tensor here is on. 80 policies have numbers of
-their own; beyond, two that are 80 apart share one.
+with that at compile time, also where another process compiled it and left it on disk;
+of a policy it knows nothing. So the policy's number stands in the state of device types
+that no tensor here is on. It is made from the policy's text: 28560 there are.
 """
 
 from __future__ import annotations
 
+import hashlib
+import threading
+
 import torch
 
+from halfstep import optable
 from halfstep.policy import TORCH, Policy
 
 _SPARE = ("ipu", "maia", "mtia", "hpu")
-_DIGITS = (None, torch.bfloat16, torch.float16)
+_DIGITS = (
+    *(None, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.complex64, torch.complex128),
+)
+_DEFAULT = {device: torch.get_autocast_dtype(device) for device in _SPARE}
 _MOST = len(_DIGITS) ** len(_SPARE) - 1
 
 _numbers: dict[Policy, int] = {}
 
-State = list[tuple[str, bool, torch.dtype]]
+
+class _Thread(threading.local):
+    """The number that a thread shows; 0 where no policy is in force."""
+
+    def __init__(self) -> None:
+        self.number = 0
 
 
-def show(policy: Policy | None) -> State:
-    """Let torch's state tell a policy; return what `hide` restores.
+_thread = _Thread()
 
-    Args:
-        policy: None: torch's own table.
-    """
-    before = [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in _SPARE
-    ]
-    number = 0
-    if policy is not None and policy != TORCH:
-        number = 1 + _numbers.setdefault(policy, len(_numbers)) % _MOST
-    for device in _SPARE:
-        number, place = divmod(number, len(_DIGITS))
-        digit = _DIGITS[place]
-        torch.set_autocast_enabled(device, digit is not None)
-        if digit is not None:
-            torch.set_autocast_dtype(device, digit)
+
+def show(policy: Policy) -> int:
+    """Let torch's state tell a policy; return what `restore` takes."""
+    before = _thread.number
+    if policy == TORCH:
+        restore(0)
+    else:
+        restore(_number(policy))
     return before
 
 
-def hide(before: State) -> None:
-    """Restore torch's state."""
-    for device, enabled, dtype in before:
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
+def _number(policy: Policy) -> int:
+    """Return a policy's number, from 1 on: the same in every process."""
+    if policy not in _numbers:
+        # Another version of halfstep may have other tables.
+        text = f"{policy} {optable.NAMED[policy.base]}"
+        digest = hashlib.sha256(text.encode()).digest()
+        number = int.from_bytes(digest[:8], "big") % _MOST
+        while number in _numbers.values():
+            number = (number + 1) % _MOST
+        _numbers[policy] = number
+    return 1 + _numbers[policy]
+
+
+def restore(number: int) -> None:
+    """Let torch's state tell the policy with a number again."""
+    if number == _thread.number:
+        return
+    _thread.number = number
+    for device in _SPARE:
+        number, digit = divmod(number, len(_DIGITS))
+        dtype = _DIGITS[digit]
+        torch.set_autocast_enabled(device, dtype is not None)
+        torch.set_autocast_dtype(device, dtype or _DEFAULT[device])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import torch
 
@@ -19,10 +19,11 @@ from halfstep.errors import UserError
 from halfstep.gate import Frame
 from halfstep.policy import TORCH
 from halfstep.record import Recorder
-from halfstep.traced import traced, untraced
+from halfstep.traced import plain_backward, restore_backward, traced, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from halfstep.policy import Policy
@@ -37,7 +38,7 @@ class _Entered(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[
-            tuple[Frame, sign.State, Frame | None, kernels.Everywhere | None]
+            tuple[Frame, int, Frame | None, kernels.Everywhere | None, Any]
         ] = []
 
     def __reduce__(self) -> tuple[type[_Entered], tuple[()]]:
@@ -115,10 +116,9 @@ class Steered:
         frame = Frame(policy, rows, cache, matched, self._recorder)
         self._region.__enter__()  # type: ignore[no-untyped-call]
         before = sign.show(policy), gate.enter(self.device, frame)
-        self._entered.stack.append((frame, *before, everywhere))
+        self._entered.stack.append((frame, *before, everywhere, plain_backward()))
         return self
 
-    @untraced
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -126,9 +126,22 @@ class Steered:
         traceback: TracebackType | None,
     ) -> None:
         """Close the region opened last, and restore what was before it."""
-        frame, shown, before, everywhere = self._entered.stack.pop()
+        missed = self._close(exc_type, exc_value, traceback)
+        if missed:
+            warnings.warn(missed, stacklevel=2)
+
+    @untraced
+    def _close(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> str:
+        """Close a region; return what to warn of, "" of nothing."""
+        frame, shown, before, everywhere, setting = self._entered.stack.pop()
+        restore_backward(setting)
         gate.leave(self.device, before)
-        sign.hide(shown)
+        sign.restore(shown)
         frame.closed = self._given is None
         if frame.closed and frame.cache is not None:
             frame.cache.clear()
@@ -137,9 +150,8 @@ class Steered:
             everywhere.__exit__()
         self._region.__exit__(exc_type, exc_value, traceback)
         if exc_value is None and self._matched is None:
-            missed = steering.unmatched(frame.policy)
-            if missed:
-                warnings.warn(missed, stacklevel=2)
+            return steering.unmatched(frame.policy)
+        return ""
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return a function that runs inside this region.
@@ -154,13 +166,18 @@ class Steered:
                 "context manager write: with autocast(...):"
             )
             raise TypeError(message)
-        region = self._region
-        settings = (self.device, region.fast_dtype, region._enabled, None)  # noqa: SLF001
-        word = str(self.policy or TORCH)
+        on, cache = self._region._enabled, self._region._cache_enabled  # noqa: SLF001
+        settings = (self.device, self._region.fast_dtype, on, cache)
+        record = self._recorder is not None
+        rules = self.policy.rules if self.policy else ()
+        modules = any(rule.kind != "op" for rule in rules)
 
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            with traced(*settings, word) if torch.compiler.is_compiling() else self:
+            region: AbstractContextManager[object] = self
+            if torch.compiler.is_compiling():
+                region = traced(settings, self.policy, record=record, modules=modules)
+            with region:
                 return function(*args, **kwargs)
 
         return inside

@@ -77,9 +77,10 @@ def _rows(
         )
         index = words.index(decision.row) if decision.row in words else None
         category = decision.category
-        stock = (index is None and _same(own, base, name) and name not in kept) or (
-            category == _word(own, name) != optable.PROMOTE and name not in kept
-        )
+        # A rule's "keep" holds for what the operation calls inside, torch's does not.
+        alike = category == _word(own, name) not in {optable.PROMOTE, policy.KEEP}
+        untouched = index is None and _same(own, base, name)
+        stock = (alike or untouched) and name not in kept
         rows[name] = Row(decision.category, index, stock)
     return rows
 

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -23,11 +23,14 @@ from torch.fx.node import has_side_effect
 from torch.library import Library
 
 from halfstep import gate, kernels, steering
+from halfstep.errors import UserError
 from halfstep.gate import Frame
 from halfstep.policy import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    Settings = tuple[str, torch.dtype | None, bool, bool | None]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,16 +53,58 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-@contextlib.contextmanager
+def plain_backward() -> Any:  # noqa: ANN401 -- whatever torch has there
+    """Let torch.compile cast backward passes, in this thread, as eager code does.
+
+    Why: it traces them under the autocast of the region around the compiled function,
+    and so multiplies in 16 bits the gradients of what a rule keeps in fp32.
+
+    Returns:
+        What to give to `restore_backward`.
+    """
+    config: Any = sys.modules.get("torch._functorch.config")
+    setting = getattr(config, "backward_pass_autocast", None)
+    if setting == "same_as_forward":
+        config.backward_pass_autocast = "off"  # noqa: S105 -- no password
+        return setting
+    return None
+
+
+def restore_backward(setting: Any) -> None:  # noqa: ANN401
+    """Restore torch's setting for compiled backward passes."""
+    if setting is not None:
+        sys.modules["torch._functorch.config"].backward_pass_autocast = setting  # type: ignore[attr-defined]
+
+
 def traced(
-    device: str,
-    dtype: torch.dtype | None,
-    enabled: bool,
-    cache_enabled: bool | None,
-    word: str,
-) -> Iterator[None]:
-    """Open a region with a policy, given by its word, in traced code."""
-    with torch.autocast(device, dtype, enabled, cache_enabled):
+    settings: Settings, policy: Policy | str | None, *, record: bool, modules: bool
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a region for traced code.
+
+    Args:
+        settings: torch's four arguments.
+        policy: None: that of the region around.
+        record: Refused; so is the next.
+        modules: The policy speaks of modules.
+
+    Raises:
+        UserError: If it cannot be traced.
+    """
+    if record or modules:
+        message = (
+            "autocast(record=True) and autocast(model=...) cannot be traced by "
+            "torch.compile; open such a region around the compiled function."
+        )
+        raise UserError(message)
+    if policy is None:
+        return torch.autocast(*settings)
+    return _steered(settings, str(policy))
+
+
+@contextlib.contextmanager
+def _steered(settings: Settings, word: str) -> Iterator[None]:
+    device = settings[0]
+    with torch.autocast(*settings):
         torch.ops.halfstep.open_region(device, word)
         try:
             yield

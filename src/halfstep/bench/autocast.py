@@ -76,12 +76,17 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     device = measure.pick_device(arguments.device)
     dtype = formats.parse(arguments.dtype).dtype
     place = Place(device, dtype, arguments.calls, arguments.rounds)
-    notes = tuple(measure.conditions("autocast", device, arguments))
-    return [
-        _stock_table(place, arguments.sizes, notes),
-        _region_table(place, notes),
-        *_rule_tables(place, arguments.sizes, notes),
-    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(arguments.threads)
+    try:
+        notes = tuple(measure.conditions("autocast", device, arguments))
+        return [
+            _stock_table(place, arguments.sizes, notes),
+            _region_table(place, notes),
+            *_rule_tables(place, arguments.sizes, notes),
+        ]
+    finally:
+        torch.set_num_threads(threads)
 
 
 # One turn of one contender
@@ -236,7 +241,12 @@ def _ruled_times(ruled: Ruled, place: Place) -> measure.Times:
 def _rule_tables(
     place: Place, sizes: list[int], notes: tuple[str, ...]
 ) -> tuple[Table, Table]:
-    """Compare operations under a rule, and those that a kernel of ours passes on."""
+    """Compare operations under a rule, and those that a kernel of ours passes on.
+
+    Small operands show the least price. Large ones drive the interpreter's code out of
+    the processor's caches between calls, and a kernel in Python then costs several
+    times as much: training pays something between the two.
+    """
     under: list[tuple[Cell, ...]] = []
     passed: list[tuple[Cell, ...]] = []
     for size in sizes:

@@ -91,6 +91,10 @@ def _add_autocast_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="calls in one turn, fewer of slow ones (default 2000)",
     )
+    text = (
+        "threads inside an operation on a CPU (default 1: another would be waited for)"
+    )
+    add("--threads", type=whole, default=1, metavar="N", help=text)
     _add_common(parser, rounds=21)
 
 

@@ -164,8 +164,9 @@ def conditions(bench: str, device: str, arguments: argparse.Namespace) -> list[s
     facts = machine.capabilities()
     processor = facts.gpus[0].name if device == "cuda" else facts.cpu
     today = time.strftime("%Y-%m-%d")
+    threads = torch.get_num_threads()  # now: a flag may have changed it
     notes = [
-        f"{today}, torch {facts.torch}, {processor}, {facts.threads} threads",
+        f"{today}, torch {facts.torch}, {processor}, threads: {threads}",
         f"halfstep bench {bench} {_flags(arguments)} --device {device}",
     ]
     tunables = os.environ.get("GLIBC_TUNABLES")

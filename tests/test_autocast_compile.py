@@ -1,0 +1,394 @@
+"""Regions and `torch.compile`: inside what is compiled, around it, and both.
+
+The oracle is the same program, uncompiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch.nn import functional as F  # noqa: N812 -- its usual name
+from torch.utils import _pytree
+
+from halfstep import gate
+from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
+from halfstep.policy import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+# torch's own import of it warns.
+QUIET = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, QUIET])
+
+torch.manual_seed(0)
+M, W, V = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8)
+TORCHS = "same_as_forward"
+MM = "torch + op:mm=fp32 + op:mv=low"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile anew in each test, and leave nothing in the user's cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert gate.current("cpu") is None
+
+
+def ran(m: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Run one of each kind: all tables cast the first, some the others."""
+    product = m.mm(w)
+    return (
+        product,
+        m.mv(v),
+        F.softmax(product, -1),
+        F.layer_norm(product, (8,)),
+        product.exp(),
+        F.mse_loss(product, m),
+    )
+
+
+def close(left: Any, right: Any, backend: str = "eager") -> None:
+    """Compare compiled and eager results: dtypes exactly, values to the format."""
+    for ours, theirs in zip(
+        _pytree.tree_leaves(left), _pytree.tree_leaves(right), strict=True
+    ):
+        # Inductor leaves out the rounding between two operations that it fuses.
+        coarsest = BF16 if backend == "inductor" else theirs.dtype
+        room = 4 * torch.finfo(coarsest).eps
+        torch.testing.assert_close(ours, theirs, rtol=room, atol=4 * room)
+
+
+def both(program: Callable[..., Any], *args: Tensor, backend: str) -> Any:
+    """Compile a program, run it twice, compare with eager; return what eager gives."""
+    compiled = torch.compile(program, backend=backend, fullgraph=True)
+    expected = program(*args)
+    for _ in range(2):
+        close(compiled(*args), expected, backend)
+        assert not torch.is_autocast_enabled("cpu")
+    return expected
+
+
+def dtypes(results: Any) -> list[torch.dtype]:
+    """Return the dtypes of results."""
+    return [t.dtype for t in _pytree.tree_leaves(results)]
+
+
+# Inside
+
+
+def stock(m: Tensor, w: Tensor, v: Tensor) -> Any:
+    """A region under torch's table."""
+    with autocast("cpu"):
+        inside = ran(m, w, v)
+    return inside, ran(m, w, v)
+
+
+def half(m: Tensor, w: Tensor, v: Tensor) -> Any:
+    """Likewise with another dtype."""
+    with autocast("cpu", torch.float16, cache_enabled=False, policy="torch"):
+        return ran(m, w, v)
+
+
+def lean(m: Tensor, w: Tensor, v: Tensor) -> Any:
+    """A region under the lean table."""
+    with autocast("cpu", torch.bfloat16, policy="lean"):
+        inside = ran(m, w, v)
+    return inside, ran(m, w, v)
+
+
+def rules(m: Tensor, w: Tensor, v: Tensor) -> Any:
+    """A region under rules on operations."""
+    with autocast("cpu", policy=MM):
+        return ran(m, w, v)
+
+
+PARSED = Policy.parse(MM)
+
+
+def data(m: Tensor, w: Tensor, v: Tensor) -> Any:
+    """Likewise, the policy given as data."""
+    with autocast("cpu", policy=PARSED):
+        return ran(m, w, v)
+
+
+def island(m: Tensor, w: Tensor, v: Tensor) -> Any:
+    """An island in a region."""
+    with autocast("cpu", policy="lean"):
+        with autocast("cpu", enabled=False):
+            off = ran(m, w, v)
+        with torch.autocast("cpu", enabled=False):
+            torchs = ran(m, w, v)
+        return off, torchs, ran(m, w, v)
+
+
+def nested(m: Tensor, w: Tensor, v: Tensor) -> Any:
+    """Regions in one another: none, torch's, rules, another dtype."""
+    with autocast("cpu", policy="lean"):
+        with autocast("cpu", torch.float16):
+            seen = [ran(m, w, v)]
+            with autocast("cpu", policy="torch"):
+                seen.append(ran(m, w, v))
+                with autocast("cpu", torch.bfloat16, policy=MM):
+                    seen.append(ran(m, w, v))
+                seen.append(ran(m, w, v))
+            with torch.autocast("cpu", torch.bfloat16):
+                seen.append(ran(m, w, v))
+        seen.append(ran(m, w, v))
+    return seen
+
+
+def called(m: Tensor, w: Tensor, v: Tensor) -> Any:
+    """Decorated functions."""
+    return STOCK_RAN(m, w, v), LEAN_RAN(m, w, v), ran(m, w, v)
+
+
+STOCK_RAN: Any = autocast("cpu", torch.float16)(ran)
+LEAN_RAN: Any = autocast("cpu", policy="lean")(ran)
+
+INSIDE = pytest.mark.parametrize(
+    "program", [stock, half, lean, rules, data, island, nested, called]
+)
+
+
+@INSIDE
+@BACKENDS
+def test_a_region_inside(program: Callable[..., Any], backend: str) -> None:
+    """Law: compiled regions compute what eager ones do, in the same dtypes, twice."""
+    both(program, M, W, V, backend=backend)
+
+
+def test_the_programs_differ() -> None:
+    """Law: the comparison can fail: each program has dtypes of its own."""
+    low, wide = BF16, FP32
+    alone = [wide] * 6
+    torchs = [low, wide, low, low, low, wide]
+    lean_s = [low, low, low, low, wide, wide]
+    ruled = [wide, low, wide, wide, wide, wide]
+    as_half = [FP16 if t == low else t for t in torchs]
+    assert dtypes(stock(M, W, V)) == torchs + alone
+    assert dtypes(half(M, W, V)) == as_half
+    assert dtypes(lean(M, W, V)) == lean_s + alone
+    assert dtypes(rules(M, W, V)) == dtypes(data(M, W, V)) == ruled
+    assert dtypes(island(M, W, V)) == alone * 2 + lean_s
+    lean_half = [FP16 if t == low else t for t in lean_s]
+    assert dtypes(nested(M, W, V)) == [
+        *(lean_half + as_half + ruled + as_half + lean_s + lean_s)
+    ]
+    assert dtypes(called(M, W, V)) == as_half + lean_s + alone
+
+
+# Around
+
+AROUND: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "fp16": {"dtype": FP16},
+    "lean": {"policy": "lean"},
+    "lean fp16": {"policy": "lean", "dtype": FP16},
+    "rules": {"policy": MM},
+    "off": {"policy": "lean", "enabled": False},
+    "torch": {"policy": "torch"},
+}
+
+
+@BACKENDS
+def test_a_region_around(backend: str) -> None:
+    """Law: one compiled function obeys whatever region it is called in, and none.
+
+    What was compiled under one policy must not run under another.
+    """
+    compiled = torch.compile(ran, backend=backend, fullgraph=True)
+    for kind in (*AROUND, *reversed(AROUND)):
+        with autocast("cpu", **AROUND[kind]):
+            close(compiled(M, W, V), ran(M, W, V))
+        close(compiled(M, W, V), ran(M, W, V))
+        with torch.autocast("cpu"):
+            close(compiled(M, W, V), ran(M, W, V))
+
+
+@BACKENDS
+def test_around_and_inside(backend: str) -> None:
+    """Law: compiled regions without a policy take that of the region around."""
+
+    def inherits(m: Tensor, w: Tensor, v: Tensor) -> Any:
+        with autocast("cpu", torch.float16):
+            seen = ran(m, w, v)
+        return seen, stock(m, w, v), rules(m, w, v), ran(m, w, v)
+
+    compiled = torch.compile(inherits, backend=backend, fullgraph=True)
+    for policy in (None, "lean", MM, "torch", "lean"):
+        with autocast("cpu", policy=policy):
+            expected = inherits(M, W, V)
+            close(compiled(M, W, V), expected)
+            close(ran(M, W, V), expected[-1])
+
+
+# Backward
+
+
+def model() -> nn.Module:
+    """Return a small network."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
+
+
+def loss_and_gradients(net: Callable[..., Any], params: list[nn.Parameter]) -> Any:
+    """Return the loss and all gradients."""
+    loss = net(M)
+    return loss, torch.autograd.grad(loss, params)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("policy", [None, "lean", "torch + op:linear=fp32"])
+def test_backward(policy: str | None, backend: str) -> None:
+    """Law: gradients of compiled regions, inside and around, are those of eager."""
+    net = model()
+    params = list(net.parameters())
+
+    def inside(x: Tensor) -> Tensor:
+        with autocast("cpu", policy=policy):
+            return F.mse_loss(net(x), x)
+
+    def around(run: Callable[..., Any], x: Tensor) -> Tensor:
+        with autocast("cpu", policy=policy):
+            return F.mse_loss(run(x), x)
+
+    expected = loss_and_gradients(inside, params)
+    compiled = torch.compile(inside, backend=backend, fullgraph=True)
+    close(loss_and_gradients(compiled, params), expected, backend)
+    whole: Any = torch.compile(net, backend=backend, fullgraph=True)
+    for run in (net, whole, whole):
+        found = loss_and_gradients(functools.partial(around, run), params)
+        close(found, expected, backend)
+
+
+@pytest.mark.slow
+@QUIET
+@INSIDE
+def test_inductor(program: Callable[..., Any]) -> None:
+    """Law: what is fused into one kernel keeps the policy too."""
+    both(program, M, W, V, backend="inductor")
+
+
+# What cannot be traced
+
+
+@BACKENDS
+def test_an_instance_from_outside(backend: str) -> None:
+    """Law: a steered one is refused where a graph must be whole, else left to eager."""
+    region = autocast("cpu", policy="lean")
+
+    def opens(m: Tensor, w: Tensor, v: Tensor) -> Any:
+        with region:
+            return ran(m, w, v)
+
+    whole = torch.compile(opens, backend=backend, fullgraph=True)
+    with pytest.raises(Unsupported, match="Steered"):
+        whole(M, W, V)
+    parts = torch.compile(opens, backend=backend)
+    close(parts(M, W, V), opens(M, W, V))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+@pytest.mark.parametrize("more", [{"record": True}, {"model": nn.Sequential()}])
+def test_what_a_traced_region_cannot(more: dict[str, Any], decorated: bool) -> None:
+    """Law: recording and rules on modules are refused, with what to do instead."""
+    policy = "torch + type:Sequential=fp32" if "model" in more else None
+
+    def opens(m: Tensor) -> Tensor:
+        with autocast("cpu", policy=policy, **more):
+            return m.mm(m)
+
+    program: Any = opens
+    if decorated:
+        region: Any = autocast("cpu", policy=policy, **more)
+        program = region(lambda m: m.mm(m))
+    compiled: Any = torch.compile(program, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported) as caught:
+        compiled(M)
+    assert (
+        "autocast(record=True) and autocast(model=...) cannot be traced by "
+        "torch.compile; open such a region around the compiled function."
+    ) in str(caught.value)
+
+
+@BACKENDS
+def test_a_decorator_without_a_policy_inherits(backend: str) -> None:
+    """Law: compiled or not, a decorated function takes the policy around it."""
+    run: Any = autocast("cpu", FP16, cache=CastCache())(ran)
+    compiled: Any = torch.compile(run, backend=backend, fullgraph=True)
+    for policy in ("lean", "torch", MM):
+        with autocast("cpu", policy=policy):
+            close(compiled(M, W, V), run(M, W, V))
+
+
+def test_the_setting_of_backward_is_restored() -> None:
+    """Law: torch's setting for compiled backward passes is lent while regions are open.
+
+    One that the user has chosen stays.
+    """
+    config: Any = torch._functorch.config
+    assert config.backward_pass_autocast == TORCHS
+    with suppress(KeyError), autocast("cpu", policy="lean"):
+        assert config.backward_pass_autocast == "off"  # noqa: S105 -- no password
+        with autocast("cpu", policy="torch"), autocast("cpu", cache=CastCache()):
+            assert config.backward_pass_autocast == "off"  # noqa: S105
+        raise KeyError
+    assert config.backward_pass_autocast == TORCHS
+    with config.patch(backward_pass_autocast=[]), autocast("cpu", policy="lean"):
+        assert config.backward_pass_autocast == []
+
+
+def test_wrong_words_are_refused() -> None:
+    """Law: a policy that eager code would refuse is refused with the same text."""
+
+    def opens(m: Tensor) -> Tensor:
+        with autocast("cpu", policy="lean + op:sofmax=fp32"):
+            return m.mm(m)
+
+    with pytest.raises(Exception, match="did you mean 'op:softmax=fp32'"):
+        torch.compile(opens, backend="eager", fullgraph=True)(M)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# Export
+
+
+class Exported(nn.Module):
+    """A model whose forward opens a region."""
+
+    def __init__(self, policy: str | None) -> None:
+        super().__init__()
+        self.inner, self.policy = model(), policy
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Compute in it."""
+        with autocast("cpu", torch.bfloat16, policy=self.policy):
+            low = self.inner(x)
+            with autocast("cpu", enabled=False):
+                return low, x.mm(x), *ran(x, x, x[0])
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("policy", [None, "torch", "lean", MM])
+def test_export(policy: str | None, strict: bool) -> None:
+    """Law: a model whose forward opens regions is exported with them."""
+    net = Exported(policy)
+    exported = torch.export.export(net, (M,), strict=strict)
+    for run in (exported.module(), exported.run_decompositions().module()):
+        close(run(M), net(M))
+        assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,310 @@
+"""Activation checkpointing: what is computed again is computed as it was at first."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from halfstep import gate
+from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+torch_only = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."),
+    reason=f"the defect was seen in torch 2.13, this is {torch.__version__}",
+)
+"""Marks twins, in which torch.autocast shows the defect."""
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+X = torch.linspace(-1, 1, 16).view(4, 4)
+REENTRANT = pytest.mark.parametrize("reentrant", [False, True])
+
+
+class Block(nn.Module):
+    """Two layers and a product that only lean casts; it takes down the dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.seen: list[tuple[torch.dtype, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        hidden = self.first(x)
+        vector = hidden.float().mv(x[0].float())
+        out: Tensor = self.second(hidden.float().tanh())
+        self.seen.append((hidden.dtype, vector.dtype, out.dtype))
+        product: Tensor = out.float() * vector.float()
+        return product
+
+
+Policies = dict[str, Any]
+AROUND: dict[str, tuple[Policies, tuple[torch.dtype, ...]]] = {
+    "stock": ({}, (BF16, FP32, BF16)),
+    "fp16": ({"dtype": FP16}, (FP16, FP32, FP16)),
+    "lean": ({"policy": "lean"}, (BF16, BF16, BF16)),
+    "lean fp16": ({"policy": "lean", "dtype": FP16}, (FP16, FP16, FP16)),
+    "operation": ({"policy": "torch + op:linear=fp32 + op:mv=low"}, (FP32, BF16, FP32)),
+    "module": ({"policy": "lean + module:second=fp32"}, (BF16, BF16, FP32)),
+    "type": ({"policy": "torch + type:Linear=fp32"}, (FP32, FP32, FP32)),
+    # A rule on modules speaks of operations that have a row: of mv only lean has one.
+    "all": ({"policy": "torch + module:*=low"}, (BF16, FP32, BF16)),
+    "cache": ({"policy": "lean", "cache": ...}, (BF16, BF16, BF16)),
+    "no cache": ({"policy": "lean", "cache_enabled": False}, (BF16, BF16, BF16)),
+    "record": ({"policy": "lean", "record": True}, (BF16, BF16, BF16)),
+}
+
+
+def region(more: Policies, block: nn.Module) -> Any:
+    """Return a region; rules on modules mean the block's."""
+    given: Any = {k: CastCache() if v is ... else v for k, v in more.items()}
+    about_modules = any(kind in str(more) for kind in ("module:", "type:"))
+    return autocast("cpu", **given, model=block if about_modules else None)
+
+
+def gradients(block: Block, out: Tensor, x: Tensor) -> list[Tensor]:
+    """Run backward, and return all gradients."""
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    grads = [x.grad, *(param.grad for param in block.parameters())]
+    assert all(grad is not None for grad in grads)
+    return [grad for grad in grads if grad is not None]
+
+
+def train(run: Callable[[Block, Tensor], Tensor]) -> tuple[Block, list[Tensor]]:
+    """Return the block after a forward and a backward pass, and all gradients."""
+    block, x = Block(), X.clone().requires_grad_()
+    out = run(block, x)
+    assert gate.current("cpu") is None
+    return block, [out, *gradients(block, out, x)]
+
+
+def exact(left: list[Tensor], right: list[Tensor]) -> None:
+    """Compare to the bit."""
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+@REENTRANT
+@pytest.mark.parametrize("kind", AROUND)
+def test_a_region_around(kind: str, reentrant: bool) -> None:
+    """Law: recomputation runs in the forward's dtypes; gradients are those without."""
+    more, expected = AROUND[kind]
+
+    def plain(block: Block, x: Tensor) -> Tensor:
+        with region(more, block):
+            out: Tensor = block(x)
+        return out
+
+    def saved(block: Block, x: Tensor) -> Tensor:
+        with region(more, block):
+            out: Tensor = checkpoint(block, x, use_reentrant=reentrant)
+        return out
+
+    (bare, wanted), (block, seen) = train(plain), train(saved)
+    assert bare.seen == [expected]
+    assert block.seen == [expected] * 2
+    exact(seen, wanted)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@REENTRANT
+@pytest.mark.parametrize("kind", AROUND)
+@pytest.mark.filterwarnings("ignore:policy rule")
+@pytest.mark.parametrize("outer", ["none", "lean", "torch + op:linear=fp32"])
+def test_a_region_inside(kind: str, reentrant: bool, outer: str) -> None:
+    """Law: a region that the checkpointed code opens is opened again alike.
+
+    Under another region too, whose policy the recomputation must not take up.
+    """
+    more, expected = AROUND[kind]
+    # Without a policy it inherits one.
+    more = {"policy": "torch"} | more
+    on = outer != "none"
+    around = autocast("cpu", enabled=on, policy=outer if on else None)
+
+    def inside(block: Block, x: Tensor) -> Tensor:
+        with region({"dtype": BF16} | more, block):
+            out: Tensor = block(x)
+        return out
+
+    def saved(block: Block, x: Tensor) -> Tensor:
+        with around:
+            out: Tensor = checkpoint(
+                functools.partial(inside, block), x, use_reentrant=reentrant
+            )
+        return out
+
+    def plain(block: Block, x: Tensor) -> Tensor:
+        with around:
+            return inside(block, x)
+
+    (_, wanted), (block, seen) = train(plain), train(saved)
+    assert block.seen == [expected] * 2
+    exact(seen, wanted)
+
+
+@REENTRANT
+def test_after_a_region_closed(reentrant: bool) -> None:
+    """Law: checkpointed code outside a region is not steered by an earlier one."""
+
+    def run(block: Block, x: Tensor) -> Tensor:
+        with autocast("cpu", policy="lean"):
+            block.first(x)
+        with torch.autocast("cpu"):
+            out: Tensor = checkpoint(block, x, use_reentrant=reentrant)
+        with autocast("cpu", policy="lean"):
+            block.first(x)
+        return out
+
+    block, _ = train(run)
+    assert block.seen == [(BF16, FP32, BF16)] * 2
+
+
+@REENTRANT
+def test_two_regions_one_backward(reentrant: bool) -> None:
+    """Law: each part is computed again under its own policy."""
+
+    def run(block: Block, x: Tensor) -> Tensor:
+        with autocast("cpu", policy="lean"):
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        with autocast("cpu", FP16, policy="torch + op:linear=fp32"):
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        with autocast("cpu"):
+            out: Tensor = checkpoint(block, x, use_reentrant=reentrant)
+        return out
+
+    block, _ = train(run)
+    first, second, third = (BF16, BF16, BF16), (FP32, FP32, FP32), (BF16, FP32, BF16)
+    assert block.seen == [first, second, third, third, second, first]
+
+
+@REENTRANT
+def test_backward_in_another_region(reentrant: bool) -> None:
+    """Law: the region in which backward is called has no say in the recomputation."""
+    block, x = Block(), X.clone().requires_grad_()
+    with autocast("cpu", policy="lean"):
+        out = checkpoint(block, x, use_reentrant=reentrant)
+    with autocast("cpu", enabled=False):
+        out.sum().backward()
+    assert block.seen == [(BF16, BF16, BF16)] * 2
+
+
+@REENTRANT
+def test_backward_in_another_thread(reentrant: bool) -> None:
+    """Law: so it is where the backward pass runs in a thread of its own."""
+    block, x = Block(), X.clone().requires_grad_()
+    with autocast("cpu", FP16, policy="lean"):
+        out = checkpoint(block, x, use_reentrant=reentrant)
+    thread = threading.Thread(target=lambda: out.sum().backward())
+    thread.start()
+    thread.join()
+    assert block.seen == [(FP16, FP16, FP16)] * 2
+
+
+@REENTRANT
+@pytest.mark.parametrize("kind", ["stock", "fp16", "cache", "record"])
+def test_a_region_inside_that_inherits(kind: str, reentrant: bool) -> None:
+    """Law: without a policy it takes, again, that of the region around it."""
+    more = {k: v for k, v in AROUND[kind][0].items() if k != "policy"}
+    low = more.get("dtype", BF16)
+
+    def inside(block: Block, x: Tensor) -> Tensor:
+        with region(more, block):
+            out: Tensor = block(x)
+        return out
+
+    def run(block: Block, x: Tensor) -> Tensor:
+        with autocast("cpu", policy="lean"):
+            given = functools.partial(inside, block)
+            out: Tensor = checkpoint(given, x, use_reentrant=reentrant)
+        return out
+
+    block, _ = train(run)
+    assert block.seen == [(low, low, low)] * 2
+
+
+@REENTRANT
+def test_a_closed_region_keeps_nothing(reentrant: bool) -> None:
+    """Law: the recomputation casts weights anew, and leaves no cast behind."""
+    weight = nn.Parameter(torch.eye(4))
+    around = autocast("cpu", policy="lean")
+    assert not isinstance(around, torch.autocast)
+    x = torch.ones(4, requires_grad=True)
+    with around:
+        out = checkpoint(
+            lambda x: weight.mv(x).float().sin(), x, use_reentrant=reentrant
+        )
+        assert isinstance(around.cache, CastCache)
+        assert len(around.cache) > 0
+    assert len(around.cache) == 0
+    assert isinstance(out, Tensor)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    assert len(around.cache) == 0
+    assert weight.grad is not None
+
+
+# Selective checkpointing
+
+
+def save_casts_and_products(_: object, op: Any, *__: Any, **___: Any) -> Any:
+    """Save what matrices give, and casts; compute the rest again."""
+    ops = torch.ops.aten
+    saved = {ops.mm.default, ops.addmm.default, ops.mv.default, ops._to_copy.default}
+    must = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    return must[op not in saved]
+
+
+def passes(block: Block, x: Tensor, around: Any, *, selective: bool) -> Tensor:
+    """Pass through the block three times in one region."""
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, save_casts_and_products
+    )
+    with around:
+        for _ in range(3):
+            if selective:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            else:
+                x = block(x)
+    return x
+
+
+@pytest.mark.parametrize("policy", ["torch", "lean", "lean + op:linear=fp32"])
+def test_selective_checkpointing_with_a_cache(policy: str) -> None:
+    """Law: with a cache of casts the recomputation finds what was saved.
+
+    A weight is cast in the first pass, and found in the others and in recomputations.
+    """
+    cache = CastCache()
+    region = autocast("cpu", policy=policy, cache=cache)
+    (_, wanted), (block, seen) = (
+        train(functools.partial(passes, around=region, selective=selective))
+        for selective in (False, True)
+    )
+    exact(seen, wanted)
+    assert len(block.seen) == 6
+    assert len(set(block.seen)) == 1
+    assert (cache.hits > 0) == ("linear=fp32" not in policy)
+
+
+@torch_only
+def test_twin_selective_checkpointing_without() -> None:
+    """Law: torch's cache is warm in the forward pass and cold in the recomputation.
+
+    Where this fails, torch was mended.
+    """
+    region = torch.autocast("cpu")
+    with pytest.raises(RuntimeError, match="invocation index"):
+        train(functools.partial(passes, around=region, selective=True))

@@ -1,0 +1,389 @@
+"""Regions under policies: inside one another, around model code, and what they say."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep import gate
+from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
+from halfstep.mismatch import DtypeMismatch
+from halfstep.policy import LEAN, TORCH, Policy
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+A, V = torch.eye(4), torch.ones(4)
+
+
+def mm() -> torch.dtype:
+    """Return in which dtype a product of matrices runs."""
+    return A.mm(A).dtype
+
+
+def mv() -> torch.dtype:
+    """Return in which dtype a product with a vector runs."""
+    return A.mv(V).dtype
+
+
+def ran() -> tuple[torch.dtype, torch.dtype]:
+    """Return both: every table has a row for the first, only lean for the second."""
+    return mm(), mv()
+
+
+STOCK, ALL_LOW, NONE_LOW = (BF16, FP32), (BF16, BF16), (FP32, FP32)
+MM = "torch + op:mm=fp32"
+MV = "torch + op:mv=low"
+
+
+# One inside another
+
+
+def test_tables() -> None:
+    """Law: what is compared below: nothing, torch's table, the lean one, two rules."""
+    assert ran() == NONE_LOW
+    for policy, expected in {
+        None: STOCK,
+        "torch": STOCK,
+        "lean": ALL_LOW,
+        MM: NONE_LOW,
+        MV: ALL_LOW,
+        "lean + op:mm=fp32": (FP32, BF16),
+    }.items():
+        with autocast("cpu", policy=policy):
+            assert ran() == expected
+        assert ran() == NONE_LOW
+
+
+@pytest.mark.parametrize("outer", ["lean", MM, MV])
+def test_no_policy_is_that_of_the_region_around(outer: str) -> None:
+    """Law: policy=None inherits, with its own dtype; "torch" resets; both end."""
+    with autocast("cpu", policy=outer):
+        before = ran()
+        for more in ({}, {"cache": CastCache()}, {"record": True}):
+            with autocast("cpu", FP16, **more):
+                assert ran() == tuple(FP16 if t == BF16 else t for t in before)
+            assert ran() == before
+        for policy in ("torch", TORCH, Policy()):
+            with autocast("cpu", policy=policy):
+                assert ran() == STOCK
+                with autocast("cpu"):
+                    assert ran() == STOCK
+                with autocast("cpu", policy="lean"):
+                    assert ran() == ALL_LOW
+                assert ran() == STOCK
+            assert ran() == before
+
+
+def test_a_reset_with_a_cache_or_record_resets() -> None:
+    """Law: policy="torch" is torch's table, whatever else the region is asked for."""
+    for more in ({"cache": CastCache()}, {"record": True}):
+        with autocast("cpu", policy="lean"), autocast("cpu", policy="torch", **more):
+            assert ran() == STOCK
+
+
+def test_the_innermost_policy_decides() -> None:
+    """Law: rules of two regions do not add up."""
+    with autocast("cpu", policy=MM):
+        with autocast("cpu", policy="lean"):
+            assert ran() == ALL_LOW
+            with autocast("cpu", policy=MM):
+                assert ran() == NONE_LOW
+        assert ran() == NONE_LOW
+
+
+def test_a_policy_is_of_its_thread() -> None:
+    """Law: a thread starts without region or policy; each keeps its own."""
+    seen: list[object] = []
+    barrier = threading.Barrier(2, timeout=60)
+
+    def other() -> None:
+        seen.append(ran())
+        with autocast("cpu", FP16, policy=MM):
+            barrier.wait()
+            seen.append((ran(), A.matmul(A).dtype))
+            barrier.wait()
+
+    thread = threading.Thread(target=other)
+    with autocast("cpu", policy="lean"):
+        thread.start()
+        barrier.wait()
+        assert ran() == ALL_LOW
+        barrier.wait()
+        thread.join()
+        assert ran() == ALL_LOW
+    # Inside matmul, mm is not asked about: the outer operation decides.
+    assert seen == [NONE_LOW, (NONE_LOW, FP16)]
+
+
+# Model code with regions of torch's
+
+
+class Model(nn.Module):
+    """Model code as libraries write it."""
+
+    def forward(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+        """Compute, partly in regions of its own."""
+        seen = {"around": ran()}
+        with torch.autocast("cpu", enabled=False):
+            seen["island"] = ran()
+            with torch.autocast("cpu", torch.float16):
+                seen["inside the island"] = ran()
+        with torch.autocast("cpu", torch.float16):
+            seen["other dtype"] = ran()
+        with torch.amp.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            seen["no cache"] = ran()
+        seen["decorated"] = torch.autocast("cpu", enabled=False)(ran)()
+        seen["after"] = ran()
+        return seen
+
+
+@pytest.mark.parametrize(
+    ("policy", "mm_low", "mv_low"),
+    [
+        (None, True, False),
+        ("torch", True, False),
+        ("lean", True, True),
+        (MM, False, False),
+    ],
+)
+def test_regions_of_torchs_inside(
+    policy: str | None, mm_low: bool, mv_low: bool
+) -> None:
+    """Law: torch's regions say whether and in which dtype; the policy, for what."""
+
+    def expected(low: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        return low if mm_low else FP32, low if mv_low else FP32
+
+    with autocast("cpu", BF16, policy=policy):
+        seen = Model()()
+    assert seen == {
+        "around": expected(BF16),
+        "island": NONE_LOW,
+        "inside the island": expected(FP16),
+        "other dtype": expected(FP16),
+        "no cache": expected(BF16),
+        "decorated": NONE_LOW,
+        "after": expected(BF16),
+    }
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("policy", ["torch", "lean", MM])
+def test_an_island_of_ours_is_one(policy: str) -> None:
+    """Law: enabled=False is off, whatever policy it is given, in and out of regions."""
+    with autocast("cpu", enabled=False, policy=policy):
+        assert ran() == NONE_LOW
+    with autocast("cpu", policy="lean"):
+        with autocast("cpu", enabled=False, policy=policy):
+            assert ran() == NONE_LOW
+            with torch.autocast("cpu", FP16):
+                assert ran() == (
+                    (FP16 if policy != MM else FP32),
+                    FP16 if policy == "lean" else FP32,
+                )
+        assert ran() == ALL_LOW
+
+
+def test_a_region_of_torchs_around_ours() -> None:
+    """Law: ours inside torch's is as it is alone, and torch's goes on after it."""
+    with torch.autocast("cpu", FP16):
+        with autocast("cpu", policy="lean"):
+            # Without a dtype it is that of the region around, as in torch.
+            assert ran() == (FP16, FP16)
+        with autocast("cpu", BF16, policy="lean"):
+            assert ran() == ALL_LOW
+        assert ran() == (FP16, FP32)
+
+
+# Rules on modules
+
+
+class Net(nn.Module):
+    """Two layers, of which rules speak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of what the layers give."""
+        return self.body(x).dtype, self.head(x).dtype
+
+
+def test_rules_on_modules_act_in_their_regions() -> None:
+    """Law: in regions under the policy, by whichever instance, and in no others."""
+    net, word = Net(), "torch + module:head=fp32"
+    with autocast("cpu", policy=word, model=net):
+        assert net(A) == (BF16, FP32)
+        with autocast("cpu", FP16):
+            assert net(A) == (FP16, FP32)
+        with autocast("cpu", policy="torch"):
+            assert net(A) == (BF16, BF16)
+        with torch.autocast("cpu", enabled=False):
+            assert net(A) == (FP32, FP32)
+    with autocast("cpu"):
+        assert net(A) == (BF16, BF16)
+    with autocast("cpu", policy=Policy.parse(word), model=net):
+        assert net(A) == (BF16, FP32)
+    assert net(A) == (FP32, FP32)
+
+
+# What rules say of themselves
+
+_fresh = itertools.count()
+
+
+def fresh(word: str) -> str:
+    """Return a policy that no other test has: each rule is told of once a process."""
+    return f"{word} + op:/lgamma|fresh{next(_fresh)}/=fp32"
+
+
+def test_an_unmatched_rule_is_told_of_once() -> None:
+    """Law: a rule that no operation met is warned of when its region ends, once."""
+    word = fresh("torch")
+    region = autocast("cpu", policy=word)
+    with pytest.warns(UserWarning, match="matched nothing") as caught, region:
+        A.mm(A)
+    rule = word.removeprefix("torch + ")
+    assert len(caught) == 1
+    assert str(caught[0].message) == (
+        f"policy rule {rule!r} matched nothing: no such operation or module ran in the "
+        "region. An operation inside another, as addmm in linear, follows the outer."
+    )
+    assert caught[0].filename == __file__
+    for again in (region, autocast("cpu", policy=word)):
+        with again:  # A warning is an error here.
+            A.mm(A)
+
+
+def test_a_matched_rule_is_not() -> None:
+    """Law: a rule that decided something is never warned of, in any region."""
+    word = fresh("torch + op:mm=fp32")
+    with autocast("cpu", policy=word):
+        A.mm(A)
+        A.lgamma()
+    with autocast("cpu", policy=word):
+        A.exp()
+
+
+def test_after_an_error_nothing_is_told() -> None:
+    """Law: a region that an exception left early warns of nothing; the next does."""
+    word = fresh("torch")
+    with pytest.raises(KeyError), autocast("cpu", policy=word):
+        raise KeyError
+    with (
+        pytest.warns(UserWarning, match="matched nothing"),
+        autocast("cpu", policy=word),
+    ):
+        pass
+
+
+def test_only_what_is_missing_is_told_of() -> None:
+    """Law: of two rules the one that matched is left out of the text."""
+    word = fresh("lean + op:mm=fp32")
+    told = pytest.warns(UserWarning, match="matched nothing")
+    with told as caught, autocast("cpu", policy=word):
+        A.mm(A)
+    assert "op:mm" not in str(caught[0].message)
+    assert "lgamma" in str(caught[0].message)
+
+
+def test_rules_on_modules_match_by_being_entered() -> None:
+    """Law: a module rule is met when its module runs, though nothing is cast in it."""
+    net = Net()
+    word = fresh("torch + module:body=keep + module:head=fp32")
+    with autocast("cpu", policy=word, model=net):
+        net(A)
+        A.lgamma()
+    other = word.replace("fresh", "other")
+    told = pytest.warns(UserWarning, match="'module:head=fp32' matched nothing")
+    with told, autocast("cpu", policy=other, model=net):
+        net.body(A)
+        A.lgamma()
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_a_warning_as_an_error_leaves_nothing_open(decorated: bool) -> None:
+    """Law: the warning comes when all is restored."""
+    region = autocast("cpu", policy=fresh("lean"))
+
+    def run() -> None:
+        if decorated:
+            region(ran)()
+        with region:
+            ran()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="matched nothing"):
+            run()
+    assert not torch.is_autocast_enabled("cpu")
+    assert gate.current("cpu") is None
+
+
+# Errors about dtypes
+
+
+def attend(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply operands that do not agree."""
+    return torch.dot(x, y)
+
+
+@pytest.mark.parametrize("policy", [None, "torch", MM])
+def test_a_mismatch_is_explained(policy: str | None) -> None:
+    """Law: torch's error leaves a region with operation, dtypes and the rule."""
+    with pytest.raises(DtypeMismatch) as caught, autocast("cpu", policy=policy):
+        attend(V.bfloat16(), V)
+    error = caught.value
+    assert isinstance(error, RuntimeError)
+    assert (error.operation, error.rule) == ("dot", "op:dot=promote")
+    assert error.dtypes == (BF16, FP32)
+    assert type(error.__cause__) is RuntimeError
+    assert not torch.is_autocast_enabled("cpu")
+    with autocast("cpu", policy=f"torch + {error.rule}"):
+        assert attend(V.bfloat16(), V) == 4
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_a_mismatch_is_explained_once(decorated: bool) -> None:
+    """Law: nested regions, and decorators, pass on the first explanation."""
+    seen: list[BaseException] = []
+
+    def inner() -> None:
+        try:
+            with autocast("cpu", policy="torch"):
+                attend(V.half(), V)
+        except RuntimeError as error:
+            seen.append(error)
+            raise
+
+    def outer() -> None:
+        with autocast("cpu"), autocast("cpu", FP16):
+            inner()
+
+    with pytest.raises(DtypeMismatch) as caught:
+        (autocast("cpu")(inner) if decorated else outer)()
+    assert seen == [caught.value]
+
+
+def test_other_errors_are_left_alone() -> None:
+    """Law: errors about shapes, and those of the user, are not explained."""
+    with pytest.raises(RuntimeError) as caught, autocast("cpu", policy="lean"):
+        A.mm(torch.ones(3, 3))
+    assert type(caught.value) is RuntimeError
+
+
+def test_a_policy_given_as_data() -> None:
+    """Law: a word, a `Policy` and a sum of one and a rule are the same policy."""
+    for policy in (
+        "lean + op:mm=fp32",
+        Policy.parse("lean + op:mm=fp32"),
+        LEAN + "op:mm=fp32",
+    ):
+        with autocast("cpu", policy=policy):
+            assert ran() == (FP32, BF16)

@@ -1,0 +1,197 @@
+"""Training under regions: torch's numbers to the bit, alone and under DDP.
+
+Started by torchrun, this file is the program of one process; it writes what it saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DEVICES = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+def mlp(device: str) -> nn.Module:
+    """Return a small network with matrix products, a norm and a softmax."""
+    torch.manual_seed(1)
+    layers = (nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8))
+    return nn.Sequential(*layers, nn.LogSoftmax(1)).to(device)
+
+
+def train(make: Any, device: str, dtype: torch.dtype, **more: Any) -> list[Tensor]:
+    """Take three steps, each in a region; return losses, gradients and weights."""
+    model = mlp(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    seen = []
+    for step in range(3):
+        torch.manual_seed(step)
+        x, y = torch.randn(4, 16).to(device), torch.arange(4, device=device)
+        optimizer.zero_grad()
+        with make(device, dtype, **more):
+            loss = nn.functional.nll_loss(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        seen += [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+    return [*seen, *model.parameters()]
+
+
+def exact(left: Any, right: Any) -> None:
+    """Compare to the bit."""
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("kind", ["default", "torch", "cache", "record"])
+def test_numbers_are_torchs(dtype: torch.dtype, device: str, kind: str) -> None:
+    """Law: losses, gradients and weights are those of torch.autocast, to the bit."""
+    more: Any = {
+        "default": {},
+        "torch": {"policy": "torch"},
+        "cache": {"cache": CastCache()},
+        "record": {"record": True},
+    }[kind]
+    theirs = train(torch.autocast, device, dtype)
+    exact(train(autocast, device, dtype, **more), theirs)
+    # Twin: the comparison can fail, for the other format gives other numbers.
+    other = FP16 if dtype == BF16 else BF16
+    assert not torch.equal(train(autocast, device, other)[0], theirs[0])
+
+
+@pytest.mark.parametrize("kind", ["default", "cache"])
+def test_one_region_around_all_steps(kind: str) -> None:
+    """Law: a loop inside one region trains as one with a region for each step.
+
+    torch's own goes on with the weights of the first step, and learns nothing.
+    """
+    more: Any = {"cache": CastCache()} if kind == "cache" else {}
+
+    def losses(around: Any) -> list[float]:
+        model, x = mlp("cpu"), torch.ones(4, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        seen = []
+        with around:
+            for _ in range(4):
+                loss = nn.functional.nll_loss(model(x), torch.zeros(4).long())
+                seen.append(loss.item())
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        return seen
+
+    ours = losses(autocast("cpu", **more))
+    assert ours[-1] < ours[0] / 2
+    stuck = losses(torch.autocast("cpu"))
+    # What is not cast, the norm, learns alone.
+    assert stuck[-1] > ours[-1]
+
+
+# Two processes
+
+
+class Net(nn.Module):
+    """A network with a layer of its own for each rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.body, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 8)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute; take down the dtypes."""
+        hidden = self.body(x)
+        normal = checkpoint(self.norm, hidden, use_reentrant=False)
+        assert isinstance(normal, Tensor)
+        out: Tensor = self.head(normal)
+        self.seen += [hidden.dtype, normal.dtype, out.dtype]
+        return out.float()
+
+
+POLICIES = {
+    "torch": [BF16, BF16, BF16],
+    "lean": [BF16, BF16, BF16],
+    "lean + module:head=fp32": [BF16, BF16, FP32],
+    "torch + op:linear=fp32": [FP32, FP32, FP32],
+    "torch + type:LayerNorm=fp32": [BF16, FP32, BF16],
+}
+X = torch.linspace(-1, 1, 64).view(8, 8)
+
+
+def gradients(policy: str, rows: slice, *, wrap: bool) -> dict[str, Any]:
+    """Return dtypes and gradients after two micro-batches, the first unsynchronised."""
+    net = Net()
+    model: Any = DistributedDataParallel(net) if wrap else net
+    about_modules = "module:" in policy or "type:" in policy
+    region = autocast("cpu", policy=policy, model=net if about_modules else None)
+    for waits in (True, False):
+        with model.no_sync() if wrap and waits else contextlib.nullcontext():
+            with region:
+                loss = model(X[rows]).square().mean()
+            loss.backward()
+    grads = {name: param.grad for name, param in net.named_parameters()}
+    return {"seen": net.seen, "gradients": grads}
+
+
+def process(folder: Path) -> None:
+    """Do all of it in one of two processes."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    rows = slice(4 * rank, 4 * rank + 4)
+    found = {policy: gradients(policy, rows, wrap=True) for policy in POLICIES}
+    assert not torch.is_autocast_enabled("cpu")
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what two processes under torchrun saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", __file__, str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_ddp(ranks: list[dict[str, Any]], policy: str) -> None:
+    """Law: DDP leaves a policy in force; its gradients are the mean of both halves."""
+    first, second = (rank[policy] for rank in ranks)
+    alone = [gradients(policy, slice(start, start + 4), wrap=False) for start in (0, 4)]
+    for found in (first, second, *alone):
+        assert found["seen"] == POLICIES[policy] * 2
+    exact(first["gradients"], second["gradients"])
+    for name, gradient in first["gradients"].items():
+        mean = sum(half["gradients"][name] for half in alone) / 2
+        # fp32 sums, in another order.
+        torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-6)
+
+
+if __name__ == "__main__":
+    process(Path(sys.argv[1]))

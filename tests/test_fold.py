@@ -1,0 +1,281 @@
+"""16-bit gradients added up in fp32: the same numbers, less memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from halfstep import fold
+from halfstep.fold import Gradients, add_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = pytest.mark.parametrize("dtype", [BF16, FP16])
+
+
+def random(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    """Return numbers of many magnitudes."""
+    return (torch.randn(shape) * torch.exp2(torch.randn(shape) * 3)).to(dtype)
+
+
+def added(total: Tensor, part: Tensor) -> Any:
+    """Return a sum by numpy: each number rounded once, to fp32."""
+    exact = total.double().numpy() + part.double().numpy()
+    return exact.astype(np.float32)
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "scalar": ((), lambda t: t),
+    "empty": ((0, 3), lambda t: t),
+    "small": ((5, 7), lambda t: t),
+    "transposed": ((5, 7), lambda t: t.T),
+    "every other": ((5, 8), lambda t: t[:, ::2]),
+    "expanded": ((5, 1), lambda t: t.expand(5, 7)),
+    "channels last": (
+        (2, 3, 4, 5),
+        lambda t: t.to(memory_format=torch.channels_last),
+    ),
+    "one chunk": ((1 << 18,), lambda t: t),
+    "more": (((1 << 18) + 1,), lambda t: t),
+    "large": ((3, 1 << 18), lambda t: t),
+    "large transposed": ((3, 1 << 18), lambda t: t.T),
+}
+
+
+@LOW
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("which", ["both", "total", "part"])
+def test_sums_are_fp32_arithmetic(shape: str, which: str, dtype: torch.dtype) -> None:
+    """Law: the sum is that of fp32 numbers, rounded once, in any memory layout."""
+    size, view = SHAPES[shape]
+    total, part = view(random(*size)), view(random(*size, dtype=dtype))
+    if which == "total" or shape == "expanded":  # what is expanded takes no sum
+        total = total.contiguous()
+    if which == "part":
+        part = part.contiguous()
+    expected, kept = added(total, part), part.clone()
+    place = total.data_ptr()
+    add_(total, part)
+    np.testing.assert_array_equal(total.numpy(), expected)
+    assert total.data_ptr() == place
+    assert torch.equal(part, kept)
+
+
+@given(st.lists(st.floats(width=32), min_size=1), st.data())
+def test_any_numbers(wide: list[float], data: st.DataObject) -> None:
+    """Law: inf, NaN, subnormal numbers and zeros of both signs add as in fp32."""
+    narrow = st.floats(width=16)
+    low = data.draw(st.lists(narrow, min_size=len(wide), max_size=len(wide)))
+    total, part = torch.tensor(wide), torch.tensor(low, dtype=FP16)
+    expected = added(total, part)
+    add_(total, part)
+    found = total.numpy()
+    np.testing.assert_array_equal(found, expected)
+    numbers = ~np.isnan(expected)
+    np.testing.assert_array_equal(
+        np.signbit(found[numbers]), np.signbit(expected[numbers])
+    )
+
+
+def test_a_sum_makes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: what is large is added in pieces of at most a chunk."""
+    sizes: list[int] = []
+    whole = torch._foreach_add_
+
+    def watch(totals: Any, parts: Any) -> None:
+        sizes.extend(part.numel() for part in parts)
+        whole(totals, parts)
+
+    monkeypatch.setattr(torch, "_foreach_add_", watch)
+    add_(torch.zeros(3, 1 << 17), torch.ones(3, 1 << 17, dtype=BF16))
+    assert sizes == [1 << 18, 1 << 17]
+
+
+# Taking gradients
+
+
+def opened() -> Gradients:
+    """Return one that takes gradients."""
+    gradients = Gradients()
+    gradients.open = True
+    return gradients
+
+
+def weight() -> nn.Parameter:
+    """Return a weight without a gradient."""
+    return nn.Parameter(torch.zeros(4, 3))
+
+
+@torch.no_grad()
+def take(gradients: Gradients, param: Tensor, part: Tensor) -> bool:
+    """Offer a gradient as a backward pass does: grad mode is off."""
+    return gradients.take(param, part)
+
+
+@LOW
+def test_gradients_add_up(dtype: torch.dtype) -> None:
+    """Law: the first is copied, the next are added, in fp32."""
+    gradients, param = opened(), weight()
+    parts = [random(4, 3, dtype=dtype) for _ in range(3)]
+    expected = np.zeros((4, 3), np.float32)
+    for part in parts:
+        assert take(gradients, param, part)
+        expected += part.float().numpy()
+        assert param.grad is not None
+        assert param.grad.dtype == FP32
+        np.testing.assert_array_equal(param.grad.numpy(), expected)
+        assert not param.grad.requires_grad
+
+
+def closed(gradients: Gradients, _: Any) -> None:
+    """Close."""
+    gradients.open = False
+
+
+def hooked(_: Gradients, param: Any) -> None:
+    """Attach what wants to see each gradient."""
+    param.register_hook(lambda grad: grad)
+
+
+def hooked_after(_: Gradients, param: Any) -> None:
+    """Attach what runs after each sum."""
+    param.register_post_accumulate_grad_hook(lambda _: None)
+
+
+def sparse_sum(_: Gradients, param: Any) -> None:
+    """Leave a sparse gradient there."""
+    param.grad = torch.zeros(4, 3).to_sparse()
+
+
+REFUSALS = {"closed": closed, "hook": hooked, "hook after": hooked_after}
+REFUSALS["sparse sum"] = sparse_sum
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_what_is_left_to_autograd(why: str) -> None:
+    """Law: closed, hooked or sparse: it is refused, and nothing has changed."""
+    gradients, param = opened(), weight()
+    REFUSALS[why](gradients, param)
+    before = param.grad
+    assert not take(gradients, param, torch.ones(4, 3, dtype=BF16))
+    assert param.grad is before
+
+
+def test_which_gradients_are_left_to_autograd() -> None:
+    """Law: sparse ones, fp32 ones, and those that shall have gradients themselves."""
+    gradients, param = opened(), weight()
+    ones = torch.ones(4, 3, dtype=BF16)
+    assert not take(gradients, param, ones.to_sparse())
+    assert not take(gradients, param, ones.float())
+    with torch.enable_grad():
+        assert not gradients.take(param, ones)
+    assert param.grad is None
+    assert take(gradients, param, ones)
+
+
+def test_a_hook_that_is_gone_is_none() -> None:
+    """Law: after its removal a hook keeps nothing from being taken."""
+    gradients = opened()
+    param: Any = weight()
+    param.register_hook(lambda grad: grad).remove()
+    param.register_post_accumulate_grad_hook(lambda _: None).remove()
+    assert take(gradients, param, torch.ones(4, 3, dtype=BF16))
+
+
+# Memory
+
+
+def test_buffers_serve_again() -> None:
+    """Law: on a CPU the memory of a gradient serves the next step's."""
+    gradients, param = opened(), weight()
+    places = set()
+    for number in range(4):
+        assert take(gradients, param, torch.full((4, 3), number, dtype=BF16))
+        assert param.grad is not None
+        assert param.grad.tolist() == [[number] * 3] * 4
+        places.add(param.grad.data_ptr())
+        param.grad = None
+    assert len(places) == 1
+
+
+KEPT: dict[str, Callable[[Tensor], object]] = {
+    "itself": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "data": lambda grad: grad.data,
+    "view": lambda grad: grad[0],
+    "flat": lambda grad: grad.view(-1),
+    "numpy": lambda grad: grad.numpy(),
+}
+
+
+@pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
+def test_kept_gradients_stay(keep: Callable[[Tensor], Any]) -> None:
+    """Law: a gradient that somebody has kept is never written over."""
+    gradients, param = opened(), weight()
+    kept = []
+    for number in range(3):
+        take(gradients, param, torch.full((4, 3), number, dtype=BF16))
+        assert param.grad is not None
+        kept.append(keep(param.grad))
+        param.grad = None
+    for number, one in enumerate(kept):
+        assert (one == number).all()
+
+
+def test_no_alias() -> None:
+    """Law: `.grad` shares no memory with what autograd handed over."""
+    gradients, param = opened(), weight()
+    part = torch.ones(4, 3, dtype=BF16)
+    for expected in (1.0, 2.0):
+        take(gradients, param, part)
+        assert param.grad is not None
+        storages = {t.untyped_storage().data_ptr() for t in (part, param.grad)}
+        assert len(storages) == 2
+        part.zero_().add_(1)
+        assert param.grad.tolist() == [[expected] * 3] * 4
+
+
+def test_gradients_lie_as_their_weight() -> None:
+    """Law: memory is laid out as the weight's, as autograd's own gradients are."""
+    shape = (2, 3, 4, 5)
+    param = nn.Parameter(torch.zeros(shape).to(memory_format=torch.channels_last))
+    take(opened(), param, torch.ones(shape, dtype=BF16))
+    assert param.grad is not None
+    assert param.grad.stride() == param.stride()
+
+
+def test_a_weight_with_another_shape() -> None:
+    """Law: a buffer that fits no more is left, and one that fits is made."""
+    gradients, param = opened(), weight()
+    take(gradients, param, torch.ones(4, 3, dtype=BF16))
+    param.grad = None
+    param.data = torch.zeros(2)
+    take(gradients, param, torch.ones(2, dtype=BF16))
+    (found,) = torch.optim.SGD([param]).param_groups[0]["params"]
+    assert torch.equal(found.grad, torch.ones(2))
+
+
+def test_buffers_die_with_their_weight() -> None:
+    """Law: neither weight nor buffer outlives the model."""
+    gradients, param = opened(), weight()
+    take(gradients, param, torch.ones(4, 3, dtype=BF16))
+    gone = weakref.ref(param)
+    del param
+    gc.collect()
+    assert gone() is None
+    assert len(gradients._buffers) == 0
+
+
+def test_the_chunk_is_a_mebibyte() -> None:
+    """Law: a chunk's fp32 copy is what the comment says."""
+    assert fold._CHUNK * FP32.itemsize == 1 << 20

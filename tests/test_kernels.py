@@ -1,0 +1,377 @@
+"""Kernels at torch's autocast keys: ours where a frame says so, torch's elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.library import Library
+from torch.nn import functional as F  # noqa: N812 -- its usual name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep import gate, kernels
+from halfstep.cast_cache import CastCache
+from halfstep.gate import Frame, Row
+from halfstep.kernels import Everywhere, install, overload_of, step_aside
+from halfstep.policy import TORCH, Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+X = torch.linspace(-2, 2, 16).view(4, 4)
+
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+@contextmanager
+def steered(
+    rows: dict[str, str],
+    low: torch.dtype = BF16,
+    *,
+    cache: CastCache | None = None,
+    policy: Policy = TORCH,
+    rule: int | None = None,
+) -> Iterator[Frame]:
+    """Be in a region in which operations run as they are given a category."""
+    plan = {name: Row(category, rule, stock=False) for name, category in rows.items()}
+    install("cpu", plan)
+    frame = Frame(policy, plan, cache, set())
+    with torch.autocast("cpu", low):
+        before = gate.enter("cpu", frame)
+        try:
+            yield frame
+        finally:
+            gate.leave("cpu", before)
+
+
+# Without a frame
+
+
+PROGRAMS: dict[str, Callable[[], Any]] = {
+    "mm": lambda: torch.mm(X, X),
+    "mse_loss": lambda: F.mse_loss(X.to(BF16), X.to(BF16)),
+    "softmax.int": lambda: torch.softmax(X.to(BF16), 0),
+    "cat": lambda: torch.cat([X, X.to(BF16)]),
+    "add.Tensor": lambda: X + X.to(BF16),
+    "add_.Tensor": lambda: X.clone().add_(1),
+    "mul.Tensor": lambda: X * 2,
+    "einsum": lambda: torch.einsum("ij,jk", X, X),
+    "sum.dim_IntList": lambda: X.to(BF16).sum(dim=0, keepdim=True),
+    "embedding": lambda: F.embedding(torch.tensor([1, 2]), X),
+    "lstm.input": lambda: nn.LSTM(4, 4)(X[None])[0],
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_without_a_frame_torch_decides(name: str, enabled: bool) -> None:
+    """Law: with ours installed, results and dtypes are those from before.
+
+    What an operation calls inside is cast too, as einsum's products are.
+    """
+    found = []
+    for installed in (False, True):
+        if installed:
+            install("cpu", [name])
+        else:
+            step_aside(name)
+        torch.manual_seed(0)
+        with torch.autocast("cpu", BF16, enabled=enabled):
+            found.append(PROGRAMS[name]())
+    assert has_kernel(f"aten::{name}", "AutocastCPU")
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    step_aside(name)
+
+
+def test_torchs_errors_are_torchs() -> None:
+    """Law: without a frame torch's own refusal comes through."""
+    install("cpu", ["cat"])
+    with (
+        torch.autocast("cpu", BF16),
+        pytest.raises(RuntimeError, match="Unexpected floating ScalarType"),
+    ):
+        torch.cat([X.to(BF16), X.to(FP16)])
+
+
+def test_torchs_cache_still_works() -> None:
+    """Law: torch's own cast of a weight is made once, through ours too."""
+    install("cpu", ["linear"])
+    weight = nn.Parameter(X.clone())
+    with torch.autocast("cpu", BF16):
+        outs: list[Any] = [F.linear(X, weight), F.linear(X, weight)]
+    casts = [out.grad_fn.next_functions[1][0].next_functions[0][0] for out in outs]
+    assert "ToCopyBackward" in casts[0].name()
+    assert casts[0] is casts[1]
+
+
+# With one
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_categories(low: torch.dtype) -> None:
+    """Law: each category casts operands as its word says."""
+    both = {"mm": (X, X), "cat": ([X, X.to(low)],), "softmax.int": (X.to(low), 0)}
+    expected = {
+        "low": {"mm": low, "cat": low, "softmax.int": low},
+        "fp32": {"mm": FP32, "cat": FP32, "softmax.int": FP32},
+        "promote": {"mm": FP32, "cat": FP32, "softmax.int": low},
+        "follow": {"mm": FP32, "cat": FP32, "softmax.int": low},
+        "keep": {"mm": FP32, "cat": FP32, "softmax.int": low},
+        "fp32_result": {"softmax.int": FP32},
+    }
+    for category, dtypes in expected.items():
+        with steered(dict.fromkeys(both, category), low):
+            for name, dtype in dtypes.items():
+                assert overload_of(name)(*both[name]).dtype == dtype, (category, name)
+
+
+def test_an_asked_for_dtype_stays() -> None:
+    """Law: where the caller asks for a dtype himself, fp32 is not asked for."""
+    low = X.to(BF16)
+    names = ("softmax.int", "sum", "sum.dim_IntList", "linalg_vector_norm")
+    with steered(dict.fromkeys(names, "fp32_result")):
+        assert torch.softmax(low, 0).dtype == FP32
+        assert torch.softmax(low, 0, dtype=BF16).dtype == BF16
+        assert torch.softmax(low, 0, FP64).dtype == FP64
+        assert torch.sum(low).dtype == FP32
+        assert torch.sum(low, dtype=BF16).dtype == BF16
+        assert torch.sum(low, 0, dtype=FP64).dtype == FP64
+        assert torch.sum(X.double()).dtype == FP64
+        assert torch.sum(torch.ones(3, dtype=torch.int32)).dtype == torch.int64
+        norm = torch.linalg.vector_norm
+        assert norm(low, dtype=FP64).dtype == FP64
+        assert norm(low).dtype == FP32
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what runs below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, _: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Note, and run."""
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_result_is_not_made_of_a_copy() -> None:
+    """Law: an fp32 result comes from 16-bit operands, without an fp32 copy of them."""
+    low, copy = X.to(BF16), torch.ops.aten._to_copy.default
+    for category, copies in {"fp32_result": 0, "fp32": 1}.items():
+        with steered({"sum": category}), Watch() as watch:
+            assert torch.sum(low).dtype == FP32
+        assert watch.seen.count(copy) == copies
+
+
+def test_operands_anywhere() -> None:
+    """Law: keywords, lists and optional tensors are cast; numbers and None are not."""
+    bias = nn.Parameter(torch.ones(4))
+    with steered({"linear": "low", "cat": "low", "layer_norm": "low"}):
+        assert F.linear(input=X, weight=X, bias=bias).dtype == BF16
+        assert F.linear(X, X, None).dtype == BF16
+        assert torch.cat((X, X.double().float())).dtype == BF16
+        assert F.layer_norm(X, [4], weight=bias, bias=None).dtype == BF16
+    with steered({"index_put": "promote", "where.self": "fp32"}):
+        put = torch.index_put(
+            X.to(BF16), [torch.tensor([0]), torch.tensor([1])], X[0, 0]
+        )
+        assert put.dtype == FP32
+        assert torch.where(X > 0, X.to(BF16), 0.0).dtype == FP32
+
+
+def test_no_cast_inside() -> None:
+    """Law: what a steered operation calls inside follows it."""
+    for category, dtype in {"fp32": FP32, "keep": FP32, "low": BF16}.items():
+        with steered({"einsum": category}):
+            assert torch.einsum("ij,jk", X, X).dtype == dtype
+
+
+def test_gradients_flow() -> None:
+    """Law: casts are part of the graph; a gradient comes in its tensor's dtype."""
+    x = X.clone().requires_grad_()
+    for category in ("low", "fp32", "keep", "promote"):
+        with steered({"mm": category, "sum": "fp32_result"}):
+            out = torch.mm(x, x).sum()
+        (grad,) = torch.autograd.grad(out, [x])
+        assert grad.dtype == FP32
+        torch.testing.assert_close(
+            grad, torch.ones(4, 4) @ X.T + X.T @ torch.ones(4, 4), rtol=0.05, atol=0.05
+        )
+
+
+def test_banned() -> None:
+    """Law: the error names operation and rule, or torch's table, and what to do."""
+    policy = Policy.parse("torch + op:mm=banned")
+    with steered({"mm": "banned"}, policy=policy, rule=0):
+        with pytest.raises(RuntimeError) as caught:
+            torch.mm(X, X)
+        assert str(caught.value) == (
+            "mm is banned by the rule 'op:mm=banned'. Use another operation there, or "
+            "take the rule out of the policy."
+        )
+    with steered({"mm": "banned"}):
+        with pytest.raises(RuntimeError) as caught:
+            torch.mm(X, X)
+        assert str(caught.value) == "mm is unsafe in 16 bits: torch's table bans it."
+
+
+def test_rules_that_decided_are_noted() -> None:
+    """Law: a rule is matched when an operation runs by it, not before."""
+    with steered({"mm": "fp32"}, rule=3) as frame:
+        assert frame.matched == set()
+        torch.mm(X, X)
+        assert frame.matched == {3}
+
+
+def test_the_cache_serves_weights() -> None:
+    """Law: weights come from the frame's cache in 16 bits; in fp32 nothing does."""
+    cache, weight = CastCache(), nn.Parameter(X.clone())
+    with steered({"linear": "low", "mm": "fp32"}, cache=cache):
+        F.linear(X, weight)
+        F.linear(X, weight, bias=weight[0])
+        torch.mm(X.to(BF16), weight)
+    assert (cache.hits, cache.misses, len(cache)) == (1, 1, 1)
+
+
+def test_a_closed_frame_uses_no_cache() -> None:
+    """Law: a frame whose region is over leaves its cache alone."""
+    cache, weight = CastCache(), nn.Parameter(X.clone())
+    with steered({"linear": "low"}, cache=cache) as frame:
+        frame.closed = True
+        assert F.linear(X, weight).dtype == BF16
+    assert (cache.hits, cache.misses) == (0, 0)
+
+
+def test_only_this_device() -> None:
+    """Law: tensors elsewhere are left alone by the CPU's kernels."""
+    meta = torch.ones(4, 4, device="meta")
+    with steered({"mm": "low"}):
+        assert torch.mm(meta, meta).dtype == FP32
+        assert torch.mm(X, X).dtype == BF16
+
+
+# Other libraries
+
+
+@pytest.fixture
+def library() -> Iterator[str]:
+    """Define an operator; return its name."""
+    lib: Any = Library("halfstep_test_kernels", "DEF")  # type: ignore[no-untyped-call]
+    lib.define("twice(Tensor x, float by=2.0) -> Tensor")
+    lib.impl("twice", lambda x, by=2.0: x * by, "CompositeExplicitAutograd")
+    yield "halfstep_test_kernels::twice"
+    step_aside("halfstep_test_kernels::twice")
+    lib._destroy()
+
+
+def test_operators_of_other_libraries(library: str) -> None:
+    """Law: what torch has no row for is steered too, and else runs as called."""
+    twice = overload_of(library)
+    with steered({library: "low"}):
+        assert twice(X).dtype == BF16
+        assert torch.equal(twice(X, 3.0), X.to(BF16) * 3)
+    with torch.autocast("cpu"):
+        assert twice(X).dtype == FP32
+
+
+def test_stepping_aside(library: str) -> None:
+    """Law: after it, the key is free for another kernel; it says where to return."""
+    assert step_aside(library) == []
+    install("cpu", [library])
+    assert has_kernel(library, "AutocastCPU")
+    assert step_aside(library) == ["cpu"]
+    assert not has_kernel(library, "AutocastCPU")
+    other = Library("halfstep_test_kernels", "IMPL")  # type: ignore[no-untyped-call]
+    other.impl("twice", lambda x, _=2.0: x + 100, "AutocastCPU")  # type: ignore[no-untyped-call]
+    try:
+        with steered({library: "low"}) as frame:
+            assert overload_of(library)(X).dtype == BF16
+            frame.plan = {}
+            # Without a row the kernel behind ours runs: the other's.
+            assert torch.equal(overload_of(library)(X), X + 100)
+    finally:
+        step_aside(library)
+        other._destroy()  # type: ignore[no-untyped-call]
+
+
+# While observed
+
+
+def test_everywhere_is_for_a_while() -> None:
+    """Law: its kernels go when it closes; those that were there stay."""
+    step_aside("acosh")
+    install("cpu", ["asinh"])
+    with Everywhere("cpu", ["acosh", "asinh"]):
+        assert has_kernel("aten::acosh", "AutocastCPU")
+    assert not has_kernel("aten::acosh", "AutocastCPU")
+    assert has_kernel("aten::asinh", "AutocastCPU")
+    step_aside("asinh")
+
+
+def test_everywhere_nests() -> None:
+    """Law: two may be open, closed in any order; installed meanwhile stays."""
+    step_aside("acosh")
+    step_aside("atanh")
+    first, second = (Everywhere("cpu", ["acosh", "atanh"]) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    install("cpu", ["atanh"])
+    first.__exit__()
+    assert has_kernel("aten::acosh", "AutocastCPU")
+    with steered({"acosh": "low"}):
+        assert torch.acosh(X + 4).dtype == BF16
+    step_aside("acosh")
+    second.__exit__()
+    assert not has_kernel("aten::acosh", "AutocastCPU")
+    with steered({"atanh": "low"}):
+        assert torch.atanh(X / 4).dtype == BF16
+    step_aside("atanh")
+    assert not has_kernel("aten::atanh", "AutocastCPU")
+
+
+def test_threads_install_once() -> None:
+    """Law: threads that install the same at once get one kernel, that works."""
+    names = ["lgamma", "digamma", "erf", "erfc", "sinc"]
+    for name in names:
+        step_aside(name)
+    barrier = threading.Barrier(4, timeout=30)
+
+    def work(_: int) -> Tensor:
+        barrier.wait()
+        with steered(dict.fromkeys(names, "low")):
+            return torch.erf(X)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert {out.dtype for out in pool.map(work, range(4))} == {BF16}
+    for name in names:
+        assert step_aside(name) == ["cpu"]
+        assert not has_kernel(f"aten::{name}", "AutocastCPU")
+
+
+# Names
+
+
+def test_names_mean_operations() -> None:
+    """Law: a name is aten's, with overload or without, or another library's."""
+    aten = torch.ops.aten
+    assert overload_of("softmax.int") is aten.softmax.int
+    assert overload_of("mm") is aten.mm.default
+    assert overload_of("aten::mm") is aten.mm.default
+    assert overload_of("prims::sin") is torch.ops.prims.sin.default
+
+
+def test_devices_have_torchs_keys() -> None:
+    """Law: for each device with a table, the key is the one torch casts at."""
+    assert kernels.KEYS.keys() == {"cpu", "cuda", "mps", "xpu"}
+    for device, key in kernels.KEYS.items():
+        assert has_kernel("aten::mm", key), device

@@ -1,0 +1,199 @@
+"""Which operations a policy takes out of torch's hands, and how they run instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.library import Library
+
+from halfstep import optable, steering
+from halfstep.errors import UserError
+from halfstep.gate import Row
+from halfstep.optable import FOLLOW, FP32, LEAN, LOW, NAMED, PROMOTE, TABLES
+from halfstep.policy import CATEGORIES, KEEP, TORCH, Policy, decide
+from halfstep.policy import LEAN as LEAN_ONLY
+from halfstep.steering import check, rows_for, unmatched
+
+DEVICES = pytest.mark.parametrize("device", TABLES)
+
+
+def parse(*words: str) -> Policy:
+    """Return a policy of a base and rules."""
+    return Policy.parse(" + ".join(words))
+
+
+def word(table: dict[str, optable.Row], op: str) -> str:
+    """Return an operation's category in a table."""
+    return table[op].category if op in table else KEEP
+
+
+# Rows
+
+
+@DEVICES
+def test_torchs_table_steers_nothing(device: str) -> None:
+    """Law: what torch does by itself it does without us."""
+    assert rows_for(TORCH, device) == {}
+
+
+@DEVICES
+def test_lean_steers_what_differs(device: str) -> None:
+    """Law: of lean, just the rows that torch's table has otherwise, or fails at."""
+    own, lean = TABLES[device], LEAN[device]
+    differ = {op for op in own.keys() | lean.keys() if word(own, op) != word(lean, op)}
+    # torch refuses to promote a mix of 16-bit formats.
+    differ |= {op for op in lean if word(lean, op) == PROMOTE}
+    rows = rows_for(LEAN_ONLY, device)
+    assert rows.keys() == differ
+    assert not any(row.stock or row.rule is not None for row in rows.values())
+
+
+def test_by_hand() -> None:
+    """Law: a few rows, as a pencil says."""
+    policy = parse("lean", "op:mm=fp32", "op:einsum=keep", "op:softmax=promote")
+    rows = rows_for(policy, "cpu")
+    assert rows["mm"] == Row(FP32, 0, stock=False)
+    assert rows["einsum"] == Row(KEEP, 1, stock=False)
+    assert rows["softmax.int"] == Row(PROMOTE, 2, stock=False)
+    assert rows["layer_norm"] == Row(FOLLOW, None, stock=False)
+    assert "linear" not in rows
+    # As torch has them: its own kernel will do.
+    rows = rows_for(parse("torch", "op:linear=low", "op:mse_loss=fp32"), "cpu")
+    assert rows["linear"] == Row(LOW, 0, stock=True)
+    assert rows["mse_loss"] == Row(FP32, 1, stock=True)
+    # But torch's promotion refuses, and torch casts inside what it keeps.
+    rows = rows_for(parse("torch", "op:cat=promote", "op:einsum=keep"), "cpu")
+    assert rows["cat"] == Row(PROMOTE, 0, stock=False)
+    assert rows["einsum"] == Row(KEEP, 1, stock=False)
+
+
+@DEVICES
+@pytest.mark.parametrize("base", NAMED)
+@pytest.mark.parametrize("category", CATEGORIES)
+@pytest.mark.parametrize("module", ["", "a.b"])
+def test_rows_are_decisions(device: str, base: str, category: str, module: str) -> None:
+    """Law: each row has the category and rule that `decide` gives, with all flags."""
+    words = "op:mm=low", f"module:a={category}", "op:softmax=fp32"
+    policy = parse(base, *words)
+    rows = rows_for(policy, device, module=module, weights=True, everything=True)
+    for op, row in rows.items():
+        found = decide(op, (), device, policy=policy, module=module)
+        assert row.category == found.category, op
+        rule = None if row.rule is None else words[row.rule]
+        assert rule == (found.row if found.row in words else None), op
+    assert rows.keys() >= TABLES[device].keys() | NAMED[base][device].keys()
+
+
+def test_a_module_takes_in_all_rows() -> None:
+    """Law: inside a module that a rule speaks of, every operation with a row is its."""
+    policy = parse("torch", "op:mm=low", "module:head=fp32", "op:bmm=low")
+    inside = rows_for(policy, "cpu", module="head.0")
+    # A rule on mm speaks of its overload for another result, too.
+    first, second = {"mm": 0, "mm.dtype": 0}, {"bmm": 2, "bmm.dtype": 2}
+    everything = {*TABLES["cpu"], *first, *second}
+    rules = {op: row.rule for op, row in inside.items()}
+    assert rules == dict.fromkeys(everything, 1) | first
+    outside = rows_for(policy, "cpu", module="body")
+    assert {op: row.rule for op, row in outside.items()} == first | second
+
+
+def test_types_decide_too() -> None:
+    """Law: a rule on a type acts in a module with that class name."""
+    policy = parse("torch", "type:Linear=fp32")
+    assert rows_for(policy, "cpu", module="x", types=("Conv1d",)) == {}
+    rows = rows_for(policy, "cpu", module="x", types=("Linear", "Module"))
+    assert {row.category for row in rows.values()} == {FP32}
+
+
+@DEVICES
+def test_weights_take_in_products(device: str) -> None:
+    """Law: a cache of casts sees every product with weights, and no attention."""
+    rows = rows_for(TORCH, device, weights=True)
+    low = {op for op, row in TABLES[device].items() if row.category == LOW}
+    assert low - rows.keys() <= {
+        "scaled_dot_product_attention",
+        "_scaled_dot_product_flash_attention",
+    }
+    assert rows.keys() <= low
+    assert not any(row.stock for row in rows.values())
+
+
+@DEVICES
+def test_everything_takes_in_all_rows(device: str) -> None:
+    """Law: to be observed, each operation with a row; those of torch run as torch's."""
+    rows = rows_for(TORCH, device, everything=True)
+    assert rows.keys() == TABLES[device].keys()
+    assert all(row.stock for row in rows.values())
+    assert rows_for(LEAN_ONLY, device, everything=True).keys() == (
+        TABLES[device].keys() | LEAN[device].keys()
+    )
+
+
+# What is told
+
+
+def test_what_matched_nothing() -> None:
+    """Law: rules that decided nothing are named, all of them, in order."""
+    policy = parse("torch", "op:mm=fp32", "module:head=low", "op:exp=low")
+    assert unmatched(policy, {0, 1, 2}) == ""
+    assert unmatched(policy, {0, 2}) == (
+        "policy rule 'module:head=low' matched nothing: no such operation or module "
+        "ran in the region. An operation inside another, as addmm in linear, follows "
+        "the outer."
+    )
+    assert "rule 'op:mm=fp32', 'op:exp=low' matched" in unmatched(policy, {1})
+    assert unmatched(TORCH, set()) == ""
+
+
+def test_each_is_told_once() -> None:
+    """Law: over all regions with a policy, a rule is told of once."""
+    policy = parse("torch", "op:erfinv=low", "op:acosh=low")
+    steering.matches(policy).add(1)
+    assert "'op:erfinv=low' matched nothing" in unmatched(policy)
+    assert unmatched(policy) == ""
+
+
+def test_matches_are_the_policys() -> None:
+    """Law: equal policies share what has matched; others do not."""
+    first, second = parse("torch", "op:asinh=low"), parse("torch", "op:asinh=low")
+    assert steering.matches(first) is steering.matches(second)
+    assert steering.matches(first) is not steering.matches(parse("torch", "op:mm=low"))
+
+
+# What is refused
+
+
+def refusal(word: str, device: str = "cpu", model: nn.Module | None = None) -> str:
+    """Return what is said to a policy."""
+    with pytest.raises(UserError) as caught:
+        check(Policy.parse(word), device, model)
+    return str(caught.value)
+
+
+def test_refusals() -> None:
+    """Law: an unknown operation, a device without table, rules without a model."""
+    assert refusal("torch + op:sofmax=fp32") == (
+        "rule 'op:sofmax=fp32' matches no operation; did you mean 'op:softmax=fp32'?"
+    )
+    assert refusal("lean", "hpu") == (
+        "policy='lean': device 'hpu' has no table of operations; choose one of cpu, "
+        "cuda, mps, xpu, or leave the policy out."
+    )
+    assert refusal("torch + module:head=fp32") == (
+        "rule 'module:head=fp32' speaks of modules, and a bare region knows none: pass "
+        "autocast(..., model=model), or use prepare(model, ..., policy=...)."
+    )
+    check(parse("torch", "module:head=fp32"), "cpu", nn.Linear(1, 1))
+    check(parse("lean", "op:softmax=fp32"), "cuda", None)
+
+
+def test_operators_that_come_later() -> None:
+    """Law: a refused name is asked for again: a library may have come since."""
+    word = "torch + op:halfstep_test_steering::late=low"
+    assert "matches no operation" in refusal(word)
+    library: Any = Library("halfstep_test_steering", "DEF")  # type: ignore[no-untyped-call]
+    library.define("late(Tensor x) -> Tensor")
+    check(Policy.parse(word), "cpu", None)
+    library._destroy()
