@@ -105,9 +105,9 @@ def test_a_sum_makes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened() -> Gradients:
-    """Return one that takes gradients."""
+    """Return one that takes gradients here, as in a backward pass that it has begun."""
     gradients = Gradients()
-    gradients.open = True
+    gradients._task = torch._C._current_graph_task_id()
     return gradients
 
 
@@ -138,8 +138,13 @@ def test_gradients_add_up(dtype: torch.dtype) -> None:
 
 
 def closed(gradients: Gradients, _: Any) -> None:
-    """Close."""
-    gradients.open = False
+    """End the backward pass."""
+    gradients.end()
+
+
+def elsewhere(gradients: Gradients, _: Any) -> None:
+    """Be in another backward pass."""
+    gradients._task = 7
 
 
 def hooked(_: Gradients, param: Any) -> None:
@@ -157,7 +162,12 @@ def sparse_sum(_: Gradients, param: Any) -> None:
     param.grad = torch.zeros(4, 3).to_sparse()
 
 
-REFUSALS = {"closed": closed, "hook": hooked, "hook after": hooked_after}
+REFUSALS = {
+    "closed": closed,
+    "another": elsewhere,
+    "hook": hooked,
+    "hook after": hooked_after,
+}
 REFUSALS["sparse sum"] = sparse_sum
 
 
@@ -190,6 +200,51 @@ def test_a_hook_that_is_gone_is_none() -> None:
     param.register_hook(lambda grad: grad).remove()
     param.register_post_accumulate_grad_hook(lambda _: None).remove()
     assert take(gradients, param, torch.ones(4, 3, dtype=BF16))
+
+
+def test_the_backward_pass_of_a_loss() -> None:
+    """Law: taken are gradients of the pass that begins at the loss, while it runs.
+
+    Not those of a pass inside it, nor of one before or after.
+    """
+    gradients, param = Gradients(), weight()
+    taken: dict[str, bool] = {}
+
+    def offer(where: str) -> None:
+        with torch.no_grad():
+            one = torch.ones(4, 3, dtype=BF16)
+            taken[where] = gradients.take(param, one)
+
+    def inside(grad: Tensor) -> Tensor:
+        offer("in it")
+        other = torch.ones((), requires_grad=True)
+        with torch.enable_grad():
+            twice: Any = other * 2
+            twice.register_hook(lambda _: offer("nested"))
+            torch.autograd.grad(twice, [other])
+        offer("in it again")
+        return grad
+
+    start = torch.ones((), requires_grad=True)
+    middle: Any = start * 1
+    middle.register_hook(inside)
+    loss: Any = middle * 1
+    offer("before")
+    gradients.begin(loss)
+    offer("begun")
+    loss.backward()
+    gradients.end()
+    offer("after")
+    assert taken == {
+        "before": False,
+        "begun": False,
+        "in it": True,
+        "nested": False,
+        "in it again": True,
+        "after": False,
+    }
+    gradients.begin(torch.ones(()))
+    gradients.end()
 
 
 # Memory

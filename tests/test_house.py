@@ -47,7 +47,7 @@ LAYER = {
     "carry": 6,
     "explain": 6,
     "functions": 6,
-    "scopes": 7,
+    "scopes": 6,
     "steered": 7,
     "traced": 6,
     "casting": 8,

@@ -162,13 +162,14 @@ class CastCache:
         self.misses += 1
         # Selective checkpointing counts casts; it must not see one here that the
         # recomputation finds made.
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes():
+            bare = weight.detach()
             if entry is not None and entry.may_be_written(weight, self._epoch):
-                entry.bare.copy_(weight)
+                entry.bare.copy_(bare)
                 entry.note(weight, self._epoch)
                 entry.low = None
             else:
-                bare = weight.to(key[1])
+                bare = bare.to(key[1])
 
                 def forget(_: object) -> None:
                     self._entries.pop(key, None)
@@ -183,8 +184,9 @@ class CastCache:
         """Return a cast, with history where a gradient may ask for it."""
         if not weight.requires_grad or not torch.is_grad_enabled():
             return entry.bare
-        if entry.low is not None:
-            return entry.low
+        known = entry.low
+        if known is not None:
+            return known
         with _disable_current_modes():
             low: Tensor = _Cast.apply(weight, entry.bare, self._gradients)  # type: ignore[no-untyped-call]
         if self.open:

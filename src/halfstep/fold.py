@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
     from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
 
 _CHUNK = 1 << 18
 """Numbers added at a time on a CPU: their fp32 copies, 1 MiB, stay in its cache."""
@@ -44,16 +45,33 @@ _OURS = 2
 
 
 class Gradients:
-    """Adds 16-bit gradients to those of fp32 weights, while it is open.
+    """Adds 16-bit gradients to those of fp32 weights, in one backward pass.
 
     Why: autograd casts each one to fp32 in fresh memory and adds it in a second pass.
-    It must be open only during a backward pass whose gradients all go to `.grad`.
-    What DDP has attached to a weight still runs, after the gradient is in its place.
+    It may do so only in a backward pass whose gradients all go to `.grad`. What DDP
+    has attached to a weight still runs, after the gradient is in its place.
     """
 
     def __init__(self) -> None:
-        self.open = False
+        self._task: int | None = None
+        self._hook: RemovableHandle | None = None
         self._buffers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+
+    def begin(self, loss: Tensor) -> None:
+        """Take in the gradients of a loss, of whose backward pass this is the first."""
+
+        def note(_: Tensor) -> None:
+            self._task = torch._C._current_graph_task_id()  # noqa: SLF001
+
+        self._hook = None
+        if loss.requires_grad:
+            self._hook = loss.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Take in no more."""
+        self._task = None
+        if self._hook is not None:
+            self._hook.remove()
 
     def take(self, weight: Tensor, gradient: Tensor) -> bool:
         """Add a gradient to `weight.grad`; say no where autograd must do it.
@@ -63,7 +81,8 @@ class Gradients:
         """
         hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # noqa: SLF001
         if (
-            not self.open
+            self._task is None
+            or self._task != torch._C._current_graph_task_id()  # noqa: SLF001
             or hooks
             or torch.is_grad_enabled()
             or gradient.layout != torch.strided

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+import torch
+
 from halfstep import steering
 from halfstep.cast_cache import CastCache
 from halfstep.casting import Region
@@ -17,6 +19,8 @@ from halfstep.steered import Steered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch import Tensor
 
     from halfstep.choice import Choice
     from halfstep.policy import Policy
@@ -50,6 +54,7 @@ class Regions:
         self._policy = policy
         self._matched: set[int] = set()
         self._renew = False
+        self._evaluated = False
         self._told = False
         low = choice.format.dtype if choice.level.autocast else None
         region = Region(device, low, choice.level.autocast, None)
@@ -77,21 +82,29 @@ class Regions:
             record: Observe its operations for `table`; without effect at a level
                 without autocast, where each runs as it is called.
         """
-        if self._renew:
+        if not torch.is_grad_enabled() or self._evaluated:
+            # Averaged weights are often put in through `weight.data`, which nothing
+            # counts, for an evaluation, and taken out after it.
+            self.cache.clear()
+        elif self._renew:
             self.cache.renew()
-            self._renew = False
+        self._renew, self._evaluated = False, not torch.is_grad_enabled()
         if record and self._recording is not None:
             return self._recording
         return self._region
 
     @contextlib.contextmanager
-    def folding(self) -> Iterator[None]:
-        """Take in 16-bit gradients during a backward pass that ends in `.grad`."""
-        self._gradients.open = True
+    def folding(self, loss: Tensor) -> Iterator[None]:
+        """Take in 16-bit gradients during the backward pass of a loss.
+
+        Not those of another one inside it, as `torch.autograd.grad` in a hook is: its
+        gradients are its caller's.
+        """
+        self._gradients.begin(loss)
         try:
             yield
         finally:
-            self._gradients.open = False
+            self._gradients.end()
 
     def stepped(self, implied: int) -> str:
         """Take note that the optimizer has stepped.

@@ -11,6 +11,7 @@ open: so the node that is running tells which policy its forward pass ran under.
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import FrameType
 
     from halfstep.cast_cache import CastCache
     from halfstep.policy import Policy
@@ -70,9 +72,11 @@ class Frame:
     types: tuple[str, ...] = ()
     """Class names of that module and of those around it."""
     outer: Frame | None = None
-    """The region's own frame, where a module's rule made this one."""
+    """The frame around, where a module's rule made this one."""
     closed: bool = field(default=False, init=False)
     """Only a recomputation still asks for it: the cache is no longer its own."""
+    hooks: int = field(default=0, init=False)
+    """Which hooks on saved tensors, as checkpointing sets, it came into force under."""
     within: int | None = field(default=None, init=False)
     """Number of the autograd node that was running when it came into force."""
 
@@ -87,7 +91,7 @@ class _Log:
         """Of numbers below this one nothing is known."""
 
     def note(self, frame: Frame | None) -> None:
-        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined] # noqa: SLF001
+        number = _next_number()
         if self.numbers and self.numbers[-1] == number:
             self.frames[-1] = frame
             return
@@ -119,10 +123,22 @@ another thread than its forward."""
 _lock = threading.Lock()
 
 
+def _next_number() -> int:
+    """Return the number that the next autograd node of this thread will bear."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined] # noqa: SLF001
+    return number
+
+
 def _node_number() -> int | None:
     """Return the number of the autograd node that is running, if one is."""
     node = torch._C._current_autograd_node()  # noqa: SLF001
     return None if node is None else node._sequence_nr()  # noqa: SLF001
+
+
+def _saving() -> int:
+    """Return which hooks on saved tensors are in force, 0 for none."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
+    return 0 if top is None else id(top[0])
 
 
 def enter(device: str, frame: Frame | None) -> Frame | None:
@@ -130,8 +146,12 @@ def enter(device: str, frame: Frame | None) -> Frame | None:
     before = _thread.frames.get(device)
     _thread.frames[device] = frame
     within = _node_number()
+    if within is None:
+        # What an error in a backward pass has left behind.
+        _thread.again.clear()
     if frame is not None:
         frame.within = within
+        frame.hooks = _saving()
         if frame.cache is not None:
             frame.cache.begin()
     log = _thread.logs.get(device)
@@ -191,13 +211,20 @@ def _of(number: int, device: str) -> Frame | None:
     log = _thread.logs.get(device)
     task = torch._C._current_graph_task_id()  # noqa: SLF001
     outer, again = _thread.again.get(device, (task, None))
+    if outer != task and not _is_nested():
+        # A backward pass that ended in an error has left it.
+        outer, again = task, None
     found = log.at(number) if log is not None else None
     if outer != task and (found is None or found.within is None):
         # A backward pass inside a node of another one, of what that computes again.
         return again
     found = found or _elsewhere(number, device)
+    # Checkpointing that began outside a module computes again from there.
+    while found is not None and found.outer and found.hooks != found.outer.hooks:
+        found = found.outer
     if found is None:
-        if any(number < log.forgotten for log in _past[device]):
+        logs = _past[device] if _is_worker() else filter(None, [log])
+        if any(number < log.forgotten for log in logs):
             message = (
                 "a recomputation in backward belongs to a forward pass thousands of "
                 "regions ago, whose policy is forgotten; run the backward pass sooner."
@@ -211,13 +238,36 @@ def _of(number: int, device: str) -> Frame | None:
         if found.cache is not None and not found.cache.open:
             found.cache.begin()
             at_the_end(found.cache.end)
-    if found.outer is not None:
-        found.closed = found.outer.closed
+    region = found
+    while region.outer is not None:
+        region = region.outer
+    found.closed = region.closed
     return found
 
 
+def _is_worker() -> bool:
+    """Say whether autograd has started this thread."""
+    return isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001
+
+
+def _is_nested() -> bool:
+    """Say whether this backward pass runs inside a node of another one."""
+    depth = int(_is_worker())
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back
+    return depth > 1
+
+
 def _elsewhere(number: int, device: str) -> Frame | None:
-    """Return the frame that a thread was in at a number, if all such threads agree."""
+    """Return the frame that a thread was in at a number, if all such threads agree.
+
+    A number that this thread has given to a node itself is taken for its own; threads
+    that autograd starts have none.
+    """
+    if not _is_worker() and number < _next_number():
+        return None
     with _lock:
         logs = list(_past[device])
     found = [frame for log in logs if (frame := log.at(number)) is not None]

@@ -28,6 +28,7 @@ from halfstep.policy import KEEP, cast_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import CodeType
 
     from halfstep.cast_cache import CastCache
 
@@ -47,6 +48,11 @@ _WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 """Reductions without a dtype argument -> the overload that has one, and the last
 arguments where they are left out, for it has no defaults."""
+
+_one_at_a_time = threading.RLock()
+"""torch's kernels hold the lock of its cache while they cast weights. A mode in Python
+then waits for the interpreter, which another thread that waits for that lock inside a
+call of ours would not give up. So that one waits for this lock first."""
 
 _lock = threading.Lock()
 _installed: dict[tuple[str, str], Library] = {}
@@ -136,14 +142,16 @@ def _register(device: str, name: str) -> Library:
         if row.rule is not None:
             frame.matched.add(row.rule)
         if frame.recorder is not None and not frame.closed:
-            as_told = partial(run, frame, row, args, kwargs)
-            as_torch = partial(torchs, keyset, *args, **kwargs)
-            chosen = as_torch if row.stock else as_told
+            if row.stock:
+                chosen = partial(torchs, keyset, *args, **kwargs)
+            else:
+                chosen = partial(run, frame, row, args, kwargs)
             return frame.recorder.observe(name, frame, chosen, (args, kwargs))
         if row.stock:
             return torchs(keyset, *args, **kwargs)
         return run(frame, row, args, kwargs)
 
+    _pass_over(kernel.__code__)
     library = Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         # Overriding torch's own kernel is the purpose.
@@ -151,6 +159,18 @@ def _register(device: str, name: str) -> Library:
         spelt = name.rpartition("::")[2]
         library.impl(spelt, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
     return library
+
+
+def _pass_over(code: CodeType) -> None:
+    """Keep torch.compile from compiling a function of ours, and what that calls.
+
+    Why: what it leaves to eager code calls our kernels, and it would try them next.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
+    if hasattr(frames, "set_code_exec_strategy"):  # an older torch does try
+        skip = frames._FrameAction.SKIP  # noqa: SLF001
+        strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001
+        frames.set_code_exec_strategy(code, strategy)
 
 
 def _torchs_own(device: str, name: str, op: torch._ops.OpOverload) -> Call:
@@ -161,7 +181,8 @@ def _torchs_own(device: str, name: str, op: torch._ops.OpOverload) -> Call:
         return passing_on(op, key)
     if hasattr(torch.library, "get_kernel"):
         own: Call = torch.library.get_kernel(full, key).call_boxed
-        return own
+        casts = optable.TABLES[device].get(name)
+        return _in_turn(own) if casts and casts.category == optable.LOW else own
     # Before torch 2.9 nobody could call a kernel that stands behind another.
     run = runner(device, name, op)
     known = optable.TABLES[device].get(name)
@@ -171,6 +192,14 @@ def _torchs_own(device: str, name: str, op: torch._ops.OpOverload) -> Call:
         return run(None, row, args, kwargs)
 
     return as_torch
+
+
+def _in_turn(own: Call) -> Call:
+    def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with _one_at_a_time:
+            return own(keyset, *args, **kwargs)
+
+    return call
 
 
 def passing_on(op: torch._ops.OpOverload, key: str) -> Call:

@@ -71,7 +71,9 @@ def explained(error: BaseException) -> DtypeMismatch | None:
         error: Any exception, its traceback still attached. What has been explained is
             not explained again.
     """
-    if isinstance(error, DtypeMismatch) or not isinstance(error, RuntimeError):
+    # A class of the user's own must arrive as it is.
+    maker = type(error).__module__.partition(".")[0]
+    if not isinstance(error, RuntimeError) or maker not in {"builtins", "torch"}:
         return None
     text = next((arg for arg in error.args if isinstance(arg, str)), "")
     said = _dtypes_said(text)

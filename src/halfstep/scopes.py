@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from halfstep import distributed, gate, kernels, optable, policy, sign, steering
 from halfstep.errors import UserError
 from halfstep.formats import cast_floating
 from halfstep.gate import Frame
 from halfstep.policy import KEEP, Policy, Rule
-from halfstep.traced import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-_attached: weakref.WeakKeyDictionary[nn.Module, set[Policy]] = (
+_attached: weakref.WeakKeyDictionary[nn.Module, dict[Policy, set[int]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -33,18 +33,23 @@ _attached: weakref.WeakKeyDictionary[nn.Module, set[Policy]] = (
 def attach(model: nn.Module, steered: Policy) -> None:
     """Let a model's modules obey a policy's rules, in regions under that policy.
 
-    Once is enough: more calls with the same model and policy do nothing.
+    Once is enough: more calls with the same model and policy do nothing, but for
+    modules that are new in it.
 
     Raises:
         UserError: If a rule on modules or types matches none.
     """
     model = distributed.bare(model)
-    done = _attached.setdefault(model, set())
-    if steered in done:
+    done = _attached.setdefault(model, {})
+    now = {id(module) for module in model.modules()}
+    before = done.get(steered, set())
+    if now == before:
         return
     for scope in scopes_of(model, steered):
-        scope.hook(model.get_submodule(scope.path))
-    done.add(steered)
+        module = model.get_submodule(scope.path)
+        if id(module) not in before:
+            scope.hook(module)
+    done[steered] = now
 
 
 def scopes_of(
@@ -72,10 +77,14 @@ def scopes_of(
             message = f"rule '{rule}' matches no module; see model.named_modules()."
             raise UserError(message)
     ruling = {p: policy.deciding_rule(steered, p, names) for p, names in types.items()}
+    # A list of modules is never called: its rule begins at each module in it.
+    lists = {p for p, m in model.named_modules() if _is_list(m)}
     found = {
         path: index
         for path, index in ruling.items()
-        if index is not None and (not path or ruling[_parent(path)] != index)
+        if index is not None
+        and path not in lists
+        and (not path or ruling[_parent(path)] != index or _parent(path) in lists)
     }
     return [
         Scope(steered, index, path, types[path], alone=_alone(steered, path, found))
@@ -88,6 +97,10 @@ def _alone(steered: Policy, path: str, found: dict[str, int]) -> bool:
     earlier = steered.rules[: found[path]]
     inside = (path in policy.around(_parent(other)) for other in found if other)
     return not any(rule.kind == "op" for rule in earlier) and not any(inside)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward
 
 
 def _parent(path: str) -> str:
@@ -174,7 +187,7 @@ class Scope:
         module.register_forward_pre_hook(self.open, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.close, always_call=True)
 
-    @untraced
+    @_disable_dynamo
     def open(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -236,7 +249,7 @@ class Scope:
             frame.recorder,
             self.path,
             self.types,
-            frame.outer or frame,
+            frame,
         )
         inner.closed = frame.closed
         before = gate.enter(device, inner)
@@ -248,7 +261,7 @@ class Scope:
 
         self._opened.leave.append(leave)
 
-    @untraced
+    @_disable_dynamo
     def close(self, _module: nn.Module, _args: object, output: object) -> object:
         """Forward hook; runs after an error too."""
         if self._opened.leave:  # a hook of somebody's raised before ours ran

@@ -110,8 +110,9 @@ class Session:
             loss: Mean loss of the micro-batch, shape ().
         """
         self._loss = loss.detach()
-        with self._regions.folding():
-            self.scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
+        scaled = self.scaler.scale(loss / self.accumulate)
+        with self._regions.folding(scaled):
+            scaled.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.

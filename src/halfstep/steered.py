@@ -143,13 +143,15 @@ class Steered:
         gate.leave(self.device, before)
         sign.restore(shown)
         frame.closed = self._given is None
+        frame.recorder = None
         if frame.closed and frame.cache is not None:
             frame.cache.clear()
         if everywhere is not None and self._recorder is not None:
             self._recorder.stop()
             everywhere.__exit__()
         self._region.__exit__(exc_type, exc_value, traceback)
-        if exc_value is None and self._matched is None:
+        on = self._region._enabled  # noqa: SLF001
+        if on and exc_value is None and self._matched is None:
             return steering.unmatched(frame.policy)
         return ""
 

@@ -1,0 +1,546 @@
+"""A session's regions at O1 beside a plain torch.amp loop: the same bits, fewer casts.
+
+Started by torchrun, this file is the program of one process; it writes what it saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+from halfstep import distributed, machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from halfstep.session import Session
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.05)
+FUSED = functools.partial(ADAMW, fused=True)
+STEPS, MICRO = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the machine's speed out of these tests."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+
+
+class Net(nn.Module):
+    """Weights used once, twice, tied, frozen, of a norm; computed again, if asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.once, self.twice = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(requires_grad=False)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.once.weight
+        self.reentrant: bool | None = None
+
+    def block(self, x: Tensor) -> Tensor:
+        """Use a weight twice."""
+        x = self.twice(self.norm(self.twice(x)).float().tanh())
+        out: Tensor = self.frozen(x)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        x = self.once(x)
+        if self.reentrant is None:
+            x = self.block(x)
+        else:
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        out: Tensor = self.tied(x)
+        return out
+
+
+LEARNING = 6
+"""Casts of weights and biases that learn under torch's table: once's two, twice's two;
+frozen's two do not learn, and are cast likewise."""
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, 6, generator=generator)
+    return x, x.flip(1) * 0.5
+
+
+class Ours:
+    """A session."""
+
+    def __init__(
+        self, dtype: torch.dtype, make: Any, accumulate: int, **more: Any
+    ) -> None:
+        self.net = Net()
+        params = [param for param in self.net.parameters() if param.requires_grad]
+        self.session: Session = hs.prepare(
+            self.net,
+            make(params),
+            "O1",
+            dtype=dtype,
+            accumulate=accumulate,
+            policy="torch",
+            **more,
+        )
+        self.region = self.session.autocast
+        self.backward = self.session.backward
+        self.step: Callable[[], object] = self.session.step
+
+    @property
+    def model(self) -> nn.Module:
+        """What is called."""
+        return self.session.model
+
+    def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+        """Put the model into DDP."""
+        self.session.model = wrapper(self.net)
+
+
+class Torchs:
+    """The loop that torch's manual shows."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        make: Any,
+        accumulate: int,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        self.net = Net()
+        self.model: nn.Module = self.net
+        params = [param for param in self.net.parameters() if param.requires_grad]
+        self.params, self.optimizer = params, make(params)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=dtype == FP16)
+        self.dtype, self.accumulate, self.clip = dtype, accumulate, clip_grad_norm
+        self.micro = 0
+
+    def region(self) -> Any:
+        """Open a region; gradients stay at home until the last of a step."""
+        regions = contextlib.ExitStack()
+        ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        if ddp and self.micro + 1 < self.accumulate:
+            regions.enter_context(self.model.no_sync())  # type: ignore[operator]
+        regions.enter_context(torch.autocast("cpu", self.dtype))
+        return regions
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a backward pass."""
+        self.scaler.scale(loss / self.accumulate).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Step, after the last micro-batch."""
+        self.micro = (self.micro + 1) % self.accumulate
+        if self.micro:
+            return
+        self.scaler.unscale_(self.optimizer)
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.params, self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+        """Put the model into DDP."""
+        self.model = wrapper(self.net)
+
+
+Loop = Any
+"""One of the two."""
+
+
+def loss_of(loop: Loop, seed: int) -> Tensor:
+    """Return the loss of a batch."""
+    x, target = batch(seed)
+    return nn.functional.mse_loss(loop.model(x), target)
+
+
+def one_loss(loop: Loop, seed: int) -> Tensor:
+    """Run a micro-batch."""
+    with loop.region():
+        loss = loss_of(loop, seed)
+    loop.backward(loss)
+    loop.step()
+    return loss
+
+
+def several_losses(loop: Loop, seed: int) -> Tensor:
+    """Run one backward pass through three losses, and one through another."""
+    with loop.region():
+        losses = [loss_of(loop, seed + n) for n in range(4)]
+    loop.backward(losses[0] + losses[1] * 2 - losses[2] / 2)
+    loop.backward(losses[3])
+    loop.step()
+    return losses[3]
+
+
+def two_regions(loop: Loop, seed: int) -> Tensor:
+    """Run one backward pass through two regions."""
+    with loop.region():
+        first = loss_of(loop, seed)
+    with loop.region():
+        second = loss_of(loop, seed + 1)
+    loop.backward(first + second)
+    loop.step()
+    return first
+
+
+def evaluating(loop: Loop, seed: int) -> Tensor:
+    """Evaluate before, after and amid the micro-batch."""
+    with torch.no_grad(), loop.region():
+        loop.net(batch(seed)[0])
+    with loop.region():
+        with torch.no_grad():
+            loop.net(batch(seed)[0])
+        loss = loss_of(loop, seed)
+    with torch.inference_mode(), loop.region():
+        seen = loop.net(batch(seed)[0]).sum()
+    loop.backward(loss)
+    loop.step()
+    return loss + seen.item()
+
+
+def averaging(loop: Loop, seed: int) -> Tensor:
+    """Evaluate with other weights, put in and taken out through `.data`."""
+    loss = one_loss(loop, seed)
+    kept = [param.data for param in loop.net.parameters()]
+    for param in loop.net.parameters():
+        param.data = param.data * 0.5
+    with torch.no_grad(), loop.region():
+        averaged = loss_of(loop, seed)
+    for param, data in zip(loop.net.parameters(), kept, strict=True):
+        param.data = data
+    return loss + averaged
+
+
+def recomputing(loop: Loop, seed: int, *, reentrant: bool) -> Tensor:
+    """Compute a part again."""
+    loop.net.reentrant = reentrant
+    return one_loss(loop, seed)
+
+
+def overflowing(loop: Loop, seed: int) -> Tensor:
+    """Let every third step overflow."""
+    with loop.region():
+        loss = loss_of(loop, seed) * (float("inf") if seed // 10 % 3 == 1 else 1.0)
+    loop.backward(loss)
+    loop.step()
+    return loss
+
+
+def halved(loop: Loop) -> None:
+    """Edit weights through `.data`."""
+    for param in loop.net.parameters():
+        param.data.mul_(0.5)
+
+
+def replaced(loop: Loop) -> None:
+    """Give weights other memory."""
+    for param in loop.net.parameters():
+        param.data = param.data.clone() * 0.5
+
+
+def loaded(loop: Loop) -> None:
+    """Load other weights."""
+    state = loop.net.state_dict()
+    loop.net.load_state_dict({name: value * 0.5 for name, value in state.items()})
+
+
+def nothing(_: Loop) -> None:
+    """Leave the weights alone."""
+
+
+Program = tuple[Any, Any, Any, torch.dtype, dict[str, Any]]
+"""Micro-batch; what happens between steps; optimizer; dtype; more for both loops."""
+
+PROGRAMS: dict[str, Program] = {
+    "plain": (one_loss, nothing, SGD, BF16, {}),
+    "adamw": (one_loss, nothing, ADAMW, BF16, {}),
+    "fused": (one_loss, nothing, FUSED, BF16, {}),
+    "fp16": (one_loss, nothing, SGD, FP16, {}),
+    "fp16 clipped": (one_loss, nothing, ADAMW, FP16, {"clip_grad_norm": 0.1}),
+    "bf16 clipped": (one_loss, nothing, SGD, BF16, {"clip_grad_norm": 0.1}),
+    "skipped": (overflowing, nothing, SGD, FP16, {"clip_grad_norm": 1.0}),
+    "losses": (several_losses, nothing, SGD, BF16, {}),
+    "losses fp16": (several_losses, nothing, SGD, FP16, {}),
+    "regions": (two_regions, nothing, SGD, BF16, {}),
+    "evaluation": (evaluating, nothing, FUSED, BF16, {}),
+    "averages": (averaging, nothing, SGD, BF16, {}),
+    "reentrant": (
+        functools.partial(recomputing, reentrant=True),
+        nothing,
+        SGD,
+        BF16,
+        {},
+    ),
+    "recomputed": (
+        functools.partial(recomputing, reentrant=False),
+        nothing,
+        SGD,
+        FP16,
+        {},
+    ),
+    "halved": (one_loss, halved, SGD, BF16, {}),
+    "replaced": (one_loss, replaced, SGD, BF16, {}),
+    "loaded": (one_loss, loaded, FUSED, BF16, {}),
+}
+
+
+def train(loop: Loop, program: Program, accumulate: int) -> list[Tensor]:
+    """Return losses and weights of some steps."""
+    micro, between, *_ = program
+    losses: list[Tensor] = []
+    for step in range(STEPS):
+        losses += [micro(loop, 10 * step + n).detach() for n in range(accumulate)]
+        between(loop)
+    return [torch.stack(losses), *loop.net.state_dict().values()]
+
+
+def exact(found: Any, expected: Any) -> None:
+    """Compare to the bit."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, MICRO])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_torchs_bits(name: str, accumulate: int) -> None:
+    """Law: losses and weights are those of torch.amp, to the bit."""
+    program = PROGRAMS[name]
+    _, _, make, dtype, more = program
+    found, expected = (
+        train(kind(dtype, make, accumulate, **more), program, accumulate)
+        for kind in (Ours, Torchs)
+    )
+    exact(found, expected)
+    start = Net().state_dict()
+    assert not torch.equal(found[1], start["once.weight"])
+
+
+@pytest.mark.parametrize("name", ["plain", "fp16", "losses", "regions", "recomputed"])
+def test_cast_once_a_step(name: str) -> None:
+    """Law: each weight is cast once for a step, however many micro-batches it has.
+
+    torch's loop casts those that learn in each, and the frozen one at each use.
+    """
+    program = PROGRAMS[name]
+    loop = Ours(program[3], SGD, MICRO)
+    cache, misses = loop.session._regions.cache, []
+    for step in range(STEPS):
+        for number in range(MICRO):
+            program[0](loop, 10 * step + number)
+        misses.append(cache.misses)
+    assert misses == [LEARNING * (step + 1) for step in range(STEPS)]
+    assert len(cache) == LEARNING
+    # 4 matrices of 36 numbers, of which one is tied, and 3 biases of 6.
+    assert cache.bytes == 2 * (3 * 36 + 3 * 6)
+    assert cache.bytes_cast == STEPS * cache.bytes
+
+
+def test_memory_is_kept() -> None:
+    """Law: casts and gradients lie where they lay in the step before."""
+    loop = Ours(BF16, SGD, 2)
+    layers = loop.net.once, loop.net.twice
+    params = [param for layer in layers for param in layer.parameters()]
+    places = set()
+    for step in range(3):
+        for number in range(2):
+            with loop.region():
+                loss = loss_of(loop, 10 * step + number)
+            loop.backward(loss)
+            grads = [p.grad.data_ptr() for p in params if p.grad is not None]
+            loop.step()
+        entries = loop.session._regions.cache._entries.values()
+        places.add((*grads, *(entry.bare.data_ptr() for entry in entries)))
+    assert len(places) == 1
+
+
+def test_kept_gradients_stay() -> None:
+    """Law: a gradient that a program keeps over a step is not written over."""
+    loop, kept = Ours(BF16, SGD, 1), []
+    for step in range(3):
+        with loop.region():
+            loss = loss_of(loop, step)
+        loop.backward(loss)
+        grad = loop.net.twice.weight.grad
+        assert grad is not None
+        kept.append((grad, grad.clone()))
+        loop.step()
+    for grad, value in kept:
+        assert torch.equal(grad, value)
+
+
+def test_other_backward_passes_are_left_alone() -> None:
+    """Law: `torch.autograd.grad` beside the session gives gradients, and no `.grad`."""
+    loops = Ours(BF16, SGD, 1), Torchs(BF16, SGD, 1)
+    found = []
+    for loop in loops:
+        with loop.region():
+            loss = loss_of(loop, 0)
+        weights = loop.net.once.weight, loop.net.twice.weight
+        grads = torch.autograd.grad(loss, weights, retain_graph=True)
+        assert loop.net.once.weight.grad is None
+        loop.backward(loss)
+        found.append([*grads, loop.net.once.weight.grad, loop.net.twice.weight.grad])
+    exact(found[0], found[1])
+
+
+# Regions
+
+
+def test_unmatched_rules_are_told_of_once() -> None:
+    """Law: at the end of the first step, with their words; those implied are not."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.RMSNorm(4))
+    rules = "torch + op:softmax=fp32 + module:1=fp32 + op:linear=low + op:exp=fp32"
+    session = hs.prepare(
+        net, SGD(net.parameters()), "O2", dtype="bf16", policy=rules, accumulate=2
+    )
+    assert str(session.policy).endswith(" + type:RMSNorm=fp32")
+    told = []
+    for _ in range(6):
+        with session.autocast():
+            loss = net[1](net[0](torch.ones(2, 4))).float().sum()
+        session.backward(loss)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            session.step()
+        told.append([(str(w.message), w.filename) for w in caught])
+    text = (
+        "policy rule 'op:softmax=fp32', 'op:exp=fp32' matched nothing: no such "
+        "operation or module ran in the region. An operation inside another, as addmm "
+        "in linear, follows the outer."
+    )
+    assert told == [[], [(text, __file__)], [], [], [], []]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_other_levels_have_no_casts(level: str) -> None:
+    """Law: where weights are not fp32, or autocast is off, nothing is kept."""
+    net = nn.Sequential(nn.Linear(6, 6))
+    session = hs.prepare(
+        net, SGD(net.parameters()), level, dtype="auto" if level == "O0" else "bf16"
+    )
+    for seed in range(2):
+        with session.autocast():
+            assert torch.is_autocast_enabled("cpu") == (level == "O2")
+            loss = nn.functional.mse_loss(net(batch(seed)[0]).float(), batch(seed)[1])
+        session.backward(loss)
+        session.step()
+    assert len(session._regions.cache) == 0
+
+
+def test_a_region_is_left_by_an_error() -> None:
+    """Law: an error in a region leaves no region open, and the session goes on."""
+    loop = Ours(BF16, SGD, 1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="mat1 and mat2"), loop.region():
+            loop.net(torch.ones(2, 5))
+        assert not torch.is_autocast_enabled("cpu")
+        one_loss(loop, 0)
+
+
+def test_a_failed_backward_pass_takes_nothing_in_later() -> None:
+    """Law: after an error in a backward pass, one beside the session is not folded."""
+
+    def fail(_: Tensor) -> None:
+        message = "inside"
+        raise ValueError(message)
+
+    loop = Ours(BF16, SGD, 1)
+    with loop.region():
+        loss = loss_of(loop, 0)
+    handle = loop.net.norm.weight.register_hook(fail)  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="inside"):
+        loop.backward(loss)
+    handle.remove()
+    loop.net.zero_grad()
+    with loop.region():
+        loss = loss_of(loop, 0)
+    weight = loop.net.once.weight
+    (grad,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+    assert weight.grad is None
+    loop.backward(loss)
+    exact(weight.grad, grad)
+
+
+# Two processes
+
+
+def process(folder: Path) -> None:
+    """Train both loops under DDP, each process on its own batches."""
+    found = {}
+    with distributed.join("cpu") as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("plain", "fp16 clipped", "skipped", "recomputed", "evaluation"):
+            for accumulate in (1, 4):
+                for views in (False, True):
+                    found[name, accumulate, views] = [
+                        under_ddp(kind, PROGRAMS[name], accumulate, views, world.rank)
+                        for kind in (Ours, Torchs)
+                    ]
+        distributed.wait_for_all()
+        torch.save(found, folder / f"{world.rank}.pt")
+
+
+def under_ddp(
+    kind: Any, program: Program, accumulate: int, views: bool, rank: int
+) -> list[Tensor]:
+    """Return losses and weights."""
+    _, between, make, dtype, more = program
+    loop = kind(dtype, make, accumulate, **more)
+    loop.wrap(
+        functools.partial(
+            nn.parallel.DistributedDataParallel, gradient_as_bucket_view=views
+        )
+    )
+
+    def micro(loop: Loop, seed: int) -> Any:
+        return program[0](loop, seed + 1000 * rank)
+
+    return train(loop, (micro, between, make, dtype, more), accumulate)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """Return what two processes saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", __file__, str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def test_torchs_bits_under_ddp(ranks: list[dict[Any, Any]]) -> None:
+    """Law: on each rank losses and weights are torch.amp's, and ranks agree."""
+    for rank in ranks:
+        for ours, torchs in rank.values():
+            exact(ours, torchs)
+    for run, (ours, _) in ranks[0].items():
+        exact(ours[1:], ranks[1][run][0][1:])
+        assert not torch.equal(ours[0], ranks[1][run][0][0])
+
+
+if __name__ == "__main__":
+    process(Path(sys.argv[1]))

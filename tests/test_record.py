@@ -1,0 +1,300 @@
+"""What ran how, observed: tables by hand, and nothing changed or left behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep import optable
+from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BF16, FP32 = torch.bfloat16, torch.float32
+AS_CALLED = ("no row", "it runs as it is called")
+
+
+class Net(nn.Module):
+    """A layer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        return torch.softmax(self.body(x), -1)
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+"""Eight numbers: 16 bytes in 16 bits, 32 in fp32."""
+
+
+def loss(model: nn.Module) -> Tensor:
+    """Return a loss in fp32."""
+    return nn.functional.mse_loss(model(X), X)
+
+
+Row = tuple[Any, ...]
+
+
+def rows(region: Any) -> list[Row]:
+    """Return a report's rows."""
+    return list(region.report().rows)
+
+
+def recorded(net: nn.Module, times: int = 1, **more: Any) -> list[Row]:
+    """Return the table of a model's loss, taken several times in one region."""
+    with autocast("cpu", record=True, **more) as region:
+        for _ in range(times):
+            loss(net)
+    return rows(region)
+
+
+def why(op: str, base: str) -> tuple[str, str]:
+    """Return rule and reason of a row of a table."""
+    row = optable.NAMED[base]["cpu"][op]
+    return f"{base} cpu table: {op}={row.category}", row.reason
+
+
+# By hand
+
+
+def test_torchs_table() -> None:
+    """Law: each operation, its module, formats, row, calls, casts and bytes.
+
+    Cast are x, 16 bytes, and the weight's 16 numbers and the bias's 4, 40 bytes; the
+    second time x alone. mse_loss has bf16 and fp32 and casts the first, to 32 bytes.
+    """
+    linear = "linear", "body.0", "fp32", "bf16", *why("linear", "torch")
+    gelu = "gelu", "body.1", "bf16", "bf16", *AS_CALLED
+    norm = "native_layer_norm", "body.2", "bf16, fp32", "bf16, fp32", *AS_CALLED
+    softmax = "_softmax", "", "bf16", "bf16", *AS_CALLED
+    mse = "mse_loss", "", "bf16, fp32", "fp32", *why("mse_loss", "torch")
+    assert recorded(Net()) == [
+        (*linear, 1, 3, 56),
+        (*gelu, 1, 0, 0),
+        (*norm, 1, 0, 0),
+        (*softmax, 1, 0, 0),
+        (*mse, 1, 1, 32),
+    ]
+    assert recorded(Net(), 2) == [
+        (*linear, 2, 4, 72),
+        (*gelu, 2, 0, 0),
+        (*norm, 2, 0, 0),
+        (*softmax, 2, 0, 0),
+        (*mse, 2, 2, 64),
+    ]
+
+
+LINEAR = "linear", "body.0", "fp32", "bf16", *why("linear", "lean")
+NORM = "layer_norm", "body.2", "bf16, fp32", "bf16", *why("layer_norm", "lean")
+GELU = "gelu", "body.1", "bf16", "bf16", *AS_CALLED
+SOFTMAX = "softmax.int", "", "bf16", "bf16", *why("softmax.int", "lean")
+MSE = "mse_loss", "", "bf16, fp32", "fp32", *why("mse_loss", "lean")
+
+
+def test_the_lean_table() -> None:
+    """Law: likewise; the norm's weight and bias follow x, and are cast once a region.
+
+    Two times 4 numbers of 2 bytes.
+    """
+    assert recorded(Net(), 2, policy="lean") == [
+        (*LINEAR, 2, 4, 72),
+        (*GELU, 2, 0, 0),
+        (*NORM, 2, 2, 16),
+        (*SOFTMAX, 2, 0, 0),
+        (*MSE, 2, 2, 64),
+    ]
+
+
+def test_a_cache_that_is_warm() -> None:
+    """Law: what a cache has already is not cast again, and not counted."""
+    model, cache = Net(), CastCache()
+    cold = recorded(model, policy="lean", cache=cache)
+    warm = recorded(model, policy="lean", cache=cache)
+    assert [row[-3:] for row in cold] == [
+        (1, 3, 56),
+        (1, 0, 0),
+        (1, 2, 16),
+        (1, 0, 0),
+        (1, 1, 32),
+    ]
+    assert [row[-3:] for row in warm] == [
+        (1, 1, 16),
+        (1, 0, 0),
+        (1, 0, 0),
+        (1, 0, 0),
+        (1, 1, 32),
+    ]
+    assert cache.bytes_cast == 40 + 16
+
+
+def test_rules() -> None:
+    """Law: a rule that decided is named, with its reason; in modules it speaks of."""
+    policy = hs.Policy.parse("lean + op:softmax=fp32 + module:body.0=fp32")
+    rule = hs.Rule("op", "gelu", "fp32", "its tail is flat")
+    model = Net()
+    found = recorded(model, policy=policy + rule, model=model)
+    mine = "your rule", 1, 0, 0
+    assert found == [
+        ("linear", "body.0", "fp32", "fp32", "module:body.0=fp32", *mine),
+        ("gelu", "body.1", "fp32", "fp32", "op:gelu=fp32", "its tail is flat", 1, 0, 0),
+        ("layer_norm", "body.2", "fp32", "fp32", *why("layer_norm", "lean"), 1, 0, 0),
+        ("softmax.int", "", "fp32", "fp32", "op:softmax=fp32", *mine),
+        ("mse_loss", "", "fp32", "fp32", *why("mse_loss", "lean"), 1, 0, 0),
+    ]
+    low = recorded(model, policy="lean + module:body.0=low", model=model)
+    # The scope casts what goes in; the product casts its weight and bias.
+    copy = "_to_copy", "body.0", "fp32", "bf16", "no row", "a cast in the code"
+    linear = "linear", "body.0", "bf16, fp32", "bf16", "module:body.0=low", "your rule"
+    assert low[:2] == [(*copy, 1, 1, 16), (*linear, 1, 2, 40)]
+
+
+def test_composites() -> None:
+    """Law: a layer in C++ is one call, with all that was cast inside it.
+
+    Cast are x and the two states, 24 + 8 + 8 numbers, two 16 x 4 weights and two
+    biases of 16: 200 numbers of 2 bytes.
+    """
+    model = nn.LSTM(4, 4)
+    with autocast("cpu", policy="lean", record=True) as region:
+        model(torch.ones(3, 2, 4))
+    found = rows(region)
+    assert sum(row[-2] for row in found) == 7
+    assert sum(row[-1] for row in found) == 400
+    assert {row[1] for row in found} == {""}
+    assert {row[3] for row in found} == {"bf16"}
+
+
+def test_operations_without_a_module() -> None:
+    """Law: outside of modules the path is empty; a cast in code is one; views are none.
+
+    Operations on integers are none either.
+    """
+    with autocast("cpu", record=True) as region:
+        low = X.to(BF16)
+        low.view(-1).double()
+        torch.arange(3) + 1
+    assert rows(region) == [
+        ("_to_copy", "", "fp32", "bf16", "no row", "a cast in the code", 1, 1, 16),
+        ("_to_copy", "", "bf16", "float64", "no row", "a cast in the code", 1, 1, 64),
+    ]
+
+
+def test_the_table() -> None:
+    """Law: columns, title, and a sum below; over all entries of the region."""
+    region = autocast("cpu", record=True)
+    for _ in range(2):
+        with region:
+            torch.mm(X, X.T)
+    table = region.report()
+    assert table.title == "What ran how"
+    assert table.columns == (
+        "operation",
+        "module",
+        "in",
+        "out",
+        "rule",
+        "reason",
+        "calls",
+        "casts",
+        "bytes cast",
+    )
+    assert table.notes == ("4 casts in all, which wrote 64 bytes",)
+    assert [row[-3:] for row in table.rows] == [(2, 4, 64)]
+
+
+# Paths
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    """Be a group of one process."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+def test_wrappers_are_not_in_paths() -> None:
+    """Law: DDP, DataParallel, and both around each other leave paths as they are."""
+    model = Net()
+    expected = recorded(model, policy="lean")
+    ddp = nn.parallel.DistributedDataParallel(model)
+    for wrapped in (ddp, nn.DataParallel(Net())):
+        found = recorded(wrapped, policy="lean")
+        assert [row for row in found if row[1] != "DistributedDataParallel"] == expected
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_a_compiled_model() -> None:
+    """Law: compiled code runs eagerly while it is observed, with the paths it has."""
+    model = Net()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    assert recorded(compiled, policy="lean") == recorded(model, policy="lean")
+
+
+def test_a_part_of_a_model() -> None:
+    """Law: paths are those in the outermost module that was called."""
+    with autocast("cpu", record=True) as region:
+        Net().body(X)
+    assert [row[1] for row in rows(region)] == ["0", "1", "2"]
+
+
+# Sessions
+
+
+def test_a_session_explains() -> None:
+    """Law: after one recorded region `explain` is that table, with the session's notes.
+
+    Before, it is the table of modules.
+    """
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = hs.prepare(model, optimizer, "O1", dtype="bf16")
+    assert session.explain().title == "Precision"
+    for record in (False, True, False):
+        with session.autocast(record=record):
+            total = loss(session.model)
+        session.backward(total)
+        session.step()
+    table = session.explain()
+    assert table.title == "What ran how"
+    assert list(table.rows) == [
+        # Weights are cast again, since the step before has changed them.
+        (*LINEAR, 1, 3, 56),
+        (*GELU, 1, 0, 0),
+        (*NORM, 1, 2, 16),
+        (*SOFTMAX, 1, 0, 0),
+        (*MSE, 1, 1, 32),
+    ]
+    assert table.notes[0] == "6 casts in all, which wrote 104 bytes"
+    assert table.notes[2] == "policy: lean"
+
+
+def test_a_session_without_autocast() -> None:
+    """Law: where each operation runs as it is called, nothing is recorded."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = hs.prepare(model, optimizer, "O0")
+    with session.autocast(record=True):
+        loss(session.model)
+    assert session.explain().title == "Precision"
+
+
+def test_a_report_of_nothing() -> None:
+    """Law: a region that was not entered has a table without rows."""
+    assert rows(autocast("cpu", record=True)) == []
+    with pytest.raises(UserError, match="this region recorded nothing"):
+        autocast("cpu", policy="lean").report()

@@ -1,0 +1,208 @@
+"""Recording changes nothing, leaves nothing behind, and may begin anywhere."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torchs_modules
+from torch.utils.checkpoint import checkpoint
+
+from halfstep import kernels, optable
+from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
+
+
+class Net(nn.Module):
+    """A layer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        return torch.softmax(self.body(x), -1)
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+"""Eight numbers: 16 bytes in 16 bits, 32 in fp32."""
+
+
+def loss(model: nn.Module) -> Tensor:
+    """Return a loss in fp32."""
+    return nn.functional.mse_loss(model(X), X)
+
+
+Row = tuple[Any, ...]
+
+
+def rows(region: Any) -> list[Row]:
+    """Return a report's rows."""
+    return list(region.report().rows)
+
+
+def recorded(net: nn.Module, times: int = 1, **more: Any) -> list[Row]:
+    """Return the table of a model's loss, taken several times in one region."""
+    with autocast("cpu", record=True, **more) as region:
+        for _ in range(times):
+            loss(net)
+    return rows(region)
+
+
+@pytest.mark.parametrize("policy", ["torch", "lean", "lean + op:gelu=fp32"])
+def test_numbers_are_the_same(policy: str) -> None:
+    """Law: losses and gradients are those without recording, to the bit."""
+    found = []
+    for record in (False, True):
+        model = Net()
+        with autocast("cpu", policy=policy, record=record):
+            total = loss(model) + loss(model)
+        total.backward()  # type: ignore[no-untyped-call]
+        found.append([total, *(param.grad for param in model.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def left_behind() -> dict[str, object]:
+    """Return what recording puts into torch."""
+    names = sorted(optable.LEAN["cpu"].keys() | optable.TABLES["cpu"].keys())
+    ours = [name for name in names if ("cpu", name) in kernels._installed]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {
+        "installed": ours,
+        "kernels": [n for n in names if has_kernel(f"aten::{n}", "AutocastCPU")],
+        "hooks": [
+            len(torchs_modules._global_forward_pre_hooks),
+            len(torchs_modules._global_forward_hooks),
+            len(torchs_modules._global_forward_hooks_always_called),
+        ],
+        "modes": torch._C._len_torch_dispatch_stack(),
+    }
+
+
+def test_nothing_is_left_behind() -> None:
+    """Law: kernels, hooks and modes go when the region closes, also by an error."""
+    for name in optable.LEAN["cpu"]:
+        kernels.step_aside(name)
+    before = left_behind()
+    assert before["hooks"] == [0, 0, 0]
+    inside = []
+    for fails in (False, True):
+        with autocast("cpu", policy="lean", record=True):
+            loss(Net())
+            inside.append(left_behind())
+            if fails:
+                with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                    Net()(torch.ones(3, 3))
+        assert left_behind() == before
+    region = autocast("cpu", policy="lean", record=True)
+    message = "stop"
+    with pytest.raises(ValueError, match=message), region:
+        raise ValueError(message)
+    assert left_behind() == before
+    assert inside[0] == inside[1] != before
+
+
+def test_errors_are_not_counted() -> None:
+    """Law: an operation that failed has no row; what follows has its own."""
+    with autocast("cpu", record=True) as region:
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            torch.mm(X, X)
+        torch.mm(X, X.T)
+    assert [row[0] for row in rows(region)] == ["mm"]
+    assert rows(region)[0][-3:] == (1, 2, 32)
+
+
+# Nested, in threads, inside of models
+
+
+def test_nested() -> None:
+    """Law: each operation with a row is in the table of the innermost that records."""
+    outer, inner = (autocast("cpu", policy="lean", record=True) for _ in range(2))
+    with outer:
+        torch.mm(X, X.T)
+        with inner:
+            torch.mm(X.T, X)
+        torch.softmax(X, 0)
+    assert [row[0] for row in rows(inner)] == ["mm"]
+    assert [row[0] for row in rows(outer) if row[4] != "no row"] == [
+        "mm",
+        "softmax.int",
+    ]
+
+
+def test_entered_again() -> None:
+    """Law: a region entered while it is entered counts each operation once."""
+    region = autocast("cpu", policy="lean", record=True)
+    with region, region:
+        torch.mm(X, X.T)
+    assert rows(region)[0][6] == 1
+    assert left_behind()["hooks"] == [0, 0, 0]
+
+
+def test_threads_share_a_region() -> None:
+    """Law: threads that record through one region add up, each with its own paths."""
+    region = autocast("cpu", policy="lean", record=True)
+    barrier = threading.Barrier(2, timeout=30)
+
+    def work(_: int) -> None:
+        model = Net()
+        for _ in range(5):
+            barrier.wait()
+            with region:
+                loss(model)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    calls = {row[:2]: row[6] for row in rows(region)}
+    assert calls == {
+        ("linear", "body.0"): 10,
+        ("gelu", "body.1"): 10,
+        ("layer_norm", "body.2"): 10,
+        ("softmax.int", ""): 10,
+        ("mse_loss", ""): 10,
+    }
+
+
+class Inside(nn.Module):
+    """A model that records in the middle of its own forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.region = autocast("cpu", policy="lean", record=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Open the region, and leave it open."""
+        self.region.__enter__()
+        out: Tensor = self.net(x)
+        return out
+
+
+def test_begun_inside_a_module() -> None:
+    """Law: a module that was entered before, or is left after, disturbs no path."""
+    model = Inside()
+    model.register_forward_hook(lambda *_: None)
+    model(X)
+    model.net(X)
+    model.region.__exit__(None, None, None)
+    calls = {row[:2]: row[6] for row in rows(model.region)}
+    assert calls[("linear", "body.0")] == 2
+    assert {path for _, path in calls} == {"", "body.0", "body.1", "body.2"}
+
+
+def test_recomputation_is_not_recorded() -> None:
+    """Law: what a backward pass computes again is not in the table."""
+    model, cache = Net(), CastCache()
+    with autocast("cpu", policy="lean", record=True, cache=cache) as region:
+        out: Any = checkpoint(model, X, use_reentrant=False)
+    before = rows(region)
+    with autocast("cpu", policy="lean"):  # its kernels stay
+        pass
+    out.sum().backward()
+    assert rows(region) == before

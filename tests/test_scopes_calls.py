@@ -1,0 +1,320 @@
+"""Rules on modules, however modules are called: again, in threads, copied, compiled."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from halfstep import gate
+from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KINDS = pytest.mark.parametrize("reentrant", [True, False])
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+Seen = list[tuple[str, torch.dtype, torch.dtype]]
+"""Module, what its product gave, what its loss gave."""
+
+
+class Unit(nn.Module):
+    """A product and a loss, which take down their dtypes; then what is inside."""
+
+    def __init__(self, name: str, seen: Seen, **inside: nn.Module) -> None:
+        super().__init__()
+        self.name, self.seen = name, seen
+        self.weight = nn.Parameter(torch.eye(4))
+        for child, module in inside.items():
+            self.add_module(child, module)
+
+    def forward(self, x: Tensor, depth: int = 0) -> Tensor:
+        """Compute, `depth` times more by calling itself; one that fails raises."""
+        out = torch.mm(x, self.weight)
+        loss = nn.functional.mse_loss(out, out)
+        self.seen.append((self.name, out.dtype, loss.dtype))
+        if depth:
+            return self(out.float(), depth - 1)  # type: ignore[no-any-return]
+        for child in self.children():
+            out = child(out.float())
+        if self.name == "fails":
+            message = "inside"
+            raise ValueError(message)
+        return out
+
+
+def build(inner: str = "a.b") -> tuple[Any, Seen]:
+    """Return a tree of units, and what they take down: a, a.b, e."""
+    seen: Seen = []
+    outer = Unit("a", seen, b=Unit(inner, seen))
+    return Unit("", seen, a=outer, e=Unit("e", seen)), seen
+
+
+def test_exceptions() -> None:
+    """Law: an error inside, at whatever depth, leaves the region as it was."""
+    model, seen = build("fails")
+    for word in ("module:a=fp32", "module:a.b=low + module:a=promote"):
+        with autocast("cpu", policy=f"torch + {word}", model=model):
+            frame = gate.current("cpu")
+            for _ in range(3):
+                with pytest.raises(ValueError, match="inside"):
+                    model(X)
+                assert gate.current("cpu") is frame
+                assert torch.is_autocast_enabled("cpu")
+            model.e(X)
+            assert seen[-1] == ("e", BF16, FP32)
+        assert gate.current("cpu") is None
+
+
+def test_a_hook_that_raises() -> None:
+    """Law: where somebody's hook raises, the scope is closed all the same."""
+
+    def fail(*_: object) -> None:
+        message = "hooked"
+        raise ValueError(message)
+
+    for register in ("register_forward_pre_hook", "register_forward_hook"):
+        model, seen = build()
+        getattr(model.e, register)(fail)
+        with autocast("cpu", policy="torch + module:e=promote", model=model):
+            frame = gate.current("cpu")
+            with pytest.raises(ValueError, match="hooked"):
+                model.e(X)
+            assert gate.current("cpu") is frame
+            model.a(X)
+            assert seen[-1] == ("a.b", BF16, FP32)
+
+
+@pytest.mark.parametrize("category", ["fp32", "low", "promote", "keep"])
+def test_recursion(category: str) -> None:
+    """Law: a module that calls itself is in its scope at every depth, and leaves it."""
+    model, seen = build()
+    with autocast("cpu", policy=f"torch + module:e={category}", model=model):
+        model.e(X, depth=3)
+        model.a(X)
+    assert len(set(seen[:4])) == 1
+    assert seen[4] == ("a", BF16, FP32)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a model that was pickled."""
+    twin: nn.Module = pickle.loads(pickle.dumps(model))  # noqa: S301 -- our own bytes
+    return twin
+
+
+def saved(model: nn.Module) -> nn.Module:
+    """Return a model that torch has saved whole."""
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    twin: nn.Module = torch.load(buffer, weights_only=False)
+    return twin
+
+
+@pytest.mark.filterwarnings("ignore:policy rule")
+@pytest.mark.parametrize("twin", [copy.deepcopy, copied, saved])
+def test_copies_obey(twin: Callable[[nn.Module], Any]) -> None:
+    """Law: copies made in a region and outside obey the rule, in regions alone."""
+    words = "torch + module:a.b=low + module:a=fp32"
+    expected = [("", BF16, FP32), ("a", FP32, FP32), ("a.b", BF16, BF16)]
+    expected.append(("e", BF16, FP32))
+    model, _ = build()
+    region = autocast("cpu", policy=words, model=model)
+    with region:
+        inside = twin(model)
+    for other in (twin(model), inside):
+        with region:
+            other(X)
+        assert other.seen == expected
+        # To attach it once more changes nothing.
+        other.seen.clear()
+        with autocast("cpu", policy=words, model=other):
+            other(X)
+        assert other.seen == expected
+        other(X)
+        assert other.seen[-1] == ("e", FP32, FP32)
+
+
+def test_threads_share_a_module() -> None:
+    """Law: threads in the same module at once, one in a region, do not meddle."""
+    barrier = threading.Barrier(2, timeout=30)
+
+    class Wait(nn.Module):
+        def forward(self, x: Tensor) -> torch.dtype:
+            barrier.wait()
+            found = torch.mm(x, x.T).dtype
+            barrier.wait()
+            return found
+
+    for category, inside in {"fp32": FP32, "promote": FP32, "low": BF16}.items():
+        model = nn.Sequential(Wait())
+        own = autocast("cpu", policy=f"torch + module:0={category}", model=model)
+        plain = autocast("cpu", FP16)
+
+        def work(region: Any, module: nn.Module = model) -> Any:
+            with region:
+                return module(X)
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(work, (own, plain))) == [inside, FP16]
+
+
+def test_replicas() -> None:
+    """Law: replicas, as DataParallel makes them, obey the rules of their model."""
+    model, seen = build()
+    words = "torch + module:e=fp32"
+    with autocast("cpu", policy=words, model=model):
+        replica = model.e._replicate_for_data_parallel()
+        replica.weight = model.e.weight * 1  # as broadcast gives it
+        replica(X)
+    assert seen == [("e", FP32, FP32)]
+
+
+# Recomputation
+
+
+@KINDS
+@pytest.mark.parametrize("around", [None, "lean"])
+@pytest.mark.parametrize(
+    ("rules", "dtypes"),
+    [
+        ("module:e=fp32", (FP32, FP32)),
+        ("module:e=promote", (FP32, FP32)),
+        ("module:e=low", (BF16, BF16)),
+        ("op:mse_loss=low + module:e=keep", (FP32, BF16)),
+    ],
+)
+def test_recomputation_of_a_module(
+    rules: str,
+    dtypes: tuple[torch.dtype, ...],
+    around: str | None,
+    reentrant: bool,
+) -> None:
+    """Law: a module computed again, or in part, runs as it did; gradients are those."""
+    grads, words = [], f"torch + {rules}"
+    for again in ("not", "module", "inside"):
+        model, seen = build()
+        x, unit = X.clone().requires_grad_(), model.e
+        if again == "inside":
+            unit.forward = functools.partial(
+                checkpoint, unit.forward, use_reentrant=reentrant
+            )
+        whole = set_checkpoint_early_stop(enable=False)
+        with whole, autocast("cpu", policy=words, model=model):
+            if again == "module":
+                out: Any = checkpoint(unit, x, use_reentrant=reentrant)
+            else:
+                out = unit(x)
+        with autocast("cpu", enabled=around is not None, policy=around):
+            out.float().square().sum().backward()
+        grads.append([x.grad, unit.weight.grad])
+        assert seen == [("e", *dtypes)] * (1 if again == "not" else 2)
+    if around is None:  # a region around the backward pass casts what that multiplies
+        torch.testing.assert_close(grads[1:], [grads[0]] * 2, rtol=0, atol=0)
+
+
+def test_what_is_recomputed_keeps_no_casts() -> None:
+    """Law: a region's own cache serves no recomputation in a module, and stays empty.
+
+    Its casts would live as long as the region is remembered.
+    """
+    model, _ = build()
+    region = autocast("cpu", policy="torch + module:e=low", model=model)
+    model.e.forward = functools.partial(
+        checkpoint, model.e.forward, use_reentrant=False
+    )
+    with region:
+        out: Any = model.e(X)
+        cache = region.cache  # type: ignore[union-attr]
+        assert isinstance(cache, CastCache)
+        assert len(cache) == 1
+    out.sum().backward()
+    assert len(cache) == 0
+
+
+def test_a_given_cache_serves_modules() -> None:
+    """Law: a cache of one's own has the casts inside a scope too."""
+    model, cache = build()[0], CastCache()
+    for _ in range(2):
+        with autocast("cpu", policy="torch + module:e=low", model=model, cache=cache):
+            model(X)
+    assert (cache.hits, cache.misses) == (4, 4)
+
+
+# torch.compile
+
+
+@pytest.fixture
+def _compiler() -> Iterator[None]:
+    """Begin and end without compiled code."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Small(nn.Module):
+    """Three like layers, and the dtypes that they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """Compute."""
+        return [layer(x) for layer in (self.a, self.b, self.c, self.a)]
+
+
+COMPILED = {
+    "module:b=fp32": [BF16, FP32, BF16, BF16],
+    "module:b=promote": [BF16, FP32, BF16, BF16],
+    "module:a=promote + module:b=low": [FP32, BF16, BF16, FP32],
+    "module:a=low + module:b=promote": [BF16, FP32, BF16, BF16],
+    "module:a=keep + module:c=promote": [FP32, BF16, FP32, FP32],
+    "op:linear=fp32 + module:b=low": [FP32] * 4,
+}
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.filterwarnings("ignore:policy rule", "ignore:Dynamo")
+@pytest.mark.parametrize("whole", [True, False])
+def test_around_compiled_code(whole: bool) -> None:
+    """Law: a compiled model obeys rules on its modules, policy after policy.
+
+    The like layers share compiled code: it must not be one scope's in another.
+    """
+    model = Small()
+    if whole:
+        compiled: Any = torch.compile(model, backend="aot_eager")
+    else:
+        compiled = model
+        for layer in model.children():
+            layer.compile(backend="aot_eager")
+    for rules, expected in COMPILED.items():
+        for _ in range(2):
+            with autocast("cpu", policy=f"torch + {rules}", model=model):
+                assert [out.dtype for out in compiled(X)] == expected, rules
+    assert [out.dtype for out in compiled(X)] == [FP32] * 4
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_whole_graph_is_refused() -> None:
+    """Law: where a graph must be whole, the hook is named; no rule is left out."""
+    model = Small()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with (
+        autocast("cpu", policy="torch + module:b=fp32", model=model),
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"Scope\.open"),
+    ):
+        compiled(X)
