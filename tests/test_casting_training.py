@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.cast_cache import CastCache
 from halfstep.casting import autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICES = pytest.mark.parametrize(
@@ -179,6 +182,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """Sum as the two processes do: 16-bit sums differ with the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_under_ddp(ranks: list[dict[str, Any]], policy: str) -> None:
     """Law: DDP leaves a policy in force; its gradients are the mean of both halves."""

@@ -371,3 +371,28 @@ def test_norms_of_other_libraries_keep_fp32() -> None:
         torch.bfloat16,
         torch.float32,
     ]
+
+
+@pytest.mark.parametrize("level", levels.LEVELS.values(), ids=str)
+@pytest.mark.parametrize("base", ["torch", "lean"])
+def test_rules_in_force(level: levels.Level, base: str) -> None:
+    """Law: those given come first; torch's RMSNorm is spared where norms are, alone."""
+    given = Policy.parse(f"{base} + module:0=fp32")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    conversion = convert_(model, level, BF16, given)
+    spared = level.fp32_norms and base == "torch"
+    expected = f"{given} + type:RMSNorm=fp32" if spared else str(given)
+    assert str(conversion.policy) == expected
+    assert conversion.islands == (("0",) if level.low else ())
+
+
+@pytest.mark.parametrize("level", [levels.O1, levels.O2])
+@pytest.mark.parametrize("category", ["low", "keep", "promote", "banned"])
+def test_other_rules_leave_weights(level: levels.Level, category: str) -> None:
+    """Law: only fp32 keeps a module's weights fp32; rules on operations keep none."""
+    plain, ruled = (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
+    convert_(plain, level, BF16, TORCH)
+    words = rules(f"module:0={category}", "op:linear=fp32")
+    assert convert_(ruled, level, BF16, words).islands == ()
+    dtypes = [[p.dtype for p in model.parameters()] for model in (plain, ruled)]
+    assert dtypes[0] == dtypes[1]

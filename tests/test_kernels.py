@@ -131,6 +131,16 @@ def test_categories(low: torch.dtype) -> None:
                 assert overload_of(name)(*both[name]).dtype == dtype, (category, name)
 
 
+def test_the_first_operand_leads() -> None:
+    """Law: the first floating operand is followed; to fp64 nothing is cast."""
+    weight = torch.ones(4)
+    with steered({"layer_norm": "follow"}):
+        assert F.layer_norm(X.to(FP16), [4], weight).dtype == FP16
+        assert F.layer_norm(X, [4], weight.to(BF16)).dtype == FP32
+        with pytest.raises(RuntimeError, match="mixed dtype"):
+            F.layer_norm(X.double(), [4], weight)
+
+
 def test_an_asked_for_dtype_stays() -> None:
     """Law: where the caller asks for a dtype himself, fp32 is not asked for."""
     low = X.to(BF16)

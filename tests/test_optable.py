@@ -48,22 +48,33 @@ DEVICES = pytest.mark.parametrize("device", KEYS)
 # torch's
 
 
-@cache
-def registered(device: str) -> frozenset[str]:
-    """Return the operations that torch registers for casting.
+REGISTERED = """
+import json, torch
+keys = {keys}
+names = torch._C._dispatch_get_registrations_for_dispatch_key
+print(json.dumps({{device: names(key) for device, key in keys.items()}}))
+"""
 
-    A fresh interpreter tells: other tests put kernels at these keys in this one.
+
+@cache
+def registrations() -> dict[str, list[str]]:
+    """Return what torch registers for casting, by device.
+
+    A fresh interpreter is asked: in this one other tests may have put kernels there.
     """
-    ask = (
-        "import json, torch; print(json.dumps("
-        f"torch._C._dispatch_get_registrations_for_dispatch_key({KEYS[device]!r})))"
+    program = REGISTERED.format(keys=KEYS)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    told = subprocess.run(
-        [sys.executable, "-c", ask], capture_output=True, text=True, check=True
-    )
-    names = {name for name in json.loads(told.stdout) if name.startswith("aten::")}
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+def registered(device: str) -> set[str]:
+    """Return the operations of torch's own that it registers for casting."""
+    found = [name for name in registrations()[device] if name.startswith("aten::")]
     # Only builds with cuDNN register it; it re-packs weights, and has no row.
-    return frozenset(name[6:] for name in names) - {"_cudnn_rnn"}
+    return {name.removeprefix("aten::") for name in found} - {"_cudnn_rnn"}
 
 
 def moved(device: str, names: AbstractSet[str], rows: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -196,10 +197,14 @@ def test_begun_inside_a_module() -> None:
     assert {path for _, path in calls} == {"", "body.0", "body.1", "body.2"}
 
 
-def test_recomputation_is_not_recorded() -> None:
-    """Law: what a backward pass computes again is not in the table."""
+@pytest.mark.parametrize("rules", ["", " + module:body.2=promote"])
+def test_recomputation_is_not_recorded(rules: str) -> None:
+    """Law: what a backward pass computes again is not in the table, in modules too."""
     model, cache = Net(), CastCache()
-    with autocast("cpu", policy="lean", record=True, cache=cache) as region:
+    norm = model.body[2]
+    norm.forward = functools.partial(checkpoint, norm.forward, use_reentrant=False)
+    given = {"policy": f"lean{rules}", "model": model, "cache": cache}
+    with autocast("cpu", record=True, **given) as region:
         out: Any = checkpoint(model, X, use_reentrant=False)
     before = rows(region)
     with autocast("cpu", policy="lean"):  # its kernels stay

@@ -240,7 +240,8 @@ def test_inactive_elsewhere() -> None:
         with region:
             model.e(X)
     model.e(X)
-    with own, torch.autocast("cpu", enabled=False):
+    low = autocast("cpu", policy="torch + module:e=low", model=model)
+    with low, torch.autocast("cpu", enabled=False):
         model.e(X)
     assert [item[1] for item in seen] == [BF16] * 4 + [FP32] * 2
     seen.clear()

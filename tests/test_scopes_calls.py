@@ -264,12 +264,20 @@ def _compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+class Layer(nn.Linear):
+    """A layer whose code torch.compile does not know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
 class Small(nn.Module):
     """Three like layers, and the dtypes that they give."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b, self.c = Layer(4, 4), Layer(4, 4), Layer(4, 4)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Compute."""
