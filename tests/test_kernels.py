@@ -137,8 +137,10 @@ def test_the_first_operand_leads() -> None:
     with steered({"layer_norm": "follow"}):
         assert F.layer_norm(X.to(FP16), [4], weight).dtype == FP16
         assert F.layer_norm(X, [4], weight.to(BF16)).dtype == FP32
-        with pytest.raises(RuntimeError, match="mixed dtype"):
-            F.layer_norm(X.double(), [4], weight)
+    mixed = X.double(), X.to(BF16), torch.full((4, 4), 1.001)
+    with steered({"addcmul": "follow"}):
+        found = torch.addcmul(*mixed)
+    assert torch.equal(found, torch.addcmul(*mixed))
 
 
 def test_an_asked_for_dtype_stays() -> None:
