@@ -254,7 +254,7 @@ def test_face_says_the_same_to_type_checkers() -> None:
 def test_unknown_name() -> None:
     """Law: a name that the face has not is an AttributeError, as of any module."""
     with pytest.raises(AttributeError) as caught:
-        _ = halfstep.nonsense
+        _ = halfstep.nonsense  # type: ignore[attr-defined]
     assert str(caught.value) == "module 'halfstep' has no attribute 'nonsense'"
 
 

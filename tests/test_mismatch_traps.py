@@ -222,7 +222,8 @@ PLACES = [
 @given(
     place=st.sampled_from(PLACES),
     make=st.sampled_from(SELVES),
-    around=st.text(max_size=60),
+    # Without letters: a dtype's name would be one more.
+    around=st.text(st.characters(exclude_categories=["L", "Cs"]), max_size=60),
     wild=st.none() | st.integers(-(2**31), 2**31 - 1),
 )
 def test_never_raises(

@@ -92,6 +92,10 @@ class _Log:
 
     def note(self, frame: Frame | None) -> None:
         number = _next_number()
+        while self.numbers and self.numbers[-1] > number:
+            # Numbers may begin anew: those to come have the later meaning.
+            self.numbers.pop()
+            self.frames.pop()
         if self.numbers and self.numbers[-1] == number:
             self.frames[-1] = frame
             return
