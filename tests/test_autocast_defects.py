@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from twins import Case, Make, outcome, torch_only
 
 from halfstep.cast_cache import CastCache
 from halfstep.casting import autocast
@@ -20,16 +20,7 @@ from halfstep.casting import autocast
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-torch_only = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13."),
-    reason=f"the defect was seen in torch 2.13, this is {torch.__version__}",
-)
-"""Marks twins, in which torch.autocast shows the defect."""
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-Make = Any
-"""Opens a region: torch.autocast's arguments but the device."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +40,6 @@ def linear() -> nn.Linear:
 
 
 EYE = torch.eye(4)
-
-
-def outcome(program: Callable[[Make], object], make: Make) -> object:
-    """Return what a program gives, or that torch refused it."""
-    try:
-        return program(make)
-    except RuntimeError as error:
-        return f"RuntimeError: {str(error).splitlines()[0]}"
 
 
 # A weight in two dtypes
@@ -265,16 +248,6 @@ def shared(make: Make) -> object:
 
 
 # The table
-
-
-@dataclass(frozen=True)
-class Case:
-    """A program, what torch makes of it, and what is right."""
-
-    name: str
-    program: Callable[[Make], object]
-    torchs: object
-    right: object
 
 
 MIXED = "RuntimeError: expected m1 and m2 to have the same dtype, but got: "

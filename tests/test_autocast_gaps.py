@@ -6,7 +6,6 @@ Where a twin fails, torch was mended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,22 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812 -- its usual name
+from twins import Case, Make, outcome, torch_only
 
 from halfstep.casting import autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-torch_only = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13."),
-    reason=f"the gap was seen in torch 2.13, this is {torch.__version__}",
-)
-"""Marks twins, in which torch.autocast shows the gap."""
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-Make = Any
-"""Opens a region: torch.autocast's arguments but the device."""
 
 
 def computed(
@@ -121,16 +112,6 @@ MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Operations whose operands must agree."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A program, what torch makes of it, and what is right."""
-
-    name: str
-    program: Callable[[Make], object]
-    torchs: object
-    right: object
-
-
 GAVE_UP = "RuntimeError: Unexpected floating ScalarType in at::autocast::prioritize"
 DOT = "RuntimeError: dot : expected both vectors to have same dtype, but found "
 
@@ -149,14 +130,6 @@ CASES = (
     Case("vdot", mixed(torch.vdot, FP16, FP32), f"{DOT}Half and Float", FP32),
 )
 TABLE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-def outcome(program: Callable[[Make], object], make: Make) -> object:
-    """Return what a program gives, or that torch refused it."""
-    try:
-        return program(make)
-    except RuntimeError as error:
-        return f"RuntimeError: {str(error).splitlines()[0]}"
 
 
 @TABLE

@@ -6,19 +6,18 @@ Started by torchrun, this file is the program of one process; it writes what it 
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from processes import torchrun
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from halfstep import distributed
 from halfstep.cast_cache import CastCache
 from halfstep.casting import autocast
 
@@ -156,29 +155,18 @@ def gradients(policy: str, rows: slice, *, wrap: bool) -> dict[str, Any]:
 
 def process(folder: Path) -> None:
     """Do all of it in one of two processes."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    rows = slice(4 * rank, 4 * rank + 4)
-    found = {policy: gradients(policy, rows, wrap=True) for policy in POLICIES}
-    assert not torch.is_autocast_enabled("cpu")
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    with distributed.join("cpu") as world:
+        rows = slice(4 * world.rank, 4 * world.rank + 4)
+        found = {policy: gradients(policy, rows, wrap=True) for policy in POLICIES}
+        assert not torch.is_autocast_enabled("cpu")
+        torch.save(found, folder / f"{world.rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what two processes under torchrun saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", __file__, str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

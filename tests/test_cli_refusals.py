@@ -138,7 +138,7 @@ REFUSALS = {
     ),
     "scale": (
         [*TRAIN, "--loss-scale", "big"],
-        "loss_scale='big' is not a scale; choose auto, dynamic, none or a positive ",
+        "loss_scale='big' is not a scale; choose auto, dynamic, ",
     ),
     "policy": ([*TRAIN, "--policy", "apex"], "policy='apex' is not known; the named"),
     "model": (

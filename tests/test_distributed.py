@@ -5,10 +5,10 @@ Started by torchrun, this file is the program of one process; it writes what it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
-import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import group_of_one, torchrun
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -147,25 +148,18 @@ def process(folder: Path) -> None:
             "refusal": refusal(world),
         }
         wait_for_all()
+        if world.leads:
+            time.sleep(0.5)  # who leaves before has not waited
         torch.save(found, folder / f"{world.rank}.pt")
     assert not dist.is_initialized()
+    assert (folder / "0.pt").exists()
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what two processes under torchrun saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", "2", __file__, str(folder)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
@@ -267,6 +261,21 @@ def test_one_process_is_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
         with unsynchronised(model):
             pass
     assert value.tolist() == [3.0]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_leaving(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Law: a process waits for all, then leaves; after an error it leaves at once."""
+    waits: list[str] = []
+    monkeypatch.setattr(dist, "barrier", lambda: waits.append("for all"))
+    monkeypatch.setattr(time, "sleep", lambda _: waits.append("for threads"))
+    message = "inside"
+    with contextlib.suppress(RuntimeError), group_of_one():
+        assert dist.is_initialized()
+        if fails:
+            raise RuntimeError(message)
+    assert waits == ([] if fails else ["for all", "for threads"])
     assert not dist.is_initialized()
 
 

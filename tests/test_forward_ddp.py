@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import torchrun
 from torch import Tensor, nn
 
 from halfstep import distributed
@@ -39,7 +38,6 @@ def process(folder: Path) -> None:
                 under_ddp(kind, program, accumulate, views, world.rank)
                 for kind in (Ours, Torchs)
             ]
-        distributed.wait_for_all()
         torch.save(found, folder / f"{world.rank}.pt")
 
 
@@ -66,16 +64,7 @@ def under_ddp(
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """Return what two processes saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", __file__, str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun(__file__, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

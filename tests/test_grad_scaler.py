@@ -52,6 +52,7 @@ class World:
         self.optimizers = [
             make(params) for make, params in zip(makes, named, strict=True)
         ]
+        self.fused = any(o.defaults.get("fused") for o in self.optimizers)
         # torch's fused SGD leaves momentum unfilled when it skips its first step.
         self.model(torch.ones(1, 3)).sum().backward()
         for optimizer in self.optimizers:
@@ -95,7 +96,7 @@ class World:
         state: dict[str, Any] = self.scaler.state_dict()
         self.scaler = type(self.scaler)("cpu")
         self.scaler.load_state_dict(state)
-        return state
+        return {key: value for key, value in state.items() if key != "_halfstep"}
 
     def pickle(self) -> None:
         """Send the scaler through pickle."""
@@ -104,7 +105,10 @@ class World:
     def bits(self) -> list[Tensor]:
         """Return all numbers there are, as integers, so that NaN equals itself."""
         params = list(self.model.parameters())
-        seen = params + [p.grad for p in params if p.grad is not None]
+        seen = list(params)
+        if not self.fused:
+            # A fused kernel of torch's leaves them scaled when it skips; we do not.
+            seen += [p.grad for p in params if p.grad is not None]
         for optimizer in self.optimizers:
             for index, state in optimizer.state_dict()["state"].items():
                 seen.append(torch.tensor(float(index)))
@@ -173,7 +177,16 @@ def test_same_as_torch(kind: str) -> None:
                 for flag in state["found_inf_per_device"].values()
             ]
             expected, seen = outcome(theirs, name, args), outcome(ours, name, args)
-            assert seen == expected or seen != seen, (seed, name)  # noqa: PLR0124
+            if "and 'NoneType'" in str(expected):
+                break  # torch left an attribute of an earlier error behind
+            if isinstance(expected, str):
+                if "no attribute 'device'" in expected:
+                    # torch trips over gradients that came after unscale_().
+                    expected = "AssertionError: No inf checks were recorded"
+                # Ours go on to name the culprit.
+                assert str(seen).startswith(expected), (seed, name)
+            else:
+                assert seen == expected or seen != seen, (seed, name)  # noqa: PLR0124
             pairs = zip(ours.bits(), theirs.bits(), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs), (seed, name)
             if name == "update" and args == () and expected is None:
@@ -327,10 +340,12 @@ def test_never_walks_to_zero() -> None:
             setup.iterate(math.inf)
         except hs.LossScaleCollapse as error:
             raised += 1
-            assert str(error).startswith(  # noqa: PT017
-                f"{40 + raised} steps in a row overflowed, the last at loss scale "
-                "5.96046e-08: not finite: bias. A smaller scale cannot mend this: "
-            )
+            skipped = 40 + raised
+            head = f"{skipped} steps in a row were skipped, at loss scale "
+            assert str(error).startswith(head)  # noqa: PT017
+            assert error.history[-1] == 2.0**-24  # noqa: PT017
+            assert len(error.history) == min(skipped, 64)  # noqa: PT017
+            assert (error.inf_in, error.nan_in) == (("bias",), ())  # noqa: PT017
     # 40 halvings lead from 2**16 to 2**-24; the floor itself is tried before raising.
     assert raised == 160
     assert setup.scaler.get_scale() == 2.0**-24
@@ -348,12 +363,12 @@ def test_max_consecutive_skips() -> None:
     with pytest.raises(hs.LossScaleCollapse) as caught:
         setup.iterate(math.nan)
     # 64 -> 32 -> 16 -> 16 -> 8 -> 4: the step that raised was run at 4.
-    assert str(caught.value) == (
-        "3 steps in a row overflowed, the last at loss scale 4: not finite: bias. "
-        "A smaller scale cannot mend this: look for a loss or input that is not "
-        "finite, lower the learning rate, or, if this is fp16, train in bf16 "
-        "(--dtype bf16)."
+    assert caught.value.history == (16.0, 8.0, 4.0)
+    assert str(caught.value).startswith(
+        "3 steps in a row were skipped, at loss scale 16 to 4. Cause: "
     )
+    assert str(caught.value).endswith(" Seen: NaN in gradients of bias.")
+    assert (caught.value.inf_in, caught.value.nan_in) == ((), ("bias",))
     assert setup.scaler.last_step.found_inf_in == ("bias",)
 
 

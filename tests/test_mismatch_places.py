@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from processes import group_of_one
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -82,10 +82,8 @@ def rows() -> Tensor:
 @pytest.fixture(name="parallel")
 def _parallel() -> Iterator[nn.Module]:
     """Wrap a model for data parallelism among one process."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield nn.parallel.DistributedDataParallel(Model())
-    dist.destroy_process_group()
+    with group_of_one():
+        yield nn.parallel.DistributedDataParallel(Model())
 
 
 def test_innermost_module() -> None:

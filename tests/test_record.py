@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from processes import group_of_one
+from small_net import Net, Row, X, loss, rows
+from torch import nn
 
 import halfstep as hs
 from halfstep import optable
@@ -20,36 +21,6 @@ if TYPE_CHECKING:
 
 BF16, FP32 = torch.bfloat16, torch.float32
 AS_CALLED = ("no row", "it runs as it is called")
-
-
-class Net(nn.Module):
-    """A layer of each kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
-        return torch.softmax(self.body(x), -1)
-
-
-X = torch.linspace(-1, 1, 8).view(2, 4)
-"""Eight numbers: 16 bytes in 16 bits, 32 in fp32."""
-
-
-def loss(model: nn.Module) -> Tensor:
-    """Return a loss in fp32."""
-    return nn.functional.mse_loss(model(X), X)
-
-
-Row = tuple[Any, ...]
-
-
-def rows(region: Any) -> list[Row]:
-    """Return a report's rows."""
-    return list(region.report().rows)
 
 
 def recorded(net: nn.Module, times: int = 1, **more: Any) -> list[Row]:
@@ -139,6 +110,14 @@ def test_a_cache_that_is_warm() -> None:
     assert cache.bytes_cast == 40 + 16
 
 
+def test_a_cache_that_is_empty() -> None:
+    """Law: what a cache cast before it was cleared is not counted again."""
+    model, cache = Net(), CastCache()
+    cold = recorded(model, policy="lean", cache=cache)
+    cache.clear()
+    assert recorded(model, policy="lean", cache=cache) == cold
+
+
 def test_rules() -> None:
     """Law: a rule that decided is named, with its reason; in modules it speaks of."""
     policy = hs.Policy.parse("lean + op:softmax=fp32 + module:body.0=fp32")
@@ -220,10 +199,8 @@ def test_the_table() -> None:
 @pytest.fixture
 def _group() -> Iterator[None]:
     """Be a group of one process."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 @pytest.mark.usefixtures("_group")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
+from small_net import Net, X, loss, rows
 from torch import Tensor, nn
 from torch.nn.modules import module as torchs_modules
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -16,44 +16,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from halfstep import kernels, optable
 from halfstep.cast_cache import CastCache
 from halfstep.casting import autocast
-
-
-class Net(nn.Module):
-    """A layer of each kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
-        return torch.softmax(self.body(x), -1)
-
-
-X = torch.linspace(-1, 1, 8).view(2, 4)
-"""Eight numbers: 16 bytes in 16 bits, 32 in fp32."""
-
-
-def loss(model: nn.Module) -> Tensor:
-    """Return a loss in fp32."""
-    return nn.functional.mse_loss(model(X), X)
-
-
-Row = tuple[Any, ...]
-
-
-def rows(region: Any) -> list[Row]:
-    """Return a report's rows."""
-    return list(region.report().rows)
-
-
-def recorded(net: nn.Module, times: int = 1, **more: Any) -> list[Row]:
-    """Return the table of a model's loss, taken several times in one region."""
-    with autocast("cpu", record=True, **more) as region:
-        for _ in range(times):
-            loss(net)
-    return rows(region)
 
 
 @pytest.mark.parametrize("policy", ["torch", "lean", "lean + op:gelu=fp32"])

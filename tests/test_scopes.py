@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from units import Seen, Unit
 
 from halfstep import gate, scopes
 from halfstep.casting import autocast
@@ -14,36 +15,7 @@ from halfstep.errors import UserError
 from halfstep.policy import Policy, decide
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-KINDS = pytest.mark.parametrize("reentrant", [True, False])
 X = torch.linspace(-1, 1, 8).view(2, 4)
-
-Seen = list[tuple[str, torch.dtype, torch.dtype]]
-"""Module, what its product gave, what its loss gave."""
-
-
-class Unit(nn.Module):
-    """A product and a loss, which take down their dtypes; then what is inside."""
-
-    def __init__(self, name: str, seen: Seen, **inside: nn.Module) -> None:
-        super().__init__()
-        self.name, self.seen = name, seen
-        self.weight = nn.Parameter(torch.eye(4))
-        for child, module in inside.items():
-            self.add_module(child, module)
-
-    def forward(self, x: Tensor, depth: int = 0) -> Tensor:
-        """Compute, `depth` times more by calling itself."""
-        out = torch.mm(x, self.weight)
-        loss = nn.functional.mse_loss(out, out)
-        self.seen.append((self.name, out.dtype, loss.dtype))
-        if depth:
-            return self(out.float(), depth - 1)  # type: ignore[no-any-return]
-        for child in self.children():
-            out = child(out.float())
-        if self.name == "fails":
-            message = "inside"
-            raise ValueError(message)
-        return out
 
 
 class Special(Unit):

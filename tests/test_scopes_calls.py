@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from units import Seen, Unit
 
 from halfstep import gate
 from halfstep.cast_cache import CastCache
@@ -25,34 +26,6 @@ if TYPE_CHECKING:
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = pytest.mark.parametrize("reentrant", [True, False])
 X = torch.linspace(-1, 1, 8).view(2, 4)
-
-Seen = list[tuple[str, torch.dtype, torch.dtype]]
-"""Module, what its product gave, what its loss gave."""
-
-
-class Unit(nn.Module):
-    """A product and a loss, which take down their dtypes; then what is inside."""
-
-    def __init__(self, name: str, seen: Seen, **inside: nn.Module) -> None:
-        super().__init__()
-        self.name, self.seen = name, seen
-        self.weight = nn.Parameter(torch.eye(4))
-        for child, module in inside.items():
-            self.add_module(child, module)
-
-    def forward(self, x: Tensor, depth: int = 0) -> Tensor:
-        """Compute, `depth` times more by calling itself; one that fails raises."""
-        out = torch.mm(x, self.weight)
-        loss = nn.functional.mse_loss(out, out)
-        self.seen.append((self.name, out.dtype, loss.dtype))
-        if depth:
-            return self(out.float(), depth - 1)  # type: ignore[no-any-return]
-        for child in self.children():
-            out = child(out.float())
-        if self.name == "fails":
-            message = "inside"
-            raise ValueError(message)
-        return out
 
 
 def build(inner: str = "a.b") -> tuple[Any, Seen]:

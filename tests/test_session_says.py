@@ -71,12 +71,16 @@ def test_collapse_at_the_floor() -> None:
         assert go(session).scale == 2.0**exponent
     with pytest.raises(hs.LossScaleCollapse) as caught:
         go(session)
-    assert str(caught.value) == (
-        "17 steps in a row overflowed, the last at loss scale 1: not finite: gradients "
-        "of 0.bias, 1.weight, 3.weight and 1 more. A smaller scale cannot mend this: "
-        "look for a loss or input that is not finite, lower the learning rate, or, "
-        "if this is fp16, train in bf16 (--dtype bf16)."
+    error = caught.value
+    assert str(error).startswith("17 steps in a row were skipped, at loss scale 65536")
+    assert str(error).endswith(
+        " Seen: inf in gradients of 0.bias, 1.weight, 3.weight and 1 more."
     )
+    assert error.history == tuple(2.0**exponent for exponent in range(16, -1, -1))
+    assert error.loss_finite
+    assert error.inf_in == ("0.bias", "1.weight", "3.weight", "3.bias")
+    assert error.nan_in == ()
+    assert error.advice in str(error)
     torch.testing.assert_close(everything(session), before, rtol=0, atol=0)
 
 
@@ -215,7 +219,7 @@ def test_explain() -> None:
         "loss scale: 1, fixed",
     )
     moving = build("O1 fp16").explain()
-    assert moving.notes[-1] == "loss scale: 65536, dynamic"
+    assert moving.notes[-1] == "loss scale: 65536, dynamic (backoff)"
 
 
 def test_states_that_do_not_fit() -> None:
@@ -225,7 +229,7 @@ def test_states_that_do_not_fit() -> None:
     with pytest.raises(UserError) as version:
         session.load_state_dict(state | {"version": 0})
     assert str(version.value) == (
-        "session state has version 0; this halfstep reads version 1."
+        "session state has version 0; this halfstep reads version 2."
     )
     before = everything(session)
     for weights, words in (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
 
-from halfstep.stats import StepReport, dense, non_finite
+from halfstep.stats import Culprit, StepReport, dense, non_finite
 
 
 def report(flag: float, *, complete: bool = True) -> StepReport:
@@ -18,8 +19,9 @@ def report(flag: float, *, complete: bool = True) -> StepReport:
         complete=complete,
         scale_used=torch.tensor(512.0),
         found_inf=torch.tensor(flag),
-        norm=torch.tensor(2.5),
-        names=lambda: ("layer.weight",),
+        norm=lambda: torch.tensor(2.5),
+        culprits=lambda: (Culprit("layer.weight", inf=True, nan=False),),
+        dropped=torch.tensor(2.0),
     )
 
 
@@ -30,6 +32,8 @@ def test_skipped(flag: float) -> None:
     assert (seen.skipped, seen.applied) == (True, False)
     assert seen.found_inf_in == ("layer.weight",)
     assert (seen.scale, seen.grad_norm) == (512.0, 2.5)
+    assert (seen.inf_in, seen.nan_in) == (("layer.weight",), ())
+    assert seen.microbatches_dropped == 2
 
 
 def test_applied() -> None:
@@ -59,16 +63,37 @@ def test_names_are_asked_for_late() -> None:
     """Law: nobody looks for culprits before `found_inf_in` is read on a skip."""
     asked = []
 
-    def names() -> tuple[str, ...]:
+    def culprits() -> tuple[Culprit, ...]:
         asked.append(1)
-        return ("w",)
+        return (Culprit("w", inf=False, nan=True),)
 
-    applied = StepReport(1, complete=True, found_inf=torch.tensor(0.0), names=names)
-    skipped = StepReport(1, complete=True, found_inf=torch.tensor(1.0), names=names)
+    flags = torch.tensor(0.0), torch.tensor(1.0)
+    applied, skipped = (
+        StepReport(1, complete=True, found_inf=flag, culprits=culprits)
+        for flag in flags
+    )
     assert applied.found_inf_in == ()
     assert asked == []
     assert skipped.found_inf_in == ("w",)
     assert asked == [1]
+    assert skipped.nan_in == ("w",)
+
+
+def test_a_report_that_was_read_needs_no_gradients() -> None:
+    """Law: `read` gives an equal report, for pickle and for when gradients go."""
+    held = [Culprit("w", inf=True, nan=True)]
+    live = StepReport(
+        4,
+        complete=True,
+        found_inf=torch.tensor(1.0),
+        norm=lambda: torch.tensor(float(len(held))),
+        culprits=lambda: tuple(held),
+    )
+    kept = pickle.loads(pickle.dumps(live.read()))  # noqa: S301 -- our own
+    held.clear()
+    assert live.found_inf_in == ()
+    assert (kept.step, kept.skipped, kept.grad_norm) == (4, True, 1.0)
+    assert (kept.found_inf_in, kept.inf_in, kept.nan_in) == (("w",), ("w",), ("w",))
 
 
 def test_a_report_is_a_value() -> None:
@@ -89,7 +114,18 @@ def test_non_finite_names_every_culprit() -> None:
     )
     named.append(("sparse", sparse))
     named.append(("fp16", torch.tensor([65504.0], dtype=torch.float16)))
-    assert non_finite(named) == ("inf", "-inf", "nan", "sparse")
+    seen = [(culprit.name, culprit.inf, culprit.nan) for culprit in non_finite(named)]
+    assert seen == [
+        ("inf", True, False),
+        ("-inf", True, False),
+        ("nan", False, True),
+        ("sparse", True, False),
+    ]
+
+
+def test_finite_numbers_whose_sum_overflows_are_no_culprits() -> None:
+    """Law: each number counts, not their sum: two of 3e38 are finite."""
+    assert non_finite([("large", torch.full((2,), 3e38))]) == ()
 
 
 def test_dense_sums_what_a_sparse_tensor_holds_twice() -> None:

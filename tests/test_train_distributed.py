@@ -9,16 +9,15 @@ import contextlib
 import io
 import json
 import os
-import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
+from processes import torchrun
+from small_training import letters, one_thread, small_and_measured
 
-from halfstep import cli, distributed, machine
+from halfstep import cli, distributed
 from halfstep.train import evaluate, result, text
 from halfstep.train.folder import RunFolder
 
@@ -37,8 +36,6 @@ CASES = {
     ),
 }
 SAME = ("--lr", "5e-3", "--dropout", "0", "--mask-tokens", "0", "--epochs", "3")
-LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-ALONE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def bound(case: str) -> float:
@@ -50,12 +47,9 @@ def bound(case: str) -> float:
     return 1e-5 if case.startswith("O0") else 8 * 2**-9
 
 
-def small_and_measured(patch: pytest.MonkeyPatch) -> None:
-    """Add a size that trains in a moment; let a few texts fill a batch of dev."""
-    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
-    patch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
-    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+def small_dev_too(patch: pytest.MonkeyPatch) -> None:
+    """Train a small size, draw no figures; let a few texts fill a batch of dev."""
+    small_and_measured(patch)
     patch.setattr(result, "page", lambda *_: "<html></html>")
     patch.setattr(evaluate, "EVAL_BATCH", 4)
 
@@ -69,57 +63,37 @@ def command(folder: Path, case: str, *more: str) -> list[str]:
     return ["train", *where, *model, *SAME, *CASES[case], *more]
 
 
-def letters(folder: Path) -> None:
+def write_letters(folder: Path) -> None:
     """Write texts of two alphabets and many lengths."""
-    draw = random.Random(0)  # noqa: S311 -- texts are no secret
-    rows = [
-        ["".join(draw.choices(("abcx", "defx")[n % 2], k=draw.randint(2, 30))), n % 2]
-        for n in range(TRAIN + DEV)
-    ]
+    rows = letters(TRAIN + DEV, "abcx", "defx", lengths=(2, 30))
     (folder / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """Sums depend on how many threads share them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return the folder of all cases, each trained by this process."""
     folder = tmp_path_factory.mktemp("one")
-    letters(folder)
+    write_letters(folder)
     with pytest.MonkeyPatch.context() as patch:
-        small_and_measured(patch)
+        small_dev_too(patch)
         for case in CASES:
             assert cli.run(command(folder, case)) == 0
         yield folder
-
-
-def launch(*words: str) -> subprocess.CompletedProcess[str]:
-    """Start two processes under torchrun."""
-    return subprocess.run(
-        [sys.executable, *LAUNCH, *words],
-        env=os.environ | ALONE,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
 def two(one: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of all cases, each trained by two processes."""
     folder = tmp_path_factory.mktemp("two")
-    letters(folder)
-    done = launch(__file__, str(folder), str(one))
-    if done.returncode:
-        pytest.fail(done.stderr[-2000:])
+    write_letters(folder)
+    torchrun(__file__, str(folder), str(one))
     return folder
 
 
@@ -131,7 +105,7 @@ def process(folder: Path, one: Path) -> None:
     orders["resume one's"] = ["train", "--resume", "--out", str(one / "O2")]
     orders["resume"] = ["train", "--resume", "--out", str(folder / "O2")]
     with pytest.MonkeyPatch.context() as patch, distributed.join("cpu") as world:
-        small_and_measured(patch)
+        small_dev_too(patch)
         # One process group for all: torchrun's store takes no second.
         patch.setattr(distributed, "join", lambda _: contextlib.nullcontext(world))
         for name, words in orders.items():
@@ -237,12 +211,11 @@ def test_a_run_is_not_written_over(two: Path) -> None:
 @pytest.mark.usefixtures("one")
 def test_the_program_itself(tmp_path: Path) -> None:
     """Law: `torchrun -m halfstep train` trains as one process does, and speaks once."""
-    letters(tmp_path)
+    write_letters(tmp_path)
     made = text.build("mini", ["abcdefx"] * 2, "01", max_length=32, dropout=0.0)
     RunFolder(tmp_path).publish_model(made.model, made.tokenizer)
     words = command(tmp_path, "O2", "--model", str(tmp_path / "model"))
-    done = launch("-m", "halfstep", *words)
-    assert done.returncode == 0, done.stderr
+    done = torchrun("-m", "halfstep", *words)
     assert done.stdout.count("\nreport: ") == 1
     shared = [r["loss"] for r in records(tmp_path / "O2")]
     assert cli.run([*words, "--overwrite"]) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_training import letters, one_thread, small_and_measured
 from torch import nn
 
-from halfstep import machine
 from halfstep.errors import UserError
 from halfstep.train import result as room
 from halfstep.train import text
@@ -42,19 +41,14 @@ RECORD = {
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """A small model gains nothing from a second thread, and waits for it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True)
 def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add a size that trains in a moment; plant rates that warn of nothing."""
-    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
-    monkeypatch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
-    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+    """Train a small size, draw no figures."""
+    small_and_measured(monkeypatch)
     # Figures take longer than all the training here.
     monkeypatch.setattr(room, "page", lambda *_: "<html></html>")
 
@@ -62,11 +56,7 @@ def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of a short run on texts whose characters tell their class."""
-    draw = random.Random(0)  # noqa: S311 -- texts are no secret
-    rows = []
-    for number in range(ROWS):
-        letters = "abcxy" if number % 2 else "defxy"
-        rows.append(["".join(draw.choices(letters, k=draw.randint(3, 20))), number % 2])
+    rows = letters(ROWS, "defxy", "abcxy", lengths=(3, 20))
     source = tmp_path / "letters.json"
     source.write_text(json.dumps(rows), encoding="utf-8")
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import safetensors.torch
 import torch
+from small_training import letters, one_thread, small_and_measured
 
-from halfstep import checkpoint, machine
+from halfstep import checkpoint
 from halfstep.errors import UserError
-from halfstep.train import text
 from halfstep.train.data import load
 from halfstep.train.evaluate import EVAL_BATCH
 from halfstep.train.folder import RunFolder
@@ -32,24 +31,17 @@ LONGEST = 24
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """A small model gains nothing from a second thread, and waits for it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return a finished run at O2 that tells two alphabets apart, half trained."""
     folder = tmp_path_factory.mktemp("predict")
-    draw = random.Random(0)  # noqa: S311 -- texts are no secret
-    lines = [
-        "".join(draw.choices(LETTERS[number % 2], k=draw.randint(2, 30))) + f",{name}\n"
-        for number in range(120)
-        for name in [NAMES[number % 2]]
-    ]
+    rows = letters(120, *LETTERS, lengths=(2, 30))
+    lines = [f"{row},{NAMES[label]}\n" for row, label in rows]
     (folder / "letters.csv").write_text("".join(lines), encoding="utf-8")
-    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     settings = {
         "data": str(folder / "letters.csv"),
         "dev_share": 0.25,
@@ -63,9 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "out": str(folder / "run"),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
-        rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-        patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+        small_and_measured(patch)
         run(settings)
         yield folder / "run"
 

@@ -9,7 +9,6 @@ import importlib
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -19,17 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from torch import Tensor
+from processes import ONE_THREAD
+from small_training import letters, one_thread, same, small_and_measured
 
-from halfstep import checkpoint, machine
-from halfstep.train import result, text
+from halfstep import checkpoint
+from halfstep.train import result
 from halfstep.train.folder import RunFolder
 from halfstep.train.loop import Trainer
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch import Tensor
 
 KINDS = ("O0 auto", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16")
 KILLED = ("O2 bf16", "O1 fp16")
@@ -52,12 +53,9 @@ MOMENTS = {
 }
 
 
-def small_and_measured(patch: pytest.MonkeyPatch) -> None:
-    """Add a size that trains in a moment, plant rates that warn of nothing, spoil."""
-    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
-    patch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
-    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+def small_and_spoilt(patch: pytest.MonkeyPatch) -> None:
+    """Train a small size, draw no figures; let one step overflow."""
+    small_and_measured(patch)
     # Figures take longer than all the training here.
     patch.setattr(result, "page", lambda *_: "<html></html>")
     clean = Trainer._loss
@@ -72,11 +70,7 @@ def small_and_measured(patch: pytest.MonkeyPatch) -> None:
 
 def settings(folder: Path, kind: str) -> dict[str, Any]:
     """Return the settings of a run, with dropout and hidden tokens; write its data."""
-    draw = random.Random(0)  # noqa: S311 -- texts are no secret
-    rows = []
-    for number in range(200):
-        letters = ("abcx", "defx", "ghix")[number % 3]
-        rows.append(["".join(draw.choices(letters, k=draw.randint(2, 20))), number % 3])
+    rows = letters(200, "abcx", "defx", "ghix", lengths=(2, 20))
     folder.mkdir(exist_ok=True)
     source = folder / "letters.json"
     source.write_text(json.dumps(rows), encoding="utf-8")
@@ -97,17 +91,15 @@ def settings(folder: Path, kind: str) -> dict[str, Any]:
 @pytest.fixture(autouse=True, scope="module")
 def _patched() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        small_and_measured(patch)
+        small_and_spoilt(patch)
         yield
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """Sums depend on how many threads share them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -126,17 +118,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def timeless(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return records without what time told."""
     return [{k: v for k, v in r.items() if k not in TIMES} for r in records]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Say whether two nested states are equal to the bit."""
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -224,10 +205,9 @@ unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork, no kill -9")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run for each kind and moment, killed at that moment."""
     folder = tmp_path_factory.mktemp("killed")
-    alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     subprocess.run(
         [sys.executable, __file__, str(folder)],
-        env=os.environ | alone,
+        env=os.environ | ONE_THREAD,
         check=True,
         stdout=subprocess.DEVNULL,
     )
@@ -303,7 +283,7 @@ def kill_at_each_moment(folder: Path) -> None:
             if child == 0:
                 try:
                     with pytest.MonkeyPatch.context() as patch:
-                        small_and_measured(patch)
+                        small_and_spoilt(patch)
                         strike(patch, target, call, when)
                         run(settings(folder / moment, kind))
                 finally:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from small_training import letters, one_thread, same, small_and_measured
 from torch import Tensor
 
-from halfstep import LossScaleCollapse, machine
-from halfstep.train import result, text
+from halfstep import LossScaleCollapse
+from halfstep.train import result
 from halfstep.train.loop import Trainer, rate_factor
 from halfstep.train.run import run
 
@@ -28,30 +28,21 @@ STEPS = 12
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """A small model gains nothing from a second thread, and waits for it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True)
 def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add a size that trains in a moment; plant rates that warn of nothing."""
-    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
-    monkeypatch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
-    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+    """Train a small size, draw no figures."""
+    small_and_measured(monkeypatch)
     monkeypatch.setattr(result, "page", lambda *_: "<html></html>")
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of twelve steps on texts whose characters tell their class."""
-    draw = random.Random(0)  # noqa: S311 -- texts are no secret
-    rows = [
-        ["".join(draw.choices(("abcx", "defx")[n % 2], k=draw.randint(3, 20))), n % 2]
-        for n in range(100)
-    ]
+    rows = letters(100, "abcx", "defx", lengths=(3, 20))
     source = tmp_path / "letters.json"
     source.write_text(json.dumps(rows), encoding="utf-8")
     return {
@@ -70,17 +61,6 @@ def steps_of(settings: dict[str, Any], kind: str, **more: Any) -> list[dict[str,
     level, dtype = kind.split()
     found = run(settings | {"level": level, "dtype": dtype} | more).folder.records()
     return [record for record in found if "event" not in record]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Say whether two nested states are equal to the bit."""
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def clone(state: Any) -> Any:
@@ -154,8 +134,8 @@ def test_an_overflow_in_one_gradient(
     assert then["steps"] == {"attempted": attempted + 1, "skipped": skipped + 1}
     moves = kind.endswith("fp16")
     assert after["scale"] == spoilt["scale"] / (2 if moves else 1)
-    assert then["scaler"]["skips_in_a_row"] == 1
-    assert seen[bad + 2]["scaler"]["skips_in_a_row"] == 0
+    assert then["scales"][""]["skips_in_a_row"] == 1
+    assert seen[bad + 2]["scales"][""]["skips_in_a_row"] == 0
 
 
 @pytest.mark.parametrize("kind", ["O0 auto", "O2 bf16"])
@@ -183,7 +163,9 @@ def test_a_run_that_always_overflows(
     Fifty are too many; and fewer where halving 2**16 sixteen times has led to 1.
     """
     poison(monkeypatch, *range(3, 99))
-    with pytest.raises(LossScaleCollapse, match=f"^{skips} steps in a row overflowed"):
+    with pytest.raises(
+        LossScaleCollapse, match=f"^{skips} steps in a row were skipped"
+    ):
         steps_of(settings, kind, epochs=20)
     lines = (Path(settings["out"]) / "metrics.jsonl").read_text().splitlines()
     steps = [r for r in map(json.loads, lines) if "event" not in r]

@@ -252,6 +252,9 @@ class _Cast(torch.autograd.Function):
         gradients: Gradients | None,
     ) -> Tensor:
         ctx.weight, ctx.gradients = weight, gradients
+        # A trial of the loss scale runs it once more; outside of a session's own
+        # backward pass `gradients` takes nothing in.
+        ctx.repeatable = True
         # Not itself: it must stay without history. The version counter is shared.
         return bare.detach()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,7 +41,7 @@ class World:
 
 @contextlib.contextmanager
 def join(device: str) -> Iterator[World]:
-    """Join the processes that torchrun started; leave them at the end.
+    """Join the processes that torchrun started; leave them, all at once, at the end.
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl; each process takes the GPU of its local
@@ -63,6 +64,12 @@ def join(device: str) -> Iterator[World]:
         raise UserError(message) from error
     try:
         yield World(dist.get_rank(), dist.get_world_size(), where)
+        # A thread of gloo's that still holds the last collective's tensors asks for
+        # the GIL to let them go. While the interpreter ends, that aborts the process;
+        # while DDP is freed, it is a deadlock. So all come to an end, and a moment's
+        # sleep hands out the GIL. Not after an error: others may never come.
+        dist.barrier()
+        time.sleep(0.05)
     finally:
         dist.destroy_process_group()
 

@@ -11,3 +11,20 @@ class UserError(ValueError):
     other exception through as the defect it is. A program that already catches
     `ValueError` keeps working.
     """
+
+
+def require(name: str, value: object, good: bool, right: str) -> None:
+    """Refuse a value that is out of its range.
+
+    Args:
+        name: Of the argument.
+        value: What was given.
+        good: Whether it will do.
+        right: What would, in words.
+
+    Raises:
+        UserError: If it will not.
+    """
+    if not good:
+        message = f"{name}={value!r} must be {right}."
+        raise UserError(message)

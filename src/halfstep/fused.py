@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from torch import Tensor
 
 
@@ -21,36 +19,40 @@ def skips_inside(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def step(optimizer: Any, found_inf: Tensor) -> None:  # noqa: ANN401 -- takes attributes
-    """Step unless `found_inf` is 1.
+def step(
+    optimizer: Any,
+    found_inf: Tensor,
+    grad_scale: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Step unless `found_inf` is 1; return what the optimizer's step returns.
 
     Args:
-        optimizer: One that `skips_inside`, its gradients unscaled.
+        optimizer: One that `skips_inside`.
         found_inf: 0.0 or 1.0, shape (); kernels compare it with 1.
+        grad_scale: What the kernel divides the gradients by; None if nothing.
+        args: For the optimizer's step.
+        kwargs: For the optimizer's step.
     """
-    known = set(optimizer.state)
-    optimizer.grad_scale, optimizer.found_inf = None, found_inf
+    before = len(optimizer.state)
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
     try:
-        optimizer.step()
+        result = optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-    clear_new_state(optimizer, known, found_inf)
+    if len(optimizer.state) > before:
+        _clear(list(optimizer.state.values())[before:], found_inf)
+    return result
 
 
-def clear_new_state(
-    optimizer: torch.optim.Optimizer, known: Collection[Tensor], found_inf: Tensor
-) -> None:
+def _clear(new: list[dict[str, Any]], found_inf: Tensor) -> None:
     """Set state that a skipped step was the first to make to zero.
 
     Why: fused SGD allocates its momentum without filling it, and a kernel that then
     skips leaves it so. The next step would add whatever lay in that memory.
-
-    Args:
-        optimizer: Just stepped.
-        known: Parameters that had state before the step.
-        found_inf: Not zero if the step was skipped. Shape ().
     """
-    for param in optimizer.state.keys() - known:
-        for value in optimizer.state[param].values():
+    for state in new:
+        for value in state.values():
             if torch.is_tensor(value):
                 value.masked_fill_(found_inf.to(value.device) > 0, 0)

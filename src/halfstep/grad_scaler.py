@@ -7,26 +7,30 @@ parameters.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from halfstep.fused import clear_new_state
-from halfstep.scaler import (
-    Late,
-    ScaleRule,
-    ScaleState,
-    advance,
-    collapse,
-    is_collapsed,
-)
-from halfstep.stats import StepReport, non_finite
+from halfstep import complaints, fused, stepping
+from halfstep.parameters import coalesce, gradients_of, name_of
+from halfstep.scaler import unscale
+from halfstep.scaler.isolate import Ledger, run_pass
+from halfstep.scaler.loss_scaler import one_over
+from halfstep.scaler.rule import ScaleRule
+from halfstep.scaler.saved import recognise
+from halfstep.scaler.scales import Scales, is_power_of_two
+from halfstep.stats import StepReport, Taken, report_on, still_there
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
+
+    from halfstep.scaler.loss_scaler import LossScaler
 
 _LOWEST = 2.0**-24
 _HIGHEST = torch.finfo(torch.float32).max
@@ -37,9 +41,7 @@ class GradScaler(TorchGradScaler):
 
     Why: torch's scale can walk down to 0.0 and stay there, with NaN written into the
     weights; a skipped step leaves no trace. Here the scale has a floor, skipping
-    without end raises, and `last_step` says what happened.
-
-    The first six arguments are torch's.
+    without end raises, and `last_step` says what happened. Six arguments are torch's.
 
     Args:
         device: Where the losses are.
@@ -53,8 +55,17 @@ class GradScaler(TorchGradScaler):
             checked a second time.
         max_scale: Ceiling; default fp32's largest number, as in torch.
         hysteresis: Overflows to bear before each back-off; 1 as in torch.
+        refill: What brings hysteresis back: "growth" alone, or each "clean" step.
         max_consecutive_skips: Skips in a row after which `update` raises; None
             raises only where the scale lies at its floor.
+        strategy: "backoff" as in torch; "measured" and "logmax" look at the gradients
+            and choose the scale; "none" keeps it at 1 and only guards (bf16, fp32).
+        process_group: Ranks that must skip together. Not needed under DDP, whose
+            averaged gradients carry an inf to every rank, nor for DTensors (FSDP2,
+            tensor parallel), which know their mesh.
+        drop_bad_microbatch: `backward` leaves out a pass that overflowed.
+        retries: How often `backward` runs a pass again, at a lower scale, before it
+            counts as overflowed. Waits for the device after each pass.
 
     Raises:
         UserError: If a number is out of its range.
@@ -72,161 +83,317 @@ class GradScaler(TorchGradScaler):
         min_scale: float | None = None,
         max_scale: float | None = None,
         hysteresis: int = 1,
+        refill: str = "growth",
         max_consecutive_skips: int | None = None,
+        strategy: str = "backoff",
+        process_group: torch.distributed.ProcessGroup | None = None,
+        drop_bad_microbatch: bool = False,
+        retries: int = 0,
     ) -> None:
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        self._bounds = {
+        # torch leaves these out of a disabled one, and its getters then fail.
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval = growth_interval
+        self._guards_only = strategy == "none"
+        self._init_scale = 1.0 if self._guards_only else init_scale
+        self._bounds: dict[str, Any] = {
+            "init_scale": self._init_scale,
             "min_scale": _LOWEST if min_scale is None else min_scale,
             "max_scale": _HIGHEST if max_scale is None else max_scale,
+            "hysteresis": hysteresis,
+            "refill": refill,
+            "max_consecutive_skips": max_consecutive_skips,
+            "strategy": strategy,
         }
-        self._hysteresis = hysteresis
-        self._max_consecutive_skips = max_consecutive_skips
-        self._counters: tuple[Tensor, Tensor] | None = None
-        self._late = Late()
+        self._factors = growth_factor, backoff_factor, growth_interval
+        rule = self._rule() if self._enabled else ScaleRule()
+        self._scales, self._group = Scales(rule, process_group), process_group
+        self._ledger = Ledger(drop=drop_bad_microbatch)
+        self._retries = retries
+        self._exact = is_power_of_two(self._init_scale)
+        self._scaled = self._proposed = False
+        self._stepped: list[Taken] = []
+        self._last_taken: list[Taken] = []
         self._steps = 0
         self._last_step = StepReport(0, complete=False)
-        self._stepped: list[torch.optim.Optimizer] = []
-        if self._enabled:
-            self._rule(init_scale)
 
     @property
     def last_step(self) -> StepReport:
         """What the last `update` closed; its properties may wait for the device.
 
         Names of parameters are those given to the optimizer (its `named_parameters`
-        form), otherwise group and position. On a GPU with a fused optimizer they are
-        read from the gradients still there when `found_inf_in` is read.
+        form), otherwise group and position. The norm, and on a GPU the names, are read
+        from the gradients: ask before they are cleared.
         """
         return self._last_step
 
-    def _rule(self, scale: float) -> ScaleRule:
-        """Return the rule; factors are read each time, for torch has setters."""
+    def _rule(self) -> ScaleRule:
+        growth, backoff, interval = self._factors
         return ScaleRule(
-            init_scale=scale,
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            hysteresis=self._hysteresis,
-            max_consecutive_skips=self._max_consecutive_skips,
-            **self._bounds,
+            growth_factor=growth if self._bounds["strategy"] == "backoff" else 1.0,
+            backoff_factor=1.0 if self._guards_only else backoff,
+            growth_interval=interval,
+            **(self._bounds | ({"strategy": "backoff"} if self._guards_only else {})),
         )
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *args: Any,  # noqa: ANN401 -- torch's signature
-        **kwargs: Any,  # noqa: ANN401
-    ) -> float | None:
-        """Step the optimizer unless its gradients hold inf or NaN."""
-        known = set(optimizer.state)
-        result = super().step(optimizer, *args, **kwargs)
-        if self._enabled:
-            self._stepped.append(optimizer)
-            flags = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            for flag in flags.values():
-                clear_new_state(optimizer, known, flag)
-        return result
+    def _main(self) -> LossScaler:
+        """Return the scale at work; torch's attributes have the last word."""
+        scale, clean = self._check_scale_growth_tracker("update")
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        if factors != self._factors:
+            self._factors = factors
+            self._scales.rule = self._rule()
+        main = self._scales.of("", scale.device)
+        main.state = replace(main.state, scale=scale, clean_steps=clean)
+        return main
+
+    def scale(self, outputs: Any) -> Any:
+        """Return outputs times the scale: a tensor, or nested ones."""
+        first = outputs
+        while isinstance(first, list | tuple) and first:
+            first = first[0]
+        if self._enabled and isinstance(first, torch.Tensor):
+            self._scaled = True
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(first.device)
+            main = self._main()
+            main.begin(first, self._name_of)
+            self._publish(main)
+        return super().scale(outputs)
+
+    def _publish(self, main: LossScaler) -> None:
+        """Write the state of the scale where torch keeps it."""
+        scale, clean = self._check_scale_growth_tracker("update")
+        if main.state.scale is not scale:
+            scale.copy_(main.state.scale)
+            clean.copy_(main.state.clean_steps)
+
+    def _name_of(self, param: Tensor) -> str:
+        return name_of(param, [taken.optimizer for taken in self._last_taken])
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, and look for inf and NaN.
+
+        Raises:
+            RuntimeError: If that was done since the last `update`.
+            ValueError: If gradients are fp16.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            raise complaints.unscaled_twice(state["stage"], state.get("where"))
+        found = torch.zeros_like(scale)
+        flags = self._unscale_grads_(
+            optimizer, one_over(scale), found, allow_fp16=False
+        )
+        state["found_inf_per_device"] = flags
+        state["where"] = complaints.caller()
+        state["stage"] = OptState.UNSCALED
+        if self._bounds["strategy"] in {"measured", "logmax"}:
+            self._propose(gradients_of(optimizer), [found, *flags.values()])
+
+    def _propose(self, gradients: list[Tensor], flags: list[Tensor]) -> None:
+        """Let a strategy see gradients; every rank comes here as often."""
+        main, self._proposed = self._main(), True
+        found = unscale.highest(flags, main.state.scale.device)
+        main.wish(main.strategy.propose(gradients, main.state, found))
 
     def _unscale_grads_(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         inv_scale: Tensor,
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Unscale, and below a scale of 1 look for what unscaling made infinite."""
-        flags: dict[torch.device, Tensor] = super()._unscale_grads_(
-            optimizer, inv_scale, found_inf, allow_fp16
-        )
-        # A CPU can be asked whether it is needed; a GPU would have to be waited for.
-        if self._bounds["min_scale"] < 1 and (inv_scale.is_cuda or inv_scale > 1):
-            again = super()._unscale_grads_(
-                optimizer, torch.ones_like(inv_scale), found_inf, allow_fp16
+        gradients = gradients_of(optimizer)
+        dtypes = unscale.dtypes_of(gradients)
+        if torch.float16 in dtypes:
+            if not allow_fp16:
+                raise complaints.fp16_gradients(optimizer)
+            coalesce(optimizer)
+            gradients = gradients_of(optimizer)
+        main = self._scales.of("", inv_scale.device)
+        again = main.watch.may_be_below_one(main.rule)
+        flags = unscale.unscale_by_device_(gradients, inv_scale, dtypes, again=again)
+        state = self._per_optimizer_states[id(optimizer)]
+        return unscale.exchange(flags, found_inf, gradients, self._group, state)
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        state = self._per_optimizer_states[id(optimizer)]
+        unscale.agreed(state)
+        return dict(state["found_inf_per_device"])
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer unless its gradients hold inf or NaN.
+
+        A closure (LBFGS, SAM) scales its loss, runs the backward pass, and returns the
+        loss itself, unscaled. If one of its evaluations overflows, the whole step is
+        taken back.
+
+        Returns:
+            What the optimizer's step returned; None if it was skipped.
+
+        Raises:
+            RuntimeError: If it was stepped since the last `update`.
+            AssertionError: If no parameter of it has a gradient.
+        """
+        result: float | None
+        if not self._enabled:
+            result = optimizer.step(*args, **kwargs)
+            return result
+        closure = kwargs.pop("closure", None)
+        if closure is None and args and callable(args[0]):
+            closure, args = args[0], args[1:]
+        if closure is None:
+            self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            message = "step() has already been called since the last update()."
+            raise RuntimeError(message)
+        if closure is not None:
+            if self._scaled and state["stage"] is OptState.READY:
+                self.unscale_(optimizer)  # SAM's first pass came before the step
+            result = stepping.with_closure(
+                self, closure, optimizer, state, *args, **kwargs
             )
-            flags = {
-                place: torch.maximum(flags[place], again[place]) for place in flags
-            }
-        return flags
+        elif fused.skips_inside(optimizer):
+            result = stepping.fused_step(
+                self, optimizer, state, *args, exact=self._exact, **kwargs
+            )
+        else:
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            if not unscale.agreed(state):
+                raise complaints.no_gradients(optimizer)
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        flags = state["found_inf_per_device"].values()
+        self._stepped.append(Taken(optimizer, flags))
+        return result
+
+    def backward(
+        self,
+        loss: Tensor,
+        *optimizers: Optimizer,
+        name: str = "",
+        retain_graph: bool = False,
+    ) -> None:
+        """Run a backward pass whose gradients are unscaled and looked at by itself.
+
+        For losses with scales of their own, `drop_bad_microbatch` and `retries`. Then
+        `.grad` holds unscaled sums: clip, `step` and `update` as ever. Under DDP each
+        loss needs a forward pass of its own.
+
+        Args:
+            loss: Shape ().
+            optimizers: All whose parameters it reaches.
+            name: Losses of different names have scales of their own; "" is `scale`'s.
+            retain_graph: As for `Tensor.backward`.
+
+        Raises:
+            RuntimeError: If gradients are there that `backward` did not make.
+        """
+        if not self._enabled:
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            return
+        if not self._ledger.is_open:
+            complaints.refuse_gradients(optimizers)
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(loss.device)
+        main = self._main()
+        scaler = self._scales.of(name, loss.device) if name else main
+        scaler.begin(loss, self._name_of)
+        params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+
+        def backward(keep: bool) -> None:
+            scaled = scaler.scale(loss)
+            scaled.backward(retain_graph=keep or retain_graph)  # type: ignore[no-untyped-call]
+
+        found = run_pass(
+            scaler, backward, params, retries=self._retries, group=self._group
+        )
+        self._scales.note(name, found)
+        self._publish(main)
+        self._ledger.enter(params, found)
+        spoilt = self._ledger.show()
+        for optimizer in optimizers:
+            state = self._per_optimizer_states[id(optimizer)]
+            state["found_inf_per_device"] = {spoilt.device: spoilt}
+            state["stage"] = OptState.UNSCALED
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Close the iteration: move the scale, and take down what happened.
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
+            AssertionError: If no gradient was looked at since the last `update`.
         """
-        if not self._enabled or new_scale is not None:
-            forced = float(new_scale) if isinstance(new_scale, int) else new_scale
-            super().update(forced)
-            self._stepped.clear()
+        if not self._enabled:
             return
-        scale, clean = self._check_scale_growth_tracker("update")
-        flags = [
-            flag.to(scale.device, non_blocking=True)
-            for state in self._per_optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
-        ]
-        if not flags:
-            message = "No inf checks were recorded prior to update."
-            raise AssertionError(message)
-        found_inf = torch.stack([flag.reshape(()) for flag in flags]).amax()
-        rule = self._rule(self._bounds["min_scale"])
-        if self._counters is None:
-            first = ScaleState.first(rule, scale.device)
-            self._counters = first.hysteresis_left, first.skips_in_a_row
-        before = scale.clone()
-        after = advance(ScaleState(before, clean, *self._counters), found_inf, rule)
-        self._counters = after.hysteresis_left, after.skips_in_a_row
-        self._take_down(found_inf, before)
-        scale.copy_(after.scale)
-        clean.copy_(after.clean_steps)
-        self._per_optimizer_states.clear()
-        self._watch(before, after.skips_in_a_row, rule)
+        main = self._main()
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in unscale.agreed(state)]
+        if not flags and new_scale is None:
+            raise complaints.no_checks([taken.optimizer for taken in self._stepped])
+        used = main.state.scale.clone()
+        if flags:
+            self._steps += 1
+            found_inf = unscale.highest(flags, used.device)
+            self._last_step = report_on(self._stepped, self._steps, used, found_inf)
+        self._last_taken, self._stepped = self._stepped, []
+        try:
+            if new_scale is None:
+                factors = (*self._factors[:2], self._bounds["min_scale"])
+                self._exact = self._exact and all(map(is_power_of_two, factors))
+                if not (self._proposed or self._ledger.is_open):
+                    self._propose([], flags)  # a fused kernel unscaled them
+                main.state = replace(main.state, scale=used)
+                self._scales.move(found_inf, partial(still_there, self._last_taken))
+            else:
+                # torch knows no int, and leaves its counter alone.
+                is_int = isinstance(new_scale, int)
+                super().update(float(new_scale) if is_int else new_scale)
+                known = 0.0 if isinstance(new_scale, torch.Tensor) else new_scale
+                main.watch.forget(known)
+                self._exact = is_power_of_two(known)
+        finally:
+            if new_scale is None:
+                self._publish(main)
+            self._ledger.close()
+            self._scales.forget()
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self._scaled = self._proposed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five entries, and "_halfstep" with what it has not.
+
+        Waits for the device. Another torch scaler that loads it ignores the sixth.
+        """
+        extra = {"_halfstep": self._scales.state_dict()} if self._enabled else {}
+        return super().state_dict() | extra
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of this class, of torch's, or of apex.amp.
+
+        Raises:
+            RuntimeError: If it is empty.
+            KeyError: If an entry is missing.
+        """
+        if self._enabled:
+            state = recognise(state_dict, super().state_dict())
+            super().load_state_dict(state)
+            self._scales.load_state_dict(state.get("_halfstep", {}))
+            self._exact = is_power_of_two(self._init_scale)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        # Neither a closure over gradients nor a CUDA event can be pickled.
-        names = partial(tuple, self._last_step.found_inf_in)
-        state["_last_step"] = replace(self._last_step, names=names)
-        state["_late"] = Late()
-        return state
-
-    def _take_down(self, found_inf: Tensor, scale: Tensor) -> None:
-        optimizers, self._stepped = self._stepped, []
-        self._steps += 1
-
-        def names() -> tuple[str, ...]:
-            return tuple(n for o in optimizers for n in non_finite(_gradients(o)))
-
-        if found_inf.device.type == "cpu" and found_inf:
-            bad = names()
-
-            def names() -> tuple[str, ...]:
-                return bad
-
-        self._last_step = StepReport(
-            self._steps,
-            complete=True,
-            scale_used=scale,
-            found_inf=found_inf,
-            names=names,
-        )
-
-    def _watch(self, scale: Tensor, skips_in_a_row: Tensor, rule: ScaleRule) -> None:
-        arrived = self._late.send(torch.stack((scale, skips_in_a_row)))
-        if arrived and is_collapsed(arrived[0], int(arrived[1]), rule):
-            names = ", ".join(self.last_step.found_inf_in[:3]) or "gradients"
-            raise collapse(arrived[0], int(arrived[1]), f"not finite: {names}")
-
-
-def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-    """Return an optimizer's gradients with the best names there are."""
-    found = []
-    for number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names")
-        for index, param in enumerate(group["params"]):
-            if param.grad is not None:
-                place = f"group {number} parameter {index} {tuple(param.shape)}"
-                found.append((names[index] if names else place, param.grad))
-    return found
+        # Neither graphs nor CUDA events can be pickled; the rest begins where it was.
+        scales = Scales(self._scales.rule)
+        scales.load_state_dict(self._scales.state_dict())
+        state |= {"_last_taken": [], "_group": None, "_scales": scales}
+        return state | {"_last_step": self._last_step.read()}

@@ -56,7 +56,7 @@ class MasterWeights:
         self.optimizer = optimizer
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         """(16-bit parameter, fp32 master), in the order they were adopted."""
-        self._stored: dict[nn.Parameter, nn.Parameter] = {}
+        self._stored: dict[Tensor, nn.Parameter] = {}
         self._buffers: dict[nn.Parameter, Tensor] = {}
         self._groups = 0
         self.adopt(originals or {})
@@ -115,7 +115,7 @@ class MasterWeights:
         if more[0]:
             torch._foreach_add_(*more)
 
-    def stored(self, param: nn.Parameter) -> nn.Parameter:
+    def stored(self, param: Tensor) -> Tensor:
         """Return the model's parameter behind one of the optimizer's."""
         return self._stored.get(param, param)
 
@@ -145,6 +145,6 @@ class NoMasters:
     def publish(self) -> None:
         """Leave parameters as they are."""
 
-    def stored(self, param: nn.Parameter) -> nn.Parameter:
+    def stored(self, param: Tensor) -> Tensor:
         """Return the parameter itself."""
         return param

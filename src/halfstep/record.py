@@ -123,13 +123,13 @@ class Recorder:
         thread = self._thread
         outer, thread.tally = thread.tally, _Tally(calls=1)
         cache = frame.cache
-        before = (cache.misses, cache.bytes_cast) if cache else (0, 0)
+        before = (0, 0) if cache is None else (cache.misses, cache.bytes_cast)
         try:
             output = run()
             tally = thread.tally
         finally:
             thread.tally = outer
-        if cache:
+        if cache is not None:
             tally.casts += cache.misses - before[0]
             tally.bytes += cache.bytes_cast - before[1]
         dtypes = _dtypes(arguments)

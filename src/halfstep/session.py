@@ -8,6 +8,7 @@ and says what it did.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,26 +16,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import convert, distributed, fused
+from halfstep import convert, distributed, fused, late
 from halfstep.errors import UserError
 from halfstep.explain import precision_table
-from halfstep.formats import is_low
 from halfstep.forward import Regions
+from halfstep.late import Late
 from halfstep.master import MasterWeights, NoMasters
-from halfstep.scaler import Late, collapse, is_collapsed
-from halfstep.stats import StepReport, dense, non_finite
+from halfstep.scaler.passes import Passes
+from halfstep.scaler.scales import Scales
+from halfstep.scaler.unscale import Agreement
+from halfstep.stats import Culprit, StepReport, dense, non_finite, total_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from torch.optim.lr_scheduler import LRScheduler
 
     from halfstep.casting import Region
     from halfstep.choice import Choice
     from halfstep.policy import Policy
     from halfstep.report import Table
-    from halfstep.scaler import LossScaler
+    from halfstep.scaler import LossScaler, ScaleRule
     from halfstep.steered import Steered
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class Session:
@@ -51,21 +56,29 @@ class Session:
         choice: Choice,
         *,
         policy: Policy,
-        scaler: LossScaler,
+        rule: ScaleRule,
+        device: torch.device,
         clip_grad_norm: float | None,
         accumulate: int,
+        drop_bad_microbatch: bool,
+        retries: int,
+        scheduler: LRScheduler | None,
         names: Iterable[tuple[str, nn.Parameter]],
         process_group: torch.distributed.ProcessGroup | None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.choice = choice
-        self.scaler = scaler
+        self._device = device
+        self._scales = Scales(rule, process_group)
+        self.scaler: LossScaler = self._scales.of("", device)
+        self._passes = Passes(
+            self._scales, drop=drop_bad_microbatch, retries=retries, group=process_group
+        )
         self.clip_grad_norm = clip_grad_norm
         self.accumulate = accumulate
         self._bare = model
         self._group = process_group
-        self._device = scaler.state.scale.device
         self._names = {id(param): name for name, param in names}
         conversion = convert.convert_(model, choice.level, choice.format.dtype, policy)
         self.policy = conversion.policy
@@ -78,6 +91,8 @@ class Session:
         self._skipped = torch.zeros((), device=self._device)
         self._micro = 0
         self._loss: Tensor | None = None
+        self.scheduler = scheduler
+        self._followed = 0
         self._late = Late()
 
     @contextlib.contextmanager
@@ -98,21 +113,32 @@ class Session:
     def _quiet(self) -> bool:
         """Gradients of this micro-batch need not be averaged over processes yet.
 
-        Those that leave the model for their masters after each micro-batch are
-        averaged each time; others wait for the last one.
+        Those that are looked at, or leave the model for their masters, after each
+        micro-batch are averaged each time; others wait for the last one.
         """
-        return self._micro + 1 < self.accumulate and not self._masters.pairs
+        apart = self._passes.apart or bool(self._masters.pairs)
+        return self._micro + 1 < self.accumulate and not apart
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, name: str = "") -> None:
         """Run the backward pass of the scaled loss; more losses may follow.
 
         Args:
             loss: Mean loss of the micro-batch, shape ().
+            name: Losses of different names have loss scales of their own. Their
+                gradients are unscaled, and looked at, before they are added up. Under
+                DDP each needs a forward pass of its own.
         """
+        scaler = self._scales.of(name, self._device)
+        scaler.begin(loss, self._name)
         self._loss = loss.detach()
-        scaled = self.scaler.scale(loss / self.accumulate)
-        with self._regions.folding(scaled):
-            scaled.backward()  # type: ignore[no-untyped-call]
+
+        def backward(keep: bool) -> None:
+            scaled = scaler.scale(loss / self.accumulate)
+            with self._regions.folding(scaled):
+                scaled.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
+
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._passes.run(name, backward, params, settle=self._masters.fold)
 
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
@@ -128,12 +154,11 @@ class Session:
         """
         if not self._ends_window():
             return StepReport(self._attempted, complete=False)
-        gradients = self._collect()
-        found_inf = self._agree(self.scaler.unscale_([grad for _, grad in gradients]))
-        report = self._report(gradients, found_inf)
+        gradients, agreement = self._unscale()
+        report = self._report(gradients, agreement)
         self._clip_and_update(report)
-        self.scaler.update(found_inf)
-        self._watch(report)
+        self._scales.move(agreement.wait(), report.culprits)
+        self._follow()
         unmatched = self._regions.stepped(self._implied)
         if unmatched:
             warnings.warn(unmatched, stacklevel=2)
@@ -154,103 +179,101 @@ class Session:
             self._loss = None
         return self._micro >= self.accumulate
 
-    def _collect(self) -> list[tuple[str, Tensor]]:
-        """Return the gradients that the optimizer is about to use, with names."""
+    def _unscale(self) -> tuple[list[tuple[str, Tensor]], Agreement]:
+        """Return the named gradients of the step, unscaled, and the ranks' verdict."""
+        found_inf = self._passes.show()
         found = [
             (self._name(param), param.grad)
             for group in self.optimizer.param_groups
             for param in group["params"]
             if param.grad is not None
         ]
-        if not found:
+        if not found and self._group is None:
             message = (
                 "no parameter of the optimizer has a gradient: is the loss computed "
                 "from session.model, and do its parameters require gradients?"
             )
             raise RuntimeError(message)
-        return found
+        if found_inf is not None:
+            return found, Agreement(found_inf)
+        return found, self._passes.unscale_([gradient for _, gradient in found])
 
-    def _name(self, param: nn.Parameter) -> str:
+    def _name(self, param: Tensor) -> str:
         shape = f"a parameter of shape {tuple(param.shape)}"
         return self._names.get(id(self._masters.stored(param)), shape)
 
-    def _agree(self, found_inf: Tensor) -> Tensor:
-        """Let one rank's overflow be every rank's."""
-        if self._group is None:
-            return found_inf
-        return distributed.highest(found_inf, self._group)
-
     def _report(
-        self, gradients: list[tuple[str, Tensor]], found_inf: Tensor
+        self, gradients: list[tuple[str, Tensor]], agreement: Agreement
     ) -> StepReport:
         """Take down what clipping and clearing will destroy."""
-        names, tensors = zip(*gradients, strict=True)
+        names = [name for name, _ in gradients]
+        tensors = [gradient for _, gradient in gradients]
         norm = None
-        if self.clip_grad_norm is not None:
-            # A 16-bit norm would overflow long before its gradients do.
-            stored = [dense(grad) for grad in tensors]
-            wide = [g.float() if is_low(g.dtype) else g for g in stored]
-            norm = nn.utils.get_total_norm(wide)
-        suspects: Callable[[], tuple[str, ...]] = tuple
-        if self._skips_on_device:
-            peaks = torch.stack(torch._foreach_norm(tensors, torch.inf))  # noqa: SLF001
+        if self.clip_grad_norm is not None and tensors:
+            norm = total_norm(tensors)
+        found_inf = agreement.wait()
+        culprits: Callable[[], tuple[Culprit, ...]] = tuple
+        if self._skips_on_device and tensors:
+            stored = [dense(gradient) for gradient in tensors]
+            peaks = torch.stack(torch._foreach_norm(stored, torch.inf))  # noqa: SLF001
 
-            def suspects() -> tuple[str, ...]:
-                bad = (~torch.isfinite(peaks)).tolist()
-                return tuple(n for n, b in zip(names, bad, strict=True) if b)
+            def culprits() -> tuple[Culprit, ...]:
+                held = zip(names, peaks.tolist(), strict=True)
+                kinds = [(n, math.isinf(peak), math.isnan(peak)) for n, peak in held]
+                return tuple(Culprit(n, i, nan) for n, i, nan in kinds if i or nan)
 
         elif found_inf:
-            culprits = non_finite(gradients)
+            found = non_finite(gradients)
 
-            def suspects() -> tuple[str, ...]:
-                return culprits
+            def culprits() -> tuple[Culprit, ...]:
+                return found
 
         self._attempted += 1
         self._skipped += found_inf
         return StepReport(
             self._attempted,
             complete=True,
-            scale_used=self.scaler.state.scale,
+            scale_used=self._passes.scale,
             found_inf=found_inf,
-            norm=norm,
-            names=suspects,
+            norm=lambda: norm,
+            culprits=culprits,
+            dropped=self._passes.dropped(),
         )
 
     @property
     def _skips_on_device(self) -> bool:
         """The optimizer's kernel itself leaves everything alone on overflow."""
-        return self._device.type != "cpu" and fused.skips_inside(self.optimizer)
+        return fused.skips_inside(self.optimizer) and not late.on_host(self._device)
 
     def _clip_and_update(self, report: StepReport) -> None:
         """Update the weights unless the step is skipped; clear the gradients."""
         if self._skips_on_device:
-            self._clip(report.norm)
+            self._clip(report.norm())
             fused.step(self.optimizer, torch.as_tensor(report.found_inf))
             self._masters.publish()
         elif report.applied:
-            self._clip(report.norm)
+            self._clip(report.norm())
             self.optimizer.step()
             self._masters.publish()
         self.optimizer.zero_grad()
+        self._passes.close()
         self._micro, self._loss = 0, None
 
-    def _clip(self, norm: Tensor | None) -> None:
-        if norm is not None and self.clip_grad_norm != torch.inf:
+    def _clip(self, norm: Tensor | float | None) -> None:
+        if isinstance(norm, Tensor) and self.clip_grad_norm != torch.inf:
             params = [p for g in self.optimizer.param_groups for p in g["params"]]
             nn.utils.clip_grads_with_norm_(params, self.clip_grad_norm or 0.0, norm)
 
-    def _watch(self, report: StepReport) -> None:
-        """Stop a run in which no step has been applied for too long."""
-        if not self._skips_on_device and report.applied:
-            return
-        used, skips = report.scale_used, self.scaler.state.skips_in_a_row
-        arrived = self._late.send(torch.stack((torch.as_tensor(used), skips)))
-        if arrived and is_collapsed(arrived[0], int(arrived[1]), self.scaler.rule):
-            names = report.found_inf_in
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""  # noqa: PLR2004
-            whose = ", ".join(names[:3]) or "another process"
-            seen = f"not finite: gradients of {whose}{more}"
-            raise collapse(arrived[0], int(arrived[1]), seen)
+    def _follow(self) -> None:
+        """Step the schedule once for each applied step that is known of.
+
+        On a GPU that is one step late, where nobody waits for what was skipped.
+        """
+        if self.scheduler is not None:
+            arrived = self._late.send((self._attempted - self._skipped,))
+            while arrived and self._followed < arrived[0]:
+                self.scheduler.step()
+                self._followed += 1
 
     @property
     def steps_applied(self) -> int:
@@ -268,7 +291,8 @@ class Session:
         After a region with `session.autocast(record=True)` each operation in it has a
         row; before, each type of module, with what it is stored and runs in.
         """
-        moves = "dynamic" if self.scaler.rule.backoff_factor < 1 else "fixed"
+        rule = self.scaler.rule
+        moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
         notes = (
             f"level {self.choice}: {self.choice.reason}",
             f"policy: {self.policy}",
@@ -309,9 +333,15 @@ class Session:
             "dtype": self.choice.format.name,
             "weights": self.weights(),
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            "scales": self._scales.state_dict(),
             "steps": {"attempted": self._attempted, "skipped": self.steps_skipped},
+            "schedule": self._schedule(),
         }
+
+    def _schedule(self) -> dict[str, Any]:
+        if self.scheduler is None:
+            return {}
+        return {"followed": self._followed, "state": self.scheduler.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -342,12 +372,16 @@ class Session:
         self.optimizer.load_state_dict(state["optimizer"])
         if state["dtype"] == self.choice.format.name:
             # Another format needs another scale: 65536 is right for fp16 alone.
-            self.scaler.load_state_dict(state["scaler"])
+            self._scales.load_state_dict(state["scales"])
         for name, tensor in own.items():
             tensor.copy_(state["weights"][name])
         self._masters.publish()
         self.optimizer.zero_grad()
+        self._passes.close()
         self._micro, self._loss = 0, None
+        if self.scheduler is not None and state["schedule"]:
+            self.scheduler.load_state_dict(state["schedule"]["state"])
+            self._followed = state["schedule"]["followed"]
         self._attempted = state["steps"]["attempted"]
         self._skipped.fill_(state["steps"]["skipped"])
 

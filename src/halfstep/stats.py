@@ -6,19 +6,55 @@ for the device only when they are read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import weakref
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
+from torch import nn
+
+from halfstep import late
+from halfstep.formats import is_low
+from halfstep.parameters import first_gradient, named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
+    from torch.optim import Optimizer
 
 
-def _no_names() -> tuple[str, ...]:
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A parameter whose gradient was not finite."""
+
+    name: str
+    inf: bool
+    """It held inf."""
+    nan: bool
+    """It held NaN."""
+
+
+@dataclass(frozen=True)
+class _Is(Generic[T]):
+    """A value where something to call is asked for, which pickle can keep."""
+
+    value: T
+
+    def __call__(self) -> T:
+        return self.value
+
+
+def _nobody() -> tuple[Culprit, ...]:
     return ()
+
+
+def _no_norm() -> Tensor | float | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -38,10 +74,12 @@ class StepReport:
     """Loss scale of the backward pass, shape ()."""
     found_inf: Tensor | bool = False
     """Whether a gradient held inf or NaN; any non-zero number counts, shape ()."""
-    norm: Tensor | None = None
-    """Norm of all unscaled gradients before clipping; None where nobody asked."""
-    names: Callable[[], tuple[str, ...]] = _no_names
+    norm: Callable[[], Tensor | float | None] = _no_norm
+    """Takes the norm of all unscaled gradients; None where it cannot be known."""
+    culprits: Callable[[], tuple[Culprit, ...]] = _nobody
     """Names the parameters whose gradients were not finite."""
+    dropped: Tensor | int = 0
+    """Micro-batches left out because their gradients were not finite, shape ()."""
 
     @property
     def skipped(self) -> bool:
@@ -60,22 +98,158 @@ class StepReport:
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm before clipping, None where it was not taken. May wait."""
-        return None if self.norm is None else float(self.norm)
+        """Norm of all unscaled gradients, None where it is not known. May wait."""
+        norm = self.norm()
+        return None if norm is None else float(norm)
+
+    @property
+    def microbatches_dropped(self) -> int:
+        """How many were left out of this step. May wait for the device."""
+        return int(self.dropped)
 
     @property
     def found_inf_in(self) -> tuple[str, ...]:
         """Parameters whose gradients were not finite; () if applied. May wait."""
-        return self.names() if self.skipped else ()
+        return tuple(culprit.name for culprit in self._found())
+
+    @property
+    def inf_in(self) -> tuple[str, ...]:
+        """Those whose gradients held inf. May wait for the device."""
+        return tuple(culprit.name for culprit in self._found() if culprit.inf)
+
+    @property
+    def nan_in(self) -> tuple[str, ...]:
+        """Those whose gradients held NaN. May wait for the device."""
+        return tuple(culprit.name for culprit in self._found() if culprit.nan)
+
+    def read(self) -> StepReport:
+        """Return the same report, read to the end: gradients may go. Waits."""
+        norm = self.grad_norm
+        try:
+            culprits: Callable[[], tuple[Culprit, ...]] = _Is(self._found())
+        except RuntimeError:
+            culprits = partial(culprits_of, [None])  # gone for good
+        return replace(self, norm=_Is(norm), culprits=culprits)
+
+    def _found(self) -> tuple[Culprit, ...]:
+        return self.culprits() if self.skipped else ()
 
 
-def non_finite(named: Sequence[tuple[str, Tensor]]) -> tuple[str, ...]:
-    """Return the names of those tensors that hold inf or NaN. Waits for the device."""
-    return tuple(
-        name for name, tensor in named if not bool(torch.isfinite(dense(tensor)).all())
+class Taken:
+    """The gradients an optimizer was stepped with, as long as they are still there.
+
+    Why: to hold on to them would cost their memory in the next forward pass, and to
+    look at each of them would cost every run a pass over memory. On a CPU, where an
+    overflow is known at once, those of a skipped step are looked at at once.
+
+    Args:
+        optimizer: Just stepped.
+        flags: Whether its gradients held inf or NaN, by device, each of shape ().
+    """
+
+    def __init__(self, optimizer: Optimizer, flags: Iterable[Tensor]) -> None:
+        self.optimizer = optimizer
+        first = first_gradient(optimizer)
+        self._first = None if first is None else weakref.ref(first)
+        self._version = 0 if first is None else first._version  # noqa: SLF001
+        self._known: tuple[Culprit, ...] | None = None
+        flags = list(flags)
+        if all(late.on_host(flag.device) for flag in flags):
+            bad = any(bool(flag) for flag in flags)
+            self._known = non_finite(self.gradients() or []) if bad else ()
+
+    def gradients(self) -> list[tuple[str, Tensor]] | None:
+        """Return them with names; None once they were cleared or added to."""
+        first = None if self._first is None else self._first()
+        now = first_gradient(self.optimizer)
+        if first is None or now is not first or first._version != self._version:  # noqa: SLF001
+            return None
+        pairs = named(self.optimizer)
+        return [(name, param.grad) for name, param in pairs if param.grad is not None]
+
+    def culprits(self) -> tuple[Culprit, ...] | None:
+        """Return those that were not finite; None if nobody can know any more."""
+        if self._known is not None:
+            return self._known
+        gradients = self.gradients()
+        return None if gradients is None else non_finite(gradients)
+
+
+def report_on(
+    taken: Sequence[Taken], step: int, scale: Tensor, found_inf: Tensor
+) -> StepReport:
+    """Return what a step with these optimizers did, read only when it is asked."""
+    return StepReport(
+        step,
+        complete=True,
+        scale_used=scale,
+        found_inf=found_inf,
+        norm=partial(norm_of, taken),
+        culprits=partial(culprits_of, taken),
     )
 
 
+def norm_of(taken: Sequence[Taken]) -> Tensor | None:
+    """Return the norm of all gradients; None if some are gone."""
+    found = [part.gradients() for part in taken]
+    if not found or any(part is None for part in found):
+        return None
+    return total_norm([grad for part in found if part is not None for _, grad in part])
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of all gradients as one vector, on every rank the same.
+
+    Args:
+        gradients: Of any dtype, sparse or dense; DTensors count with all their parts.
+    """
+    kinds: dict[bool, list[Tensor]] = {}
+    for gradient in gradients:
+        split = hasattr(gradient, "full_tensor")
+        values = gradient if split else dense(gradient)
+        # A 16-bit norm would overflow long before its gradients do.
+        wide = values.float() if is_low(values.dtype) else values
+        kinds.setdefault(split, []).append(wide)
+    norms = [nn.utils.get_total_norm(kind) for kind in kinds.values()]
+    whole = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
+    return whole[0] if len(whole) == 1 else nn.utils.get_total_norm(whole)
+
+
+def culprits_of(taken: Sequence[Taken | None]) -> tuple[Culprit, ...]:
+    """Return whose gradients were not finite.
+
+    Raises:
+        RuntimeError: If they are gone.
+    """
+    found = [None if part is None else part.culprits() for part in taken]
+    if any(part is None for part in found):
+        message = (
+            "the gradients of the skipped step are gone; read found_inf_in before "
+            "they are cleared, that is, before optimizer.zero_grad()."
+        )
+        raise RuntimeError(message)
+    return tuple(culprit for part in found for culprit in part or ())
+
+
+def still_there(taken: Sequence[Taken]) -> tuple[Culprit, ...]:
+    """Return whose gradients were not finite, as far as that can still be known."""
+    return tuple(culprit for part in taken for culprit in part.culprits() or ())
+
+
+def non_finite(pairs: Iterable[tuple[str, Tensor]]) -> tuple[Culprit, ...]:
+    """Return those tensors that hold inf or NaN. Waits for the device."""
+    found = []
+    for name, tensor in pairs:
+        values = dense(tensor)
+        # A sum is inf or NaN if a part is, and mostly spares the other two passes.
+        if values.numel() and not bool(torch.isfinite(values.sum())):
+            inf, nan = bool(values.isinf().any()), bool(values.isnan().any())
+            if inf or nan:
+                found.append(Culprit(name, inf, nan))
+    return tuple(found)
+
+
 def dense(tensor: Tensor) -> Tensor:
-    """Return the stored numbers of a tensor: the values of a sparse one."""
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+    """Return the stored numbers of a tensor: of a sparse one, of a rank's part."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.coalesce().values() if local.is_sparse else local

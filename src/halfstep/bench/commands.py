@@ -32,13 +32,17 @@ class Bench:
     """Measures, and returns what to print."""
 
 
+def _is_whole(word: str) -> bool:
+    return word.isascii() and word.isdigit() and int(word) > 0
+
+
 def whole(word: str) -> int:
     """Return the number that a flag gives; argparse puts the flag before the message.
 
     Raises:
         argparse.ArgumentTypeError: If it is no whole number of at least 1.
     """
-    if not (word.isascii() and word.isdigit() and int(word) > 0):
+    if not _is_whole(word):
         message = f"{word!r} must be a whole number of at least 1"
         raise argparse.ArgumentTypeError(message)
     return int(word)
@@ -65,10 +69,48 @@ def share(word: str) -> float:
     return value
 
 
+def shapes(words: str) -> list[str]:
+    """Return shapes with commas between them, each a number of tensors x their size.
+
+    Raises:
+        argparse.ArgumentTypeError: If one is not two whole numbers and an x.
+    """
+    for word in words.split(","):
+        parts = word.split("x")
+        if not (len(parts) == 2 and all(_is_whole(part) for part in parts)):  # noqa: PLR2004
+            message = f"{word!r} must be a number of tensors x a size, such as 3x4096"
+            raise argparse.ArgumentTypeError(message)
+    return words.split(",")
+
+
+OPTIMIZERS = ("none", "sgd", "adamw", "sgd-fused", "adamw-fused")
+"""What `bench scaler` can step; none does nothing."""
+
+
+def optimizers(words: str) -> list[str]:
+    """Return names of optimizers with commas between them; "all" are all.
+
+    Raises:
+        argparse.ArgumentTypeError: If one is unknown.
+    """
+    names = list(OPTIMIZERS) if words == "all" else words.split(",")
+    for name in names:
+        if name not in OPTIMIZERS:
+            message = f"{name!r} must be all or of {', '.join(OPTIMIZERS)}"
+            raise argparse.ArgumentTypeError(message)
+    return names
+
+
 def _add_common(parser: argparse.ArgumentParser, rounds: int | None) -> None:
-    """Add the flags of every bench but `train`."""
+    """Add the flags of most benches."""
+    text = "(default bf16)"
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help=text)
+    _add_place(parser, rounds)
+
+
+def _add_place(parser: argparse.ArgumentParser, rounds: int | None) -> None:
+    """Add where to measure, and how often."""
     add = parser.add_argument
-    add("--dtype", choices=("bf16", "fp16"), default="bf16", help="(default bf16)")
     add("--device", choices=("cpu", "cuda"), help="(default cuda if there is one)")
     if rounds:
         text = f"turns of each contender (default {rounds})"
@@ -138,6 +180,32 @@ def _add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     _add_common(parser, rounds=None)
 
 
+def _add_scaler_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--shapes",
+        type=shapes,
+        default=["1000x16", "3x4096"],
+        metavar="NxM,NxM",
+        help="N gradients of M x M (default 1000x16,3x4096)",
+    )
+    add(
+        "--optimizer",
+        type=optimizers,
+        default=["none", "sgd", "adamw-fused"],
+        metavar="NAME,NAME",
+        help=f"all, or of {', '.join(OPTIMIZERS)} (default none,sgd,adamw-fused)",
+    )
+    text = "steps in one turn, fewer of slow ones (default 50)"
+    add("--calls", type=whole, default=50, metavar="N", help=text)
+    _add_place(parser, rounds=21)
+
+
+def _add_traces_flags(parser: argparse.ArgumentParser) -> None:
+    text = "steps of each trace (default 5000)"
+    parser.add_argument("--steps", type=whole, default=5000, metavar="N", help=text)
+
+
 def _train(arguments: argparse.Namespace) -> list[Table]:
     return [train.bench(arguments)]
 
@@ -158,6 +226,18 @@ def _encoder(arguments: argparse.Namespace) -> list[Table]:
     from halfstep.bench import encoder
 
     return encoder.tables(arguments)
+
+
+def _scaler(arguments: argparse.Namespace) -> list[Table]:
+    from halfstep.bench import scaler
+
+    return scaler.tables(arguments)
+
+
+def _traces(arguments: argparse.Namespace) -> list[Table]:
+    from halfstep.bench import traces
+
+    return traces.tables(arguments)
 
 
 BENCHES = {
@@ -188,6 +268,20 @@ BENCHES = {
         "contender; print time, memory for activations, and losses.",
         _add_encoder_flags,
         _encoder,
+    ),
+    "scaler": Bench(
+        "what a GradScaler adds to a step, beside torch.amp's",
+        "Time scaling, unscaling, the check and the move of the scale, by torch's "
+        "GradScaler and by ours, in steps of several optimizers.",
+        _add_scaler_flags,
+        _scaler,
+    ),
+    "traces": Bench(
+        "steps lost to overflow under each library's rule for the scale",
+        "Replay recorded and made-up sizes of gradients through the rules of "
+        "torch.amp, Megatron, DeepSpeed and ours; print steps lost and final scales.",
+        _add_traces_flags,
+        _traces,
     ),
 }
 """Word on the command line -> what it measures."""

@@ -1,0 +1,115 @@
+"""What `GradScaler` says when it is misused: torch's words, and then the culprit.
+
+In: an optimizer, or a place in the user's code. Out: exceptions, to be raised. Each
+begins with torch's own sentence, for code that matches on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from halfstep.parameters import named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.optim import Optimizer
+
+_HERE = str(Path(__file__).parent)
+_NAMED = 3
+
+
+def caller() -> tuple[str, int]:
+    """Return file and line of the innermost frame outside of this package."""
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def unscaled_twice(stage: OptState, where: tuple[str, int] | None) -> RuntimeError:
+    """Return the error of a second `unscale_`, or of one after `step`."""
+    if stage is OptState.STEPPED:
+        message = "unscale_() is being called after step()."
+        return RuntimeError(message)
+    message = (
+        "unscale_() has already been called on this optimizer since the last update()."
+    )
+    if where is not None:
+        file, line = where
+        message += f" The first call was at {file}:{line}; update() ends an iteration."
+    return RuntimeError(message)
+
+
+def no_gradients(optimizer: Optimizer) -> AssertionError:
+    """Return the error of a step without a gradient."""
+    return AssertionError(
+        f"No inf checks were recorded for this optimizer. {without(optimizer)}"
+    )
+
+
+def no_checks(stepped: Sequence[Optimizer]) -> AssertionError:
+    """Return the error of an `update` with nothing to go by."""
+    reason = "call step(optimizer) before update()."
+    if stepped:
+        reason = " ".join(without(optimizer) for optimizer in stepped)
+    message = f"No inf checks were recorded prior to update. {reason}"
+    return AssertionError(message)
+
+
+def without(optimizer: Optimizer) -> str:
+    """Say which parameters have no gradients, and the likely cause."""
+    every = list(named(optimizer))
+    names = [name for name, _ in every]
+    some = ", ".join(names[:_NAMED])
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    if any(param.grad is not None for _, param in every):
+        return "Its gradients came after unscale_(): call that after backward()."
+    if not any(param.requires_grad for _, param in every):
+        cause = "they are frozen (requires_grad is False)"
+    elif any(not param.is_leaf for _, param in every):
+        cause = "some are no leaves: make the optimizer after moving the model"
+    else:
+        cause = (
+            "no backward() since they were cleared, a loss that does not depend on "
+            "them, or an optimizer over another model's parameters"
+        )
+    return f"No gradient in {some}{more}. Likely cause: {cause}."
+
+
+def fp16_gradients(optimizer: Optimizer) -> ValueError:
+    """Return the error of gradients that unscaling would flush to zero."""
+    found = [
+        name
+        for name, param in named(optimizer)
+        if param.grad is not None and param.grad.dtype == torch.float16
+    ]
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    message = (
+        f"Attempting to unscale FP16 gradients. {found[0]}{more} is stored in float16: "
+        "keep weights in float32 and use autocast (level O1), or let "
+        "halfstep.prepare(model, optimizer, 'O2') keep float32 masters."
+    )
+    return ValueError(message)
+
+
+def refuse_gradients(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse `backward` on top of gradients of unknown scale.
+
+    Raises:
+        RuntimeError: If a parameter has a gradient.
+    """
+    for optimizer in optimizers:
+        for name, param in named(optimizer):
+            if param.grad is not None:
+                message = (
+                    f"scaler.backward() found a gradient in {name} that it did not "
+                    "make: call optimizer.zero_grad() first, and use "
+                    "scaler.backward() for every loss."
+                )
+                raise RuntimeError(message)

@@ -1,0 +1,400 @@
+"""Who made the first inf or NaN of a forward pass, and why.
+
+In: a loss whose backward pass has not run yet. Out: a `Finding`, or None if the forward
+pass was finite and the backward pass meets no infinite slope.
+
+The autograd graph knows most values: what an operation saved was made by the node it
+points to. Going back from a loss that is not finite, and never through a value that is,
+leaves the suspects; a mask of -inf that a softmax has used up is not among them. The
+first suspect in forward order against whom there is evidence is named.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.autograd.graph import Node
+
+    Namer = Callable[[Tensor], str]
+    Edge = tuple[Node, int]  # a node, and which of its outputs
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Who made the first inf or NaN, and why."""
+
+    cause: str
+    """"data": a batch, a target or a buffer holds it; "weights": a parameter does;
+    "zero": an operation met a value where it, or its slope, is infinite or undefined;
+    "range": numbers grew beyond what their format holds."""
+    where: str
+    """The operation, and the parameters that feed it."""
+    evidence: str
+    """What was seen there, with numbers."""
+    advice: str
+    """What to change."""
+
+
+@torch.no_grad()
+def examine(loss: Tensor, name_of: Namer) -> Finding | None:
+    """Look at the graph of a loss before its backward pass, and leave it as it is.
+
+    Waits for the device. Tensors behind hooks, as those of recomputed blocks, are not
+    read: that would compute the block again, once for each of them.
+
+    Args:
+        loss: Of any shape, its graph not yet freed.
+        name_of: Names a parameter.
+    """
+    if loss.grad_fn is None:
+        return None
+    graph = _Graph(loss, loss.grad_fn, name_of)
+    if math.isfinite(_reach(loss)):
+        findings = (graph.singular(op, "backward") for op in graph.ops.values())
+    else:
+        charges = (graph.given, graph.singular, graph.masked, graph.grown, graph.made)
+        findings = (charge(op) for op in graph.suspects() for charge in charges)
+    return next(filter(None, findings), None)
+
+
+@dataclass(frozen=True)
+class _Flaw:
+    """At which values operations, or their slopes, are infinite or undefined."""
+
+    kinds: str
+    names: str
+    test: Callable[..., Tensor]
+    spoils: str
+    says: str
+    advice: str
+    cause: str = "zero"
+
+    def places(self, saved: dict[str, Any]) -> Tensor:
+        values = [saved.get(name) for name in self.names.split()]
+        known = [_plain(torch.as_tensor(v)) for v in values if v is not None]
+        seen = len(known) == len(values) and not any(map(torch.is_complex, known))
+        return self.test(*known) if seen else torch.zeros(0)
+
+
+_AT_0, _BELOW_0 = "its argument is 0", "its argument is negative"
+_AT_1, _NONE = "its argument is not inside -1 to 1", "it is the mean of nothing"
+_LOG = "Add a small number inside log(), or use a loss that works on logits."
+_ROOT = "Add a small number to its argument: its slope at 0 is infinite."
+_DIV = "Add a small number to the divisor, or clamp it away from 0."
+_CLAMP = "Clamp its argument to the inside of its domain."
+_SKIP = "Skip such a batch, or divide a sum by max(count, 1)."
+_MASK = "Leave something in each row unmasked, and mask no class that a target names."
+_FIND = "Find the batch, buffer or frozen weight that brings it in: print them."
+_EXP = "Subtract the maximum first, or use a function that takes logits."
+
+# Norms, std, prod, cdist and atan2 are not here: torch gives them a finite slope at 0.
+_FLAWS = (
+    _Flaw("Log Log2 Log10", "self", lambda x: x == 0, "both", _AT_0, _LOG),
+    _Flaw("Log Log2 Log10", "self", lambda x: x < 0, "forward", _BELOW_0, _CLAMP),
+    _Flaw("Log1P", "self", lambda x: x == -1, "both", "its argument is -1", _LOG),
+    _Flaw("Logsumexp", "result", torch.isneginf, "both", "all it sums is -inf", _MASK),
+    _Flaw("Sqrt Hypot", "result", lambda x: x == 0, "backward", _AT_0, _ROOT),
+    _Flaw("Sqrt Rsqrt", "result", torch.isnan, "both", _BELOW_0, _CLAMP),
+    _Flaw("Rsqrt Reciprocal", "result", torch.isinf, "both", _AT_0, _DIV),
+    _Flaw("Pow", "self exponent", lambda x, n: (x == 0) & (n < 0), "both", _AT_0, _DIV),
+    _Flaw(
+        *("Pow", "self exponent", lambda x, n: (x == 0) & (n > 0) & (n < 1)),
+        *("backward", _AT_0, _ROOT),
+    ),
+    _Flaw("Div", "other", lambda x: x == 0, "both", "its divisor is 0", _DIV),
+    _Flaw("Acos Asin Erfinv", "self", lambda x: x.abs() >= 1, "both", _AT_1, _CLAMP),
+    _Flaw("Atanh", "self", lambda x: x.abs() == 1, "both", _AT_1, _CLAMP),
+    _Flaw("Exp Expm1", "result", torch.isposinf, "both", "it is inf", _EXP, "range"),
+    _Flaw("Mean", "self_sym_numel", lambda n: n == 0, "forward", _NONE, _SKIP),
+    _Flaw(
+        "NllLoss NllLoss2D", "total_weight", torch.logical_not, "forward", _NONE, _SKIP
+    ),
+)
+
+# Operations, by the names of their nodes without "Backward0"
+
+_SAME = re.compile(r"(T|Trans\w+|Permute|\w*View|Reshape\w+|Expand|\w*queeze|Clone)$")
+"""They give the numbers they take."""
+
+_TAME = re.compile(r"Relu|Gelu|Silu|Tanh|Sigmoid|.*(Softmax|Norm$|Pool|Dropout)|Mean")
+"""They give no inf where they take none."""
+
+_ABSORBS = re.compile(r"Div|Maximum|Minimum|Clamp|Logaddexp|ScaledDot")
+"""They may give finite numbers though they take infinite ones."""
+
+_ADDS = {"Add", "Sub", "Rsub", "Baddbmm", "Where", "CopySlices", "IndexPut"}
+"""They take in tensors without a gradient that they do not save."""
+_FACTORS = {"Addmm": "mat1 mat2", "Mm": "self mat2", "Bmm": "self mat2"}
+_MADE = re.compile(r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)")
+"""How names of saved values begin that the operation made itself."""
+_WORDS = {"Addmm": "linear", "Mm": "linear", "Bmm": "matmul", "Baddbmm": "matmul"}
+_WORDS |= {"MkldnnRnnLayer": "lstm", "ToCopy": "cast", "ScaledDotProduct": "attention"}
+_ROLES = {"self": "input", "mat1": "input", "mat2": "operand", "other": "operand"}
+
+
+class _Op:
+    """One node of the graph."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        # Leaves bear the largest number, 2**64 - 1, and come first.
+        self.number = (node._sequence_nr() + 1) % 2**64  # noqa: SLF001
+        self.kind = re.sub(r"Backward\d*$", "", node.name()).replace("_Cast", "ToCopy")
+        self.leaf: Tensor | None = getattr(node, "variable", None)
+        self.edges = _edges(node)
+        self.outputs = node._input_metadata  # noqa: SLF001 -- backward takes what it gave
+        self.dtype = self.outputs[0].dtype
+        self.limit = torch.finfo(self.dtype).max
+        self.holds = f"{str(self.dtype).removeprefix('torch.')} holds {self.limit:.6g}"
+        # Only a cast to float16 is likely to make an inf.
+        widens = self.kind == "ToCopy" and self.dtype != torch.float16
+        self.keeps = widens or _SAME.match(self.kind) is not None
+        self.carries = self.keeps or self.kind == "ToCopy" or self.leaf is not None
+        self.adds = self.kind in _ADDS and len(self.edges) < len(node.next_functions)
+        self.hidden = False
+        self.saved = dict(self._read())
+
+    def _read(self) -> Iterator[tuple[str, Any]]:
+        """Yield what it saved, by name, as far as that can be read."""
+        for name in dir(type(self.node)):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                # It may have been freed, or changed in place since.
+                with suppress(RuntimeError):
+                    raw = getattr(self.node, f"_raw_{name.removeprefix('_')}", None)
+                    parts = raw if isinstance(raw, tuple) else (raw,)
+                    if any(getattr(part, "unpack_hook", None) for part in parts):
+                        self.hidden = True
+                    else:
+                        yield name.removeprefix("_saved_"), getattr(self.node, name)
+
+    @property
+    def word(self) -> str:
+        if self.kind == "Convolution":
+            return f"conv{len(self.outputs[0].shape) - 2}d"
+        kind = re.sub(r"^(Native|Cudnn|Miopen|Safe)|(?<=Product).*", "", self.kind)
+        return _WORDS.get(kind) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.saved.items():
+            for part in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(part, Tensor):
+                    yield name, part
+
+    def constants(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield those that came in without a gradient."""
+        for name, value in self.tensors():
+            # While it trains, a batch norm writes its running statistics, reads none.
+            unread = name.startswith("running_") and self.saved.get("training")
+            if not value.requires_grad and not _MADE.match(name) and not unread:
+                yield name, value
+
+    def product(self) -> Tensor | None:
+        """Compute a product again in bf16: float16's memory, float32's range."""
+        factors = [self.saved.get(name) for name in _FACTORS[self.kind].split()]
+        if any(type(factor) not in {Tensor, nn.Parameter} for factor in factors):
+            return None
+        first, second = (factor.bfloat16() for factor in factors if factor is not None)
+        with torch.autocast(first.device.type, enabled=False):
+            return torch.matmul(first, second) * float(self.saved.get("alpha", 1))
+
+
+class _Graph:
+    """The operations behind a loss in forward order, and the values known of them."""
+
+    def __init__(self, loss: Tensor, root: Node, name_of: Namer) -> None:
+        self.root, self.name_of = root, name_of
+        ops = map(_Op, _upstream(root, lambda _: True))
+        self.ops = {op.node: op for op in sorted(ops, key=lambda op: op.number)}
+        self.values: dict[Edge, Tensor] = {(root, loss.output_nr): loss}
+        self.cleared: set[Edge] = set()
+
+    def suspects(self) -> list[_Op]:
+        """Return those through whom something not finite may have come."""
+        for node, op in self.ops.items():
+            if op.leaf is not None:
+                self.values[node, 0] = op.leaf
+            for _, value in op.tensors():
+                if value.grad_fn is not None:
+                    self.values.setdefault((value.grad_fn, value.output_nr), value)
+        for node, op in reversed(self.ops.items()):
+            if op.keeps and (node, 0) in self.values:
+                self.values.setdefault(op.edges[0], self.values[node, 0])
+        for node, op in self.ops.items():
+            taken = self.values.get(op.edges[0]) if op.carries and op.edges else None
+            # A cast makes inf of what is too large for it.
+            if taken is not None and not op.limit < _reach(taken) < math.inf:
+                self.values.setdefault((node, 0), taken)
+        finite = {edge for edge, v in self.values.items() if math.isfinite(_reach(v))}
+        seen = _upstream(self.root, lambda edge: edge not in finite)
+        return [op for op in self.ops.values() if op.node in seen and op.leaf is None]
+
+    def given(self, op: _Op) -> Finding | None:
+        """Say whether it was handed something not finite that no operation made."""
+        for node, _ in op.edges:
+            leaf = self.ops[node].leaf
+            if leaf is not None and not math.isfinite(_reach(leaf)):
+                return self._weights(leaf)
+        for name, value in op.constants():
+            reach = _reach(value)
+            if reach < math.inf or (reach == math.inf and _ABSORBS.match(op.kind)):
+                continue
+            if isinstance(value, nn.Parameter):
+                return self._weights(value)
+            where = f"the {_ROLES.get(name, name)} of {self._place(op)}"
+            evidence, advice = _held(value), _FIND
+            if value.dtype == torch.float16 and reach == math.inf:
+                evidence += ", where a cast to float16 makes it of all above 65504"
+                advice = "Scale this input down, keep it in float32, or train in bf16."
+            return Finding("data", where, evidence, advice)
+        return None
+
+    def _weights(self, parameter: Tensor) -> Finding:
+        advice = "Go back to the last good checkpoint: no loss scale mends a weight."
+        return Finding("weights", self.name_of(parameter), _held(parameter), advice)
+
+    def singular(self, op: _Op, which: str = "forward") -> Finding | None:
+        """Say whether it met a value where it, or its slope, is infinite."""
+        for flaw in _FLAWS:
+            if op.kind in flaw.kinds.split() and flaw.spoils in {which, "both"}:
+                places = flaw.places(op.saved)
+                if places.any():
+                    evidence = f"{flaw.says}{_counted(places)}"
+                    return Finding(flaw.cause, self._place(op), evidence, flaw.advice)
+        return None
+
+    def masked(self, op: _Op) -> Finding | None:
+        """Say whether a mask left a softmax nothing, or took what the loss asks for."""
+        result = self.values.get((op.node, 0))
+        if op.kind not in {"Softmax", "LogSoftmax"} or result is None:
+            return None
+        if not any(part.adds or part.kind == "MaskedFill" for part in self._chain(op)):
+            return None
+        evidence = f"a mask covers whole rows: {_held(result)}"
+        if _reach(result) == math.inf:
+            evidence = f"a target names a class that is masked: {_held(result)}"
+        return Finding("zero", self._place(op), evidence, _MASK)
+
+    def grown(self, op: _Op) -> Finding | None:
+        """Say whether a cast or a float16 product left its range, or clear it."""
+        value, what = None, "result"
+        if op.kind == "ToCopy" and not op.keeps:
+            value, what = self.values.get(op.edges[0]), "argument"
+        elif op.kind in _FACTORS and op.dtype == torch.float16:
+            value = op.product()
+        reach = math.nan if value is None else _reach(value)
+        # Half of it: what is computed again is rounded, and lacks the bias.
+        if reach <= op.limit / 2:
+            self.cleared.add((op.node, 0))
+        if not op.limit < reach < math.inf:
+            return None
+        evidence = f"its {what} reaches {reach:.1e}, {op.holds}"
+        return Finding("range", self._place(op), evidence, _widen([op]))
+
+    def made(self, op: _Op) -> Finding | None:
+        """Say that it made it, or something before it whose result is not known."""
+        outputs = [(op.node, number) for number in range(len(op.outputs))]
+        values = [self.values[edge] for edge in outputs if edge in self.values]
+        # What a mask fills in is meant.
+        if op.kind == "MaskedFill" or all(map(math.isfinite, map(_reach, values))):
+            return None
+        chain = self._chain(op)
+        wild = [part for part in chain if not _TAME.match(part.kind)] or [op]
+        where = self._place(wild[0]) + (f" to {wild[-1].word}" if wild[1:] else "")
+        edges = [edge for part in chain for edge in part.edges]
+        took = [self.values[edge] for edge in edges if edge in self.values]
+        took += [value for part in chain for _, value in part.constants()]
+        most = max(filter(math.isfinite, map(_reach, took)), default=0.0)
+        seen, least = f"its inputs reach {most:.1e}", min(chain, key=lambda p: p.limit)
+        kind = "inf" if any(_plain(value).isinf().any() for value in values) else "NaN"
+        far = least.dtype == torch.float16 or most * most > least.limit
+        cause, evidence, advice = "range", f"{seen}, {least.holds}", _widen(wild)
+        if not far:
+            cause, evidence = "zero", f"it makes {kind}, yet {seen}"
+            advice = "Print its inputs: it is not defined for one of them."
+        if any(part.hidden for part in chain):
+            evidence = "tensors there were recomputed or offloaded, and are not read"
+            advice = "Switch that off for one step, to see which operation it is."
+        elif any(part.adds for part in chain) and (kind == "NaN" or not far):
+            cause, evidence, advice = "data", f"{kind} comes in, yet {seen}", _FIND
+        return Finding(cause, where, evidence, advice)
+
+    def _chain(self, op: _Op) -> list[_Op]:
+        """Return an operation, and before it those whose results are not known."""
+        known = self.values.keys() | self.cleared
+        seen = _upstream(op.node, lambda edge: edge not in known)
+        parts = [part for part in self.ops.values() if part.node in seen]
+        return [part for part in parts if part is op or not part.keeps]
+
+    def _place(self, op: _Op) -> str:
+        """Name an operation with its parameters, or after the last one that has any."""
+        ops = [part for part in self.ops.values() if part is op or not part.carries]
+        for part in reversed(ops[: ops.index(op) + 1]):
+            given = _upstream(part.node, lambda edge: self.ops[edge[0]].carries)
+            leaves = [self.ops[node].leaf for node in given]
+            names = {self.name_of(leaf) for leaf in leaves if leaf is not None}
+            if names:
+                # Backwards in the alphabet, weight comes before bias.
+                fed = f"{part.word} ({', '.join(sorted(names, reverse=True)[:4])})"
+                return fed if part is op else f"{op.word}, after {fed}"
+        return op.word
+
+
+def _widen(ops: list[_Op]) -> str:
+    """Say what helps operations whose results do not fit."""
+    words = dict.fromkeys(op.word for op in ops if op.dtype == torch.float16)
+    rules = [f"op:{word}=fp32" for word in words if hasattr(torch.ops.aten, word)]
+    if not rules:
+        return "Scale down or normalise what flows in."
+    return f"Keep it in float32 (policy '{' + '.join(rules)}') or train in bf16."
+
+
+def _edges(node: Node) -> list[Edge]:
+    return [(maker, number) for maker, number in node.next_functions if maker]
+
+
+def _upstream(node: Node, goes: Callable[[Edge], bool]) -> set[Node]:
+    """Return a node, and all before it that edges lead to which are to be gone."""
+    left, seen = [node], {node}
+    while left:
+        for edge in _edges(left.pop()):
+            if edge[0] not in seen and goes(edge):
+                seen.add(edge[0])
+                left.append(edge[0])
+    return seen
+
+
+def _plain(value: Tensor) -> Tensor:
+    """Return the numbers that lie here, without asking another process."""
+    local: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return local if local.layout == torch.strided else local._values()  # noqa: SLF001
+
+
+def _reach(value: Tensor) -> float:
+    """Return the largest magnitude, NaN if there is one."""
+    plain = _plain(value)
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    if not (plain.is_floating_point() and plain.itemsize > 1 and plain.numel()):
+        return 0.0
+    low, high = torch.aminmax(plain)
+    return torch.maximum(-low, high).abs().item()
+
+
+def _held(value: Tensor) -> str:
+    plain = _plain(value)
+    kind = "NaN" if plain.isnan().any() else "inf"
+    return f"it holds {kind}{_counted(~plain.isfinite())}"
+
+
+def _counted(places: Tensor) -> str:
+    count = int(places.sum())
+    return f" at {count} of {places.numel()} places" if places.numel() > 1 else ""

@@ -1,0 +1,266 @@
+"""A loss scale that no longer helps: noticed one step late, and explained.
+
+In: the scale, the skips in a row and the loss of each step. Out: nothing, as long as
+training can go on; then one `LossScaleCollapse` that says why, and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from halfstep.late import Late
+from halfstep.scaler.autopsy import Finding, examine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from halfstep.scaler.rule import ScaleRule, ScaleState
+    from halfstep.stats import Culprit
+
+FLOOR_PATIENCE = 10
+"""Skips in a row after which a scale that lies at its floor is given up: one bad batch
+must not end a run, and a lower scale is not to be had."""
+
+YOUNG = 20
+"""Applied steps up to which overflow in a forward pass that used to work is put down
+to the learning rate: the batches are like the first ones, the weights are not."""
+
+_NAMED = 3
+
+
+class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
+    """Every step overflows and no smaller scale is left to try.
+
+    Args:
+        message: All of the below, in words.
+        history: Loss scales of the skipped steps in a row, oldest first, at most 64.
+        loss_finite: Whether the last loss was; None if nobody showed it.
+        inf_in: Parameters whose gradients held inf.
+        nan_in: Parameters whose gradients held NaN.
+        cause: "data", "weights", "zero", "range", "learning rate" or "loss".
+        advice: What to do next.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        history: Sequence[float] = (),
+        loss_finite: bool | None = None,
+        inf_in: Sequence[str] = (),
+        nan_in: Sequence[str] = (),
+        cause: str = "",
+        advice: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.history = tuple(history)
+        self.loss_finite = loss_finite
+        self.inf_in = tuple(inf_in)
+        self.nan_in = tuple(nan_in)
+        self.cause = cause
+        self.advice = advice
+
+
+def is_collapsed(scale: float, skips_in_a_row: int, rule: ScaleRule) -> bool:
+    """Say whether skipping has gone on for too long, or can no longer help.
+
+    Args:
+        scale: Loss scale of the last backward pass.
+        skips_in_a_row: Steps skipped since the last one applied, that one included.
+        rule: Floor and limit.
+    """
+    limit = rule.max_consecutive_skips
+    dynamic = rule.backoff_factor < 1
+    # The scale is fp32, and so may hold the floor rounded up.
+    lowest = scale <= rule.min_scale * (1 + 2**-23)
+    at_floor = dynamic and lowest and skips_in_a_row >= FLOOR_PATIENCE
+    return at_floor or (limit is not None and skips_in_a_row >= limit)
+
+
+@dataclass
+class Losses:
+    """What the losses of the applied steps were."""
+
+    first: float = math.nan
+    last: float = math.nan
+    applied: int = 0
+
+    def add(self, loss: float) -> None:
+        """Take in the loss of one applied step."""
+        self.first = loss if math.isnan(self.first) else self.first
+        self.last = loss
+        self.applied += 1
+
+    def ran_away(self, now: float) -> bool:
+        """Say whether the loss has at least doubled since the first step.
+
+        Args:
+            now: Of the last step, which was skipped; inf and NaN count for nothing.
+        """
+        last = abs(now) if math.isfinite(now) else 0.0
+        return max(abs(self.last), last) >= 2 * abs(self.first) > 0
+
+
+class Watch:
+    """Sees each step's scale, without waiting for it, and ends a run that is lost.
+
+    Args:
+        scale: The first one.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self._history: deque[float] = deque(maxlen=64)
+        self._losses = Losses()
+        self._late = Late()
+        self._loss: Tensor | None = None
+        self._finding: Finding | None = None
+        self._near = False
+        self._known = scale
+        self._since = 0
+
+    def loss(self, loss: Tensor, name_of: Callable[[Tensor], str]) -> None:
+        """Take a loss down before its backward pass.
+
+        One more skip would end the run: then the graph is examined while it still
+        holds its tensors. That waits for the device.
+
+        Args:
+            loss: Unscaled, any shape.
+            name_of: Names a parameter.
+        """
+        self._loss = loss.detach()
+        self._finding = examine(loss, name_of) if self._near else None
+
+    def may_be_below_one(self, rule: ScaleRule) -> bool:
+        """Say whether the scale may be smaller than 1, for all that has arrived here.
+
+        Then unscaling multiplies, and can itself overflow.
+        """
+        return rule.min_scale < 1 and self._known * rule.backoff_factor**self._since < 1
+
+    def forget(self, scale: float = 0.0) -> None:
+        """The scale was set from outside, to a value known here or not (0)."""
+        self._known, self._since = scale, 0
+
+    def step(
+        self,
+        rule: ScaleRule,
+        used: Tensor,
+        state: ScaleState,
+        culprits: Callable[[], Sequence[Culprit]],
+    ) -> None:
+        """Take one step down; nothing is read that has not arrived yet.
+
+        Args:
+            rule: Floor and limit.
+            used: Scale of its backward pass, shape ().
+            state: After the step.
+            culprits: Says whose gradients were not finite; asked only at the end.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        self._since += 1
+        loss = self._loss
+        shown = used.new_tensor(math.nan) if loss is None else loss
+        if shown.numel() != 1 or shown.is_complex():
+            shown = used.new_tensor(math.nan)
+        values = (used, state.skips_in_a_row, state.scale, shown)
+        arrived = self._late.send(values)
+        if arrived is None:
+            return
+        scale, skipped, self._known, value = arrived
+        self._since = 0
+        if not skipped:
+            self._history.clear()
+            self._losses.add(value)
+        else:
+            self._history.append(scale)
+        if is_collapsed(scale, int(skipped), rule):
+            raise self._collapse(int(skipped), culprits())
+        soon = int(skipped) + 1
+        self._near = soon > 1 and is_collapsed(self._known, soon, rule)
+
+    def _collapse(self, skips: int, culprits: Sequence[Culprit]) -> LossScaleCollapse:
+        finite = None if self._loss is None else bool(self._loss.isfinite().all())
+        verdict = diagnose(self._finding, self._losses, self._loss, finite=finite)
+        inf_in = [culprit.name for culprit in culprits if culprit.inf]
+        nan_in = [culprit.name for culprit in culprits if culprit.nan]
+        kinds = {"inf": inf_in, "NaN": nan_in}
+        seen = [f"{kind} in gradients of {_some(n)}" for kind, n in kinds.items() if n]
+        whose = "; ".join(seen) or "another process found it"
+        first, last = self._history[0], self._history[-1]
+        fell = f"{first:g} to {last:g}" if first != last else f"{last:g}"
+        message = (
+            f"{skips} steps in a row were skipped, at loss scale {fell}. "
+            f"Cause: {verdict.cause} ({verdict.where}: {verdict.evidence}). "
+            f"{verdict.advice} Seen: {whose}."
+        )
+        return LossScaleCollapse(
+            message,
+            history=tuple(self._history),
+            loss_finite=finite,
+            inf_in=inf_in,
+            nan_in=nan_in,
+            cause=verdict.cause,
+            advice=verdict.advice,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A graph, a CUDA event and a loss on its way cannot be pickled.
+        return self.__dict__ | {"_late": Late(), "_loss": None, "_finding": None}
+
+
+def diagnose(
+    finding: Finding | None, losses: Losses, loss: Tensor | None, *, finite: bool | None
+) -> Finding:
+    """Return the likeliest cause of endless overflow.
+
+    Args:
+        finding: What the graph of the last loss showed; None if its forward pass was
+            finite, or was not looked at.
+        losses: Losses of the applied steps.
+        loss: The last one.
+        finite: Whether it was; None if it is not known.
+    """
+    value = math.nan if loss is None else float(loss.abs().float().mean())
+    drifted = finding is not None and finding.cause in {"range", "weights"}
+    young = 0 < losses.applied <= YOUNG
+    diverged = losses.ran_away(value) and (drifted or finding is None)
+    if diverged or (drifted and young):
+        last = value if math.isfinite(value) else losses.last
+        after = f"the forward pass worked for {losses.applied} steps only"
+        if diverged:
+            after = f"the loss went from {losses.first:.3g} to {last:.3g}"
+        return Finding(
+            "learning rate",
+            finding.where if finding is not None else "training",
+            after,
+            "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm).",
+        )
+    if finding is not None:
+        return finding
+    shown = "not shown" if loss is None else f"{value:.4g}"
+    if finite is False:
+        return Finding(
+            "loss",
+            "the loss",
+            f"it is {shown}",
+            "Look at the loss function and its inputs: print them for this batch.",
+        )
+    return Finding(
+        "loss",
+        "the backward pass",
+        f"the loss is {shown}, yet its gradients overflow",
+        "Take a mean over elements, not a sum, or divide the loss; or train in bf16.",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,132 @@
+"""Backward passes looked at one by one, before their gradients are added up.
+
+In: parameters whose `.grad` holds what one pass left. Out: unscaled sums, and what to
+do with a pass that overflowed: count it, leave it out, or run it again.
+
+Why: gradients of two loss scales cannot be added, and an inf that has been added can
+no longer be taken out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from halfstep.scaler.unscale import Agreement, groups_of, stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch.distributed as dist
+
+    from halfstep.scaler.loss_scaler import LossScaler
+
+
+class Ledger:
+    """Unscaled gradients of the passes so far.
+
+    Args:
+        drop: Leave out a pass that overflowed, and let the mean of the others stand
+            for all; otherwise one such pass spoils the step.
+    """
+
+    def __init__(self, *, drop: bool) -> None:
+        self._drop = drop
+        self._totals: dict[Tensor, Tensor] = {}
+        self._passes = 0
+        self._bad = torch.zeros(())
+
+    @property
+    def is_open(self) -> bool:
+        """A pass has been entered since the last `close`."""
+        return self._passes > 0
+
+    @torch.no_grad()
+    def enter(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+        """Add what a pass left in `.grad`, unscaled, and take it out of there.
+
+        Args:
+            parameters: Those whose `.grad` is to be entered.
+            found_inf: 0.0 or 1.0: whether these gradients held inf or NaN, shape ().
+        """
+        self._passes += 1
+        self._bad = self._bad.to(found_inf.device) + found_inf
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if self._drop:
+                # Filled, not multiplied by 0: that would make NaN of an inf.
+                values = stored(gradient)
+                values.masked_fill_(found_inf.to(values.device) > 0, 0)
+            total = self._totals.get(parameter)
+            if total is None:
+                # Its memory may be a buffer that the next pass writes to.
+                self._totals[parameter] = gradient.clone()
+            elif total.is_sparse:
+                self._totals[parameter] = total + gradient
+            else:
+                total.add_(gradient)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def show(self) -> Tensor:
+        """Put the sums into `.grad`; return whether the step must be skipped.
+
+        Returns:
+            1.0 if a pass overflowed; where they are dropped, if all of them did.
+            float32, shape ().
+        """
+        bad = self._bad
+        for parameter, total in self._totals.items():
+            parameter.grad = total
+            if self._drop:
+                good = (self._passes - bad).clamp(min=1).to(total.device)
+                parameter.grad = total * (self._passes / good)
+        spoilt = bad >= self._passes if self._drop else bad > 0
+        return spoilt.float()
+
+    def dropped(self) -> Tensor | int:
+        """Return how many passes were left out, shape ()."""
+        return self._bad if self._drop else 0
+
+    def close(self) -> None:
+        """Begin anew."""
+        self._totals.clear()
+        self._passes, self._bad = 0, torch.zeros(())
+
+
+def run_pass(
+    scaler: LossScaler,
+    backward: Callable[[bool], None],
+    parameters: Sequence[Tensor],
+    *,
+    retries: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Run a backward pass by itself and unscale what it left in `.grad`.
+
+    Args:
+        scaler: Its scale.
+        backward: Runs the pass of the scaled loss; told whether to keep the graph.
+        parameters: All that it reaches. What is in their `.grad` is lost.
+        retries: How often to run it again at a lower scale if it overflows, >= 0; the
+            host waits for the device after each pass but the last.
+        group: Ranks that must agree.
+
+    Returns:
+        1.0 if the last try overflowed on any rank, otherwise 0.0. float32, shape ().
+    """
+    for left in range(retries, -1, -1):
+        for parameter in parameters:
+            parameter.grad = None
+        backward(left > 0)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        found = scaler.unscale_(gradients)
+        found = Agreement.begin(found, groups_of(gradients, group)).wait()
+        if not left or not found:
+            break
+        scaler.back_off()
+    return found

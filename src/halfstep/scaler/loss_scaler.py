@@ -1,0 +1,147 @@
+"""A loss scale at work on lists of tensors.
+
+In: a rule, then losses and gradients. Out: scaled losses, unscaled gradients, and the
+scale of the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import UserError
+from halfstep.scaler.collapse import Watch
+from halfstep.scaler.rule import ScaleRule, ScaleState, advance
+from halfstep.scaler.strategy import strategy
+from halfstep.scaler.unscale import unscale_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch.distributed as dist
+
+    from halfstep.stats import Culprit
+
+
+def _by_shape(param: Tensor) -> str:
+    return f"a parameter of shape {tuple(param.shape)}"
+
+
+class LossScaler:
+    """A loss scale at work: scales losses, unscales gradients, moves by its rule.
+
+    It works on tensors and never holds an optimizer.
+
+    Args:
+        rule: Static, dynamic or none: `ScaleRule.parse`.
+        device: Where the losses are.
+        group: Ranks that share a scale that a strategy proposes; default all.
+    """
+
+    def __init__(
+        self,
+        rule: ScaleRule,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rule = rule
+        self.state = ScaleState.first(rule, device)
+        self.strategy = strategy(rule.strategy, group)
+        self.watch = Watch(rule.init_scale)
+        self.proposal: Tensor | None = None
+        """What the strategy asked for since the last update, shape ()."""
+
+    def begin(self, loss: Tensor, name_of: Callable[[Tensor], str] = _by_shape) -> None:
+        """Look at a loss before its backward pass.
+
+        Args:
+            loss: Unscaled.
+            name_of: Names a parameter, for a diagnosis.
+        """
+        self.watch.loss(loss, name_of)
+        first = self.strategy.watch(loss, self.state)
+        if first is not None:
+            first = first.clamp(self.rule.min_scale, self.rule.max_scale)
+            self.state = replace(self.state, scale=first)
+            self.watch.forget()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale, in fp32 at least."""
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        return loss.to(wide) * self.state.scale.to(loss.device, non_blocking=True)
+
+    def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Divide gradients by the scale in place; return 1.0 if any was not finite."""
+        again = self.watch.may_be_below_one(self.rule)
+        found = unscale_(gradients, one_over(self.state.scale), again=again)
+        self.wish(self.strategy.propose(gradients, self.state, found))
+        return found
+
+    def wish(self, proposal: Tensor | None) -> None:
+        """Take in a proposal; of several in one step the lowest counts."""
+        if proposal is not None and self.proposal is not None:
+            proposal = torch.minimum(proposal, self.proposal)
+        self.proposal = self.proposal if proposal is None else proposal
+
+    def back_off(self) -> None:
+        """Lower the scale at once, to try the same backward pass again."""
+        lower = self.state.scale.double() * self.rule.backoff_factor
+        scale = lower.clamp(min=self.rule.min_scale).float()
+        zero = torch.zeros_like(self.state.clean_steps)
+        self.state = replace(self.state, scale=scale, clean_steps=zero)
+
+    def update(
+        self,
+        found_inf: Tensor,
+        culprits: Callable[[], Sequence[Culprit]] = tuple,
+    ) -> None:
+        """Move to the scale of the next step.
+
+        Args:
+            found_inf: 0.0 or 1.0, shape ().
+            culprits: Says whose gradients were not finite; asked if the run must end.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        used = self.state.scale
+        self.strategy.settle(self.state, found_inf)
+        self.state = advance(self.state, found_inf, self.rule, self.proposal)
+        self.proposal = None
+        self.watch.step(self.rule, used, self.state, culprits)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rule and the state as plain numbers. Waits for the device."""
+        state = {f.name: getattr(self.state, f.name).item() for f in fields(ScaleState)}
+        rule = {key: value for key, value in asdict(self.rule).items() if value}
+        return {**rule, **state, "strategy_state": self.strategy.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; the rule stays the one given here.
+
+        Raises:
+            UserError: If a field is missing.
+        """
+        loaded = {}
+        for field in fields(ScaleState):
+            if field.name not in state:
+                message = (
+                    f"loss-scale state has no {field.name!r}; it holds {[*state]}."
+                )
+                raise UserError(message)
+            now = getattr(self.state, field.name)
+            loaded[field.name] = torch.full_like(now, state[field.name])
+        if self.rule.backoff_factor == 1:
+            loaded["scale"] = self.state.scale  # fixed: the rule has the last word
+        if state.get("strategy", "backoff") == self.rule.strategy:
+            self.strategy.load_state_dict(state.get("strategy_state", {}))
+        self.state = replace(self.state, **loaded)
+        self.watch.forget(float(loaded["scale"]))
+
+
+def one_over(scale: Tensor) -> Tensor:
+    """Return 1 / scale, divided in double and rounded once, as torch does it."""
+    return scale.reciprocal() if scale.is_mps else scale.double().reciprocal().float()

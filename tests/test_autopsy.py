@@ -1,0 +1,388 @@
+"""Planted causes of inf and NaN: each is found, where it is, with its numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfstep.scaler.autopsy import Finding, examine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+TARGETS = torch.tensor([0, 1, 2, 0])
+CAUSAL = torch.ones(4, 4, dtype=torch.bool).triu(1)
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a head on its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        logits: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return logits
+
+
+class Attention(nn.Module):
+    """One head of attention by hand, with a mask of -inf, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 3)
+        self.mask = CAUSAL
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        scores = self.query(x) @ self.key(x).transpose(1, 2) / 2
+        weights = scores.masked_fill(self.mask, -math.inf).softmax(-1)
+        logits: Tensor = self.head((weights @ self.value(x))[:, -1])
+        return logits
+
+
+def mlp() -> nn.Module:
+    """Return two layers."""
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def cnn() -> nn.Module:
+    """Return a convolution, a batch norm and a head."""
+    layers = (nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten())
+    return nn.Sequential(*layers, nn.Linear(8, 3))
+
+
+PLACES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
+    "mlp": (mlp, (4, 8), "linear (0.weight, 0.bias)", "2.weight"),
+    "cnn": (cnn, (4, 1, 4, 4), "conv2d (0.weight, 0.bias)", "1.bias"),
+    "attention": (
+        Attention,
+        (4, 4, 4),
+        "linear (query.weight, query.bias)",
+        "value.weight",
+    ),
+    "lstm": (
+        Recurrent,
+        (4, 4, 4),
+        "lstm (lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0)",
+        "lstm.weight_hh_l0",
+    ),
+}
+"""Model, shape of its input, its first operation, a parameter inside."""
+
+EVERYWHERE = [
+    pytest.param(place, dtype, id=f"{place}-{dtype}".replace("torch.", ""))
+    for place in PLACES
+    for dtype in (FP32, BF16, FP16)
+    # oneDNN has no float16 LSTM.
+    if (place, dtype) != ("lstm", FP16)
+]
+
+
+def look(
+    dtype: torch.dtype, model: nn.Module, loss_of: Callable[[], Tensor]
+) -> Finding | None:
+    """Return what is found in a loss that is computed under autocast."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with torch.autocast("cpu", FP16 if dtype == FP32 else dtype, dtype != FP32):
+        loss = loss_of()
+    return examine(loss, lambda parameter: names[id(parameter)])
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """Return a loss on fixed targets."""
+    return functional.cross_entropy(model(x), TARGETS)
+
+
+def found(finding: Finding | None) -> Finding:
+    """Return a finding that must be there."""
+    assert finding is not None
+    return finding
+
+
+@pytest.mark.parametrize(("place", "dtype"), EVERYWHERE)
+def test_data_is_blamed_where_it_comes_in(place: str, dtype: torch.dtype) -> None:
+    """Law: NaN in the batch is found at the first operation, and counted."""
+    make, shape, first, _ = PLACES[place]
+    model, x = make(), torch.randn(shape)
+    x.view(-1)[5] = math.nan
+    finding = found(look(dtype, model, lambda: loss_of(model, x)))
+    assert finding.cause == "data"
+    assert finding.where == f"the input of {first}"
+    assert finding.evidence == f"it holds NaN at 1 of {x.numel()} places"
+
+
+@pytest.mark.parametrize(("place", "dtype"), EVERYWHERE)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_weight_is_named(place: str, dtype: torch.dtype, bad: float) -> None:
+    """Law: a parameter that holds NaN or inf is named, also through autocast's copy."""
+    make, shape, _, name = PLACES[place]
+    model = make()
+    parameter = model.get_parameter(name)
+    with torch.no_grad():
+        parameter.view(-1)[1] = bad
+    # Zeros would turn inf into NaN, which is as good; ReLU might hide what is negative.
+    x = torch.rand(shape) + 0.5
+    finding = found(look(dtype, model, lambda: loss_of(model, x)))
+    kind = "NaN" if math.isnan(bad) else "inf"
+    assert (finding.cause, finding.where) == ("weights", name)
+    assert finding.evidence == f"it holds {kind} at 1 of {parameter.numel()} places"
+
+
+@pytest.mark.parametrize(("place", "dtype"), EVERYWHERE)
+def test_a_log_of_zero_is_found_behind_any_model(
+    place: str, dtype: torch.dtype
+) -> None:
+    """Law: log(0) after healthy layers, masks of -inf among them, is called that."""
+    make, shape, _, _ = PLACES[place]
+    model, x = make(), torch.randn(shape)
+    last = "(head.weight, head.bias)" if place in {"lstm", "attention"} else ""
+    finding = found(look(dtype, model, lambda: (model(x) * 0).log().mean()))
+    assert finding.cause == "zero"
+    assert finding.where.startswith("log, after linear (")
+    assert finding.where.endswith(last)
+    assert finding.evidence == "its argument is 0 at 12 of 12 places"
+    assert finding.advice.startswith("Add a small number inside log()")
+
+
+FULL = torch.full((4, 8), 256.0)
+"""Times a weight of 32, over 8 columns: 8 * 256 * 32 = 65536, float16 holds 65504."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overflows"), [(FP16, True), (BF16, False), (FP32, False)]
+)
+@pytest.mark.parametrize("weight", [32.0, 31.0])
+def test_range_is_blamed_to_the_number(
+    dtype: torch.dtype, weight: float, *, overflows: bool
+) -> None:
+    """Law: a product above 65504 is blamed in float16 alone, with what it reaches."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.get_parameter("0.weight").copy_(torch.eye(8))
+        model.get_parameter("2.weight")[1].fill_(weight)
+    finding = look(dtype, model, lambda: loss_of(model, FULL))
+    if not overflows or weight < 32:
+        assert finding is None
+        return
+    assert finding == Finding(
+        "range",
+        "linear (2.weight, 2.bias)",
+        "its result reaches 6.6e+04, float16 holds 65504",
+        "Keep it in float32 (policy 'op:linear=fp32') or train in bf16.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "size", "where", "seen", "rule"),
+    [
+        (
+            mlp,
+            "0.weight",
+            3e4,
+            "linear (0.weight, 0.bias)",
+            "inputs reach 3.0e+04",
+            "linear",
+        ),
+        (
+            cnn,
+            "0.weight",
+            3e4,
+            "conv2d (0.weight, 0.bias)",
+            "inputs reach 3.0e+04",
+            "conv2d",
+        ),
+        (mlp, "2.weight", 1e5, "cast (2.weight)", "argument reaches 1.0e+05", ""),
+    ],
+)
+def test_range_is_found_in_first_layers_and_casts(
+    make: Callable[[], nn.Module],
+    name: str,
+    size: float,
+    where: str,
+    seen: str,
+    rule: str,
+) -> None:
+    """Law: what overflows is named though nobody saved its weight, or it is a copy."""
+    model, shape = make(), (4, 8) if make is mlp else (4, 1, 4, 4)
+    with torch.no_grad():
+        model.get_parameter(name).fill_(size)
+    finding = found(look(FP16, model, lambda: loss_of(model, torch.ones(shape))))
+    assert (finding.cause, finding.where) == ("range", where)
+    assert finding.evidence == f"its {seen}, float16 holds 65504"
+    assert (f"'op:{rule}=fp32'" if rule else "Scale down") in finding.advice
+
+
+def test_range_in_scores_is_not_put_down_to_their_mask() -> None:
+    """Law: scores that overflow before a mask of -inf are blamed, not the mask."""
+    model = Attention()
+    with torch.no_grad():
+        for name in ("query", "key"):
+            model.get_parameter(f"{name}.weight").copy_(torch.eye(4))
+            model.get_parameter(f"{name}.bias").zero_()
+    # Each score is a sum of 4 squares: 4 * 128 * 128 = 65536.
+    x = torch.full((4, 4, 4), 128.0)
+    finding = found(look(FP16, model, lambda: loss_of(model, x)))
+    assert finding.cause == "range"
+    assert finding.where.startswith("matmul, after linear (")
+    assert finding.evidence == "its result reaches 6.6e+04, float16 holds 65504"
+
+
+def test_data_too_large_for_float16_is_told_apart() -> None:
+    """Law: finite fp32 data that a cast makes inf is data, and the cast is named."""
+    model, x = mlp(), torch.ones(4, 8)
+    x[2, 3] = 7e4
+    finding = found(look(FP16, model, lambda: loss_of(model, x)))
+    assert (finding.cause, finding.where) == (
+        "data",
+        "the input of linear (0.weight, 0.bias)",
+    )
+    assert finding.evidence == (
+        "it holds inf at 1 of 32 places, "
+        "where a cast to float16 makes it of all above 65504"
+    )
+    assert look(BF16, model, lambda: loss_of(model, x)) is None
+
+
+LEAF = [0.0, 0.25, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("operation", "where", "evidence"),
+    [
+        (torch.log, "log", "its argument is 0 at 1 of 3 places"),
+        (torch.log2, "log2", "its argument is 0 at 1 of 3 places"),
+        (lambda x: (x - 1).log(), "log", "its argument is negative at 2 of 3 places"),
+        (lambda x: (x - 1).log1p(), "log1_p", "its argument is -1 at 1 of 3 places"),
+        (torch.sqrt, "sqrt", "its argument is 0 at 1 of 3 places"),
+        (lambda x: (x - 1).sqrt(), "sqrt", "its argument is negative at 2 of 3 places"),
+        (torch.rsqrt, "rsqrt", "its argument is 0 at 1 of 3 places"),
+        (torch.reciprocal, "reciprocal", "its argument is 0 at 1 of 3 places"),
+        (lambda x: x.exp() / x, "div", "its divisor is 0 at 1 of 3 places"),
+        (lambda x: x.exp() / 0, "div", "its divisor is 0"),
+        (lambda x: x**-0.5, "pow", "its argument is 0 at 1 of 3 places"),
+        (lambda x: x**0.5, "pow", "its argument is 0 at 1 of 3 places"),
+        (
+            lambda x: x ** torch.tensor([0.5, 2.0, -1.0]),
+            "pow",
+            "its argument is 0 at 1 of 3 places",
+        ),
+        (
+            lambda x: (x / 4).acos(),
+            "acos",
+            "its argument is not inside -1 to 1 at 1 of 3 places",
+        ),
+        (lambda x: x[x > 9].mean(), "mean", "it is the mean of nothing"),
+        (
+            lambda x: x.masked_fill(x >= 0, -math.inf).logsumexp(0),
+            "logsumexp",
+            "all it sums is -inf",
+        ),
+        (lambda x: torch.hypot(x, x), "hypot", "its argument is 0 at 1 of 3 places"),
+    ],
+)
+def test_a_singular_value_is_found_and_counted(
+    operation: Callable[[Tensor], Tensor], where: str, evidence: str
+) -> None:
+    """Law: a value where a function or its slope is infinite or undefined is told."""
+    leaf = nn.Parameter(torch.tensor(LEAF))
+    finding = found(examine(operation(leaf).sum(), lambda _: "leaf"))
+    assert finding.cause == "zero"
+    assert finding.where in {where, f"{where} (leaf)"} or finding.where.startswith(
+        f"{where}, after"
+    )
+    assert finding.evidence == evidence
+
+
+EXACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "log": torch.log,
+    "log10": torch.log10,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "acos": torch.acos,
+    "asin": torch.asin,
+    "atanh": torch.atanh,
+    "erfinv": torch.erfinv,
+    "exp": lambda x: (x * 100).exp(),
+    "hypot": lambda x: torch.hypot(x, x * 2),
+    "power": lambda x: x.abs() ** 0.5,
+    "pole": lambda x: x**-2.0,
+    "square": lambda x: x**2.0,
+    "flat": lambda x: x**0.0,
+    "quotient": lambda x: 1 / (x * x),
+    "norm": lambda x: x.reshape(-1, 1).norm(dim=1),
+    "direction": lambda x: functional.normalize(x.reshape(-1, 1)).reshape(-1),
+    "deviation": lambda x: torch.stack((x, x)).std(0),
+    "angle": lambda x: torch.atan2(x, x * 0),
+    "product": lambda x: torch.stack((x, x)).prod(0),
+    "softmax": lambda x: x.softmax(0),
+}
+
+
+@given(
+    name=st.sampled_from(sorted(EXACT)),
+    numbers=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=1, max_size=4),
+    guarded=st.booleans(),
+)
+def test_a_finding_means_that_a_pass_is_spoilt(
+    name: str, numbers: list[float], *, guarded: bool
+) -> None:
+    """Law: there is a finding if, and only if, loss or gradient are not finite.
+
+    Also where torch.where hides from the loss what an operation made.
+    """
+    leaf = nn.Parameter(torch.tensor(numbers))
+    result = EXACT[name](leaf)
+    loss = torch.where(result.isfinite(), result, 0).sum() if guarded else result.sum()
+    finding = examine(loss, lambda _: "leaf")
+    torch.autograd.backward(loss)
+    assert leaf.grad is not None
+    healthy = bool(loss.isfinite() and leaf.grad.isfinite().all())
+    assert (finding is None) == healthy, (finding, leaf.grad)
+
+
+def test_exp_that_overflows_behind_a_finite_result_is_found() -> None:
+    """Law: 1 / (1 + exp(x)) hides the inf that spoils the gradient; it is told."""
+    leaf = nn.Parameter(torch.tensor([100.0, 0.0]))
+    loss = (1 / (1 + leaf.exp())).sum()
+    assert loss.item() == 0.5
+    finding = found(examine(loss, lambda _: "leaf"))
+    assert (finding.cause, finding.where) == ("range", "exp (leaf)")
+    assert finding.evidence == "it is inf at 1 of 2 places"
+    torch.autograd.backward(loss)
+    assert leaf.grad is not None
+    assert leaf.grad.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_nan_from_outside_that_was_not_saved_is_data(dtype: torch.dtype) -> None:
+    """Law: NaN added to finite numbers is put down to what is added."""
+    leaf = nn.Parameter(torch.ones(3, dtype=dtype))
+    loss = (leaf + torch.tensor([0.0, math.nan, 0.0], dtype=dtype)).relu().sum()
+    finding = found(examine(loss, lambda _: "leaf"))
+    assert (finding.cause, finding.where) == ("data", "add (leaf)")
+    assert finding.evidence == "NaN comes in, yet its inputs reach 1.0e+00"
+
+
+def test_a_target_that_holds_nan_is_data() -> None:
+    """Law: the role of what holds NaN is told."""
+    leaf = nn.Parameter(torch.ones(3))
+    target = torch.tensor([0.0, math.nan, 0.0])
+    finding = found(examine(functional.mse_loss(leaf, target), lambda _: "leaf"))
+    assert (finding.cause, finding.where) == ("data", "the target of mse_loss (leaf)")
+    assert finding.evidence == "it holds NaN at 1 of 3 places"

@@ -1,0 +1,375 @@
+"""Graphs that an autopsy must leave as they are, and not accuse without cause."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from halfstep.scaler.autopsy import Finding, examine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+INF, NAN = math.inf, math.nan
+TARGETS = torch.tensor([0, 1, 2, 0])
+
+
+class Encoder(nn.Module):
+    """An embedding and a transformer layer, masked twice, perhaps recomputed."""
+
+    def __init__(self, *, recomputed: bool = False) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.embedding = nn.Embedding(10, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits; the last two tokens of the first row are padding."""
+        causal = torch.full((5, 5), -INF).triu(1)
+        padding = torch.zeros(4, 5)
+        padding[0, 3:] = -INF
+        hidden = self.embedding(tokens)
+        if self.recomputed:
+            hidden = checkpoint(
+                self.layer, hidden, causal, padding, use_reentrant=False
+            )
+        else:
+            hidden = self.layer(hidden, causal, padding)
+        logits: Tensor = self.head(hidden[:, 0])
+        return logits
+
+
+class Blocks(nn.Module):
+    """Blocks with a batch norm and dropout, recomputed; the second may be spoilt."""
+
+    def __init__(self, spoil: float = 0.0) -> None:
+        super().__init__()
+        self.spoil = spoil
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        x = checkpoint(self.first, x, use_reentrant=False)
+        x = checkpoint(lambda y: self.second(y) + self.spoil, x, use_reentrant=False)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, 2, dropout=0.5)
+        self.gru = nn.GRU(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        logits: Tensor = self.gru(self.lstm(x.unsqueeze(1))[0])[0].squeeze(1)
+        return logits
+
+
+def image(size: int) -> nn.Module:
+    """Return a small network for rows of numbers, seen as images."""
+    layers = (nn.Unflatten(1, (1, size, size)), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
+    rest = (nn.GELU(), nn.MaxPool2d(2), nn.GroupNorm(2, 4), nn.Flatten())
+    return nn.Sequential(*layers, *rest, nn.Linear(4 * ((size - 2) // 2) ** 2, 3))
+
+
+def rows() -> Tensor:
+    """Return a batch of numbers."""
+    return torch.randn(4, 8)
+
+
+def tokens() -> Tensor:
+    """Return a batch of tokens."""
+    return torch.randint(10, (4, 5))
+
+
+HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), rows),
+    "cnn": (lambda: image(6), lambda: torch.randn(4, 36)),
+    "encoder": (Encoder, tokens),
+    "recomputed encoder": (lambda: Encoder(recomputed=True), tokens),
+    "recomputed blocks": (Blocks, rows),
+    "recurrent": (Recurrent, rows),
+    "frozen": (
+        lambda: nn.Sequential(
+            nn.Linear(8, 8).requires_grad_(requires_grad=False), nn.Linear(8, 3)
+        ),
+        rows,
+    ),
+}
+SPOILT: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "data": (HEALTHY["mlp"][0], lambda: torch.full((4, 8), NAN)),
+    "recomputed": (lambda: Blocks(spoil=NAN), rows),
+    "image": (lambda: image(6), lambda: torch.full((4, 36), 1e30)),
+}
+
+
+def loss_of(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a loss that is computed under autocast, unless the dtype is fp32."""
+    with torch.autocast("cpu", FP16 if dtype == FP32 else dtype, dtype != FP32):
+        return functional.cross_entropy(model(x), TARGETS)
+
+
+def name(parameter: Tensor) -> str:
+    """Return a name that says the shape."""
+    return f"w{tuple(parameter.shape)}".replace(" ", "")
+
+
+def pairs(models: dict[str, Any]) -> list[Any]:
+    """Return all models in all dtypes in which they run on a CPU."""
+    dtypes = (FP32, BF16, FP16)
+    # oneDNN has no float16 LSTM.
+    return [
+        pytest.param(*models[key], dtype, id=f"{key}-{dtype}")
+        for key in models
+        for dtype in dtypes
+        if (key, dtype) != ("recurrent", FP16)
+    ]
+
+
+@pytest.mark.parametrize(("make", "draw", "dtype"), pairs(HEALTHY))
+def test_the_healthy_are_left_alone(
+    make: Callable[[], nn.Module], draw: Callable[[], Tensor], dtype: torch.dtype
+) -> None:
+    """Law: where loss and gradients are finite, nothing is found."""
+    model = make()
+    assert examine(loss_of(model, draw(), dtype), name) is None
+
+
+@pytest.mark.parametrize(("make", "draw", "dtype"), pairs(HEALTHY | SPOILT))
+def test_the_backward_pass_is_the_same_afterwards(
+    make: Callable[[], nn.Module], draw: Callable[[], Tensor], dtype: torch.dtype
+) -> None:
+    """Law: gradients and buffers are bit for bit those of a pass not looked at."""
+    model, x = make(), draw()
+    twin = copy.deepcopy(model)
+    for one, looks in ((model, True), (twin, False)):
+        torch.manual_seed(3)
+        loss = loss_of(one, x, dtype)
+        if looks:
+            examine(loss, name)
+        torch.autograd.backward(loss)
+    for (key, mine), (_, theirs) in zip(
+        model.named_parameters(), twin.named_parameters(), strict=True
+    ):
+        if mine.grad is None or theirs.grad is None:
+            assert mine.grad is theirs.grad, key
+        else:
+            bits = (mine.grad.view(torch.int32), theirs.grad.view(torch.int32))
+            assert torch.equal(*bits), key
+    for key, buffer in model.named_buffers():
+        torch.testing.assert_close(
+            buffer, twin.get_buffer(key), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_hooks_on_saved_tensors_are_not_called() -> None:
+    """Law: what was offloaded or is recomputed is not brought back, and so it says."""
+    unpacked = []
+    weight = nn.Parameter(torch.zeros(3))
+
+    def unpack(value: Tensor) -> Tensor:
+        unpacked.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, unpack):
+        loss = weight.exp().log().log().sum()
+    finding = examine(loss, name)
+    assert not unpacked
+    assert finding is not None
+    assert finding.where == "exp (w(3,)) to sum"
+    assert "not read" in finding.evidence
+    assert "Switch that off" in finding.advice
+    torch.autograd.backward(loss)
+    assert len(unpacked) == 3
+
+
+def test_a_recomputed_block_that_overflows_is_told_by_its_ends() -> None:
+    """Law: behind a checkpoint no operation is accused, and the way to it is shown."""
+    x, inner, outer = torch.full((4, 8), 256.0), nn.Linear(8, 8), nn.Linear(8, 3)
+    with torch.no_grad():
+        inner.weight.fill_(32.0)  # 8 * 256 * 32 = 65536
+    with torch.autocast("cpu", FP16):
+        hidden = checkpoint(inner, x, use_reentrant=False)
+        loss = functional.cross_entropy(outer(hidden), TARGETS)
+    finding = examine(loss, name)
+    assert finding is not None
+    assert finding.cause == "range"
+    assert "w(8,8)" in finding.where
+    assert "not read" in finding.evidence
+
+
+def test_what_cannot_be_read_is_passed_over() -> None:
+    """Law: a saved tensor that was freed or changed in place is no error."""
+    weight = nn.Parameter(torch.ones(3))
+    changed = weight.exp()
+    loss = changed.sum()
+    changed.add_(1)
+    assert examine(loss, name) is None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(loss)
+    freed = (weight * INF - weight * INF).sum()
+    torch.autograd.backward(freed)
+    finding = examine(freed, name)
+    assert finding is not None
+    assert finding.cause == "zero"
+
+
+def test_a_graph_of_thousands_of_nodes_is_no_burden() -> None:
+    """Law: depth costs neither recursion nor more than seconds, healthy or not."""
+    weight = nn.Parameter(torch.ones(2))
+    value: Tensor = weight
+    for _ in range(2500):
+        value = (value + 1).neg()
+    start = time.perf_counter()
+    assert examine(value.sum(), name) is None
+    finding = examine((value * 0).log().sum(), name)
+    assert time.perf_counter() - start < 10
+    assert finding is not None
+    assert finding.where == "log, after add (w(2,))"
+
+
+def test_a_loss_without_a_graph_says_nothing() -> None:
+    """Law: where there is no graph there is nothing to find."""
+    assert examine(torch.tensor(NAN), name) is None
+    assert examine(nn.Parameter(torch.tensor(NAN)), name) is None
+
+
+def scores(finite: float = 0.0) -> tuple[nn.Parameter, Tensor]:
+    """Return a leaf and 2 rows of 3 scores, of which the causal mask takes 3."""
+    leaf = nn.Parameter(torch.full((2, 3), finite))
+    return leaf, torch.tensor([[False, True, True], [False, False, True]])
+
+
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "filled": lambda x, mask: x.masked_fill(mask, -INF),
+    "added": lambda x, mask: x + torch.zeros(2, 3).masked_fill(mask, -INF),
+    "chosen": lambda x, mask: torch.where(mask, -INF, x),
+    "lowest": lambda x, mask: x.masked_fill(mask, torch.finfo(FP32).min),
+}
+USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(1),
+    "exp": torch.exp,
+    "logsumexp": lambda x: x.logsumexp(1),
+    "maximum": lambda x: x.amax(1),
+    "loss": lambda x: functional.cross_entropy(x, torch.tensor([0, 1])),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_masks_are_legal(
+    mask: Callable[[Tensor, Tensor], Tensor], use: Callable[[Tensor], Tensor]
+) -> None:
+    """Law: -inf that is used up is not named: alone, or before a true cause."""
+    leaf, hidden = scores()
+    used = use(mask(leaf, hidden))
+    assert examine(used.sum(), name) is None
+    finding = examine((used * 0).log().sum(), name)
+    assert finding is not None
+    assert finding.where.startswith("log, after ")
+    assert finding.evidence.startswith("its argument is 0")
+
+
+@pytest.mark.parametrize("mask", ["filled", "added", "chosen"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_a_row_without_an_unmasked_place_is_found(
+    mask: str, dtype: torch.dtype
+) -> None:
+    """Law: softmax over nothing is the mask's fault, with the places it spoils."""
+    leaf, hidden = scores()
+    hidden[1] = True
+    row = MASKS[mask](leaf.to(dtype), hidden).float().softmax(1)
+    finding = examine(row.sum(), name)
+    assert finding is not None
+    assert (finding.cause, finding.where[:7]) == ("zero", "softmax")
+    assert finding.evidence == "a mask covers whole rows: it holds NaN at 3 of 6 places"
+
+
+def test_a_masked_target_is_found() -> None:
+    """Law: cross entropy of a class that a mask took out is told as that."""
+    leaf, hidden = scores()
+    masked = leaf.masked_fill(hidden, -INF)
+    finding = examine(functional.cross_entropy(masked, torch.tensor([1, 1])), name)
+    assert finding is not None
+    assert (finding.cause, finding.where[:11]) == ("zero", "log_softmax")
+    assert finding.evidence.startswith("a target names a class that is masked")
+    assert "mask no class that a target names" in finding.advice
+
+
+def test_targets_that_are_all_ignored_are_found() -> None:
+    """Law: a mean over no target is told as that."""
+    leaf, _ = scores()
+    loss = functional.cross_entropy(leaf, torch.full((2,), -100))
+    assert examine(loss, name) == Finding(
+        "zero",
+        "nll_loss, after log_softmax (w(2,3))",
+        "it is the mean of nothing",
+        "Skip such a batch, or divide a sum by max(count, 1).",
+    )
+
+
+class Chain(nn.Module):
+    """Two layers, then a logarithm: three places where something may be planted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        """Return logarithms; a factor of 0 spoils them."""
+        size: Tensor = self.outer(self.inner(x)).abs() + 1e-3
+        return (size * factor).log().sum()
+
+
+@pytest.mark.parametrize(
+    ("planted", "where"),
+    [
+        ("data weights zero", "the input of linear (inner.weight, inner.bias)"),
+        ("weights zero", "outer.bias"),
+        ("zero", "log, after linear (outer.weight, outer.bias)"),
+    ],
+)
+def test_the_first_in_forward_order_is_named(planted: str, where: str) -> None:
+    """Law: of several causes the one upstream is named."""
+    model, x = Chain(), torch.randn(4, 8)
+    if "data" in planted:
+        x[0, 0] = NAN
+    if "weights" in planted:
+        with torch.no_grad():
+            model.outer.bias[0] = NAN
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    loss = model(x, 0.0)
+    finding = examine(loss, lambda parameter: names[id(parameter)])
+    assert finding is not None
+    assert (finding.cause, finding.where) == (planted.partition(" ")[0], where)
+
+
+def test_running_statistics_count_where_they_are_used() -> None:
+    """Law: NaN in a batch norm's buffers is no cause in training, one in evaluation."""
+    norm, x = nn.BatchNorm1d(8), nn.Parameter(torch.randn(4, 8))
+    assert norm.running_mean is not None
+    norm.running_mean.fill_(NAN)
+    assert examine(norm(x).sum(), name) is None
+    finding = examine(norm.eval()(x).sum(), name)
+    assert finding is not None
+    assert finding.cause == "data"
+    assert finding.where == "the running_mean of batch_norm (w(8,), w(4,8))"
+    assert finding.evidence == "it holds NaN at 8 of 8 places"

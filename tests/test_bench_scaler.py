@@ -1,0 +1,229 @@
+"""`halfstep bench scaler`: its contenders do the same work, and its table."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, TypeVar
+
+import pytest
+import torch
+
+from halfstep import cli
+from halfstep.bench import commands, measure, scaler
+from halfstep.grad_scaler import GradScaler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+PLACE = scaler.Place("cpu", calls=2, rounds=3)
+SCALERS = {"torch": torch.amp.GradScaler, "halfstep": GradScaler}
+
+
+def gradients_of(gradients: scaler.Gradients) -> list[torch.Tensor]:
+    """Return copies of the gradients that lie there."""
+    return [p.grad.clone() for p in gradients.parameters if p.grad is not None]
+
+
+def test_gradients() -> None:
+    """Law: as many as asked for, as large, the same each time, and again on demand."""
+    gradients, same = (scaler.Gradients.draw("5x3", "cpu") for _ in range(2))
+    before = gradients_of(gradients)
+    assert [tuple(each.shape) for each in before] == [(3, 3)] * 5
+    assert all(map(torch.equal, before, gradients_of(same)))
+    assert min(each.abs().min() for each in before) > 0
+    for parameter in gradients.parameters:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    gradients.refill()
+    assert all(map(torch.equal, before, gradients_of(gradients)))
+
+
+def test_optimizers() -> None:
+    """Law: the flag's words are those that can be made; the fused ones are fused."""
+    assert tuple(scaler.OPTIMIZERS) == commands.OPTIMIZERS
+    for name, make in scaler.OPTIMIZERS.items():
+        optimizer = make(scaler.Gradients.draw("2x3", "cpu").parameters)
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        assert fused == name.endswith("-fused"), name
+
+
+def test_idle() -> None:
+    """Law: an idle step moves nothing, and the optimizer holds state for each weight.
+
+    A scaler that walks over the state must find as much as it would in training.
+    """
+    gradients = scaler.Gradients.draw("3x2", "cpu")
+    idle = scaler.Idle(gradients.parameters)
+    idle.step()
+    assert all(not parameter.any() for parameter in gradients.parameters)
+    assert set(idle.state) == set(gradients.parameters)
+
+
+@pytest.mark.parametrize("name", scaler.OPTIMIZERS)
+def test_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: each timed step finds the gradients as drawn and no two steps share a clock.
+
+    Both scalers leave the same gradients, unscaled exactly, and the same new weights.
+    """
+    left: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    gradients = scaler.Gradients.draw("4x3", "cpu")
+    drawn = gradients_of(gradients)
+
+    def timed(call: Callable[[], T], device: str) -> tuple[T, float]:
+        assert device == "cpu"
+        assert all(map(torch.equal, drawn, gradients_of(gradients)))
+        with torch.no_grad():
+            for parameter in gradients.parameters:
+                parameter.zero_()
+        result = call()
+        weights = [parameter.detach().clone() for parameter in gradients.parameters]
+        left.append((gradients_of(gradients), weights))
+        return result, 2**-10
+
+    monkeypatch.setattr(measure, "timed", timed)
+    make: scaler.Maker = scaler.OPTIMIZERS[name]
+    if name.startswith("adamw"):  # its state would tell the steps apart
+        make = scaler.OPTIMIZERS["sgd-fused" if name.endswith("fused") else "sgd"]
+    times = scaler.take_times(gradients, make(gradients.parameters), PLACE)
+    assert dict(times.rounds) == dict.fromkeys(
+        ("bare", "torch", "halfstep"), [2**-10] * 3
+    )
+    assert len(left) == 3 + 3 + 3 * 3 * 2  # once each, the trial, rounds of 2 calls
+    torchs, ours = left[1], left[2]
+    for theirs, own in zip(torchs, ours, strict=True):
+        assert all(map(torch.equal, theirs, own))
+    assert all(torch.equal(a, b * 2**-16) for a, b in zip(ours[0], drawn, strict=True))
+    assert all(bool(weight.all()) == (name != "none") for weight in ours[1])
+
+
+def test_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: torch's scaler and ours take turns, as many steps of each."""
+    seen: list[str] = []
+
+    def counting(name: str) -> type[torch.amp.GradScaler]:
+        kind = SCALERS[name]
+
+        class Counting(kind):  # type: ignore[misc, valid-type]
+            def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+                seen.append(name)
+                super().update(new_scale)
+
+        return Counting
+
+    ours, theirs = counting("halfstep"), counting("torch")
+    monkeypatch.setattr(scaler, "GradScaler", ours)
+    monkeypatch.setattr(torch.amp, "GradScaler", theirs)
+    gradients = scaler.Gradients.draw("2x2", "cpu")
+    scaler.take_times(gradients, scaler.Idle(gradients.parameters), PLACE)
+    assert seen[:5] == ["torch", "halfstep", "torch", "torch", "torch"]
+    both = ["torch"] * 2 + ["halfstep"] * 2
+    assert seen[5:] == both + both[::-1] + both
+
+
+def test_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: what is added is over the bare step; targets stand where there are some."""
+    rounds = {"bare": [1e-3] * 3, "torch": [3e-3] * 3, "halfstep": [2e-3] * 3}
+    monkeypatch.setattr(scaler, "take_times", lambda *_: measure.Times(rounds))
+    monkeypatch.setitem(scaler.TARGETS, "2x1", 0.25)
+    flags = Namespace(
+        device="cpu",
+        calls=1,
+        rounds=3,
+        shapes=["2x1", "1x1"],
+        optimizer=["none", "sgd", "sgd-fused"],
+    )
+    (table,) = scaler.tables(flags)
+    assert table.title == "GradScaler"
+    numbers = tuple(map(pytest.approx, (1000.0, 2000.0, 1000.0, 0.5)))
+    assert table.rows == (
+        ("2x1", "none", *numbers, 0.25, False),
+        ("2x1", "sgd", *numbers, None, None),
+        ("2x1", "sgd-fused", *numbers, 0.25, False),
+        ("1x1", "none", *numbers, None, None),
+        ("1x1", "sgd", *numbers, None, None),
+        ("1x1", "sgd-fused", *numbers, None, None),
+    )
+    assert scaler.TARGETS.keys() == {"1000x16", "3x4096", "2x1"}
+    command = "halfstep bench scaler --calls 1 --rounds 3 --shapes 2x1,1x1"
+    assert f"{command} --optimizer none,sgd,sgd-fused --device cpu" in table.notes
+    assert capsys.readouterr().err.splitlines()[0] == "2x1, none: done"
+
+
+@pytest.mark.parametrize(("torchs", "ours"), [(1.0, 2.0), (2.0, 1.0), (0.5, 0.5)])
+def test_noise(torchs: float, ours: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: where a step with a scaler took no longer than one without, no ratio."""
+    rounds = {"bare": [1.0], "torch": [torchs], "halfstep": [ours]}
+    monkeypatch.setattr(scaler, "take_times", lambda *_: measure.Times(rounds))
+    flags = Namespace(
+        device="cpu", calls=1, rounds=1, shapes=["1000x16"], optimizer=["sgd-fused"]
+    )
+    monkeypatch.setattr(scaler.Gradients, "draw", lambda *_: scaler.Gradients([], []))
+    monkeypatch.setitem(scaler.OPTIMIZERS, "sgd-fused", lambda _: None)
+    (table,) = scaler.tables(flags)
+    assert table.rows[0][-3:] == (None, 0.5, None)
+
+
+def leave(*words: str) -> int:
+    """Run a command; return its exit status, however it leaves."""
+    try:
+        return cli.run(words)
+    except SystemExit as left:
+        return int(str(left.code))
+
+
+SHAPE = "must be a number of tensors x a size, such as 3x4096"
+NAMES = "must be all or of none, sgd, adamw, sgd-fused, adamw-fused"
+REFUSALS = {
+    "--shapes 3": f"--shapes: '3' {SHAPE}",
+    "--shapes 3x0": f"--shapes: '3x0' {SHAPE}",
+    "--shapes 3x4x5": f"--shapes: '3x4x5' {SHAPE}",
+    "--shapes 3x4,x4": f"--shapes: 'x4' {SHAPE}",
+    "--optimizer adam": f"--optimizer: 'adam' {NAMES}",
+    "--optimizer sgd,": f"--optimizer: '' {NAMES}",
+    "--calls 0": "--calls: '0' must be a whole number of at least 1",
+}
+"""Words after `halfstep bench scaler` -> what is said of them."""
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_refusals(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: a flag that cannot be used is refused in one line that names it."""
+    assert leave("bench", "scaler", *words.split()) == 2
+    more = "see halfstep bench scaler --help"
+    expected = f"halfstep: error: argument {REFUSALS[words]}; {more}\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_no_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: --device cuda without CUDA is refused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert leave("bench", "scaler", "--device", "cuda") == 2
+    assert "torch sees no CUDA device here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "count"), [("all", 5), ("sgd,adamw", 2)])
+def test_run(words: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: the command prints a row for each shape and optimizer, and its own line."""
+    flags = f"--shapes 3x2,2x4 --calls 1 --rounds 1 --device cpu --optimizer {words}"
+    assert leave("bench", "scaler", *flags.split()) == 0
+    out, err = capsys.readouterr()
+    assert len(err.splitlines()) == 2 * count
+    names = words.replace("all", "none,sgd,adamw,sgd-fused,adamw-fused")
+    assert f"--shapes 3x2,2x4 --optimizer {names} --calls 1" in out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda() -> None:
+    """Law: on a GPU each turn waits for the device, and takes some time."""
+    gradients = scaler.Gradients.draw("4x8", "cuda")
+    for make in scaler.OPTIMIZERS.values():
+        place = scaler.Place("cuda", calls=2, rounds=2)
+        times = scaler.take_times(gradients, make(gradients.parameters), place)
+        assert times.median("torch") > times.median("bare") > 0

@@ -1,0 +1,332 @@
+"""`halfstep bench traces`: the rules by hand and against torch's kernel; the tables."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from halfstep import cli
+from halfstep.bench import traces
+from halfstep.bench.traces import Held, Trace
+from halfstep.scaler import ScaleRule, ScaleState, advance
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+NAN = math.nan
+CONSECUTIVE = partial(traces.deepspeed, consecutive=True)
+
+
+def walk(rule: traces.Rule, held: Held, steps: str) -> list[float | None]:
+    """Return the scales after steps spelled "x" (overflow) and "." (clean)."""
+    scales: list[float | None] = []
+    for step in steps:
+        after = rule(held, step == "x")
+        scales.append(None if after is None else after.scale)
+        if after is None:
+            break
+        held = after
+    return scales
+
+
+# What fits
+
+
+@pytest.mark.parametrize(
+    ("peak", "scale", "expected"),
+    [
+        (65504.0, 1.0, False),
+        (65519.9, 1.0, False),  # rounds down
+        (65520.0, 1.0, True),  # a tie, and the even neighbour is inf
+        (3.0, 2.0**14, False),
+        (3.0, 2.0**15, True),
+        (NAN, 1.0, True),
+        (math.inf, 0.0, True),
+        (3.0, 0.0, False),  # a scale of 0 hides everything
+    ],
+)
+def test_overflow_by_hand(peak: float, scale: float, expected: bool) -> None:
+    """Law: a step is lost where fp16 cannot hold its largest scaled gradient."""
+    assert traces.overflows(peak, scale) is expected
+
+
+@given(st.floats(2.0**-40, 2.0**40), st.integers(-40, 40))
+def test_overflow_is_fp16s(peak: float, exponent: int) -> None:
+    """Law: torch's cast to fp16 is the judge."""
+    scaled = torch.tensor(peak * 2.0**exponent, dtype=torch.float64).half()
+    assert traces.overflows(peak, 2.0**exponent) == (not scaled.isfinite())
+
+
+@given(st.floats(2.0**-60, 2.0**60))
+def test_largest_safe_scale(peak: float) -> None:
+    """Law: it is a power of two that fits, and its double does not."""
+    scale = traces.largest_safe_scale(peak)
+    assert math.frexp(scale)[0] == 0.5
+    assert not traces.overflows(peak, scale)
+    assert traces.overflows(peak, 2 * scale)
+
+
+# Rules of others
+
+
+@given(
+    st.integers(-149, 127),
+    st.sampled_from([0, 1, 1997, 1998, 1999]),
+    st.lists(st.booleans(), max_size=6),
+)
+@example(127, 1999, [False])
+@example(-149, 0, [True])
+def test_torchs_rule(exponent: int, clean: int, flags: list[bool]) -> None:
+    """Law: torch's rule moves as torch's own kernel does, down to 0 and up to the top.
+
+    The numbers are the defaults of torch.amp.GradScaler.
+    """
+    scale = torch.tensor(2.0**exponent)
+    tracker = torch.tensor(clean, dtype=torch.int32)
+    held = Held(scale.item(), clean)
+    for bad in flags:
+        found = torch.tensor(float(bad))
+        torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 2000)
+        held = traces.torch_amp(held, bad)
+        assert (held.scale, held.clean) == (scale.item(), tracker.item())
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler("cpu")])
+def test_torchs_defaults(scaler: torch.amp.GradScaler) -> None:
+    """Law: the numbers are those of torch's scaler."""
+    assert scaler._init_scale == traces.CONTENDERS["torch.amp"].first
+    assert scaler.get_growth_interval() == 2000
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2.0, 0.5)
+
+
+def test_megatrons_rule() -> None:
+    """Law: one overflow is borne; once spent, only growth brings patience back.
+
+    By hand: 8 bears the first, then halves at each, clean steps between or not, and
+    stays at 1. The 1,000th clean step doubles, and the next overflow is borne again.
+    """
+    held = Held(8.0, left=2)
+    assert walk(traces.megatron, held, "x.xx.xxx") == [8, 8, 4, 2, 2, 1, 1, 1]
+    scales = walk(traces.megatron, held, "xx" + "." * 1000 + "xx")
+    assert scales[1] == scales[1000] == 4
+    assert scales[1001:] == [8, 8, 4]
+
+
+@pytest.mark.parametrize("rule", [traces.deepspeed, CONSECUTIVE])
+def test_deepspeeds_rule(rule: traces.Rule) -> None:
+    """Law: DeepSpeed bears one overflow, halves down to 1, and then raises."""
+    held = Held(4.0, left=2)
+    assert walk(rule, held, "xxxx") == [4, 2, 1, None]
+    assert walk(rule, Held(1.0, left=2), "xx") == [1, None]
+    scales = walk(rule, held, "xx" + "." * 1000 + "xx")
+    assert scales[1] == scales[1000] == 2
+    assert scales[1001:] == [4, 4, 2]
+
+
+def test_deepspeeds_refills() -> None:
+    """Law: with consecutive hysteresis a clean step brings patience back."""
+    held = Held(8.0, left=2)
+    assert walk(traces.deepspeed, held, "x.x.xx") == [8, 8, 4, 4, 2, 1]
+    assert walk(CONSECUTIVE, held, "x.x.xx") == [8, 8, 8, 8, 8, 4]
+
+
+# Ours
+
+
+def play(name: str, peaks: Sequence[float], first: float) -> list[float]:
+    """Return a contender's scales."""
+    return list(traces.CONTENDERS[name].play(peaks, first))
+
+
+RULES = {
+    "halfstep": ScaleRule(),
+    "halfstep, hysteresis 2": ScaleRule(hysteresis=2),
+    "halfstep, hysteresis 2, clean": ScaleRule(hysteresis=2, refill="clean"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(
+    peaks=st.lists(st.sampled_from([2.0**-9, 0.5, 3.0, NAN]), max_size=9),
+    exponent=st.integers(9, 18),
+)
+def test_ours_is_advance(name: str, peaks: list[float], exponent: int) -> None:
+    """Law: ours walks as `advance` does, its overflows are those of the trace."""
+    rule = RULES[name]
+    first = 2.0**exponent
+    state = replace(ScaleState.first(rule), scale=torch.tensor(first))
+    expected = [first]
+    for peak in peaks:
+        bad = traces.overflows(peak, state.scale.item())
+        state = advance(state, torch.tensor(float(bad)), rule)
+        expected.append(state.scale.item())
+    assert play(name, peaks, first) == expected
+
+
+def test_refills_of_ours() -> None:
+    """Law: each name has its own refill: by hand, as for DeepSpeed."""
+    peaks = [NAN, 3.0, NAN]
+    assert play("halfstep", peaks, 8.0) == [8, 4, 4, 2]
+    assert play("halfstep, hysteresis 2", peaks, 8.0) == [8, 8, 8, 4]
+    assert play("halfstep, hysteresis 2, clean", peaks, 8.0) == [8, 8, 8, 8]
+
+
+def test_cold_start() -> None:
+    """Law: the way down from 2**32 to 2**14 takes 18 steps, from 2**16 two.
+
+    Hysteresis costs one more. Measured knows before the first step, and is a factor of
+    two below the largest safe scale: its margin.
+    """
+    for first, halvings in (2.0**32, 18), (2.0**16, 2):
+        trace = Trace("", [3.0] * 150, [3.0] * 150, first)
+        found = {n: traces.replay(trace, c) for n, c in traces.CONTENDERS.items()}
+        lost = {name: outcome.lost for name, outcome in found.items()}
+        assert lost["torch.amp"] == lost["halfstep"] == halvings
+        assert lost["Megatron"] == lost["DeepSpeed"] == halvings + 1
+        assert lost["DeepSpeed, consecutive"] == halvings + 1
+        assert lost["halfstep, hysteresis 2"] == halvings + 1
+        assert lost["halfstep, measured"] == 0
+        assert found["torch.amp"].last == "2**14"
+        assert found["halfstep, measured"].last == "2**13"
+        assert found["halfstep, measured"].recovery == 0
+
+
+def test_endings() -> None:
+    """Law: NaN for ever ends at 0.0, at the floor, or with an error: by hand.
+
+    From 2**4: torch halves 4 + 149 times to fp32's smallest number, and once more.
+    DeepSpeed bears one, halves 4 times, and raises. Ours raises after 10 skips in a
+    row, for its scale is at the floor after 4.
+    """
+    trace = Trace("", [NAN] * 300, [3.0] * 300, 2.0**4)
+    found = {name: traces.replay(trace, c) for name, c in traces.CONTENDERS.items()}
+    told = {name: (outcome.lost, outcome.last) for name, outcome in found.items()}
+    assert told["torch.amp"] == (300, "0.0")
+    assert told["Megatron"] == (300, "stuck at 1")
+    assert told["DeepSpeed"] == (6, "raises")
+    assert told["halfstep"] == (10, "raises")
+    assert play("torch.amp", [NAN] * 153, 2.0**4)[-1] == 2.0**-149
+    assert play("torch.amp", [NAN] * 154, 2.0**4)[-1] == 0.0
+    assert {outcome.recovery for outcome in found.values()} == {None}
+
+
+# What is told of a trace
+
+
+def outcome(scales: list[float], peaks: list[float], level: float) -> traces.Outcome:
+    """Judge scales that are as given."""
+
+    def given_scales(_peaks: Sequence[float], first: float) -> Iterator[float]:
+        assert first == 7.0
+        return iter(scales)
+
+    trace = Trace("", peaks, [level] * len(peaks), None)
+    return traces.replay(trace, traces.Contender(7.0, given_scales))
+
+
+def test_outcome() -> None:
+    """Law: lost, off and unused are counted by step: by hand, at a safe scale of 2**14.
+
+    Two steps too high and lost, two right, three too low (2, 2 and 3 binades), one
+    right: the longest stretch is 3, and 0 + 1 + 2 + 2 + 3 + 0 binades over 6 steps.
+    """
+    powers = [16, 15, 14, 13, 12, 12, 11, 14, 14]
+    found = outcome([2.0**power for power in powers], [3.0] * 8, 3.0)
+    assert replace(found, unused=0.0) == traces.Outcome(2, 3, "2**14", 0.0)
+    assert found.unused == pytest.approx(8 / 6)
+    early = outcome([2.0**14, 2.0**14], [3.0] * 4, 3.0)
+    assert early == traces.Outcome(0, None, "raises", 0.0)
+    low = outcome([2.0**14, 2.0**12, 2.0**12], [3.0] * 2, 3.0)
+    assert low == traces.Outcome(0, None, "2**12", 1.0)
+    dead = outcome([0.0, 0.0], [3.0], 3.0)
+    assert dead == traces.Outcome(0, None, "0.0", math.inf)
+
+
+# Traces
+
+
+def test_written_down() -> None:
+    """Law: the shapes are what their names say."""
+    by_name = {trace.name: trace for trace in traces.written_down(1000)}
+    assert all(len(t.peaks) == len(t.level) == 1000 for t in by_name.values())
+    bad = {name: sum(map(math.isnan, t.peaks)) for name, t in by_name.items()}
+    assert bad.pop("one bad batch") == 1
+    assert bad.pop("three bad batches") == 3
+    assert bad.pop("NaN for ever") == 900
+    assert set(bad.values()) == {0}
+    spikes = by_name["8 times as large every 51 steps"].peaks
+    assert [spikes.count(3.0), spikes.count(24.0)] == [
+        981,
+        19,
+    ]  # the 51st, 102nd, ..., 969th
+    assert by_name["gradients double every 500 steps"].peaks[500] == 6.0
+    assert by_name["gradients halve every 500 steps"].peaks[500] == 1.5
+    firsts = {name: trace.first for name, trace in by_name.items()}
+    assert firsts.pop("cold start from 2**32") == 2.0**32
+    assert firsts.pop("cold start from 2**16") == 2.0**16
+    assert set(firsts.values()) == {traces.largest_safe_scale(3.0)}
+
+
+def test_recorded() -> None:
+    """Law: a recorded trace is the same each time, finite, and of real gradients.
+
+    Before the first update a summed loss over 32 examples has 32 times the gradients of
+    a mean one, as far as fp16 tells: its smallest are subnormal, its largest are not.
+    """
+    mean, again = traces.record(4, "mean"), traces.record(4, "mean")
+    summed = traces.record(4, "sum")
+    assert mean == again
+    assert mean.first is None
+    assert all(0 < peak < math.inf for peak in (*mean.peaks, *summed.peaks))
+    assert summed.peaks[0] == pytest.approx(32 * mean.peaks[0], rel=2**-8)
+    assert mean.level == [max(mean.peaks)] * 4
+
+
+# The command
+
+
+def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: a table a trace, a row a rule, notes once, and the same each time."""
+    found = traces.tables(Namespace(steps=20))
+    assert [table.title for table in found] == [
+        "cold start from 2**32",
+        "cold start from 2**16",
+        "one bad batch",
+        "three bad batches",
+        "gradients double every 500 steps",
+        "gradients halve every 500 steps",
+        "8 times as large every 51 steps",
+        "NaN for ever",
+        "recorded, loss: mean of 32",
+        "recorded, loss: sum of 32",
+    ]
+    assert all(
+        tuple(row[0] for row in table.rows) == tuple(traces.CONTENDERS)
+        for table in found
+    )
+    assert not any(table.notes for table in found[:-1])
+    assert found[-1].notes[-1].endswith("halfstep bench traces --steps 20")
+    assert len(capsys.readouterr().err.splitlines()) == 10
+    assert [t.text() for t in traces.tables(Namespace(steps=20))] == [
+        t.text() for t in found
+    ]
+
+
+@pytest.mark.parametrize("word", ["0", "-3", "many"])
+def test_refusals(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: a number of steps that cannot be used is refused in one line."""
+    with pytest.raises(SystemExit) as left:
+        cli.run(["bench", "traces", "--steps", word])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == (
+        f"halfstep: error: argument --steps: {word!r} must be a whole number of at "
+        "least 1; see halfstep bench traces --help\n"
+    )

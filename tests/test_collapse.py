@@ -1,0 +1,221 @@
+"""Runs that no loss scale can save: what the error says of five causes, and when."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.scaler import ScaleRule
+from halfstep.scaler.autopsy import Finding
+from halfstep.scaler.collapse import Losses, diagnose
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIMIT = 6
+"""Skips in a row that end these runs."""
+
+
+class Net(nn.Module):
+    """Two layers, in which something may go wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.outer = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one number a row, above 0."""
+        out: Tensor = self.outer(torch.tanh(self.inner(x)))
+        return torch.sigmoid(out.float())
+
+
+class Wide(Net):
+    """Activations leave float16, though weights and data are small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one number a row."""
+        out: Tensor = self.outer(self.inner(x) * 1e5)
+        return torch.sigmoid(out.float())
+
+
+class Straight(Net):
+    """Nothing holds the activations back: they grow with the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one number a row."""
+        out: Tensor = self.outer(self.inner(x))
+        return out.float()
+
+
+def mean(out: Tensor) -> Tensor:
+    """Return a loss as it should be."""
+    return out.square().mean()
+
+
+def logarithm(out: Tensor) -> Tensor:
+    """Return a loss that forgets that a probability may be 0."""
+    return -torch.log(out - out.detach()).mean()
+
+
+def enormous(out: Tensor) -> Tensor:
+    """Return a loss whose gradient is far too large."""
+    return out.sum() * 1e9
+
+
+def data(step: int) -> Tensor:
+    """Return a batch."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 8, generator=generator)
+
+
+def broken(step: int) -> Tensor:
+    """Return a batch that holds a NaN from the third step on."""
+    batch = data(step)
+    batch[1, 2] = math.nan if step > 2 else 0.0
+    return batch
+
+
+CAUSES: dict[str, dict[str, Any]] = {
+    "data": {"batches": broken},
+    "zero": {"loss_of": logarithm},
+    "learning rate": {"net": Straight, "lr": 50.0},
+    "range": {"net": Wide},
+    "loss": {"loss_of": enormous},
+}
+WORDS = {
+    "data": "NaN",
+    "zero": "log",
+    "learning rate": "Lower the learning rate",
+    "range": "float16 holds 65504",
+    "loss": "not a sum",
+}
+"""Part of the message that somebody who reads it acts on."""
+
+
+def by_hand(
+    net: Callable[[], nn.Module] = Net,
+    loss_of: Callable[[Tensor], Tensor] = mean,
+    batches: Callable[[int], Tensor] = data,
+    lr: float = 0.01,
+) -> None:
+    """Train with autocast and a scaler until that ends."""
+    torch.manual_seed(0)
+    model = net()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=lr)
+    scaler = hs.GradScaler("cpu", max_consecutive_skips=LIMIT, min_scale=1.0)
+    for step in range(200):
+        with hs.autocast("cpu", torch.float16):
+            loss = loss_of(model(batches(step)))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def by_session(
+    net: Callable[[], nn.Module] = Net,
+    loss_of: Callable[[Tensor], Tensor] = mean,
+    batches: Callable[[int], Tensor] = data,
+    lr: float = 0.01,
+) -> None:
+    """Train with a session until that ends."""
+    torch.manual_seed(0)
+    model = net()
+    rule = ScaleRule(max_consecutive_skips=LIMIT)
+    session = hs.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=lr),
+        "O1",
+        dtype="fp16",
+        loss_scale=rule,
+    )
+    for step in range(200):
+        with session.autocast():
+            loss = loss_of(session.model(batches(step)))
+        session.backward(loss)
+        session.step()
+
+
+@pytest.mark.filterwarnings("ignore:level O1 with dtype fp16")
+@pytest.mark.parametrize("train", [by_hand, by_session])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_error_names_the_cause(cause: str, train: Callable[..., None]) -> None:
+    """Law: a run lost for one of five causes ends with that cause and a remedy."""
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        train(**CAUSES[cause])
+    error = caught.value
+    assert error.cause == cause, str(error)
+    assert WORDS[cause] in str(error)
+    assert error.advice in str(error)
+    assert f"Cause: {cause} (" in str(error)
+    assert "_" not in str(error).partition("(")[2].partition(":")[0]
+    assert len(error.history) == LIMIT
+    assert list(error.history) == sorted(error.history, reverse=True)
+    assert error.loss_finite == (cause in {"loss", "learning rate"}), str(error)
+    assert error.inf_in or error.nan_in
+    assert {*error.inf_in, *error.nan_in} <= {
+        "inner.weight",
+        "inner.bias",
+        "outer.weight",
+        "outer.bias",
+    }
+
+
+def test_the_error_survives_pickle() -> None:
+    """Law: a collapse that crosses processes keeps all it holds."""
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        by_hand(loss_of=enormous)
+    error = caught.value
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 -- our own
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_a_run_that_recovers_is_left_alone() -> None:
+    """Law: one skip short of the limit, the next step is as good as any."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.01)
+    scaler = hs.GradScaler("cpu", max_consecutive_skips=3)
+    for step in range(12):
+        loss = mean(model(data(step)))
+        loss = loss * math.nan if step % 3 < 2 else loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step.skipped == (step % 3 < 2)
+        optimizer.zero_grad()
+
+
+FOUND = Finding("range", "linear", "its result reaches inf", "Use bf16.")
+
+
+@pytest.mark.parametrize(
+    ("losses", "now", "cause"),
+    [
+        (Losses(), math.inf, "range"),  # it never worked: the format
+        (Losses(1.0, 1.0, 3), math.inf, "learning rate"),  # it did, for three steps
+        (Losses(1.0, 1.0, 500), math.inf, "range"),  # it did, for long
+        (Losses(1.0, 2.0, 500), math.nan, "learning rate"),  # it had diverged
+        (Losses(1.0, 1.0, 500), 1.9, "range"),
+        (Losses(1.0, 1.0, 500), -2.0, "learning rate"),  # it diverges now
+    ],
+)
+def test_range_or_learning_rate(losses: Losses, now: float, cause: str) -> None:
+    """Law: overflow in a forward pass that worked before is the learning rate's."""
+    finite = math.isfinite(now)
+    verdict = diagnose(FOUND, losses, torch.tensor(now), finite=finite)
+    assert verdict.cause == cause
+
+
+def test_data_is_never_the_learning_rates() -> None:
+    """Law: NaN in the data is that, however the loss went before."""
+    found = Finding("data", "an input", "it holds NaN", "Find the batch.")
+    for losses in (Losses(), Losses(1.0, 9.0, 3)):
+        assert diagnose(found, losses, None, finite=None) is found

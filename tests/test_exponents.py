@@ -1,0 +1,301 @@
+"""Histograms of exponents, against numpy and against what casting really loses."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scale_loop import NoWaiting
+from torch import Tensor
+
+from halfstep.scaler import exponents as room
+from halfstep.scaler.exponents import (
+    BINS,
+    exponents,
+    flushed,
+    largest,
+    largest_safe_scale,
+    power_of_two,
+    subnormal,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ONE = torch.tensor(1.0)
+WIDTHS = {
+    torch.float16: (16, torch.int16),
+    torch.bfloat16: (16, torch.int16),
+    torch.float32: (32, torch.int32),
+    torch.float64: (64, torch.int64),
+}
+CHECKED: dict[str, Any] = {"check_invariants": True}
+LOW = [torch.float16, torch.bfloat16]
+
+
+@st.composite
+def patterns(
+    draw: st.DrawFn, dtypes: Sequence[torch.dtype] = tuple(WIDTHS)
+) -> tuple[Tensor, np.ndarray[Any, Any]]:
+    """Return a tensor of any bit patterns, and the same as fp64, made by numpy."""
+    dtype = draw(st.sampled_from(dtypes))
+    width, integer = WIDTHS[dtype]
+    half = 2 ** (width - 1)
+    ends = [0, -half, 1, 2, 2**10, 2**23 - 1, 2**23, half - 1]
+    number = st.integers(-half, half - 1) | st.sampled_from(
+        [end for end in ends if -half <= end < half]
+    )
+    bits = draw(st.lists(number, max_size=9))
+    raw = np.array(bits, dtype=f"int{width}")
+    if dtype == torch.bfloat16:
+        wide = (raw.astype(np.int32) << 16).view(np.float32)
+    else:
+        wide = raw.view(f"float{width}")
+    tensor = torch.tensor(bits, dtype=integer).view(dtype)
+    with np.errstate(invalid="ignore"):
+        return tensor, wide.astype(np.float64)
+
+
+def by_numpy(values: np.ndarray[Any, Any], shift: int) -> dict[int, int]:
+    """Return bin -> count with frexp; fp64's subnormal numbers count as zeros."""
+    bins = []
+    for value in values.tolist():
+        if not math.isfinite(value):
+            bins.append(BINS - 1)
+        elif abs(value) < 2.0**-1022:
+            bins.append(0)
+        else:
+            exponent = int(np.frexp(value)[1]) - 1 - shift
+            bins.append(min(max(exponent + 1023, 1), BINS - 2))
+    return {one: bins.count(one) for one in bins}
+
+
+def by_us(histogram: Tensor) -> dict[int, int]:
+    """Return bin -> count, without the empty ones."""
+    filled = histogram.nonzero().flatten().tolist()
+    return {one: int(histogram[one]) for one in filled}
+
+
+def close(share: Tensor, expected: float) -> None:
+    """Hold a share against a quotient of small integers."""
+    assert share.shape == ()
+    assert share.item() == pytest.approx(expected, abs=1e-6)
+
+
+@given(patterns(), st.integers(-126, 127))
+def test_exponents_are_frexps(
+    drawn: tuple[Tensor, np.ndarray[Any, Any]], shift: int
+) -> None:
+    """Law: each number is counted at floor(log2) of its unscaled size, whatever it is.
+
+    Bit patterns of all formats: subnormal, both zeros, inf, NaN, none at all.
+    """
+    tensor, values = drawn
+    histogram = exponents([tensor], torch.tensor(2.0**shift))
+    assert histogram.dtype == torch.int64
+    assert by_us(histogram) == by_numpy(values, shift)
+
+
+def test_every_16_bit_number() -> None:
+    """Law: the same for each of the 65536 patterns at once."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    histogram = by_us(exponents([bits.view(torch.float16)], ONE))
+    # 1024 fractions in each of 30 binades, both signs; below them subnormal binades
+    # of 512, 256, ... 1 fractions; 2 zeros; 2 inf and 2 * 1023 NaN.
+    normal = {1023 + e: 2048 for e in range(-14, 16)}
+    small = {1023 - 15 - i: 2 * 2 ** (9 - i) for i in range(10)}
+    assert histogram == {0: 2, BINS - 1: 2048, **normal, **small}
+
+
+def test_several_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: counts add up over tensors and pieces of them; layout plays no part."""
+    dense = torch.tensor([[1.0, 2.0, 4.0, 0.0], [1.0, 1.0, 1.0, 3.0]])
+    where = torch.tensor([[0, 2]])
+    sparse = torch.sparse_coo_tensor(where, torch.tensor([8.0, 8.0]), (4,), **CHECKED)
+    complex_ = torch.tensor([2 - 8j]).conj()
+    monkeypatch.setattr(room, "_PIECE", 3)
+    histogram = exponents([dense.T, sparse, complex_, torch.empty(0)], ONE)
+    assert by_us(histogram) == {0: 1, 1023: 4, 1024: 3, 1025: 1, 1026: 3}
+
+
+def test_widening_flushes_nothing() -> None:
+    """Law: fp32's smallest numbers are counted where they are: by hand."""
+    tensor = torch.tensor([1, 2, 3, 2**22, 2**23], dtype=torch.int32)
+    histogram = exponents([tensor.view(torch.float32)], ONE)
+    at = {-149: 1, -148: 2, -127: 1, -126: 1}
+    assert by_us(histogram) == {1023 + e: count for e, count in at.items()}
+
+
+@given(st.floats(2.0**-100, 2.0**100), st.floats(2.0**-20, 2.0**20, exclude_min=True))
+def test_a_scale_that_is_no_power_of_two(number: float, scale: float) -> None:
+    """Law: the exponent is then right or one too high: never too low."""
+    number, scale = float(np.float32(number)), float(np.float32(scale))
+    (found,) = by_us(exponents([torch.tensor(number)], torch.tensor(scale)))
+    exact = int(np.frexp(number / scale)[1]) - 1
+    assert found - 1023 - exact in {0, 1}
+
+
+# What a histogram tells
+
+
+def test_largest_safe_scale() -> None:
+    """Law: 2**(15 - e - margin) for fp16, 2**(127 - e - margin) for bf16: by hand."""
+    histogram = exponents([torch.tensor([3.0, -0.25, 0.0, math.inf, math.nan])], ONE)
+    assert largest_safe_scale(histogram).item() == 2.0**13
+    assert largest_safe_scale(histogram, margin=0).item() == 2.0**14
+    assert largest_safe_scale(histogram, margin=3).item() == 2.0**11
+    assert largest_safe_scale(histogram, torch.bfloat16).item() == 2.0**125
+    scale = largest_safe_scale(histogram)
+    assert (scale.dtype, scale.shape) == (torch.float32, ())
+
+
+@given(
+    st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1), st.integers(0, 4)
+)
+def test_largest_safe_scale_is_safe_and_largest(
+    numbers: list[float], margin: int
+) -> None:
+    """Law: at it fp16 holds all with `margin` to spare; 2**(margin + 1) more overflows.
+
+    At margin 0, only what lies between 65504 and 65536 may overflow.
+    """
+    top = max(map(abs, numbers))
+    assume(top >= 2.0**-90)
+    histogram = exponents([torch.tensor(numbers)], ONE)
+    scale = largest_safe_scale(histogram, margin=margin).item()
+    assert top * scale < 2.0 ** (16 - margin)
+    with np.errstate(over="ignore"):
+        assert np.isinf(np.float16(top * scale * 2 ** (margin + 1)))
+        assert margin == 0 or np.isfinite(np.float16(top * scale))
+
+
+@pytest.mark.parametrize("numbers", [[], [0.0, -0.0], [math.inf, -math.inf, math.nan]])
+def test_nothing_seen(numbers: list[float]) -> None:
+    """Law: where no finite number other than zero was seen, no scale is named."""
+    histogram = exponents([torch.tensor(numbers)], ONE)
+    assert largest_safe_scale(histogram).isnan()
+    close(flushed(histogram, ONE), 0.0)
+    close(subnormal(histogram, ONE), 0.0)
+
+
+def test_power_of_two() -> None:
+    """Law: exact over all of fp32's normal exponents, clamped outside of them."""
+    found = power_of_two(torch.arange(-130, 131))
+    expected = [2.0 ** min(max(e, -126), 127) for e in range(-130, 131)]
+    assert found.tolist() == expected
+
+
+NEAR_THE_EDGES = st.lists(
+    st.builds(
+        lambda fraction, exponent: fraction * 2.0**exponent,
+        st.sampled_from([1.0, -1.5, 1 + 2.0**-23, -2 + 2.0**-23, 0.0]),
+        st.integers(-27, -12) | st.integers(-136, -124),
+    ),
+    max_size=9,
+)
+
+
+@given(NEAR_THE_EDGES, st.integers(-3, 3), st.sampled_from(LOW))
+def test_flushed_is_what_casting_loses(
+    drawn: list[float], shift: int, low: torch.dtype
+) -> None:
+    """Law: the share equals that of new zeros after the cast.
+
+    Half the smallest number exactly, a tie that goes to zero, is the one not counted.
+    """
+    numbers = torch.tensor(drawn)
+    seen = numbers[numbers != 0].double()
+    info = torch.finfo(low)
+    tie = info.smallest_normal * info.eps / 2
+    scaled = seen * 2.0**shift
+    zeros = int((scaled.to(low) == 0).sum() - (scaled.abs() == tie).sum())
+    share = flushed(exponents([numbers], ONE), torch.tensor(2.0**shift), low)
+    close(share, zeros / max(len(seen), 1))
+
+
+@given(NEAR_THE_EDGES, st.integers(-3, 3), st.sampled_from(LOW))
+def test_subnormal_by_numpy(drawn: list[float], shift: int, low: torch.dtype) -> None:
+    """Law: the share equals that of exponents from -25 to -15 (bf16: -134 to -127)."""
+    seen = np.array([number for number in drawn if number], np.float32)
+    at = np.frexp(seen.astype(np.float64))[1] - 1 + shift
+    start, end = (-25, -14) if low == torch.float16 else (-134, -126)
+    histogram = exponents([torch.tensor(drawn)], ONE)
+    share = subnormal(histogram, torch.tensor(2.0**shift), low)
+    close(share, float(((at >= start) & (at < end)).sum()) / max(len(seen), 1))
+
+
+def test_shares_by_hand() -> None:
+    """Law: raising the scale turns zeros into subnormal numbers and those into normal.
+
+    Times 1: 2**-30 is lost, 2**-20 subnormal, 1 normal. Times 2**8: 2**-22, 2**-12.
+    Times 2**16 all are normal.
+    """
+    histogram = exponents([torch.tensor([2.0**-30, 2.0**-20, 1.0, 0.0])], ONE)
+    for scale, lost, blurred in (1.0, 1, 1), (2.0**8, 0, 1), (2.0**16, 0, 0):
+        close(flushed(histogram, torch.tensor(scale)), lost / 3)
+        close(subnormal(histogram, torch.tensor(scale)), blurred / 3)
+
+
+# The largest number
+
+
+@given(st.lists(patterns(), max_size=4))
+def test_largest(drawn: list[tuple[Tensor, np.ndarray[Any, Any]]]) -> None:
+    """Law: the largest absolute value of all; NaN if one is there; 0 of none."""
+    like = torch.tensor(0.0, dtype=torch.float64)
+    found = largest([tensor for tensor, _ in drawn], like).numpy()
+    values = np.concatenate([[0.0], *(values for _, values in drawn)])
+    np.testing.assert_equal(found, np.abs(values).max())
+
+
+def test_largest_of_sparse() -> None:
+    """Law: what is stored counts; the dtype is the one asked for."""
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[1]]), torch.tensor([-8.0]), (4,), **CHECKED
+    )
+    found = largest([sparse, torch.ones(2, dtype=torch.float16)], torch.tensor(0.0))
+    assert (found.item(), found.dtype) == (8.0, torch.float32)
+
+
+def test_nothing_waits() -> None:
+    """Law: no number is read on the host; the check itself can fail."""
+    tensors = [torch.ones(3, dtype=torch.float16), torch.zeros(2)]
+    with NoWaiting():  # type: ignore[no-untyped-call]
+        histogram = exponents(tensors, ONE)
+        largest_safe_scale(histogram)
+        flushed(histogram, ONE)
+        subnormal(histogram, ONE)
+        largest(tensors, ONE)
+        with pytest.raises(AssertionError):
+            ONE.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """Law: a GPU counts as the CPU does, on its own device, and does not wait."""
+    width, integer = WIDTHS[dtype]
+    half = 2 ** (width - 1)
+    bits = torch.randint(-half, half - 1, (100_000,), dtype=integer)
+    tensor = torch.cat((bits, torch.tensor([0, 1, -1], dtype=integer))).view(dtype)
+    scale = torch.tensor(2.0**7)
+    there, scale_there = tensor.cuda(), scale.cuda()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        histogram = exponents([there], scale_there)
+        safe = largest_safe_scale(histogram)
+        share = flushed(histogram, scale_there)
+        top = largest([there.nan_to_num(0, 0, 0)], scale_there.double())
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    expected = exponents([tensor], scale)
+    assert torch.equal(histogram.cpu(), expected)
+    assert torch.equal(safe.cpu(), largest_safe_scale(expected))
+    assert torch.equal(share.cpu(), flushed(expected, scale))
+    assert torch.equal(top.cpu(), tensor.nan_to_num(0, 0, 0).abs().amax().double())

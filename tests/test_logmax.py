@@ -1,0 +1,210 @@
+"""LogMax against a float64 twin; what holds for every strategy."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scale_loop import BAD, CLEAN, NETS, RULE, NoWaiting, training
+
+from halfstep.errors import UserError
+from halfstep.scaler.logmax import LogMax
+from halfstep.scaler.measured import Measured
+from halfstep.scaler.rule import STRATEGIES, ScaleState, advance
+from halfstep.scaler.strategy import Backoff, Strategy, strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Twin:
+    """LogMax as its formulas say it, on the host."""
+
+    def __init__(self, beta1: float, beta2: float, k: float) -> None:
+        self.beta1, self.beta2, self.k = beta1, beta2, k
+        self.xs: list[float] = []
+
+    def ema(self, values: Sequence[float], beta: float) -> float:
+        """Return the average with weights beta**age, from its definition."""
+        weights = beta ** np.arange(len(values))[::-1]
+        return float(np.average(values, weights=weights))
+
+    def bound(self) -> float:
+        """Return 16 - (m + k * s)."""
+        squares = [x * x for x in self.xs]
+        slow = self.ema(self.xs, self.beta2)
+        variance = max(self.ema(squares, self.beta2) - slow * slow, 0.0)
+        return 16 - (self.ema(self.xs, self.beta1) + self.k * math.sqrt(variance))
+
+
+PEAK = st.floats(2.0**-30, 2.0**10, width=32) | st.sampled_from([0.0, math.inf])
+
+
+@given(
+    st.lists(PEAK, min_size=1, max_size=30),
+    st.sampled_from([(0.99, 0.999, 3.09), (0.5, 0.0, 1.0), (0.0, 0.9, 0.0)]),
+)
+def test_logmax_is_its_formulas(
+    peaks: list[float], numbers: tuple[float, float, float]
+) -> None:
+    """Law: over any trace it asks for what the float64 twin says.
+
+    An overflow counts as 16 - log2 S, zeros alone as nothing.
+    """
+    twin, own = Twin(*numbers), LogMax(*numbers)
+    state = ScaleState.first(RULE)
+    for peak in peaks:
+        scale = state.scale.item()
+        if math.isinf(peak):
+            twin.xs.append(16 - math.log2(scale))
+        elif peak:
+            twin.xs.append(math.log2(peak))
+        gradients = [torch.tensor([0.0, -peak]), torch.tensor(peak / 2)]
+        found = torch.tensor(float(math.isinf(peak)))
+        wish = own.propose(gradients, state, found)
+        assert wish is not None
+        expected = scale
+        if twin.xs:
+            bound = twin.bound()
+            # Next to a whole number the last bit decides.
+            assume(abs(bound - round(bound)) > 1e-6)
+            expected = 2.0 ** min(max(math.floor(bound), -126), 127)
+        assert wish.item() == expected
+        state = advance(state, found, RULE, wish)
+
+
+def test_logmax_by_hand() -> None:
+    """Law: one gradient of 3 * 2**-9, x = -7.4: 2**23; a spread lowers it.
+
+    Then 3 * 2**-5 with both betas 0.5: weights 1/3, 2/3; x = -7.415, -3.415; mean
+    -4.748, deviation 4 * sqrt(2) / 3 = 1.886: 16 + 4.748 - 1.886 = 18.86: 2**18.
+    """
+    own, state = LogMax(0.5, 0.5, 1.0), ScaleState.first(RULE)
+    for peak, expected in (3 * 2.0**-9, 2.0**23), (3 * 2.0**-5, 2.0**18):
+        wish = own.propose([torch.tensor(peak)], state, CLEAN)
+        assert wish is not None
+        assert wish.item() == expected
+        state = advance(state, CLEAN, RULE, wish)
+
+
+def test_logmax_takes_the_others_word() -> None:
+    """Law: an overflow on another rank counts, though these gradients are finite.
+
+    S = 2**16: x = 0, so 2**16 is asked for, not what 2**-20 would allow.
+    """
+    own, state = LogMax(), ScaleState.first(RULE)
+    wish = own.propose([torch.tensor(2.0**-20)], state, BAD)
+    assert wish.item() == 2.0**16
+
+
+def test_logmax_without_gradients() -> None:
+    """Law: an optimizer without gradients changes nothing, but comes to the look."""
+    own, state = LogMax(), ScaleState.first(RULE)
+    assert own.propose([], state, CLEAN).item() == 2.0**16
+    state = advance(state, CLEAN, RULE)
+    wish = own.propose([torch.tensor(1.0)], state, CLEAN)
+    assert own.propose([], advance(state, CLEAN, RULE), CLEAN).item() == wish.item()
+    assert own.state_dict()["steps"] == 1
+
+
+def test_logmax_goes_on() -> None:
+    """Law: saved in mid-run and loaded, it asks for the same, bit for bit."""
+    peaks = torch.randn(40).exp().unbind()
+    whole, half = LogMax(), LogMax()
+    state = ScaleState.first(RULE)
+    for step, peak in enumerate(peaks):
+        if step == 20:
+            saved = half.state_dict()
+            assert all(type(value) is float and value for value in saved.values())
+            half = LogMax()
+            half.load_state_dict(saved)
+        whole.propose([peak], state, CLEAN)
+        half.propose([peak], state, CLEAN)
+        state = advance(state, CLEAN, RULE)
+        assert whole.state_dict() == half.state_dict()
+
+
+# All of them
+
+
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_words(word: str) -> None:
+    """Law: each word of a rule makes its strategy, new each time; {} begins anew."""
+    made = strategy(word)
+    assert made.name == word
+    assert made is not strategy(word)
+    fresh = made.state_dict()
+    made.load_state_dict({})
+    assert made.state_dict() == fresh
+
+
+def test_backoff_asks_for_nothing() -> None:
+    """Law: the null object never proposes."""
+    own, state = Backoff(), ScaleState.first(RULE)
+    assert own.watch(torch.ones((), requires_grad=True) * 2, state) is None  # type: ignore[func-returns-value]
+    assert own.propose([torch.ones(2)], state, BAD) is None  # type: ignore[func-returns-value]
+    assert own.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: strategy("guess"),
+            "strategy='guess' is unknown; choose one of backoff, measured, logmax.",
+        ),
+        (lambda: Measured(every=0), "every=0 must be at least 1."),
+        (lambda: Measured(margin=-1), "margin=-1 must be at least 0."),
+        (
+            lambda: Measured(low=torch.float32),
+            "low=torch.float32 must be torch.float16 or torch.bfloat16.",
+        ),
+        (lambda: LogMax(beta1=1.0), "beta1=1.0 must be in [0, 1)."),
+        (lambda: LogMax(beta2=-0.5), "beta2=-0.5 must be in [0, 1)."),
+        (lambda: LogMax(k=-1.0), "k=-1.0 must be at least 0."),
+    ],
+)
+def test_messages(make: Callable[[], Strategy], text: str) -> None:
+    """Law: what cannot be used is named, with its value and what would be right."""
+    with pytest.raises(UserError) as caught:
+        make()
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_nothing_waits(word: str) -> None:
+    """Law: after the first step, no number is read on the host: looks included."""
+    own: Strategy = Measured(every=2) if word == "measured" else strategy(word)
+    loop = training(NETS["norm"](), own=own)
+    loop.step()
+    for _ in range(4):
+        with NoWaiting():  # type: ignore[no-untyped-call]
+            loop.begin().backward()  # type: ignore[no-untyped-call]
+            gradients = loop.gradients()
+            wish = own.propose(gradients, loop.state, CLEAN)
+        # On a CPU the rule itself is a matter of the host.
+        loop.state = advance(loop.state, CLEAN, RULE, wish)
+    with NoWaiting(), pytest.raises(AssertionError):  # type: ignore[no-untyped-call]
+        CLEAN.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_nothing_waits_on_a_gpu(word: str) -> None:
+    """Law: after the first step the driver sees no wait either."""
+    own: Strategy = Measured(every=2) if word == "measured" else strategy(word)
+    loop = training(NETS["norm"](), own=own, device="cuda")
+    loop.step()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            loop.begin().backward()  # type: ignore[no-untyped-call]
+            loop.end()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,152 @@
+"""Nothing in a step waits for the device.
+
+Fake tensors stand for those of a GPU: they know their dtype and shape, and refuse to
+give a number to the host. Where a GPU is there, its driver is asked to refuse.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+import halfstep as hs
+from halfstep import late
+from halfstep.scaler import ScaleRule
+from halfstep.scaler.passes import Passes
+from halfstep.scaler.scales import Scales
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": functools.partial(torch.optim.Adam, fused=True),
+    "adamw": functools.partial(torch.optim.AdamW, fused=True),
+}
+ON_GPU = FUSED | {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, fused=True),
+}
+"""The kernels of these have no fake form."""
+STEPS = 4
+FAKE = torch.device("cpu")
+"""Fake tensors of other devices need those devices' drivers."""
+
+
+@pytest.fixture(name="gpu", autouse=True)
+def _gpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Be where every number must be waited for, and none arrives in time."""
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
+    monkeypatch.setattr(late, "on_host", lambda _: False)
+    monkeypatch.setattr(late.Late, "send", lambda *_: None)
+    with FakeTensorMode():
+        yield
+
+
+def net(device: torch.device) -> nn.Module:
+    """Return a small model; what is in it matters to nobody."""
+    return nn.Sequential(*(nn.Linear(8, 8, device=device) for _ in range(2)))
+
+
+def fill(model: nn.Module) -> None:
+    """Leave gradients as a backward pass does, which needs a true GPU."""
+    for param in model.parameters():
+        param.grad = torch.empty_like(param)
+
+
+def test_a_fake_gpu_refuses() -> None:
+    """Law: the tests below can fail: reading one number raises."""
+    with pytest.raises(DataDependentOutputException):
+        bool(torch.ones((), device=FAKE) > 0)
+
+
+@pytest.mark.parametrize("strategy", ["backoff", "logmax", "none"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_scaler(kind: str, strategy: str) -> None:
+    """Law: scale, unscale_, clipping, step and update of fused optimizers do not."""
+    model = net(FAKE)
+    optimizer = FUSED[kind](model.parameters())
+    scaler = hs.GradScaler("cpu", strategy=strategy, max_consecutive_skips=3)
+    for step in range(STEPS):
+        assert scaler.scale(torch.empty((), device=FAKE)).device == FAKE
+        fill(model)
+        if step % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_passes(drop: bool) -> None:
+    """Law: nor do passes that are looked at one by one, dropping the bad ones."""
+    params = list(net(FAKE).parameters())
+    scales = Scales(ScaleRule(max_consecutive_skips=3))
+    passes = Passes(scales, drop=drop, retries=0, group=None)
+    for name in ("", "" if drop else "other"):
+        scales.of(name, FAKE)
+    for _ in range(STEPS):
+        for name in ("", "" if drop else "other"):
+
+            def backward(_: bool) -> None:
+                for param in params:
+                    param.grad = torch.empty_like(param)
+
+            passes.run(name, backward, params, settle=lambda: None)
+        found_inf = passes.show()
+        assert found_inf is not None
+        scales.move(found_inf, tuple)
+        passes.close()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"accumulate": 2}])
+def test_session(level: str, options: dict[str, Any]) -> None:
+    """Law: nor does a session, at any level, with a fused optimizer."""
+    model = net(FAKE)
+    optimizer = FUSED["adamw"](model.parameters())
+    name, _, dtype = level.partition(" ")
+    session = hs.prepare(model, optimizer, name, dtype=dtype or "auto", **options)
+    for _ in range(STEPS):
+        loss = torch.empty((), device=FAKE)
+        session.scaler.begin(loss)
+        session._loss = loss
+        session._passes.run("", lambda _: fill(model), [], settle=lambda: None)
+        session.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_the_driver_sees_no_wait(kind: str) -> None:
+    """Law: on a true GPU, `set_sync_debug_mode("error")` finds nothing to refuse."""
+    device = torch.device("cuda")
+    model = net(device)
+    optimizer = ON_GPU[kind](model.parameters())
+    scaler = hs.GradScaler("cuda")
+    batch = torch.randn(4, 8, device=device)
+
+    def step() -> None:
+        with hs.autocast("cuda", torch.float16):
+            loss = model(batch).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    step()  # kernels are loaded, memory is mapped
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(STEPS):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert scaler.get_scale() == 2.0**16

@@ -1,0 +1,406 @@
+"""Measured at work on small fp16 networks."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from scale_loop import CLEAN, NETS, RULE, Block, Loop, plain, training
+from torch import Tensor, nn
+
+from halfstep.scaler.measured import Measured
+from halfstep.scaler.rule import ScaleState
+from halfstep.scaler.strategy import Backoff
+
+
+def gradients_at(loop: Loop, scale: float) -> list[Tensor]:
+    """Return the scaled gradients that a backward pass at a scale gives."""
+    torch.manual_seed(1)
+    (loop.loss() * scale).backward()  # type: ignore[no-untyped-call]
+    return loop.gradients()
+
+
+def overflows(loop: Loop, scale: float) -> bool:
+    """Say whether a step at a scale would be lost."""
+    return not all(g.isfinite().all() for g in gradients_at(loop, scale))
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("exponent", [-30, -10, 0, 12, 22])
+@pytest.mark.parametrize("first", [1.0, 2.0**16, 2.0**32])
+def test_no_step_is_lost(name: str, exponent: int, first: float) -> None:
+    """Law: from any first scale, the trial finds one that is safe and nearly highest.
+
+    With a margin of 1 the largest 16-bit gradient comes to lie in [2**14, 2**15): the
+    step is clean at it, and overflows at four times as much.
+    """
+    loop = training(NETS[name](), 2.0**exponent, scale=first)
+    torch.manual_seed(1)
+    assert not loop.step()
+    scale = loop.state.scale.item()
+    assert math.frexp(scale)[0] == 0.5
+    assert not overflows(loop, scale)
+    assert overflows(loop, scale * 4)
+
+
+def test_back_off_loses_those_steps() -> None:
+    """Law: the twin that shows that there was something to lose: from 2**14 upwards."""
+    for first, lost in (2.0**16, 2), (2.0**32, 18):
+        assert not plain(Measured(), 3.0, scale=first).step()
+        loop = plain(Backoff(), 3.0, scale=first)
+        losses = [loop.step() for _ in range(20)]
+        assert losses == [True] * lost + [False] * (20 - lost)
+
+
+@pytest.mark.parametrize("margin", [0, 1, 4])
+def test_scale_by_hand(margin: int) -> None:
+    """Law: 2**(15 - e - margin), for the one gradient 3 * 2**-9, e = -8.
+
+    The trial at 1 says so, and the step's own look says it again.
+    """
+    loop = plain(Measured(margin=margin), 3 * 2.0**-9)
+    loop.begin().backward()  # type: ignore[no-untyped-call]
+    assert loop.state.scale.item() == 2.0 ** (23 - margin)
+    loop.end()
+    assert loop.wish is not None
+    assert loop.wish.item() == 2.0 ** (23 - margin)
+
+
+def test_what_was_flushed_is_looked_at_again() -> None:
+    """Law: the trial does not believe what a low scale left of the gradients.
+
+    Backwards it goes 2**-10, 2**-20, 2**-30, 2**-15, 1. At scale 1 fp16 holds the first
+    two alone: they would allow 2**24, where the last one is 2**24. It allows 2**14.
+    """
+    weight = torch.full((3,), 2.0**-20, requires_grad=True)
+
+    def loss() -> Tensor:
+        grown = weight.half() * 2.0**15 * 2.0**15
+        return (grown * 2.0**-10 * 2.0**-10).float().sum() * 2.0**-10
+
+    loop = Loop(Measured(), loss, [weight])
+    loop.begin()
+    assert loop.state.scale.item() == 2.0**14
+
+
+def test_where_no_scale_serves_all() -> None:
+    """Law: a scale that overflowed is not gone back to, whatever a lower one shows.
+
+    Backwards it goes 2**-10, 2**-25, 2**-40, and up to 2**5: from 2**16 on fp16 holds
+    the third, and the last is inf; below, all after the second are zero.
+    """
+    weight = torch.zeros(3, requires_grad=True)
+
+    def loss() -> Tensor:
+        grown = weight.half() * 2.0**15 * 2.0**15 * 2.0**15
+        return (grown * 2.0**-15 * 2.0**-15).float().sum() * 2.0**-10
+
+    loop = Loop(Measured(), loss, [weight])
+    loop.begin()
+    assert loop.state.scale.item() == 2.0**14
+
+
+@pytest.mark.parametrize("exponent", [-26, -38])
+def test_all_is_zero_at_first(exponent: int) -> None:
+    """Law: where fp16 holds nothing at 1, the trial goes on at 2**12 and 2**24."""
+    loop = plain(Measured(), 2.0**exponent)
+    loop.begin()
+    assert loop.state.scale.item() == 2.0 ** (14 - exponent)
+
+
+def test_huge_gradients() -> None:
+    """Law: where 1 overflows already, the trial goes below it."""
+    loop = plain(Measured(), 2.0**20)
+    loop.begin()
+    assert loop.state.scale.item() == 2.0**-6
+
+
+@pytest.mark.parametrize("factor", [0.0, 2.0**-60, math.inf, math.nan])
+def test_nothing_to_learn(factor: float) -> None:
+    """Law: zeros, or a loss that is not finite, leave the scale where it is."""
+    loop = plain(Measured(), factor)
+    loop.begin().backward()  # type: ignore[no-untyped-call]
+    assert loop.state.scale.item() == 2.0**16
+    loop.end()
+    assert loop.wish is not None
+    assert loop.wish.item() == 2.0**16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_formats_are_not_looked_at(dtype: torch.dtype) -> None:
+    """Law: gradients in bf16 and fp32 do not overflow, and leave the scale alone.
+
+    One backward pass shows that there is nothing to try; the other is the step's.
+    """
+    weight = torch.ones(3, requires_grad=True)
+    passes: list[Tensor] = []
+    weight.register_hook(passes.append)  # type: ignore[no-untyped-call]
+    loop = Loop(
+        Measured(), lambda: (weight.to(dtype) * 2.0**-30).float().sum(), [weight]
+    )
+    assert not loop.step()
+    assert loop.state.scale.item() == 2.0**16
+    assert len(passes) == 2
+
+
+def test_bf16_when_asked_for() -> None:
+    """Law: for bf16 the formula has 127 in the place of 15; advance then clips."""
+    weight = torch.ones(3, requires_grad=True)
+    watched = Measured(low=torch.bfloat16)
+    loop = Loop(watched, lambda: weight.bfloat16().float().sum(), [weight])
+    loop.begin()
+    assert loop.state.scale.item() == 2.0**126
+
+
+def test_16_bit_leaves_and_losses() -> None:
+    """Law: gradients of 16-bit parameters count, and that of a 16-bit loss: its scale.
+
+    The loss's own gradient is S, e = 0: 2**14. The leaf's is 32 times that: 2**9.
+    """
+    weight = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    for factor, expected in (2.0**-5, 2.0**14), (32.0, 2.0**9):
+        loop = Loop(Measured(), lambda f=factor: (weight * f).sum(), [weight])  # type: ignore[misc]
+        loop.begin()
+        assert loop.state.scale.item() == expected
+
+
+def test_due_steps() -> None:
+    """Law: it looks at step 0 and each `every`-th, and hooks nothing in between."""
+    watched = Measured(every=3)
+    loop = training(NETS["mlp"](), own=watched)
+    taps = []
+    for _ in range(8):
+        loss = loop.begin()
+        taps.append(len(watched._taps) > 0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        loop.end()
+        loop.wishes.append(None if loop.wish is None else loop.wish.item())
+        assert not watched._taps
+    assert taps == [step in {0, 3, 6} for step in range(8)]
+    assert [wish is not None for wish in loop.wishes] == taps
+
+
+def test_scale_follows_the_gradients() -> None:
+    """Law: a look at gradients twice as large proposes half the scale."""
+    loop = plain(Measured(every=2), 1.0, 2.0)
+    loop.step()
+    loop.step()
+    assert loop.state.scale.item() == 2.0**14
+    loop.step()
+    assert loop.state.scale.item() == 2.0**13
+    assert loop.wishes == [2.0**14, None, 2.0**13]
+
+
+def test_ten_looks_count() -> None:
+    """Law: the lowest of the last ten looks is asked for; the eleventh is forgotten."""
+    loop = plain(Measured(every=1), 2.0**5, *[1.0] * 10)
+    for _ in range(11):
+        loop.step()
+    assert loop.wishes == [2.0**9] * 10 + [2.0**14]
+
+
+def test_an_overflow_counts_as_a_look() -> None:
+    """Law: a scale S that overflowed keeps proposals at S / 4 while its look counts."""
+    watched, state = Measured(), ScaleState.first(RULE, "cpu")
+    state = replace(state, scale=torch.tensor(2.0**12))
+    watched.load_state_dict({"steps": 7, "recent": [2.0**14, 2.0**13]})
+    watched.settle(state, torch.tensor(0.0))
+    assert watched.state_dict()["recent"] == [2.0**14, 2.0**13]
+    watched.settle(state, torch.tensor(1.0))
+    watched.settle(state, torch.tensor(0.0))
+    assert watched.state_dict()["recent"] == [2.0**14, 2.0**10]
+
+
+def test_losses_of_one_step() -> None:
+    """Law: all micro-batches of a due step count; the first alone is tried.
+
+    Sizes 1, 2 and 0.5, e at most 1: 2**13. Tried is 1: 2**14.
+    """
+    loop = plain(Measured(), 1.0, 2.0, 0.5)
+    for _ in range(3):
+        loop.begin().backward()  # type: ignore[no-untyped-call]
+        assert loop.state.scale.item() == 2.0**14
+    assert not loop.end()
+    assert loop.state.scale.item() == 2.0**13
+
+
+def test_optimizers_of_one_step() -> None:
+    """Law: one loss of two optimizers is one step, and what it showed is told once."""
+    loop = plain(Measured(every=2), 1.0)
+    for due in True, False, True:
+        loop.begin().backward()  # type: ignore[no-untyped-call]
+        loop.end()
+        assert (loop.wish is not None) == due
+        assert loop.strategy.propose([], loop.state, CLEAN) is None
+
+
+def test_losses_that_take_turns() -> None:
+    """Law: two losses, each with its optimizer, are steps of their own."""
+    loop = plain(Measured(every=3), *[1.0, 4.0] * 9)
+    for _ in range(7):
+        loop.step()
+    assert loop.wishes == [2.0**14, None, None, 2.0**12, None, None, 2.0**12]
+
+
+class Counted(torch.autograd.Function):
+    """Counts its backward passes."""
+
+    repeatable = False
+    passes = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return a copy."""
+        ctx.repeatable = Counted.repeatable
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Count."""
+        del ctx
+        Counted.passes += 1
+        return gradient
+
+
+@pytest.mark.parametrize("repeatable", [False, True])
+def test_functions_are_run_once(
+    repeatable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: no trial of a backward pass in Python, unless it says that it bears it.
+
+    Its first step is still looked at: e = 0 gives 2**14.
+    """
+    monkeypatch.setattr(Counted, "repeatable", repeatable)
+    monkeypatch.setattr(Counted, "passes", 0)
+    weight = torch.ones(3, requires_grad=True)
+
+    def loss() -> Tensor:
+        out: Tensor = Counted.apply(weight)  # type: ignore[no-untyped-call]
+        return out.half().float().sum()
+
+    loop = Loop(Measured(), loss, [weight], scale=8.0)
+    loop.begin().backward()  # type: ignore[no-untyped-call]
+    assert (Counted.passes > 1) == repeatable
+    assert loop.state.scale.item() == (2.0**14 if repeatable else 8.0)
+    loop.end()
+    assert loop.state.scale.item() == 2.0**14
+
+
+def test_reentrant_checkpoints() -> None:
+    """Law: they cannot be tried, and do not break; the first step is looked at."""
+    net = nn.Sequential(nn.Linear(8, 16), Block(checkpointed=True), nn.Linear(16, 1))
+    loop = training(net, scale=2.0**10)
+    loop.begin().backward()  # type: ignore[no-untyped-call]
+    assert loop.state.scale.item() == 2.0**10
+    assert not loop.end()
+    assert loop.wish is not None
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_trial_leaves_no_trace(name: str) -> None:
+    """Law: `.grad`, random numbers and what the step itself gives are as without it.
+
+    Hooks after accumulation, of which DDP's is one, do not fire.
+    """
+    loop = training(NETS[name]())
+    fired: list[Tensor] = []
+    before = []
+    for parameter in loop.parameters:
+        before.append(torch.full_like(parameter, 7.0))
+        parameter.grad = before[-1]
+        parameter.register_post_accumulate_grad_hook(fired.append)  # type: ignore[no-untyped-call]
+    torch.manual_seed(1)
+    loss = loop.loss()
+    random = torch.get_rng_state()
+    scale = loop.strategy.watch(loss, loop.state)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert scale is not None
+    assert not fired
+    for parameter, gradient in zip(loop.parameters, before, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, torch.full_like(gradient, 7.0))
+        parameter.grad = None
+    (loss * scale).backward()  # type: ignore[no-untyped-call]
+    tried = loop.gradients()
+    for gradient, twin in zip(tried, gradients_at(loop, scale.item()), strict=True):
+        assert torch.equal(gradient, twin)
+
+
+@dataclass(eq=False)
+class Saved:
+    """What a graph holds in the place of a tensor."""
+
+    tensor: Tensor
+
+
+def test_nothing_is_left_behind() -> None:
+    """Law: no hook stays on a graph that is kept; a graph that is not kept dies."""
+    watched = Measured(every=1)
+    loop = training(NETS["mlp"](), own=watched)
+    held: list[weakref.ref[Saved]] = []
+
+    def pack(tensor: Tensor) -> Saved:
+        saved = Saved(tensor)
+        held.append(weakref.ref(saved))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        loss = loop.begin()
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    loop.end()
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    assert not watched._counts
+    gc.disable()
+    try:
+        assert any(saved() is not None for saved in held)
+        del loss
+        assert all(saved() is None for saved in held)
+    finally:
+        gc.enable()
+
+
+def test_a_loss_without_history() -> None:
+    """Law: a loss that leads nowhere is none of a step."""
+    watched = Measured()
+    state = ScaleState.first(RULE)
+    assert watched.watch(torch.tensor(1.0), state) is None
+    assert watched.state_dict() == {"steps": 0, "recent": []}
+
+
+def test_measured_goes_on() -> None:
+    """Law: after loading, no trial is made, and looks are due when they would be."""
+    loop = training(NETS["mlp"](), own=Measured(every=3))
+    for _ in range(4):
+        loop.step()
+    saved = loop.strategy.state_dict()
+    assert (saved["steps"], len(saved["recent"])) == (4, 2)
+    loop.strategy = Measured(every=3)
+    loop.strategy.load_state_dict(saved)
+    scale = loop.state.scale.item()
+    loop.state = replace(loop.state, scale=loop.state.scale / 8)
+    for _ in range(3):
+        loop.step()
+    assert [wish is not None for wish in loop.wishes] == [
+        step in {0, 3, 6} for step in range(7)
+    ]
+    assert loop.state.scale.item() == scale
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("exponent", [-20, 0, 20])
+def test_no_step_is_lost_on_a_gpu(name: str, exponent: int) -> None:
+    """Law: the trial finds a safe and nearly highest scale there too."""
+    loop = training(NETS[name](), 2.0**exponent, device="cuda")
+    loss = loop.loss()
+    random = torch.cuda.get_rng_state()
+    scale = loop.strategy.watch(loss, loop.state)
+    assert torch.equal(torch.cuda.get_rng_state(), random)
+    assert scale is not None
+    (loss * scale).backward()  # type: ignore[no-untyped-call]
+    assert all(gradient.isfinite().all() for gradient in loop.gradients())

@@ -1,0 +1,42 @@
+"""Small programs that are run under torch.autocast and under a region of ours.
+
+In: a program, and what opens a region. Out: what the program gives, or its refusal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+torch_only = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."),
+    reason=f"torch was seen to do so in 2.13, this is {torch.__version__}",
+)
+"""Marks twins, in which torch.autocast goes wrong."""
+
+Make = Any
+"""Opens a region: torch.autocast's arguments but the device."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, what torch makes of it, and what is right."""
+
+    name: str
+    program: Callable[[Make], object]
+    torchs: object
+    right: object
+
+
+def outcome(program: Callable[[Make], object], make: Make) -> object:
+    """Return what a program gives, or that torch refused it."""
+    try:
+        return program(make)
+    except RuntimeError as error:
+        return f"RuntimeError: {str(error).splitlines()[0]}"
