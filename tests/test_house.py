@@ -51,6 +51,7 @@ LAYER = {
     "policy": 2,
     "stale": 2,
     "cast_cache": 3,
+    "apart": 7,
     "stepping": 3,
     "grad_scaler": 8,
     "machine": 3,

@@ -6,6 +6,7 @@ begins with torch's own sentence, for code that matches on it.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.amp.grad_scaler import OptState
 
+from halfstep.errors import UserError
 from halfstep.parameters import named
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-_HERE = str(Path(__file__).parent)
+_HERE = f"{Path(__file__).parent}{os.sep}"
 _NAMED = 3
 
 
@@ -55,7 +57,7 @@ def no_gradients(optimizer: Optimizer) -> AssertionError:
 
 def no_checks(stepped: Sequence[Optimizer]) -> AssertionError:
     """Return the error of an `update` with nothing to go by."""
-    reason = "call step(optimizer) before update()."
+    reason = "Call step(optimizer) before update()."
     if stepped:
         reason = " ".join(without(optimizer) for optimizer in stepped)
     message = f"No inf checks were recorded prior to update. {reason}"
@@ -96,6 +98,24 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
         "halfstep.prepare(model, optimizer, 'O2') keep float32 masters."
     )
     return ValueError(message)
+
+
+def names_and_drop(name: str) -> UserError:
+    """Return the error of a named loss where passes are left out."""
+    message = (
+        f"the loss {name!r} has a scale of its own, but drop_bad_microbatch "
+        "counts micro-batches of one loss; use one of the two."
+    )
+    return UserError(message)
+
+
+def pickled_group() -> TypeError:
+    """Return the error of a pickled scaler that would forget whom to ask."""
+    message = (
+        "a GradScaler with a process_group cannot be pickled, for the group cannot; "
+        "save scaler.state_dict(), and load it into one that is given the group."
+    )
+    return TypeError(message)
 
 
 def refuse_gradients(optimizers: Iterable[Optimizer]) -> None:

@@ -17,9 +17,9 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from halfstep import complaints, fused, stepping
+from halfstep.apart import Apart
 from halfstep.parameters import coalesce, gradients_of, name_of
 from halfstep.scaler import unscale
-from halfstep.scaler.isolate import Ledger, run_pass
 from halfstep.scaler.loss_scaler import one_over
 from halfstep.scaler.rule import ScaleRule
 from halfstep.scaler.saved import recognise
@@ -39,9 +39,9 @@ _HIGHEST = torch.finfo(torch.float32).max
 class GradScaler(TorchGradScaler):
     """A drop-in for `torch.amp.GradScaler` that does not fail silently.
 
-    Why: torch's scale can walk down to 0.0 and stay there, with NaN written into the
-    weights; a skipped step leaves no trace. Here the scale has a floor, skipping
-    without end raises, and `last_step` says what happened. Six arguments are torch's.
+    Why: torch's scale can walk down to 0.0, with NaN written into the weights; a
+    skipped step leaves no trace. Here the scale has a floor, skipping without end
+    raises, and `last_step` says what happened. Six arguments are torch's.
 
     Args:
         device: Where the losses are.
@@ -105,13 +105,14 @@ class GradScaler(TorchGradScaler):
             "hysteresis": hysteresis,
             "refill": refill,
             "max_consecutive_skips": max_consecutive_skips,
-            "strategy": strategy,
+            "strategy": "backoff" if self._guards_only else strategy,
         }
         self._factors = growth_factor, backoff_factor, growth_interval
         rule = self._rule() if self._enabled else ScaleRule()
-        self._scales, self._group = Scales(rule, process_group), process_group
-        self._ledger = Ledger(drop=drop_bad_microbatch)
-        self._retries = retries
+        self._group = group = process_group
+        self._scales = scales = Scales(rule, group)
+        self._apart = Apart(scales, drop_bad_microbatch, retries, group)
+        self._seen: tuple[Tensor | None, int] = (None, 0)
         self._exact = is_power_of_two(self._init_scale)
         self._scaled = self._proposed = False
         self._stepped: list[Taken] = []
@@ -123,9 +124,9 @@ class GradScaler(TorchGradScaler):
     def last_step(self) -> StepReport:
         """What the last `update` closed; its properties may wait for the device.
 
-        Names of parameters are those given to the optimizer (its `named_parameters`
-        form), otherwise group and position. The norm, and on a GPU the names, are read
-        from the gradients: ask before they are cleared.
+        Names are those given to the optimizer (its `named_parameters` form), otherwise
+        group and position. The norm, and on a GPU the names, are read from the
+        gradients: ask before they are cleared.
         """
         return self._last_step
 
@@ -135,7 +136,7 @@ class GradScaler(TorchGradScaler):
             growth_factor=growth if self._bounds["strategy"] == "backoff" else 1.0,
             backoff_factor=1.0 if self._guards_only else backoff,
             growth_interval=interval,
-            **(self._bounds | ({"strategy": "backoff"} if self._guards_only else {})),
+            **self._bounds,
         )
 
     def _main(self) -> LossScaler:
@@ -146,6 +147,9 @@ class GradScaler(TorchGradScaler):
             self._factors = factors
             self._scales.rule = self._rule()
         main = self._scales.of("", scale.device)
+        if scale is not self._seen[0] or scale._version != self._seen[1]:  # noqa: SLF001
+            main.watch.forget()  # somebody else has written there
+        self._seen = scale, scale._version  # noqa: SLF001
         main.state = replace(main.state, scale=scale, clean_steps=clean)
         return main
 
@@ -169,6 +173,7 @@ class GradScaler(TorchGradScaler):
         if main.state.scale is not scale:
             scale.copy_(main.state.scale)
             clean.copy_(main.state.clean_steps)
+            self._seen = scale, scale._version  # noqa: SLF001
 
     def _name_of(self, param: Tensor) -> str:
         return name_of(param, [taken.optimizer for taken in self._last_taken])
@@ -193,14 +198,15 @@ class GradScaler(TorchGradScaler):
         state["found_inf_per_device"] = flags
         state["where"] = complaints.caller()
         state["stage"] = OptState.UNSCALED
-        if self._bounds["strategy"] in {"measured", "logmax"}:
-            self._propose(gradients_of(optimizer), [found, *flags.values()])
+        self._propose([found, *flags.values()], optimizer)
 
-    def _propose(self, gradients: list[Tensor], flags: list[Tensor]) -> None:
+    def _propose(self, flags: list[Tensor], *optimizers: Optimizer) -> None:
         """Let a strategy see gradients; every rank comes here as often."""
-        main, self._proposed = self._main(), True
-        found = unscale.highest(flags, main.state.scale.device)
-        main.wish(main.strategy.propose(gradients, main.state, found))
+        if self._bounds["strategy"] != "backoff":
+            main, self._proposed = self._main(), True
+            found = unscale.highest(flags, main.state.scale.device)
+            gradients = [grad for one in optimizers for grad in gradients_of(one)]
+            main.wish(main.strategy.propose(gradients, main.state, found))
 
     def _unscale_grads_(
         self,
@@ -226,7 +232,8 @@ class GradScaler(TorchGradScaler):
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         state = self._per_optimizer_states[id(optimizer)]
         unscale.agreed(state)
-        return dict(state["found_inf_per_device"])
+        flags: dict[Any, Any] = state["found_inf_per_device"]
+        return flags
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless its gradients hold inf or NaN.
@@ -256,7 +263,11 @@ class GradScaler(TorchGradScaler):
             message = "step() has already been called since the last update()."
             raise RuntimeError(message)
         if closure is not None:
-            if self._scaled and state["stage"] is OptState.READY:
+            stale = any(
+                taken.optimizer is optimizer and taken.gradients()
+                for taken in self._last_taken
+            )
+            if self._scaled and not stale and state["stage"] is OptState.READY:
                 self.unscale_(optimizer)  # SAM's first pass came before the step
             result = stepping.with_closure(
                 self, closure, optimizer, state, *args, **kwargs
@@ -301,30 +312,15 @@ class GradScaler(TorchGradScaler):
         if not self._enabled:
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             return
-        if not self._ledger.is_open:
-            complaints.refuse_gradients(optimizers)
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(loss.device)
         main = self._main()
         scaler = self._scales.of(name, loss.device) if name else main
         scaler.begin(loss, self._name_of)
-        params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
-
-        def backward(keep: bool) -> None:
-            scaled = scaler.scale(loss)
-            scaled.backward(retain_graph=keep or retain_graph)  # type: ignore[no-untyped-call]
-
-        found = run_pass(
-            scaler, backward, params, retries=self._retries, group=self._group
-        )
-        self._scales.note(name, found)
+        states = [self._per_optimizer_states[id(one)] for one in optimizers]
+        pairs = list(zip(optimizers, states, strict=True))
+        self._apart.backward(scaler, name, loss, pairs, retain_graph=retain_graph)
         self._publish(main)
-        self._ledger.enter(params, found)
-        spoilt = self._ledger.show()
-        for optimizer in optimizers:
-            state = self._per_optimizer_states[id(optimizer)]
-            state["found_inf_per_device"] = {spoilt.device: spoilt}
-            state["stage"] = OptState.UNSCALED
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Close the iteration: move the scale, and take down what happened.
@@ -344,14 +340,19 @@ class GradScaler(TorchGradScaler):
         if flags:
             self._steps += 1
             found_inf = unscale.highest(flags, used.device)
-            self._last_step = report_on(self._stepped, self._steps, used, found_inf)
+            counted = self._steps, used, found_inf, self._apart.dropped
+            self._last_step = report_on(self._stepped, *counted)
         self._last_taken, self._stepped = self._stepped, []
         try:
             if new_scale is None:
                 factors = (*self._factors[:2], self._bounds["min_scale"])
                 self._exact = self._exact and all(map(is_power_of_two, factors))
-                if not (self._proposed or self._ledger.is_open):
-                    self._propose([], flags)  # a fused kernel unscaled them
+                plain = [state for state in states if "ledger" not in state]
+                own = [flag for state in plain for flag in unscale.agreed(state)]
+                if own and not self._proposed:
+                    self._propose(flags)  # a fused kernel unscaled them
+                if 0 < len(own) < len(flags):
+                    self._scales.note("", unscale.highest(own, used.device))
                 main.state = replace(main.state, scale=used)
                 self._scales.move(found_inf, partial(still_there, self._last_taken))
             else:
@@ -359,21 +360,17 @@ class GradScaler(TorchGradScaler):
                 is_int = isinstance(new_scale, int)
                 super().update(float(new_scale) if is_int else new_scale)
                 known = 0.0 if isinstance(new_scale, torch.Tensor) else new_scale
-                main.watch.forget(known)
                 self._exact = is_power_of_two(known)
         finally:
             if new_scale is None:
                 self._publish(main)
-            self._ledger.close()
             self._scales.forget()
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
             self._scaled = self._proposed = False
+            self._apart.dropped = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five entries, and "_halfstep" with what it has not.
-
-        Waits for the device. Another torch scaler that loads it ignores the sixth.
-        """
+        """Return torch's five entries and one more, which torch ignores. Waits."""
         extra = {"_halfstep": self._scales.state_dict()} if self._enabled else {}
         return super().state_dict() | extra
 
@@ -386,14 +383,18 @@ class GradScaler(TorchGradScaler):
         """
         if self._enabled:
             state = recognise(state_dict, super().state_dict())
+            self._scales.check(state.get("_halfstep", {}))
             super().load_state_dict(state)
             self._scales.load_state_dict(state.get("_halfstep", {}))
             self._exact = is_power_of_two(self._init_scale)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        # Neither graphs nor CUDA events can be pickled; the rest begins where it was.
+        if self._group is not None:
+            raise complaints.pickled_group()
+        # Neither graphs nor CUDA events can be pickled.
         scales = Scales(self._scales.rule)
         scales.load_state_dict(self._scales.state_dict())
-        state |= {"_last_taken": [], "_group": None, "_scales": scales}
-        return state | {"_last_step": self._last_step.read()}
+        apart = Apart(scales, self._apart.drop, self._apart.retries)
+        state |= {"_last_taken": [], "_seen": (None, 0), "_apart": apart}
+        return state | {"_scales": scales, "_last_step": self._last_step.read()}

@@ -22,6 +22,7 @@ from halfstep.explain import precision_table
 from halfstep.forward import Regions
 from halfstep.late import Late
 from halfstep.master import MasterWeights, NoMasters
+from halfstep.scaler.isolate import let_go
 from halfstep.scaler.passes import Passes
 from halfstep.scaler.scales import Scales
 from halfstep.scaler.unscale import Agreement
@@ -139,6 +140,8 @@ class Session:
 
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._passes.run(name, backward, params, settle=self._masters.fold)
+        if self._passes.keeps_graphs:
+            let_go(loss)
 
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
@@ -369,6 +372,7 @@ class Session:
                 )
                 raise UserError(message)
         # What can be refused comes first: a refused state must leave all as it was.
+        self._scales.check(state["scales"])
         self.optimizer.load_state_dict(state["optimizer"])
         if state["dtype"] == self.choice.format.name:
             # Another format needs another scale: 65536 is right for fp16 alone.

@@ -176,7 +176,11 @@ class Taken:
 
 
 def report_on(
-    taken: Sequence[Taken], step: int, scale: Tensor, found_inf: Tensor
+    taken: Sequence[Taken],
+    step: int,
+    scale: Tensor,
+    found_inf: Tensor,
+    dropped: Tensor | int = 0,
 ) -> StepReport:
     """Return what a step with these optimizers did, read only when it is asked."""
     return StepReport(
@@ -186,6 +190,7 @@ def report_on(
         found_inf=found_inf,
         norm=partial(norm_of, taken),
         culprits=partial(culprits_of, taken),
+        dropped=dropped,
     )
 
 

@@ -46,8 +46,7 @@ def step_or_take_back(
     weights = {
         p: p.detach().clone() for g in optimizer.param_groups for p in g["params"]
     }
-    state = {param: deepcopy(value) for param, value in optimizer.state.items()}
-    settings = [_settings(group) for group in optimizer.param_groups]
+    before = [(each, _kept(each)) for each in _all_in(optimizer)]
 
     def checked() -> Any:
         loss = evaluate()
@@ -59,15 +58,32 @@ def step_or_take_back(
         return optimizer.step(checked, *args, **kwargs)
     except _Overflow:
         _restore(weights)
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, before in zip(optimizer.param_groups, settings, strict=True):
-            group.update(before)
+        for each, (state, settings) in before:
+            each.state.clear()
+            each.state.update(state)
+            for group, kept in zip(each.param_groups, settings, strict=True):
+                params = group["params"]
+                group.clear()
+                group.update(kept, params=params)
         return None
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: deepcopy(value) for key, value in group.items() if key != "params"}
+def _all_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those it works with, as SAM does with its base."""
+    inner = [
+        v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)
+    ]
+    return [optimizer, *(each for one in inner for each in _all_in(one))]
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], list[Any]]:
+    """Return copies of an optimizer's state, and of its settings by group."""
+    state = {param: deepcopy(value) for param, value in optimizer.state.items()}
+    settings = [
+        {key: deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return state, settings
 
 
 @torch.no_grad()

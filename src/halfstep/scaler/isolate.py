@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from halfstep.scaler.unscale import Agreement, groups_of, stored
+from halfstep.scaler.unscale import Agreement, groups_of, stored, unscale_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,6 +35,7 @@ class Ledger:
     def __init__(self, *, drop: bool) -> None:
         self._drop = drop
         self._totals: dict[Tensor, Tensor] = {}
+        self._shown: dict[Tensor, tuple[Tensor, int]] = {}
         self._passes = 0
         self._bad = torch.zeros(())
 
@@ -42,6 +43,25 @@ class Ledger:
     def is_open(self) -> bool:
         """A pass has been entered since the last `close`."""
         return self._passes > 0
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Take in what was done to the sums while they were in `.grad`."""
+        for parameter, (shown, version) in self._shown.items():
+            now = parameter.grad
+            if now is None:
+                del self._totals[parameter]
+            elif now is not shown or now._version != version:  # noqa: SLF001
+                self._totals[parameter] = (now / self._share(now)).to(now.dtype)
+        if self._shown and not self._totals:
+            self.close()
+        self._shown.clear()
+
+    def _share(self, total: Tensor) -> Tensor | int:
+        """Return how many passes each good one stands for."""
+        if not self._drop:
+            return 1
+        return self._passes / (self._passes - self._bad).clamp(min=1).to(total.device)
 
     @torch.no_grad()
     def enter(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
@@ -66,7 +86,7 @@ class Ledger:
                 # Its memory may be a buffer that the next pass writes to.
                 self._totals[parameter] = gradient.clone()
             elif total.is_sparse:
-                self._totals[parameter] = total + gradient
+                self._totals[parameter] = gradient + total
             else:
                 total.add_(gradient)
             parameter.grad = None
@@ -81,12 +101,17 @@ class Ledger:
         """
         bad = self._bad
         for parameter, total in self._totals.items():
-            parameter.grad = total
+            shown = total
             if self._drop:
-                good = (self._passes - bad).clamp(min=1).to(total.device)
-                parameter.grad = total * (self._passes / good)
-        spoilt = bad >= self._passes if self._drop else bad > 0
-        return spoilt.float()
+                shown = (total * self._share(total)).to(total.dtype)
+            parameter.grad = shown
+            self._shown[parameter] = shown, shown._version  # noqa: SLF001
+        spoilt = (bad >= self._passes if self._drop else bad > 0).float()
+        if self._passes > 1:
+            # Finite parts may have a sum that is not.
+            sums = [shown for shown, _ in self._shown.values()]
+            spoilt = torch.maximum(spoilt, unscale_(sums, torch.ones_like(spoilt)))
+        return spoilt
 
     def dropped(self) -> Tensor | int:
         """Return how many passes were left out, shape ()."""
@@ -95,6 +120,7 @@ class Ledger:
     def close(self) -> None:
         """Begin anew."""
         self._totals.clear()
+        self._shown.clear()
         self._passes, self._bad = 0, torch.zeros(())
 
 
@@ -130,3 +156,9 @@ def run_pass(
             break
         scaler.back_off()
     return found
+
+
+def let_go(loss: Tensor) -> None:
+    """Free the graph that was kept for another try, though the user holds the loss."""
+    if not loss._is_view():  # noqa: SLF001
+        loss.detach_()

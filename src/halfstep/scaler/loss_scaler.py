@@ -97,12 +97,16 @@ class LossScaler:
         self,
         found_inf: Tensor,
         culprits: Callable[[], Sequence[Culprit]] = tuple,
+        *,
+        skipped: Tensor | None = None,
     ) -> None:
         """Move to the scale of the next step.
 
         Args:
             found_inf: 0.0 or 1.0, shape ().
             culprits: Says whose gradients were not finite; asked if the run must end.
+            skipped: Whether the step was; None if `found_inf` says so. A step may be
+                applied without the passes that overflowed. Shape ().
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
@@ -110,6 +114,10 @@ class LossScaler:
         used = self.state.scale
         self.strategy.settle(self.state, found_inf)
         self.state = advance(self.state, found_inf, self.rule, self.proposal)
+        if skipped is not None:
+            lost = (skipped > 0).to(self.state.skips_in_a_row)
+            in_a_row = self.state.skips_in_a_row * lost
+            self.state = replace(self.state, skips_in_a_row=in_a_row)
         self.proposal = None
         self.watch.step(self.rule, used, self.state, culprits)
 
@@ -119,19 +127,29 @@ class LossScaler:
         rule = {key: value for key, value in asdict(self.rule).items() if value}
         return {**rule, **state, "strategy_state": self.strategy.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; the rule stays the one given here.
+    @staticmethod
+    def check(state: dict[str, Any]) -> None:
+        """Refuse a state that cannot be loaded.
 
         Raises:
             UserError: If a field is missing.
         """
-        loaded = {}
         for field in fields(ScaleState):
             if field.name not in state:
                 message = (
                     f"loss-scale state has no {field.name!r}; it holds {[*state]}."
                 )
                 raise UserError(message)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; the rule stays the one given here.
+
+        Raises:
+            UserError: If a field is missing.
+        """
+        self.check(state)
+        loaded = {}
+        for field in fields(ScaleState):
             now = getattr(self.state, field.name)
             loaded[field.name] = torch.full_like(now, state[field.name])
         if self.rule.backoff_factor == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from halfstep.errors import UserError
+from halfstep import complaints
 from halfstep.scaler.isolate import Ledger, run_pass
 from halfstep.scaler.unscale import Agreement, groups_of
 
@@ -49,6 +49,11 @@ class Passes:
         self.apart = drop or retries > 0
         """Each pass is looked at by itself, so each must be averaged over ranks."""
 
+    @property
+    def keeps_graphs(self) -> bool:
+        """A graph is kept until its last try."""
+        return self._retries > 0
+
     def run(
         self,
         name: str,
@@ -69,11 +74,7 @@ class Passes:
             UserError: If a named loss comes where passes are left out.
         """
         if name and self._drop:
-            message = (
-                f"the loss {name!r} has a scale of its own, but drop_bad_microbatch "
-                "counts micro-batches of one loss; use one of the two."
-            )
-            raise UserError(message)
+            raise complaints.names_and_drop(name)
         if self._name is not None and self._name != name and not self.apart:
             # The second loss of a program: from now on they are kept apart.
             settle()
@@ -122,5 +123,4 @@ class Passes:
     def close(self) -> None:
         """Begin the next step."""
         self._ledger.close()
-        self.scales.forget()
         self._name = None

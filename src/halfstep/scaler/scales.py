@@ -69,9 +69,11 @@ class Scales:
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
-        found, self._found = self._found or {"": found_inf}, {}
+        found, self._found = self._found, {}
+        if not found:
+            self._scalers[""].update(found_inf, culprits)
         for name, flag in found.items():
-            self._scalers[name].update(flag, culprits)
+            self._scalers[name].update(flag, culprits, skipped=found_inf)
 
     def forget(self) -> None:
         """Leave out what was noted since the last step."""
@@ -82,12 +84,23 @@ class Scales:
         known = {name: one.state_dict() for name, one in self._scalers.items()}
         return self._saved | known
 
+    @staticmethod
+    def check(state: dict[str, Any]) -> None:
+        """Refuse states that cannot be loaded.
+
+        Raises:
+            UserError: If a field is missing.
+        """
+        for one in state.values():
+            LossScaler.check(one)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from saved states; a loss not seen yet when it is asked for.
 
         Raises:
             UserError: If a field is missing.
         """
+        self.check(state)
         self._saved, self._found = dict(state), {}
         for name, scaler in list(self._scalers.items()):
             if name in self._saved:

@@ -1,0 +1,382 @@
+"""Optimizers that evaluate the model inside their step, under the drop-in scaler."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+
+Make = Callable[[Any], torch.optim.Optimizer]
+INF = math.inf
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAM = functools.partial(torch.optim.Adam, lr=0.02)
+LBFGS = functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=6, history_size=3)
+WOLFE = functools.partial(LBFGS, line_search_fn="strong_wolfe")
+MAKES: dict[str, Make] = {
+    "lbfgs": LBFGS,
+    "strong wolfe": WOLFE,
+    "sgd": SGD,
+    "adam": ADAM,
+    "fused sgd": functools.partial(SGD, fused=True),
+    "fused adam": functools.partial(ADAM, fused=True),
+}
+SCALE = 2.0**12
+
+makes = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+searches = pytest.mark.parametrize("make", [LBFGS, WOLFE], ids=["lbfgs", "wolfe"])
+same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as it is usually written down."""
+
+    def __init__(self, params: Any, base: Make, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base = base(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    def parts(self) -> list[Tensor]:
+        """Return the parameters that have gradients."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        return [param for param in every if param.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Climb, evaluate there, come back, and step with that gradient."""
+        norm = torch.stack([p.grad.norm() for p in self.parts() if p.grad is not None])
+        for param in self.parts():
+            assert param.grad is not None
+            self.state[param]["old"] = param.clone()
+            param.add_(param.grad * (self.param_groups[0]["rho"] / norm.norm()))
+            param.grad = None
+        loss = torch.enable_grad()(closure)()
+        for param in self.parts():
+            param.copy_(self.state[param]["old"])
+        self.base.step()
+        return loss
+
+
+class Extragradient(torch.optim.Optimizer):
+    """Steps its base after each of three evaluations, and cools it down."""
+
+    def __init__(self, params: Any, base: Make) -> None:
+        super().__init__(params, {})
+        self.base = base(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Evaluate and step three times."""
+        for _ in range(3):
+            loss = torch.enable_grad()(closure)()
+            self.base.step()
+            self.param_groups[0]["lr"] *= 0.5
+            self.param_groups[0]["cooled"] = True
+        return loss
+
+
+class Problem:
+    """A small regression, an optimizer, and a scaler or none."""
+
+    def __init__(self, make: Make, scaler: Any = None) -> None:
+        torch.manual_seed(0)
+        layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
+        self.model = nn.Sequential(*layers)
+        self.inputs, self.targets = torch.randn(8, 3), torch.randn(8, 2)
+        self.optimizer: Any = make(self.model.parameters())
+        self.scaler = scaler
+        self.clip = 0.0
+        self.evaluations = 0
+        self.bad: tuple[int, ...] = ()
+
+    def closure(self) -> Tensor:
+        """Clear, evaluate, fill in gradients; spoil one if its turn has come."""
+        self.optimizer.zero_grad()
+        loss = self.forward()
+        if self.clip:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        return loss
+
+    def forward(self) -> Tensor:
+        """Evaluate, and fill in gradients."""
+        self.evaluations += 1
+        loss: Tensor = (self.model(self.inputs) - self.targets).square().mean()
+        scaled: Any = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()
+        if self.evaluations in self.bad:
+            grad = next(self.model.parameters()).grad
+            assert grad is not None
+            grad[1, 1] = INF
+        return loss
+
+    def step(self, *bad: int, update: bool = True) -> Any:
+        """Run one step whose evaluations `bad`, counted from 1, overflow."""
+        self.evaluations, self.bad = 0, bad
+        if isinstance(self.optimizer, SAM):
+            self.optimizer.zero_grad()
+            self.forward()
+        if self.scaler is None:
+            return self.optimizer.step(self.closure)
+        result = self.scaler.step(self.optimizer, self.closure)
+        if update:
+            self.scaler.update()
+        return result
+
+    def everything(self) -> Any:
+        """Return a copy of all that a step taken back must leave alone."""
+        parts = [self.model.state_dict(), self.optimizer.state_dict()]
+        if isinstance(self.optimizer, SAM | Extragradient):
+            parts.append(self.optimizer.base.state_dict())
+        whole = copy.deepcopy(parts)
+        for group in (group for part in whole[1:] for group in part["param_groups"]):
+            group.pop("line_search_fn", None)  # a word, which nothing changes
+            group.pop("cooled", None)  # new keys have a test of their own
+        return whole
+
+
+def scaler_of(**numbers: Any) -> hs.GradScaler:
+    """Return a scaler that begins at `SCALE`."""
+    return hs.GradScaler("cpu", **({"init_scale": SCALE} | numbers))
+
+
+@makes
+@pytest.mark.parametrize("keyword", [False, True])
+def test_same_as_without_a_scaler(make: Make, keyword: bool) -> None:
+    """Law: a scale that is a power of two changes no bit, however it is passed."""
+    plain, scaled = Problem(make), Problem(make, scaler_of())
+    for _ in range(5):
+        given: Any = ((), {"closure": scaled.closure})
+        args, more = given if keyword else ((scaled.closure,), {})
+        loss = scaled.scaler.step(scaled.optimizer, *args, **more)
+        scaled.scaler.update()
+        same(loss, plain.step())
+        same(scaled.everything(), plain.everything())
+        assert scaled.scaler.last_step.applied
+    assert scaled.scaler.get_scale() == SCALE
+
+
+@makes
+def test_disabled(make: Make) -> None:
+    """Law: a disabled scaler hands the closure on."""
+    plain, scaled = Problem(make), Problem(make, scaler_of(enabled=False))
+    for _ in range(3):
+        same(scaled.step(), plain.step())
+    same(scaled.everything(), plain.everything())
+
+
+@makes
+def test_unscaled_and_clipped_inside(make: Make) -> None:
+    """Law: a closure may unscale and clip by itself."""
+    plain, scaled = Problem(make), Problem(make, scaler_of())
+    plain.clip = scaled.clip = 0.1
+    for _ in range(4):
+        same(scaled.step(), plain.step())
+    same(scaled.everything(), plain.everything())
+    before = scaled.everything()
+    assert scaled.step(1) is None
+    same(scaled.everything(), before)
+
+
+@pytest.mark.parametrize("base", [SGD, ADAM, MAKES["fused adam"]])
+def test_sam(base: Make) -> None:
+    """Law: SAM, whose first pass comes before the step, sees unscaled gradients."""
+    make = functools.partial(SAM, base=base)
+    plain, scaled = Problem(make), Problem(make, scaler_of())
+    for _ in range(4):
+        same(scaled.step(), plain.step())
+        same(scaled.everything(), plain.everything())
+    for bad in (1, 2):
+        before = scaled.everything()
+        assert scaled.step(bad) is None
+        assert scaled.evaluations == bad
+        same(scaled.everything(), before)
+        assert scaled.scaler.last_step.skipped
+    assert scaled.scaler.get_scale() == SCALE / 4
+    same(scaled.step(), plain.step())
+    same(scaled.everything(), plain.everything())
+
+
+@searches
+@pytest.mark.parametrize("bad", [1, 2, 4])
+@pytest.mark.parametrize("after", [0, 2])
+def test_overflow_takes_the_step_back(make: Make, bad: int, after: int) -> None:
+    """Law: an overflow in any evaluation leaves all as if there had been no step."""
+    plain, scaled = Problem(make), Problem(make, scaler_of())
+    for _ in range(after):
+        plain.step()
+        scaled.step()
+    before = scaled.everything()
+    assert scaled.step(bad) is None
+    assert scaled.evaluations == bad
+    same(scaled.everything(), before)
+    report = scaled.scaler.last_step
+    assert (report.skipped, report.applied, report.step) == (True, False, after + 1)
+    assert report.found_inf_in == ("group 0 parameter 0 (4, 3)",)
+    assert (report.scale, scaled.scaler.get_scale()) == (SCALE, SCALE / 2)
+    for _ in range(3):
+        same(scaled.step(), plain.step())
+        same(scaled.everything(), plain.everything())
+    assert scaled.scaler.last_step.applied
+
+
+@makes
+def test_nan_from_the_first_step_on(make: Make) -> None:
+    """Law: an optimizer that never took a step has no state afterwards."""
+    scaled = Problem(make, scaler_of())
+    before = scaled.everything()
+    for number in range(1, 4):
+        assert scaled.step(1) is None
+        same(scaled.everything(), before)
+        assert not scaled.optimizer.state
+        assert scaled.scaler.get_scale() == SCALE / 2**number
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3])
+def test_a_base_optimizer_is_taken_back_too(bad: int) -> None:
+    """Law: what an inner optimizer did before the overflow is undone as well."""
+    scaled = Problem(functools.partial(Extragradient, base=SGD), scaler_of())
+    for _ in range(2):
+        before = scaled.everything()
+        assert scaled.step(bad) is None
+        same(scaled.everything(), before)
+        assert scaled.step() is not None
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3])
+def test_settings_are_taken_back(bad: int) -> None:
+    """Law: groups are as before: values changed inside the step, and keys added."""
+    scaled = Problem(functools.partial(Extragradient, base=SGD), scaler_of())
+    before = copy.deepcopy(scaled.optimizer.param_groups)
+    assert scaled.step(bad) is None
+    for group, old in zip(scaled.optimizer.param_groups, before, strict=True):
+        assert group.keys() == old.keys()
+        assert group["lr"] == old["lr"]
+
+
+@searches
+def test_stale_gradients_do_not_skip_for_ever(make: Make) -> None:
+    """Law: inf that a step taken back left in `.grad` concerns no later step."""
+    scaled = Problem(make, scaler_of())
+    assert scaled.step(1) is None
+    for _ in range(3):
+        assert scaled.step() is not None
+        assert scaled.scaler.last_step.applied
+
+
+@pytest.mark.parametrize("other", [SGD, LBFGS], ids=["sgd", "lbfgs"])
+def test_stale_gradients_beside_another_optimizer(other: Make) -> None:
+    """Law: nor where another optimizer has scaled its loss before in the iteration."""
+    scaler = scaler_of()
+    first, second = Problem(other, scaler), Problem(LBFGS, scaler)
+    applied = []
+    for bad in ((1,), (), ()):
+        first.step(update=False)
+        applied.append(second.step(*bad) is not None)
+    assert applied == [False, True, True]
+
+
+def test_twice_is_refused() -> None:
+    """Law: a second step of an iteration is refused in torch's words, taken or not."""
+    plain: Any = nn.Linear(1, 1)
+    optimizer = SGD(plain.parameters())
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.scale(plain(torch.ones(1, 1)).sum()).backward()
+    theirs.step(optimizer)
+    with pytest.raises(RuntimeError) as expected:
+        theirs.step(optimizer)
+    for bad in ((), (1,), (2,)):
+        scaled = Problem(LBFGS, scaler_of())
+        scaled.step(*bad, update=False)
+        before = scaled.everything()
+        with pytest.raises(RuntimeError) as caught:
+            scaled.step(update=False)
+        assert str(caught.value).startswith(str(expected.value))
+        same(scaled.everything(), before)
+
+
+def test_the_first_call_of_all_may_be_a_closure() -> None:
+    """Law: a scale nobody has asked for yet is made by the closure, not missed."""
+    scaled = Problem(LBFGS, scaler_of())
+    assert scaled.scaler._scale is None
+    assert scaled.step() is not None
+    assert scaled.scaler._scale is not None
+
+
+def test_errors_of_a_closure_pass() -> None:
+    """Law: an error inside a closure is the user's, and the scaler goes on after it."""
+    plain, scaled = Problem(SGD), Problem(SGD, scaler_of())
+
+    def closure() -> Tensor:
+        message = "no batch left"
+        raise LookupError(message)
+
+    with pytest.raises(LookupError, match="no batch left"):
+        scaled.scaler.step(scaled.optimizer, closure)
+    for _ in range(2):
+        same(scaled.step(), plain.step())
+    same(scaled.everything(), plain.everything())
+
+
+def test_backward_inside_a_closure() -> None:
+    """Law: `scaler.backward` in a closure gives each evaluation its own gradients."""
+    plain, scaled = Problem(LBFGS), Problem(LBFGS, scaler_of())
+
+    def closure() -> Tensor:
+        scaled.optimizer.zero_grad()
+        loss: Tensor = (scaled.model(scaled.inputs) - scaled.targets).square().mean()
+        scaled.scaler.backward(loss, scaled.optimizer)
+        return loss
+
+    for _ in range(3):
+        scaled.scaler.step(scaled.optimizer, closure)
+        scaled.scaler.update()
+        plain.step()
+        same(scaled.everything(), plain.everything())
+
+
+@pytest.mark.parametrize("strategy", ["measured", "logmax", "none"])
+@searches
+def test_strategies(make: Make, strategy: str) -> None:
+    """Law: a strategy looks on without changing a bit; its scales are powers of 2."""
+    plain = Problem(make)
+    scaled = Problem(make, hs.GradScaler("cpu", strategy=strategy))
+    for _ in range(4):
+        same(scaled.step(), plain.step())
+        same(scaled.everything(), plain.everything())
+        assert math.frexp(scaled.scaler.get_scale())[0] == 0.5
+
+
+def test_a_schedule_does_not_warn() -> None:
+    """Law: a schedule beside a step taken back sees that the optimizer was called."""
+    scaled = Problem(LBFGS, scaler_of())
+    schedule = torch.optim.lr_scheduler.StepLR(scaled.optimizer, 1)
+    assert scaled.step(1) is None
+    schedule.step()
+    assert scaled.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+@makes
+def test_without_a_closure(make: Make) -> None:
+    """Law: `closure=None`, as frameworks pass it on, is no closure."""
+    if make in {LBFGS, WOLFE}:
+        return
+    plain, scaled = Problem(make), Problem(make, scaler_of())
+    for given in ({"closure": None}, {}):
+        plain.closure()
+        plain.optimizer.step()
+        scaled.closure()
+        args = () if given else (None,)
+        scaled.scaler.step(scaled.optimizer, *args, **given)
+        scaled.scaler.update()
+        same(scaled.everything(), plain.everything())

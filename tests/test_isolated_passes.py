@@ -1,0 +1,351 @@
+"""Backward passes looked at one by one: left out, run again, or at their own scale."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep import machine
+from halfstep.errors import UserError
+from halfstep.scaler import ScaleRule
+
+Make = Callable[[Any], torch.optim.Optimizer]
+INF, NAN = math.inf, math.nan
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05)
+KINDS = ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16", "O3 fp16"]
+EPS = {"O3 bf16": 2.0**-7, "O3 fp16": 2.0**-9}
+"""Two roundings of what the optimizer updates, relative; fp32 otherwise."""
+PATTERNS = [(0,), (3,), (0, 2), (1, 2, 3)]
+"""Which of four micro-batches are bad."""
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def _any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the machine's speed out of these tests."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+
+
+def network() -> nn.Sequential:
+    """Return a small network with a normalisation layer."""
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
+    return nn.Sequential(*layers)
+
+
+def build(kind: str = "O0 fp32", make: Make = SGD, **more: Any) -> Any:
+    """Return a session; `kind` holds level and dtype."""
+    level, dtype = kind.split()
+    model = network()
+    return hs.prepare(model, make(model.parameters()), level, dtype=dtype, **more)
+
+
+def loss_of(model: Any, seed: int, spoilt: float = 0.0) -> Any:
+    """Return a loss; `spoilt` is inf or NaN, and then the gradient of one bias."""
+    inputs = torch.randn(16, 6, generator=torch.Generator().manual_seed(seed))
+    out = model(inputs).float()
+    loss = nn.functional.mse_loss(out, inputs[:, :3] * inputs[:, 3:] + 0.5)
+    return loss + model[0].bias[1].float() * spoilt if spoilt else loss
+
+
+def go(session: Any, seed: int, spoilt: float = 0.0, name: str = "") -> Any:
+    """Run one micro-batch."""
+    with session.autocast():
+        loss = loss_of(session.model, seed, spoilt)
+    session.backward(loss, name=name)
+    return session.step()
+
+
+def everything(session: Any) -> Any:
+    """Return a copy of all that a skipped step must leave alone."""
+    parts = (
+        session.model.state_dict(),
+        session.weights(),
+        session.optimizer.state_dict(),
+    )
+    return copy.deepcopy(parts)
+
+
+# Left out
+
+
+@kinds
+@pytest.mark.parametrize("bad", PATTERNS)
+def test_the_mean_of_the_good_ones(kind: str, bad: tuple[int, ...]) -> None:
+    """Law: the good ones make the step, multiplied by how many they stand for."""
+    session = build(kind, accumulate=4, drop_bad_microbatch=True)
+    share = 4 / (4 - len(bad))
+    other = build(kind, functools.partial(SGD, lr=0.05 * share), accumulate=4)
+    for k in range(4):
+        report = go(session, k, (INF, NAN)[k % 2] if k in bad else 0.0)
+        with other.autocast():
+            loss = loss_of(other.model, k) * (k not in bad)
+        other.backward(loss)
+        other.step()
+    assert (report.applied, report.skipped) == (True, False)
+    assert report.microbatches_dropped == len(bad)
+    assert report.found_inf_in == ()
+    # Powers of two change no bit, but where fp16 sums are unscaled one by one.
+    slack = 0.0 if share in {2, 4} and kind != "O3 fp16" else EPS.get(kind, 2.0**-22)
+    close = functools.partial(torch.testing.assert_close, rtol=slack, atol=slack)
+    close(session.weights(), other.weights())
+    scale = 2.0**15 if kind.endswith("fp16") else 1.0
+    assert session.scaler.state.scale.item() == scale
+
+
+@kinds
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_all_bad(kind: str, value: float) -> None:
+    """Law: with nothing left the step is skipped, and nothing has changed."""
+    make = functools.partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+    session = build(kind, make, accumulate=3, drop_bad_microbatch=True)
+    for seed in range(3):
+        go(session, seed)
+    before = everything(session)
+    for seed in range(3):
+        report = go(session, seed, value)
+    assert (report.applied, report.skipped) == (False, True)
+    assert (report.microbatches_dropped, session.steps_skipped) == (3, 1)
+    same(everything(session), before)
+    scale = 2.0**15 if kind.endswith("fp16") else 1.0
+    assert session.scaler.state.scale.item() == scale
+    assert [go(session, seed).applied for seed in range(3)] == [False, False, True]
+
+
+@kinds
+def test_nothing_bad(kind: str) -> None:
+    """Law: where nothing is bad, looking at each by itself changes no result."""
+    if kind == "O3 fp16":
+        return  # there unscaled sums lose subnormal bits that scaled ones keep
+    session = build(kind, accumulate=4, drop_bad_microbatch=True)
+    plain = build(kind, accumulate=4)
+    for seed in range(8):
+        report = go(session, seed)
+        go(plain, seed)
+    same(everything(session), everything(plain))
+    assert report.microbatches_dropped == 0
+
+
+@pytest.mark.parametrize("clip", [0.01, INF])
+def test_clipped_once(clip: float) -> None:
+    """Law: the norm is that of the mean over the good ones, and it is cut once."""
+    session = build(accumulate=4, drop_bad_microbatch=True, clip_grad_norm=clip)
+    model = network()
+    (sum(loss_of(model, seed) for seed in (0, 3)) / 2).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    for seed in range(4):
+        report = go(session, seed, INF if seed in {1, 2} else 0.0)
+    assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    for mine, param in zip(session.model.parameters(), model.parameters(), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(mine, param - 0.05 * param.grad)
+
+
+class Shift(nn.Module):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Add it."""
+        return inputs + self.shift
+
+
+@kinds
+def test_a_parameter_without_a_dimension(kind: str) -> None:
+    """Law: the shape of a parameter does not matter, nor does its dtype."""
+    level, dtype = kind.split()
+    model = Shift()
+    session: Any = hs.prepare(
+        model,
+        SGD(model.parameters()),
+        level,
+        dtype=dtype,
+        accumulate=2,
+        drop_bad_microbatch=True,
+    )
+    for value in (1.0, INF):
+        session.backward(model(torch.ones(())).float() * value)
+        report = session.step()
+    assert report.applied
+    # The mean over the one good micro-batch: its gradient is 1.
+    expected = torch.tensor(0.45).to(session.weights()["shift"].dtype)
+    torch.testing.assert_close(session.weights()["shift"], expected)
+
+
+def test_a_bad_micro_batch_is_no_skip() -> None:
+    """Law: steps that were applied are never counted, or told, as skipped in a row."""
+    rule = ScaleRule(max_consecutive_skips=3)
+    session = build("O1 fp16", accumulate=2, drop_bad_microbatch=True, loss_scale=rule)
+    for seed in range(6):
+        go(session, seed, NAN)
+        assert go(session, seed).applied
+    assert (session.steps_applied, session.steps_skipped) == (6, 0)
+
+
+# The same, with a scaler in a loop of one's own
+
+
+class Loop:
+    """A model, an optimizer and a drop-in scaler."""
+
+    def __init__(self, **numbers: Any) -> None:
+        self.model = network()
+        self.optimizer: Any = SGD(self.model.named_parameters())
+        self.scaler: Any = hs.GradScaler("cpu", **numbers)
+
+    def gradients(self) -> list[Tensor]:
+        """Return a copy of them."""
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+
+def mean_of(seeds: list[int]) -> list[Tensor]:
+    """Return the gradient of a mean of losses, in double."""
+    model = network().double()
+
+    class Wide:
+        def __getitem__(self, index: int) -> nn.Module:
+            return model[index]
+
+        def __call__(self, inputs: Tensor) -> Tensor:
+            out: Tensor = model(inputs.double())
+            return out
+
+    (sum(loss_of(Wide(), seed) for seed in seeds) / len(seeds)).backward()
+    return [p.grad.float() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("bad", [*PATTERNS, (1,), (2,), ()])
+def test_scaler_leaves_out(bad: tuple[int, ...]) -> None:
+    """Law: `.grad` holds the unscaled mean over the good ones; the scale backs off."""
+    loop = Loop(drop_bad_microbatch=True, init_scale=1024.0)
+    for k in range(4):
+        loss = loss_of(loop.model, k, INF if k in bad else 0.0) / 4
+        loop.scaler.backward(loss, loop.optimizer)
+    good = [k for k in range(4) if k not in bad]
+    torch.testing.assert_close(loop.gradients(), mean_of(good), rtol=1e-5, atol=1e-7)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+    report = loop.scaler.last_step
+    assert (report.applied, report.scale) == (True, 1024.0)
+    assert loop.scaler.get_scale() == (512.0 if bad else 1024.0)
+    assert report.microbatches_dropped == len(bad)
+
+
+def test_scaler_with_all_bad() -> None:
+    """Law: all bad, the step is skipped; the window after it begins afresh."""
+    loop = Loop(drop_bad_microbatch=True)
+    before = copy.deepcopy(loop.model.state_dict())
+    for value in (INF, NAN):
+        loop.scaler.backward(loss_of(loop.model, 0, value), loop.optimizer)
+    assert loop.scaler.step(loop.optimizer) is None
+    loop.scaler.update()
+    assert loop.scaler.last_step.skipped
+    same(loop.model.state_dict(), before)
+    loop.optimizer.zero_grad()
+    loop.scaler.backward(loss_of(loop.model, 1), loop.optimizer)
+    torch.testing.assert_close(loop.gradients(), mean_of([1]), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_clearing_forgets(drop: bool) -> None:
+    """Law: what `zero_grad` has cleared does not come back with the next pass."""
+    loop = Loop(drop_bad_microbatch=drop)
+    loop.scaler.backward(loss_of(loop.model, 0), loop.optimizer)
+    loop.optimizer.zero_grad()
+    loop.scaler.backward(loss_of(loop.model, 1), loop.optimizer)
+    torch.testing.assert_close(loop.gradients(), mean_of([1]), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_two_models_take_turns(drop: bool, bad: int) -> None:
+    """Law: of two models with a step each, one's overflow leaves the other alone."""
+    scaler: Any = hs.GradScaler("cpu", drop_bad_microbatch=drop)
+    models = [network(), network()]
+    optimizers: list[Any] = [SGD(model.parameters()) for model in models]
+    for turn in range(2):
+        before = [copy.deepcopy(model.state_dict()) for model in models]
+        for k, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            spoilt = INF if k == bad else 0.0
+            scaler.backward(loss_of(model, turn, spoilt), optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+        same(models[bad].state_dict(), before[bad])
+        alone = network()
+        alone.load_state_dict(before[1 - bad])
+        torch.autograd.backward(loss_of(alone, turn))
+        SGD(alone.parameters()).step()
+        torch.testing.assert_close(models[1 - bad].state_dict(), alone.state_dict())
+
+
+def test_what_was_stepped_stays_cleared() -> None:
+    """Law: a pass of one model does not bring back gradients of another, cleared."""
+    scaler: Any = hs.GradScaler("cpu")
+    models = [network(), network()]
+    optimizers: list[Any] = [SGD(model.parameters()) for model in models]
+    for turn in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            scaler.backward(loss_of(model, turn), optimizer)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        assert all(p.grad is None for model in models for p in model.parameters())
+        scaler.update()
+
+
+def test_one_parameter_in_two_optimizers() -> None:
+    """Law: what two optimizers share is unscaled once."""
+    loop = Loop(init_scale=1024.0)
+    other = SGD(loop.model.parameters())
+    loop.scaler.backward(loss_of(loop.model, 0), loop.optimizer, other)
+    torch.testing.assert_close(loop.gradients(), mean_of([0]), rtol=1e-5, atol=1e-7)
+
+
+def test_fp16_gradients_are_refused() -> None:
+    """Law: gradients that unscaling would flush to zero are refused here as well."""
+    model: Any = nn.Linear(2, 2).half()
+    optimizer = SGD(model.named_parameters())
+    scaler: Any = hs.GradScaler("cpu", init_scale=8.0)
+    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\. "):
+        scaler.backward(model(torch.ones(1, 2).half()).float().sum(), optimizer)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_sparse_gradients(twice: bool) -> None:
+    """Law: rows of an embedding add up as they do dense; a dense use may follow."""
+
+    def run(*, sparse: bool) -> Tensor:
+        torch.manual_seed(0)
+        table = nn.Embedding(5, 2, sparse=sparse)
+        optimizer: Any = SGD(table.parameters())
+        scaler: Any = hs.GradScaler("cpu", init_scale=256.0)
+        rows = torch.tensor([1, 3, 3])
+        scaler.backward(table(rows).square().sum(), optimizer, name="a")
+        more = table.weight.sum() if twice else table(rows).sum()
+        scaler.backward(more, optimizer, name="b")
+        scaler.step(optimizer)
+        return table.weight.detach()
+
+    torch.testing.assert_close(run(sparse=True), run(sparse=False))
+
+
+@pytest.mark.parametrize("numbers", [{"drop_bad_microbatch": True}, {"retries": 1}, {}])
+def test_no_optimizer_is_refused(numbers: dict[str, Any]) -> None:
+    """Law: a pass that nobody can look at is refused, not left at a scale unknown."""
+    loop = Loop(**numbers)
+    with pytest.raises((UserError, TypeError), match="optimizer"):
+        loop.scaler.backward(loss_of(loop.model, 0), name="" if numbers else "a")

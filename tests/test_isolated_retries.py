@@ -1,0 +1,399 @@
+"""Losses with loss scales of their own, and backward passes that are run again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import pickle
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+from halfstep import machine
+from halfstep.errors import UserError
+from halfstep.scaler import ScaleRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+INF = math.inf
+SGD = functools.partial(torch.optim.SGD, lr=0.5)
+KINDS = ["O0 fp32", "O1 fp16", "O2 fp16", "O3 fp16", "O2 bf16"]
+START = ScaleRule(init_scale=4096.0)
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def _any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the machine's speed out of these tests."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+
+
+class Loop:
+    """A weight, an optimizer and a drop-in scaler."""
+
+    def __init__(self, **numbers: Any) -> None:
+        self.weight = nn.Parameter(torch.zeros(8))
+        self.optimizer: Any = SGD([("weight", self.weight)])
+        self.scaler: Any = hs.GradScaler("cpu", **numbers)
+
+    def loss(self, factor: Any, power: int = 0) -> Tensor:
+        """Return a loss whose gradient is factor * 2**power, through fp16."""
+        loss: Tensor = (self.weight.half() * factor).float().sum() * 2.0**power
+        return loss
+
+    def step(self) -> Any:
+        """Step and close the iteration; return its report."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return self.scaler.last_step
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient there is."""
+        assert self.weight.grad is not None
+        return self.weight.grad
+
+
+# Scales of their own
+
+
+def scale_of(scaler: Any, name: str) -> Any:
+    """Return the scale of a loss."""
+    return scaler.state_dict()["_halfstep"][name]["scale"]
+
+
+def test_scales_far_apart() -> None:
+    """Law: gradients 2**44 apart pass fp16, each at its scale; their sum is fp64's."""
+    loop = Loop(init_scale=2.0**24, growth_interval=1000)
+    half = torch.arange(8) < 4
+    numbers = (torch.rand(8) / 2 + 0.5).half()
+    large, small = numbers * half, numbers * ~half
+    # 2**10 * scale fits fp16 below 2**6: the scale has to be halved 19 times.
+    for number in range(19):
+        for name, factor, power in (("large", large, 10), ("small", small, -34)):
+            loop.scaler.backward(loop.loss(factor, power), loop.optimizer, name=name)
+        assert loop.step().skipped
+        assert scale_of(loop.scaler, "large") == 2.0 ** (23 - number)
+        assert scale_of(loop.scaler, "small") == 2.0**24
+        same(loop.weight.detach(), torch.zeros(8))
+    loop.scaler.backward(loop.loss(large, 10), loop.optimizer, name="large")
+    loop.scaler.backward(loop.loss(small, -34), loop.optimizer, name="small")
+    exact = large.double() * 2.0**10 + small.double() * 2.0**-34
+    same(loop.grad.double(), exact)
+    assert loop.step().applied
+    same(loop.weight.detach().double(), -0.5 * exact)
+
+
+def test_each_scale_grows_and_falls_by_itself() -> None:
+    """Law: a scale that was not used in a step stays; the others move by their own."""
+    loop = Loop(init_scale=8.0, growth_interval=2)
+    seen = []
+    for bad, used in (("", "ab"), ("a", "ab"), ("b", "b"), ("", "a"), ("", "ab")):
+        for name in used:
+            loss = loop.weight.sum() * (INF if name == bad else 1.0)
+            loop.scaler.backward(loss, loop.optimizer, name=name)
+        assert loop.step().skipped == bool(bad)
+        seen.append(scale_of(loop.scaler, "a"))
+    # a: clean 1, overflow, unused, clean 1, clean 2 and growth.
+    assert seen == [8.0, 4.0, 4.0, 4.0, 8.0]
+    # b: clean 1, clean 2 and growth, overflow, unused, clean 1.
+    assert scale_of(loop.scaler, "b") == 8.0
+    assert loop.scaler.get_scale() == 8.0
+
+
+def test_the_usual_scale_beside_a_named_one() -> None:
+    """Law: `scale` and `backward` in one iteration each move their own scale."""
+    loop, other = Loop(init_scale=8.0), nn.Parameter(torch.zeros(3))
+    optimizer = SGD([other])
+    for number in range(1, 4):
+        loop.scaler.backward(loop.weight.sum(), loop.optimizer, name="a")
+        loop.scaler.scale(other.sum() * INF).backward()
+        loop.scaler.step(optimizer)
+        loop.step()
+        optimizer.zero_grad()
+        assert loop.scaler.get_scale() == 8.0 / 2**number
+    assert scale_of(loop.scaler, "a") == 8.0
+
+
+@pytest.mark.parametrize("through", ["state", "pickle", "deepcopy"])
+@pytest.mark.parametrize("used", [False, True])
+def test_names_round_trip(through: str, used: bool) -> None:
+    """Law: a scaler that takes over goes on with the scales of all names."""
+    loop, twin = Loop(init_scale=64.0, hysteresis=2), Loop(init_scale=64.0)
+    for bad in ("a", "a", "b"):
+        for name in "ab":
+            factor = INF if name == bad else 1.0
+            loop.scaler.backward(loop.weight.sum() * factor, loop.optimizer, name=name)
+        loop.step()
+    if through == "state":
+        twin.scaler = hs.GradScaler("cpu", init_scale=64.0, hysteresis=2)
+        if used:
+            twin.scaler.backward(twin.weight.sum(), twin.optimizer, name="a")
+            twin.step()
+        twin.scaler.load_state_dict(loop.scaler.state_dict())
+    elif through == "pickle":
+        twin.scaler = pickle.loads(pickle.dumps(loop.scaler))  # noqa: S301
+    else:
+        twin.scaler = copy.deepcopy(loop.scaler)
+    assert twin.scaler.state_dict() == loop.scaler.state_dict()
+    assert scale_of(twin.scaler, "a") == 32.0
+    for bad in ("b", "", "a"):
+        for each in (loop, twin):
+            for name in "ab":
+                loss = each.weight.sum() * (INF if name == bad else 1.0)
+                each.scaler.backward(loss, each.optimizer, name=name)
+            each.step()
+        assert twin.scaler.state_dict() == loop.scaler.state_dict()
+    assert scale_of(loop.scaler, "b") == 32.0
+
+
+def test_names_and_dropping_are_refused() -> None:
+    """Law: nobody can count micro-batches of losses that differ: it is said."""
+    loop = Loop(drop_bad_microbatch=True)
+    with pytest.raises(UserError) as caught:
+        loop.scaler.backward(loop.weight.sum(), loop.optimizer, name="a")
+    assert str(caught.value) == (
+        "the loss 'a' has a scale of its own, but drop_bad_microbatch counts "
+        "micro-batches of one loss; use one of the two."
+    )
+    session = build(drop_bad_microbatch=True)
+    with pytest.raises(UserError) as again:
+        session.backward(loss_of(session.model, 0), name="a")
+    assert str(again.value) == str(caught.value)
+
+
+def test_foreign_gradients_are_refused() -> None:
+    """Law: gradients of unknown scale, there before the first pass, are refused."""
+    loop = Loop()
+    torch.autograd.backward(loop.weight.sum())
+    with pytest.raises(RuntimeError) as caught:
+        loop.scaler.backward(loop.weight.sum(), loop.optimizer)
+    assert str(caught.value) == (
+        "scaler.backward() found a gradient in weight that it did not make: call "
+        "optimizer.zero_grad() first, and use scaler.backward() for every loss."
+    )
+    same(loop.grad, torch.ones(8))
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_sums_may_be_changed_between_passes(drop: bool, bad: bool) -> None:
+    """Law: what was added to `.grad`, or cut there, since the last pass counts."""
+    loop = Loop(drop_bad_microbatch=drop)
+    loop.scaler.backward(loop.weight.sum() * 4, loop.optimizer)
+    nn.utils.clip_grad_value_([loop.weight], 3.0)
+    torch.autograd.backward(loop.weight.sum() * (INF if bad else 1.0))
+    loop.scaler.backward(loop.weight.sum() * 2, loop.optimizer)
+    if not bad:
+        same(loop.grad, torch.full((8,), 6.0))
+    assert loop.step().skipped == bad
+
+
+def test_backward_after_step_is_refused() -> None:
+    """Law: an optimizer that was stepped takes in nothing more before `update`."""
+    loop = Loop()
+    loop.scaler.backward(loop.weight.sum(), loop.optimizer)
+    loop.scaler.step(loop.optimizer)
+    loop.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"after step\(\)"):
+        loop.scaler.backward(loop.weight.sum(), loop.optimizer)
+
+
+def test_a_sum_that_overflows_is_seen() -> None:
+    """Law: two finite gradients whose sum is not finite are not applied."""
+    loop = Loop(init_scale=1.0)
+    for name in "ab":
+        loop.scaler.backward(loop.weight.sum() * 3e38, loop.optimizer, name=name)
+    assert loop.step().skipped
+    same(loop.weight.detach(), torch.zeros(8))
+
+
+def test_disabled() -> None:
+    """Law: disabled, `backward` is the loss's own, whatever the words."""
+    loop = Loop(enabled=False, retries=2, drop_bad_microbatch=True)
+    for _ in range(2):
+        loop.scaler.backward(loop.weight.sum(), loop.optimizer, name="a")
+    same(loop.grad, torch.full((8,), 2.0))
+    loss = loop.weight.sum().square()
+    loop.scaler.backward(loss, retain_graph=True)
+    loop.scaler.backward(loss)
+
+
+# Run again
+
+
+@pytest.mark.parametrize("retries", [0, 1, 2, 3])
+def test_a_batch_is_not_lost(retries: int) -> None:
+    """Law: a pass is run again at half the scale until it fits, or tries are used up.
+
+    40 * 4096 and 40 * 2048 are above 65504, the largest number of fp16.
+    """
+    loop = Loop(init_scale=4096.0, retries=retries)
+    loop.scaler.backward(loop.loss(40.0), loop.optimizer)
+    tried = min(retries, 2)
+    report = loop.step()
+    assert report.applied == (retries >= 2)
+    assert report.scale == 4096.0 / 2**tried
+    assert loop.scaler.get_scale() == max(4096.0 / 2 ** (tried + 1), 1024.0)
+    expected = -20.0 if retries >= 2 else 0.0
+    same(loop.weight.detach(), torch.full((8,), expected))
+
+
+def test_a_static_scale_is_not_tried_for_ever() -> None:
+    """Law: hopeless tries end; the floor holds."""
+    loop = Loop(init_scale=4.0, min_scale=2.0, retries=5)
+    loop.scaler.backward(loop.weight.sum() * INF, loop.optimizer)
+    assert loop.step().skipped
+    assert loop.scaler.get_scale() == 2.0
+
+
+class Box:
+    """A saved tensor, which can be watched."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("factor", [1.0, 40.0])
+def test_saved_tensors_are_freed(retries: int, factor: float) -> None:
+    """Law: after the pass nothing of the graph is held, though the loss is."""
+    loop = Loop(init_scale=4096.0, retries=retries)
+    boxes: list[weakref.ref[Box]] = []
+
+    def pack(tensor: Tensor) -> Box:
+        box = Box(tensor)
+        boxes.append(weakref.ref(box))
+        return box
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        loss = loop.loss(torch.full((8,), factor).half())
+    assert boxes
+    assert all(box() is not None for box in boxes)
+    loop.scaler.backward(loss, loop.optimizer)
+    assert all(box() is None for box in boxes)
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool) -> None:
+    """Law: recomputed blocks can be run again, with the same random numbers."""
+    grads = []
+    for retries, scale in ((2, 4096.0), (0, 1024.0)):
+        torch.manual_seed(0)
+        loop = Loop(init_scale=scale, retries=retries)
+
+        def block(weight: Tensor) -> Tensor:
+            return nn.functional.dropout(weight.half() * 15.0, 0.5)
+
+        # 15 / (1 - 0.5) = 30: above 65504 at 4096, and not at 2048 or 1024.
+        found = checkpoint(block, loop.weight, use_reentrant=reentrant)
+        assert isinstance(found, Tensor)
+        loop.scaler.backward(found.float().sum(), loop.optimizer)
+        grads.append(loop.grad)
+        assert loop.step().applied
+    same(grads[0], grads[1])
+    assert set(grads[0].tolist()) == {0.0, 30.0}
+
+
+# In a session
+
+
+def build(kind: str = "O0 fp32", **more: Any) -> Any:
+    """Return a session; `kind` holds level and dtype."""
+    level, dtype = kind.split()
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
+    model = nn.Sequential(*layers)
+    return hs.prepare(model, SGD(model.parameters()), level, dtype=dtype, **more)
+
+
+def loss_of(model: Any, seed: int, limit: Callable[[], bool] | None = None) -> Any:
+    """Return a loss; its gradients overflow as long as `limit` says so."""
+    inputs = torch.randn(16, 6, generator=torch.Generator().manual_seed(seed))
+    out = model(inputs)
+    if limit is not None:
+        out.register_hook(lambda grad: grad * INF if limit() else grad)
+    return nn.functional.mse_loss(out.float(), inputs[:, :3] * inputs[:, 3:] + 0.5)
+
+
+@kinds
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_session_runs_again(kind: str, accumulate: int) -> None:
+    """Law: what is run again gives the bits of a scale that fitted at once."""
+    session = build(kind, loss_scale=START, retries=2, accumulate=accumulate)
+    other = build(kind, loss_scale=ScaleRule(1024.0), accumulate=accumulate, retries=1)
+    for seed in range(2 * accumulate):
+        for each in (session, other):
+            scaler = each.scaler
+
+            def too_high(scaler: Any = scaler) -> bool:
+                return float(scaler.state.scale) > 1024.0
+
+            with each.autocast():
+                loss = loss_of(each.model, seed, too_high)
+            each.backward(loss)
+            report = each.step()
+    assert (report.applied, report.scale) == (True, 1024.0)
+    assert (session.steps_applied, session.steps_skipped) == (2, 0)
+    same(session.weights(), other.weights())
+    same(session.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"])
+
+
+@kinds
+@pytest.mark.parametrize("bad", ["", "a", "b"])
+def test_session_has_scales_by_name(kind: str, bad: str) -> None:
+    """Law: two losses make the step of their sum; each scale moves by its own."""
+    session, plain = build(kind, loss_scale=START), build(kind, loss_scale=START)
+    before = copy.deepcopy(session.weights())
+    with session.autocast():
+        losses = {"a": loss_of(session.model, 0), "b": loss_of(session.model, 1) * 8}
+    for name, loss in losses.items():
+        session.backward(loss * (INF if name == bad else 1.0), name=name)
+    assert session.step().skipped == bool(bad)
+    with plain.autocast():
+        whole = loss_of(plain.model, 0) + loss_of(plain.model, 1) * 8
+    plain.backward(whole)
+    plain.step()
+    slack = {"O0": 1e-6, "O3": 2e-3}.get(kind[:2], 1e-2 if "bf16" in kind else 1e-3)
+    expected = before if bad else plain.weights()
+    torch.testing.assert_close(session.weights(), expected, rtol=slack, atol=slack)
+    scales = session.state_dict()["scales"]
+    for name in "ab":
+        assert scales[name]["scale"] == (2048.0 if name == bad else 4096.0)
+        assert scales[name]["clean_steps"] == (0 if name == bad else 1)
+    fresh = build(kind, loss_scale=START)
+    fresh.load_state_dict(session.state_dict())
+    assert fresh.state_dict()["scales"] == scales
+
+
+@kinds
+def test_a_second_name_in_the_middle_of_a_window(kind: str) -> None:
+    """Law: what was added up before the second loss came is not lost, nor rescaled."""
+    session, plain = build(kind, accumulate=3), build(kind, accumulate=3)
+    for seed in range(3):
+        for each in (session, plain):
+            with each.autocast():
+                first, more = loss_of(each.model, seed), loss_of(each.model, 9)
+            if seed < 2:
+                each.backward(first)
+            elif each is session:
+                each.backward(first)
+                each.backward(more, name="aux")
+            else:
+                each.backward(first + more)
+            each.step()
+    slack = {"O0": 1e-6, "O3": 2e-3}.get(kind[:2], 1e-2 if "bf16" in kind else 1e-3)
+    torch.testing.assert_close(
+        session.weights(), plain.weights(), rtol=slack, atol=slack
+    )
