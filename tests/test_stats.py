@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 import torch
 
-from halfstep.stats import Culprit, StepReport, dense, non_finite
+from halfstep.stats import Culprit, StepReport, dense, non_finite, seen_later
 
 
 def report(flag: float, *, complete: bool = True) -> StepReport:
@@ -136,3 +136,17 @@ def test_dense_sums_what_a_sparse_tensor_holds_twice() -> None:
     assert dense(twice).tolist() == [math.inf]
     plain = torch.ones(2)
     assert dense(plain) is plain
+
+
+def test_culprits_seen_later() -> None:
+    """Law: what is taken down of gradients tells inf from NaN once they are gone."""
+    held = {"fine": 1.0, "inf": -math.inf, "nan": math.nan}
+    pairs = [(name, torch.tensor([0.0, value])) for name, value in held.items()]
+    culprits = seen_later(pairs)
+    for _, gradient in pairs:
+        gradient.zero_()
+    assert culprits() == (
+        Culprit("inf", inf=True, nan=False),
+        Culprit("nan", inf=False, nan=True),
+    )
+    assert seen_later([])() == ()

@@ -100,6 +100,15 @@ def unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+def average(model: nn.Module, params: list[Tensor]) -> None:
+    """Average over processes what a DDP model kept to itself."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        for param in params:
+            if param.grad is not None:
+                total(param.grad, model.process_group)
+                param.grad /= model.process_group.size()
+
+
 def highest(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the elementwise maximum over all processes, the same on each."""
     if dist.is_initialized():

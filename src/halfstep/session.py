@@ -8,9 +8,9 @@ and says what it did.
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from halfstep.scaler.isolate import let_go
 from halfstep.scaler.passes import Passes
 from halfstep.scaler.scales import Scales
 from halfstep.scaler.unscale import Agreement
-from halfstep.stats import Culprit, StepReport, dense, non_finite, total_norm
+from halfstep.stats import StepReport, by_mesh, non_finite, seen_later, total_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from halfstep.policy import Policy
     from halfstep.report import Table
     from halfstep.scaler import LossScaler, ScaleRule
+    from halfstep.stats import Culprit
     from halfstep.steered import Steered
 
 STATE_VERSION = 2
@@ -91,6 +92,7 @@ class Session:
         self._attempted = 0
         self._skipped = torch.zeros((), device=self._device)
         self._micro = 0
+        self._local = self._unaveraged = False
         self._loss: Tensor | None = None
         self.scheduler = scheduler
         self._followed = 0
@@ -104,7 +106,8 @@ class Session:
             record: Observe each operation, for `explain` to tell; slow.
         """
         with contextlib.ExitStack() as regions:
-            if self._quiet:
+            self._local = self._quiet
+            if self._local:
                 regions.enter_context(distributed.unsynchronised(self.model))
             region = self._regions.open(record=record)
             with region:
@@ -139,7 +142,15 @@ class Session:
                 scaled.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
 
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._passes.run(name, backward, params, settle=self._masters.fold)
+
+        def settle() -> None:
+            self._masters.fold()
+            if self._local or self._unaveraged:
+                distributed.average(self.model, params)
+                self._unaveraged = False
+
+        self._passes.run(name, backward, params, settle=settle)
+        self._unaveraged = self._local and not self._passes.apart
         if self._passes.keeps_graphs:
             let_go(loss)
 
@@ -209,28 +220,16 @@ class Session:
         self, gradients: list[tuple[str, Tensor]], agreement: Agreement
     ) -> StepReport:
         """Take down what clipping and clearing will destroy."""
-        names = [name for name, _ in gradients]
         tensors = [gradient for _, gradient in gradients]
         norm = None
         if self.clip_grad_norm is not None and tensors:
             norm = total_norm(tensors)
         found_inf = agreement.wait()
         culprits: Callable[[], tuple[Culprit, ...]] = tuple
-        if self._skips_on_device and tensors:
-            stored = [dense(gradient) for gradient in tensors]
-            peaks = torch.stack(torch._foreach_norm(stored, torch.inf))  # noqa: SLF001
-
-            def culprits() -> tuple[Culprit, ...]:
-                held = zip(names, peaks.tolist(), strict=True)
-                kinds = [(n, math.isinf(peak), math.isnan(peak)) for n, peak in held]
-                return tuple(Culprit(n, i, nan) for n, i, nan in kinds if i or nan)
-
+        if self._skips_on_device:
+            culprits = seen_later(gradients)
         elif found_inf:
-            found = non_finite(gradients)
-
-            def culprits() -> tuple[Culprit, ...]:
-                return found
-
+            culprits = partial(tuple, non_finite(gradients))
         self._attempted += 1
         self._skipped += found_inf
         return StepReport(
@@ -265,7 +264,8 @@ class Session:
     def _clip(self, norm: Tensor | float | None) -> None:
         if isinstance(norm, Tensor) and self.clip_grad_norm != torch.inf:
             params = [p for g in self.optimizer.param_groups for p in g["params"]]
-            nn.utils.clip_grads_with_norm_(params, self.clip_grad_norm or 0.0, norm)
+            for alike in by_mesh(params):
+                nn.utils.clip_grads_with_norm_(alike, self.clip_grad_norm or 0.0, norm)
 
     def _follow(self) -> None:
         """Step the schedule once for each applied step that is known of.

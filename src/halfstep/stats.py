@@ -6,6 +6,7 @@ for the device only when they are read.
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
@@ -208,16 +209,20 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     Args:
         gradients: Of any dtype, sparse or dense; DTensors count with all their parts.
     """
-    kinds: dict[bool, list[Tensor]] = {}
-    for gradient in gradients:
-        split = hasattr(gradient, "full_tensor")
-        values = gradient if split else dense(gradient)
-        # A 16-bit norm would overflow long before its gradients do.
-        wide = values.float() if is_low(values.dtype) else values
-        kinds.setdefault(split, []).append(wide)
-    norms = [nn.utils.get_total_norm(kind) for kind in kinds.values()]
+    values = [g if hasattr(g, "full_tensor") else dense(g) for g in gradients]
+    # A 16-bit norm would overflow long before its gradients do.
+    wide = [v.float() if is_low(v.dtype) else v for v in values]
+    norms = [nn.utils.get_total_norm(alike) for alike in by_mesh(wide)]
     whole = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
     return whole[0] if len(whole) == 1 else nn.utils.get_total_norm(whole)
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return tensors in groups that torch can take together: whole ones, and meshes."""
+    kinds: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(kinds.values())
 
 
 def culprits_of(taken: Sequence[Taken | None]) -> tuple[Culprit, ...]:
@@ -252,6 +257,27 @@ def non_finite(pairs: Iterable[tuple[str, Tensor]]) -> tuple[Culprit, ...]:
             if inf or nan:
                 found.append(Culprit(name, inf, nan))
     return tuple(found)
+
+
+def seen_later(
+    pairs: Sequence[tuple[str, Tensor]],
+) -> Callable[[], tuple[Culprit, ...]]:
+    """Return what tells culprits when it is asked, though the gradients are gone.
+
+    Takes the largest magnitude of each now, and does not wait for the device.
+    """
+    names = [name for name, _ in pairs]
+    stored = [dense(gradient) for _, gradient in pairs]
+    if not stored:
+        return tuple
+    peaks = torch.stack(torch._foreach_norm(stored, torch.inf))  # noqa: SLF001
+
+    def culprits() -> tuple[Culprit, ...]:
+        held = zip(names, peaks.tolist(), strict=True)
+        kinds = [(name, math.isinf(peak), math.isnan(peak)) for name, peak in held]
+        return tuple(Culprit(*kind) for kind in kinds if kind[1] or kind[2])
+
+    return culprits
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -81,6 +81,7 @@ class Passes:
             self.apart = True
             filled = [p.grad for p in parameters if p.grad is not None]
             found = self.scales.known(self._name).unscale_(filled)
+            found = Agreement.begin(found, groups_of(filled, self._group)).wait()
             self._enter(found, parameters)
         self._name = name
         if not self.apart:

@@ -1,0 +1,368 @@
+"""`GradScaler` over ranks: they skip the same steps, and end with the same bits.
+
+Under torchrun, `ranks` runs the cases of this file in each of several processes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import (
+    FIRST,
+    INTERVAL,
+    STEPS,
+    Plant,
+    agreed,
+    average,
+    batch,
+    counted,
+    held,
+    net,
+    plants,
+    saw,
+    scales,
+    spoil,
+    start,
+    watch,
+)
+from small_training import same
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep as hs
+from halfstep.scaler import LossScaleCollapse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+Make = Any
+Group = dist.ProcessGroup
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
+FUSED = functools.partial(ADAM, fused=True)
+FUSED_SGD = functools.partial(SGD, fused=True)
+OPTIMIZERS: dict[str, tuple[Make, ...]] = {
+    "sgd": (SGD,),
+    "adamw": (ADAM,),
+    "fused adamw": (FUSED,),
+    "fused sgd": (FUSED_SGD,),
+    "two": (SGD, ADAM),
+    "two fused": (FUSED_SGD, FUSED),
+}
+REPLICAS: list[tuple[str, float | None]] = [(kind, None) for kind in OPTIMIZERS]
+REPLICAS += [(kind, 0.1) for kind in ("sgd", "fused adamw", "fused sgd", "two fused")]
+IDLE = ("sgd", "adamw", "fused adamw", "fused sgd")
+
+
+def scaler_of(**more: Any) -> hs.GradScaler:
+    """Return a scaler that grows often."""
+    settings: dict[str, Any] = {"init_scale": FIRST, "growth_interval": INTERVAL}
+    return hs.GradScaler("cpu", **(settings | more))
+
+
+def parts_of(model: nn.Module, makes: tuple[Make, ...]) -> list[Any]:
+    """Return the parameters of each optimizer."""
+    params = list(model.parameters())
+    return [params] if len(makes) == 1 else [params[:2], params[2:]]
+
+
+def finish(scaler: hs.GradScaler, optimizers: Iterable[Any], clip: float | None) -> int:
+    """Unscale, clip, step and update; return how many collectives that took."""
+    with counted() as calls:
+        for optimizer in optimizers:
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
+            scaler.step(optimizer)
+        scaler.update()
+    return len(calls)
+
+
+def replicas(group: Group, kind: str, clip: float | None, seed: int) -> dict[str, Any]:
+    """Train replicas whose gradients are averaged by hand, then spoilt on one rank."""
+    plan, makes = plants(seed), OPTIMIZERS[kind]
+    model, scaler = net(), scaler_of(process_group=group)
+    params = list(model.parameters())
+    optimizers = [
+        make(part) for make, part in zip(makes, parts_of(model, makes), strict=True)
+    ]
+    calls, skipped = [], []
+    for step in range(STEPS):
+        model.zero_grad()
+        scaler.scale(model(batch(step)).square().mean()).backward()
+        average((p.grad for p in params), group)
+        plant = [plan[step]] if step in plan else []
+        for index, param in enumerate(params):
+            spoil(plant, index, param.grad)
+        calls.append(finish(scaler, optimizers, clip))
+        skipped.append(scaler.last_step.skipped)
+    return held(model, *optimizers) | {
+        "plain": without(group, makes, clip, plan),
+        "scaler": scaler.state_dict(),
+        "scale": scaler.get_scale(),
+        "skipped": skipped,
+        "bad": list(plan),
+        "calls": calls,
+    }
+
+
+def without(
+    group: Group, makes: tuple[Make, ...], clip: float | None, plan: dict[int, Plant]
+) -> dict[str, Any]:
+    """Train the same in fp32 without a scaler; leave out the steps that are spoilt."""
+    model = net()
+    parts = parts_of(model, makes)
+    optimizers = [make(part) for make, part in zip(makes, parts, strict=True)]
+    params = list(model.parameters())
+    for step in range(STEPS):
+        model.zero_grad()
+        model(batch(step)).square().mean().backward()
+        average((p.grad for p in params), group)
+        spoilt = params[plan[step].param] if step in plan else None
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            if clip is not None:
+                nn.utils.clip_grad_norm_(part, clip)
+            if not any(param is spoilt for param in part):
+                optimizer.step()
+    return held(model, *optimizers)
+
+
+def inside(group: Group, kind: str) -> dict[str, Any]:
+    """Train with a scale that is no power of two, which kernels divide by."""
+    model, scaler = net(), scaler_of(process_group=group, init_scale=1000.0)
+    optimizer = OPTIMIZERS[kind][0](model.parameters())
+    plan = plants(7)
+    kept = []
+    for step in range(STEPS):
+        model.zero_grad()
+        scaler.scale(model(batch(step)).square().mean()).backward()
+        average((p.grad for p in model.parameters()), group)
+        plant = [plan[step]] if step in plan else []
+        for index, param in enumerate(model.parameters()):
+            spoil(plant, index, param.grad)
+        before = held(model, optimizer)
+        finish(scaler, [optimizer], None)
+        kept.append(same(held(model)["weights"], before["weights"]))
+    more = {"kept": kept, "bad": list(plan), "scale": scaler.get_scale()}
+    return held(model, optimizer) | more
+
+
+def wrapped(group: Group, kind: str) -> dict[str, Any]:
+    """Train under DDP; one rank's own gradient is spoilt before it is averaged."""
+    plan = plants(11)
+
+    def run(scaler: hs.GradScaler | None) -> dict[str, Any]:
+        bare = net()
+        box: list[Plant] = []
+        watch(bare.parameters(), box)
+        model = DistributedDataParallel(bare, process_group=group)
+        optimizer = OPTIMIZERS[kind][0](model.parameters())
+        calls, skipped = [], []
+        for step in range(STEPS):
+            box[:] = [plan[step]] if step in plan and scaler is not None else []
+            model.zero_grad()
+            loss = model(batch(step)).square().mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is not None:
+                calls.append(finish(scaler, [optimizer], None))
+                skipped.append(scaler.last_step.skipped)
+            elif step not in plan:
+                optimizer.step()
+        return held(model, optimizer) | {"calls": calls, "skipped": skipped}
+
+    scaler = scaler_of()
+    more = {"scale": scaler.get_scale, "scaler": scaler.state_dict}
+    seen = run(scaler) | {"plain": run(None), "bad": list(plan)}
+    return seen | {key: value() for key, value in more.items()}
+
+
+def idle(group: Group, kind: str, **more: Any) -> dict[str, Any]:
+    """Train parameters of each rank's own; in turn one rank has no gradient."""
+    plan = plants(13)
+
+    def rests(step: int) -> bool:
+        # Who has a plant must work.
+        turn = (plan[step].rank + 1 if step in plan else step) % dist.get_world_size()
+        return turn == dist.get_rank()
+
+    def run(scaler: hs.GradScaler | None) -> dict[str, Any]:
+        model = net()
+        params = list(model.parameters())
+        optimizer = OPTIMIZERS[kind][0](params)
+        skipped, trail, calls = [], [], []
+        for step in range(STEPS):
+            model.zero_grad()
+            inputs = batch(step).requires_grad_()
+            # Ranks differ in how large their gradients are.
+            out = inputs if rests(step) else model(inputs) * 4.0 ** dist.get_rank()
+            loss = out.square().mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is None:
+                if step not in plan:
+                    optimizer.step()
+                continue
+            plant = [plan[step]] if step in plan else []
+            for index, param in enumerate(params):
+                spoil(plant, index, param.grad)
+            calls.append(finish(scaler, [optimizer], None))
+            skipped.append(scaler.last_step.skipped)
+            trail.append(scaler.get_scale())
+        more = {"skipped": skipped, "trail": trail, "calls": calls}
+        return held(model, optimizer) | more
+
+    seen = run(scaler_of(process_group=group, **more))
+    return seen | {"plain": run(None), "bad": list(plan)}
+
+
+def collapse(group: Group, ddp: bool) -> dict[str, Any]:
+    """Overflow on the last rank from step 2 on; take down when that raises."""
+    more: dict[str, Any] = {} if ddp else {"process_group": group}
+    scaler = scaler_of(max_consecutive_skips=3, **more)
+    bare = net()
+    model = DistributedDataParallel(bare, process_group=group) if ddp else bare
+    optimizer = SGD(bare.named_parameters())
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for step in range(STEPS):
+        model.zero_grad()
+        factor = float("inf") if last and step >= 2 else 1.0
+        scaler.scale(model(batch(step)).square().mean() * factor).backward()
+        try:
+            finish(scaler, [optimizer], None)
+        except LossScaleCollapse as error:
+            blamed = bool(error.inf_in or error.nan_in)
+            return {"step": step, "blamed": blamed, "history": list(error.history)}
+    return {}
+
+
+def dropped(group: Group, ddp: bool) -> dict[str, Any]:
+    """Drop passes by `backward`, four in a step; one is spoilt on one rank."""
+    scaler = scaler_of(drop_bad_microbatch=True, process_group=None if ddp else group)
+    plan = plants(17)
+
+    def run(scaler: hs.GradScaler | None) -> dict[str, Any]:
+        bare, box = net(), list[Plant]()
+        watch(bare.parameters(), box, None if ddp else group)
+        model = DistributedDataParallel(bare, process_group=group) if ddp else bare
+        optimizer = SGD(bare.parameters())
+        for step in range(STEPS):
+            model.zero_grad()
+            for micro in range(4):
+                bad = step in plan and micro == step % 4
+                box[:] = [plan[step]] if bad else []
+                loss = model(batch(4 * step + micro)).square().mean() / 4
+                if scaler is not None:
+                    scaler.backward(loss, optimizer)
+                elif not bad:
+                    (loss * 4 / 3 if step in plan else loss).backward()
+            if scaler is None:
+                optimizer.step()
+            else:
+                finish(scaler, [optimizer], None)
+        return held(bare, optimizer)
+
+    seen = run(scaler) | {"plain": run(None), "bad": list(plan)}
+    return seen | {"scale": scaler.get_scale()}
+
+
+CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
+    **{
+        f"replicas {kind} {clip}": functools.partial(
+            replicas, kind=kind, clip=clip, seed=seed
+        )
+        for seed, (kind, clip) in enumerate(REPLICAS)
+    },
+    **{
+        f"inside {kind}": functools.partial(inside, kind=kind)
+        for kind in ("fused adamw", "fused sgd")
+    },
+    **{f"ddp {kind}": functools.partial(wrapped, kind=kind) for kind in IDLE},
+    **{f"idle {kind}": functools.partial(idle, kind=kind) for kind in IDLE},
+    **{
+        f"idle {word}": functools.partial(idle, kind="sgd", strategy=word)
+        for word in ("measured", "logmax")
+    },
+    **{
+        f"collapse {ddp}": functools.partial(collapse, ddp=ddp) for ddp in (False, True)
+    },
+    **{f"dropped {ddp}": functools.partial(dropped, ddp=ddp) for ddp in (False, True)},
+}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Return what each of some processes saw."""
+    return start(request.param)
+
+
+@pytest.mark.parametrize(("kind", "clip"), REPLICAS)
+def test_replicas(ranks: list[dict[str, Any]], kind: str, clip: float | None) -> None:
+    """Law: inf on one rank skips that optimizer on all, as if the step never was."""
+    seen = agreed(ranks, f"replicas {kind} {clip}")
+    assert same({key: seen[key] for key in seen["plain"]}, seen["plain"])
+    assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
+    assert seen["scale"] == scales(seen["bad"])[-1]
+    assert seen["calls"] == [len(OPTIMIZERS[kind])] * STEPS
+
+
+@pytest.mark.parametrize("kind", ["fused adamw", "fused sgd"])
+def test_kernels_that_divide(ranks: list[dict[str, Any]], kind: str) -> None:
+    """Law: kernels that divide by the scale themselves skip on all ranks as well."""
+    seen = agreed(ranks, f"inside {kind}")
+    assert [step for step, kept in enumerate(seen["kept"]) if kept] == seen["bad"]
+    assert seen["scale"] == scales(seen["bad"], 1000.0)[-1]
+
+
+@pytest.mark.parametrize("kind", IDLE)
+def test_under_ddp(ranks: list[dict[str, Any]], kind: str) -> None:
+    """Law: under DDP averages carry an inf everywhere; the scaler asks nobody."""
+    seen = agreed(ranks, f"ddp {kind}")
+    plain = seen["plain"]
+    assert same(seen["weights"], plain["weights"])
+    assert same(seen["state"], plain["state"])
+    assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
+    assert seen["scale"] == scales(seen["bad"])[-1]
+    assert seen["calls"] == [0] * STEPS
+
+
+@pytest.mark.parametrize("kind", IDLE)
+def test_a_rank_without_gradients(ranks: list[dict[str, Any]], kind: str) -> None:
+    """Law: who has no gradient comes along; the others step or skip by the flag."""
+    agreed(ranks, f"idle {kind}", "skipped", "trail", "calls", "bad")
+    for seen in saw(ranks, f"idle {kind}"):
+        assert same(seen["weights"], seen["plain"]["weights"])
+        # Kernels that skipped the first of all steps leave state of zeros behind.
+        assert same(seen["state"], seen["plain"]["state"])
+        assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
+        assert seen["trail"] == scales(seen["bad"])[1:]
+        assert seen["calls"] == [1] * STEPS
+
+
+@pytest.mark.parametrize("word", ["measured", "logmax"])
+def test_strategies_with_gradients_of_their_own(
+    ranks: list[dict[str, Any]], word: str
+) -> None:
+    """Law: ranks whose gradients differ, or are none, still choose one scale."""
+    seen = agreed(ranks, f"idle {word}", "skipped", "trail", "bad")
+    assert [step for step, bad in enumerate(seen["skipped"]) if bad] == seen["bad"]
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_collapse(ranks: list[dict[str, Any]], ddp: bool) -> None:
+    """Law: a run that is lost ends on every rank, at the same step."""
+    seen = agreed(ranks, f"collapse {ddp}", "step", "history")
+    assert seen["step"] == 4
+    blamed = [rank["blamed"] for rank in saw(ranks, f"collapse {ddp}")]
+    assert blamed == [ddp] * (len(ranks) - 1) + [True]
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_dropped_passes(ranks: list[dict[str, Any]], ddp: bool) -> None:
+    """Law: a pass that overflowed on one rank is left out on all."""
+    seen = agreed(ranks, f"dropped {ddp}", "weights", "state", "scale", "bad")
+    torch.testing.assert_close(seen["weights"], seen["plain"]["weights"])
+    assert seen["scale"] == scales(seen["bad"])[-1]

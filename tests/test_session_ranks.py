@@ -1,0 +1,328 @@
+"""Sessions over ranks: they skip the same steps, and end with the same bits.
+
+Under torchrun, `ranks` runs the cases of this file in each of several processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import (
+    FIRST,
+    INTERVAL,
+    STEPS,
+    Plant,
+    agreed,
+    average,
+    batch,
+    counted,
+    held,
+    net,
+    plants,
+    saw,
+    scales,
+    spoil,
+    start,
+    watch,
+)
+from small_training import same
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep as hs
+from halfstep.scaler import LossScaleCollapse, ScaleRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+Group = dist.ProcessGroup
+
+RULE = ScaleRule(init_scale=FIRST, growth_interval=INTERVAL)
+HOWS = ("ddp", "late")
+KINDS = ("O1 fp16", "O2 bf16")
+RUNS = list(itertools.product(KINDS, HOWS, (None, 0.1)))
+APART = ("ddp", "hooks")
+NAMED = list(itertools.product(APART, (1, 2), (0, 4)))
+STRATEGIES = list(itertools.product(("measured", "logmax"), ("ddp", "own")))
+
+
+class Trainer:
+    """A session on one rank, whose gradients may be spoilt.
+
+    Args:
+        group: All ranks.
+        kind: Level and dtype.
+        how: Who averages gradients: "ddp"; or by hand "late", before each step, or
+            "hooks", in each backward pass; or nobody: each rank trains its "own". In
+            all but the first ranks agree by their group.
+        more: For `prepare`.
+    """
+
+    def __init__(self, group: Group, kind: str, how: str, **more: Any) -> None:
+        level, dtype = kind.split()
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        agree = None if how == "ddp" else group
+        more = {"loss_scale": RULE, "process_group": agree} | more
+        self.session = hs.prepare(model, optimizer, level, dtype=dtype, **more)
+        self.group, self.how = group, how
+        self.params = list(model.parameters())
+        self.box: list[Plant] = []
+        """What to plant, on its rank: "late" after averaging, otherwise in the pass."""
+        if how == "ddp":
+            self.session.model = DistributedDataParallel(model, process_group=group)
+        if how != "late":
+            watch(self.params, self.box, group if how == "hooks" else None)
+
+    def loss(self, step: int) -> Tensor:
+        """Run a forward pass on this rank's batch."""
+        with self.session.autocast():
+            out: Tensor = self.session.model(batch(step))
+            return out.float().square().mean()
+
+    def step(self) -> tuple[Any, int]:
+        """Finish a step; return its report and how many collectives it took."""
+        if self.how == "late":
+            average((param.grad for param in self.params), self.group)
+            for index, param in enumerate(self.params):
+                spoil(self.box, index, param.grad)
+        with counted() as calls:
+            report = self.session.step()
+        return report, len(calls)
+
+    def seen(self) -> dict[str, Any]:
+        """Return what must be the same on every rank."""
+        return held(self.session.model, self.session.optimizer) | {
+            "masters": self.session.weights(),
+            "scales": self.session.state_dict()["scales"],
+            "counts": [self.session.steps_applied, self.session.steps_skipped],
+        }
+
+
+def train(group: Group, kind: str, how: str, clip: float | None) -> dict[str, Any]:
+    """Train with plants; and again without those steps, at the same scales."""
+    plan = plants(19)
+    spoilt = Trainer(group, kind, how, clip_grad_norm=clip)
+    skipped, calls = [], []
+    for step in range(STEPS):
+        spoilt.box[:] = [plan[step]] if step in plan else []
+        spoilt.session.backward(spoilt.loss(step))
+        report, count = spoilt.step()
+        skipped.append(report.skipped)
+        calls.append(count)
+    without = Trainer(group, kind, how, clip_grad_norm=clip)
+    by_hand = scales(plan)
+    for step in range(STEPS):
+        state = without.session.scaler.state
+        scale = torch.tensor(by_hand[step])
+        without.session.scaler.state = replace(state, scale=scale)
+        if step in plan:
+            # DDP regroups gradients after its first pass: sums of 4 then round anew.
+            without.loss(step).backward()  # type: ignore[no-untyped-call]
+            without.session.model.zero_grad()
+        else:
+            without.session.backward(without.loss(step))
+            without.step()
+    more = {"without": without.seen(), "skipped": skipped, "calls": calls}
+    return spoilt.seen() | more | {"bad": list(plan)}
+
+
+def idle(group: Group) -> dict[str, Any]:
+    """Let each rank in turn have no gradient; the first overflows in step 3."""
+    trainer = Trainer(group, "O0 fp32", "own", clip_grad_norm=1.0)
+    kept, rested, skipped, calls = [], [], [], []
+    for step in range(STEPS):
+        rested.append(dist.get_rank() == step % dist.get_world_size())
+        before = held(trainer.session.model)["weights"]
+        bad = step == 3 and dist.get_rank() == 0
+        inputs = batch(step).requires_grad_()
+        loss = inputs.sum() if rested[-1] else trainer.loss(step)
+        trainer.session.backward(loss * float("inf") if bad else loss)
+        report, count = trainer.step()
+        kept.append(same(held(trainer.session.model)["weights"], before))
+        skipped.append(report.skipped)
+        calls.append(count)
+    more = {"kept": kept, "rested": rested, "skipped": skipped, "calls": calls}
+    return {"scales": trainer.seen()["scales"]} | more
+
+
+def collapse(group: Group, how: str) -> dict[str, Any]:
+    """Overflow on the last rank from step 2 on; take down when that raises."""
+    rule = replace(RULE, max_consecutive_skips=3)
+    trainer = Trainer(group, "O1 fp16", how, loss_scale=rule)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for step in range(STEPS):
+        factor = float("inf") if last and step >= 2 else 1.0
+        trainer.session.backward(trainer.loss(step) * factor)
+        try:
+            trainer.step()
+        except LossScaleCollapse as error:
+            blamed = bool(error.inf_in or error.nan_in)
+            return {"step": step, "blamed": blamed, "history": list(error.history)}
+    return {}
+
+
+def dropped(group: Group, how: str) -> dict[str, Any]:
+    """Drop a micro-batch of four that one rank spoilt; train without it as well."""
+    plan = plants(23)
+    trainer = Trainer(group, "O0 fp32", how, accumulate=4, drop_bad_microbatch=True)
+    model = net()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    counts, calls = [], []
+    for step in range(STEPS):
+        plain.zero_grad()
+        for micro in range(4):
+            bad = step in plan and micro == step % 4
+            trainer.box[:] = [plan[step]] if bad else []
+            trainer.session.backward(trainer.loss(4 * step + micro))
+            report, count = trainer.step()
+            calls.append(count)
+            if not bad:
+                loss = model(batch(4 * step + micro)).square().mean()
+                (loss / (3 if step in plan else 4)).backward()
+        average((param.grad for param in model.parameters()), group)
+        plain.step()
+        counts.append(report.microbatches_dropped)
+    more = {"plain": held(model)["weights"], "dropped": counts, "calls": calls}
+    return trainer.seen() | more | {"bad": list(plan)}
+
+
+def named(group: Group, how: str, accumulate: int, step: int) -> dict[str, Any]:
+    """Train on two losses with scales of their own; the first overflows in a step."""
+    plant = Plant(dist.get_world_size() - 1, 1, float("inf"))
+    trainer = Trainer(group, "O0 fp32", how, accumulate=accumulate)
+    model = net()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    skipped = []
+    for now in range(STEPS):
+        plain.zero_grad()
+        for micro in range(accumulate):
+            for place, name in enumerate(("first", "second")):
+                seed = 10 * now + 2 * micro + place
+                planted = now == step and micro == 0 and name == "first"
+                trainer.box[:] = [plant] if planted else []
+                trainer.session.backward(trainer.loss(seed), name=name)
+                (model(batch(seed)).square().mean() / accumulate).backward()
+            report, _ = trainer.step()
+        average((param.grad for param in model.parameters()), group)
+        if now != step:
+            plain.step()
+        skipped.append(report.skipped)
+    return trainer.seen() | {"skipped": skipped, "plain": held(model)["weights"]}
+
+
+def chosen(group: Group, word: str, how: str) -> dict[str, Any]:
+    """Let a strategy choose the scale where ranks see losses of different size."""
+    # Only "measured" sees activations, and keeps those of fp16 from overflow.
+    kind = "O1 fp16" if word == "measured" else "O0 fp32"
+    trainer = Trainer(group, kind, how, loss_scale=word)
+    trail, skipped = [], []
+    for step in range(STEPS):
+        loss = trainer.loss(step) * 16.0 ** dist.get_rank()
+        bad = step == 4 and dist.get_rank() == 0
+        trainer.session.backward(loss * float("inf") if bad else loss)
+        report, _ = trainer.step()
+        skipped.append(report.skipped)
+        trail.append(trainer.session.scaler.state.scale.item())
+    return {"trail": trail, "skipped": skipped}
+
+
+def _cases(run: Callable[..., Any], choices: Iterable[Any]) -> dict[str, Any]:
+    """Return cases by name, one for each choice of arguments."""
+    return {
+        f"{run.__name__} {choice}": functools.partial(_with, run, choice)
+        for choice in choices
+    }
+
+
+def _with(run: Callable[..., Any], choice: Any, group: Group) -> Any:
+    return run(group, *choice)
+
+
+CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
+    **_cases(train, RUNS),
+    **_cases(idle, [()]),
+    **_cases(collapse, [(how,) for how in ("ddp", "own")]),
+    **_cases(dropped, [(how,) for how in APART]),
+    **_cases(named, NAMED),
+    **_cases(chosen, STRATEGIES),
+}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Return what each of some processes saw."""
+    return start(request.param)
+
+
+def places(flags: Iterable[bool]) -> list[int]:
+    """Return the steps at which it is true."""
+    return [step for step, flag in enumerate(flags) if flag]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_sessions(ranks: list[dict[str, Any]], run: tuple[str, str, float]) -> None:
+    """Law: inf on one rank skips the step on all, as if it never was."""
+    seen = agreed(ranks, f"train {run}")
+    for key in ("weights", "masters", "state"):
+        assert same(seen[key], seen["without"][key])
+    assert places(seen["skipped"]) == seen["bad"]
+    assert seen["counts"] == [STEPS - 3, 3]
+    assert seen["scales"][""]["scale"] == scales(seen["bad"])[-1]
+    assert seen["calls"] == [0 if run[1] == "ddp" else 1] * STEPS
+
+
+def test_a_rank_without_gradients(ranks: list[dict[str, Any]]) -> None:
+    """Law: who has no gradient comes along; the others step or skip by the flag."""
+    agreed(ranks, "idle ()", "scales", "skipped", "calls")
+    for seen in saw(ranks, "idle ()"):
+        assert places(seen["skipped"]) == [3]
+        assert places(seen["kept"]) == sorted({*places(seen["rested"]), 3})
+        assert seen["calls"] == [1] * STEPS
+
+
+@pytest.mark.parametrize("how", ["ddp", "own"])
+def test_collapse(ranks: list[dict[str, Any]], how: str) -> None:
+    """Law: a run that is lost ends on every rank, at the same step."""
+    case = f"collapse {(how,)}"
+    assert agreed(ranks, case, "step", "history")["step"] == 4
+    blamed = [rank["blamed"] for rank in saw(ranks, case)]
+    assert blamed == [how == "ddp"] * (len(ranks) - 1) + [True]
+
+
+@pytest.mark.parametrize("how", APART)
+def test_dropped_micro_batches(ranks: list[dict[str, Any]], how: str) -> None:
+    """Law: a micro-batch that overflowed on one rank is left out on all."""
+    seen = agreed(ranks, f"dropped {(how,)}")
+    torch.testing.assert_close(seen["weights"], seen["plain"])
+    assert places(seen["dropped"]) == seen["bad"]
+    assert seen["counts"] == [STEPS, 0]
+    assert seen["scales"][""]["scale"] == scales(seen["bad"])[-1]
+    # What was looked at in the backward pass is not asked for again.
+    assert seen["calls"] == [0] * 4 * STEPS
+
+
+@pytest.mark.parametrize("run", NAMED, ids=str)
+def test_named_losses(ranks: list[dict[str, Any]], run: tuple[str, int, int]) -> None:
+    """Law: an inf of one loss skips the step on all ranks, and lowers its own scale."""
+
+    # for ("ddp", 2, _): gradients of the first micro-batch are never averaged.
+    seen = agreed(ranks, f"named {run}")
+    assert places(seen["skipped"]) == [run[2]]
+    torch.testing.assert_close(seen["weights"], seen["plain"])
+    assert seen["scales"]["first"]["scale"] == scales([run[2]])[-1]
+    assert seen["scales"]["second"]["scale"] == scales([])[-1]
+
+
+@pytest.mark.parametrize("run", STRATEGIES, ids=str)
+def test_strategies(ranks: list[dict[str, Any]], run: tuple[str, str]) -> None:
+    """Law: ranks whose losses differ in size choose the same scales."""
+    seen = agreed(ranks, f"chosen {run}")
+    assert places(seen["skipped"]) == [4]
+    assert seen["trail"][0] != 2.0**16
