@@ -303,6 +303,15 @@ def test_a_row_without_an_unmasked_place_is_found(
     assert finding.evidence == "a mask covers whole rows: it holds NaN at 3 of 6 places"
 
 
+def test_an_operand_of_inf_may_be_legal() -> None:
+    """Law: a bound of -inf in maximum() is not taken for what was added after it."""
+    leaf, _ = scores()
+    bounded = torch.maximum(leaf, torch.full((2, 3), -INF))
+    finding = examine((bounded + NAN).sum(), name)
+    assert finding is not None
+    assert finding.evidence.startswith("NaN comes in")
+
+
 def test_a_masked_target_is_found() -> None:
     """Law: cross entropy of a class that a mask took out is told as that."""
     leaf, hidden = scores()
@@ -368,6 +377,9 @@ def test_running_statistics_count_where_they_are_used() -> None:
     assert norm.running_mean is not None
     norm.running_mean.fill_(NAN)
     assert examine(norm(x).sum(), name) is None
+    finding = examine((norm(x) + NAN).sum(), name)
+    assert finding is not None
+    assert finding.evidence.startswith("NaN comes in")
     finding = examine(norm.eval()(x).sum(), name)
     assert finding is not None
     assert finding.cause == "data"

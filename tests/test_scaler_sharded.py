@@ -319,7 +319,6 @@ def test_norm(ranks: list[dict[str, Any]], kind: str) -> None:
 @pytest.mark.parametrize("run", SESSIONS, ids=str)
 def test_sessions(ranks: list[dict[str, Any]], run: tuple[str, str]) -> None:
     """Law: a session skips, clips and reports as with whole weights."""
-
     seen = shown(ranks, f"parts {run}", run[0])
     for step, plain in enumerate(seen["plain norms"]):
         if step not in seen["bad"]:

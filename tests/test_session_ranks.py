@@ -311,8 +311,6 @@ def test_dropped_micro_batches(ranks: list[dict[str, Any]], how: str) -> None:
 @pytest.mark.parametrize("run", NAMED, ids=str)
 def test_named_losses(ranks: list[dict[str, Any]], run: tuple[str, int, int]) -> None:
     """Law: an inf of one loss skips the step on all ranks, and lowers its own scale."""
-
-    # for ("ddp", 2, _): gradients of the first micro-batch are never averaged.
     seen = agreed(ranks, f"named {run}")
     assert places(seen["skipped"]) == [run[2]]
     torch.testing.assert_close(seen["weights"], seen["plain"])

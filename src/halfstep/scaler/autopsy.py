@@ -147,8 +147,6 @@ class _Op:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        # Leaves bear the largest number, 2**64 - 1, and come first.
-        self.number = (node._sequence_nr() + 1) % 2**64  # noqa: SLF001
         self.kind = re.sub(r"Backward\d*$", "", node.name()).replace("_Cast", "ToCopy")
         self.leaf: Tensor | None = getattr(node, "variable", None)
         self.edges = _edges(node)
@@ -168,7 +166,7 @@ class _Op:
         """Yield what it saved, by name, as far as that can be read."""
         for name in dir(type(self.node)):
             if name.startswith("_saved_") or name == "saved_tensors":
-                # It may have been freed, or changed in place since.
+                # Freed, or changed in place. An old torch hides hooks and calls them.
                 with suppress(RuntimeError):
                     raw = getattr(self.node, f"_raw_{name.removeprefix('_')}", None)
                     parts = raw if isinstance(raw, tuple) else (raw,)
@@ -182,7 +180,8 @@ class _Op:
         if self.kind == "Convolution":
             return f"conv{len(self.outputs[0].shape) - 2}d"
         kind = re.sub(r"^(Native|Cudnn|Miopen|Safe)|(?<=Product).*", "", self.kind)
-        return _WORDS.get(kind) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
+        spaced = re.sub(r"(?<=[a-z0-9D])(?=[A-Z][a-z])", "_", kind).lower()
+        return _WORDS.get(kind, spaced)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.saved.items():
@@ -205,7 +204,7 @@ class _Op:
             return None
         first, second = (factor.bfloat16() for factor in factors if factor is not None)
         with torch.autocast(first.device.type, enabled=False):
-            return torch.matmul(first, second) * float(self.saved.get("alpha", 1))
+            return torch.matmul(first, second)
 
 
 class _Graph:
@@ -213,8 +212,9 @@ class _Graph:
 
     def __init__(self, loss: Tensor, root: Node, name_of: Namer) -> None:
         self.root, self.name_of = root, name_of
-        ops = map(_Op, _upstream(root, lambda _: True))
-        self.ops = {op.node: op for op in sorted(ops, key=lambda op: op.number)}
+        nodes = _upstream(root, lambda _: True)
+        order = sorted(nodes, key=lambda node: node._sequence_nr())  # noqa: SLF001
+        self.ops = {node: _Op(node) for node in order}
         self.values: dict[Edge, Tensor] = {(root, loss.output_nr): loss}
         self.cleared: set[Edge] = set()
 
@@ -236,7 +236,7 @@ class _Graph:
                 self.values.setdefault((node, 0), taken)
         finite = {edge for edge, v in self.values.items() if math.isfinite(_reach(v))}
         seen = _upstream(self.root, lambda edge: edge not in finite)
-        return [op for op in self.ops.values() if op.node in seen and op.leaf is None]
+        return [op for op in self.ops.values() if op.node in seen]
 
     def given(self, op: _Op) -> Finding | None:
         """Say whether it was handed something not finite that no operation made."""
@@ -337,7 +337,7 @@ class _Graph:
 
     def _place(self, op: _Op) -> str:
         """Name an operation with its parameters, or after the last one that has any."""
-        ops = [part for part in self.ops.values() if part is op or not part.carries]
+        ops = list(self.ops.values())
         for part in reversed(ops[: ops.index(op) + 1]):
             given = _upstream(part.node, lambda edge: self.ops[edge[0]].carries)
             leaves = [self.ops[node].leaf for node in given]
