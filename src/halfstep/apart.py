@@ -51,6 +51,16 @@ class Apart:
         self._group = group
         self.dropped: Tensor | int = 0
         """Passes left out since the last `update`, shape ()."""
+        self.used: Tensor | None = None
+        """Scale of the last pass since then, shape ()."""
+
+    def scale_or(self, usual: Tensor) -> Tensor:
+        """Return the scale of the last pass, or the usual one if there was none."""
+        return usual if self.used is None else self.used
+
+    def close(self) -> None:
+        """Begin the next iteration."""
+        self.dropped, self.used = 0, None
 
     def backward(
         self,
@@ -103,6 +113,7 @@ class Apart:
             scaler, backward, params, retries=self.retries, group=self._group
         )
         self._scales.note(name, found)
+        self.used = scaler.state.scale.clone()
         if self.retries and not retain_graph:
             let_go(loss)
         if self.drop:

@@ -15,11 +15,12 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from halfstep.errors import UserError
-from halfstep.parameters import named
+from halfstep.parameters import coalesce, gradients_of, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from torch import Tensor
     from torch.optim import Optimizer
 
 _HERE = f"{Path(__file__).parent}{os.sep}"
@@ -98,6 +99,18 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
         "halfstep.prepare(model, optimizer, 'O2') keep float32 masters."
     )
     return ValueError(message)
+
+
+def unless_fp16(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
+    """Return gradients ready to be looked at, where fp16 is allowed among them.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not allowed:
+        raise fp16_gradients(optimizer)
+    coalesce(optimizer)
+    return gradients_of(optimizer)
 
 
 def names_and_drop(name: str) -> UserError:

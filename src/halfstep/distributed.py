@@ -93,6 +93,11 @@ def bare(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def is_data_parallel(model: nn.Module) -> bool:
+    """Say whether gradients are averaged in each backward pass."""
+    return isinstance(model, nn.parallel.DistributedDataParallel)
+
+
 def unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Return a region in which a DDP model keeps its gradients to itself."""
     if isinstance(model, nn.parallel.DistributedDataParallel):

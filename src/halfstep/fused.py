@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from halfstep.late import moved
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -47,12 +49,13 @@ def step(
 
 
 def _clear(new: list[dict[str, Any]], found_inf: Tensor) -> None:
-    """Set state that a skipped step was the first to make to zero.
+    """Set momentum that a skipped step was the first to make to zero.
 
-    Why: fused SGD allocates its momentum without filling it, and a kernel that then
-    skips leaves it so. The next step would add whatever lay in that memory.
+    Why: fused SGD allocates it without filling it, and a kernel that then skips leaves
+    it so. The next step would add whatever lay in that memory. Dampening then counts
+    from the step after: on a GPU nobody can know in time that there is no momentum.
     """
     for state in new:
-        for value in state.values():
-            if torch.is_tensor(value):
-                value.masked_fill_(found_inf.to(value.device) > 0, 0)
+        buffer = state.get("momentum_buffer")
+        if torch.is_tensor(buffer):
+            buffer.masked_fill_(moved(found_inf, buffer.device) > 0, 0)

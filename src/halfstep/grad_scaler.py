@@ -18,13 +18,14 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from halfstep import complaints, fused, stepping
 from halfstep.apart import Apart
-from halfstep.parameters import coalesce, gradients_of, name_of
+from halfstep.parameters import gradients_of, name_of
 from halfstep.scaler import unscale
+from halfstep.scaler.known import Known
 from halfstep.scaler.loss_scaler import one_over
 from halfstep.scaler.rule import ScaleRule
 from halfstep.scaler.saved import recognise
-from halfstep.scaler.scales import Scales, is_power_of_two
-from halfstep.stats import StepReport, Taken, report_on, still_there
+from halfstep.scaler.scales import Scales
+from halfstep.stats import StepReport, Taken, optimizers_of, report_on, still_there
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,23 +50,21 @@ class GradScaler(TorchGradScaler):
         growth_factor: Factor after `growth_interval` clean steps, above 1.
         backoff_factor: Factor after an overflow, between 0 and 1.
         growth_interval: Clean steps in a row before growth.
-        enabled: False makes every method do what the loop would do without a scaler.
+        enabled: False makes a loop do what it would do without a scaler.
         min_scale: Floor; default 2**-24, lower than any scale that has been of use.
-            Below 1, unscaling multiplies and can itself overflow; gradients are then
-            checked a second time.
+            Below 1 unscaling can itself overflow: gradients are then checked twice.
         max_scale: Ceiling; default fp32's largest number, as in torch.
         hysteresis: Overflows to bear before each back-off; 1 as in torch.
         refill: What brings hysteresis back: "growth" alone, or each "clean" step.
         max_consecutive_skips: Skips in a row after which `update` raises; None
-            raises only where the scale lies at its floor.
+            raises only where the scale lies at its floor, or after 50 without a scale.
         strategy: "backoff" as in torch; "measured" and "logmax" look at the gradients
             and choose the scale; "none" keeps it at 1 and only guards (bf16, fp32).
         process_group: Ranks that must skip together. Not needed under DDP, whose
-            averaged gradients carry an inf to every rank, nor for DTensors (FSDP2,
-            tensor parallel), which know their mesh.
+            averaged gradients carry an inf to every rank, nor for DTensors.
         drop_bad_microbatch: `backward` leaves out a pass that overflowed.
-        retries: How often `backward` runs a pass again, at a lower scale, before it
-            counts as overflowed. Waits for the device after each pass.
+        retries: How often `backward` runs an overflowed pass again at a lower scale,
+            and waits for the device. Not under DDP, which averages the first try only.
 
     Raises:
         UserError: If a number is out of its range.
@@ -97,6 +96,8 @@ class GradScaler(TorchGradScaler):
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
         self._guards_only = strategy == "none"
+        if self._guards_only and max_consecutive_skips is None:
+            max_consecutive_skips = 50  # no floor would end such a run
         self._init_scale = 1.0 if self._guards_only else init_scale
         self._bounds: dict[str, Any] = {
             "init_scale": self._init_scale,
@@ -112,8 +113,7 @@ class GradScaler(TorchGradScaler):
         self._group = group = process_group
         self._scales = scales = Scales(rule, group)
         self._apart = Apart(scales, drop_bad_microbatch, retries, group)
-        self._seen: tuple[Tensor | None, int] = (None, 0)
-        self._exact = is_power_of_two(self._init_scale)
+        self._known = Known()
         self._scaled = self._proposed = False
         self._stepped: list[Taken] = []
         self._last_taken: list[Taken] = []
@@ -124,9 +124,8 @@ class GradScaler(TorchGradScaler):
     def last_step(self) -> StepReport:
         """What the last `update` closed; its properties may wait for the device.
 
-        Names are those given to the optimizer (its `named_parameters` form), otherwise
-        group and position. The norm, and on a GPU the names, are read from the
-        gradients: ask before they are cleared.
+        Names are those given to the optimizer, otherwise group and position. The norm
+        (after clipping) and, on a GPU, the names need gradients not cleared yet.
         """
         return self._last_step
 
@@ -147,9 +146,10 @@ class GradScaler(TorchGradScaler):
             self._factors = factors
             self._scales.rule = self._rule()
         main = self._scales.of("", scale.device)
-        if scale is not self._seen[0] or scale._version != self._seen[1]:  # noqa: SLF001
-            main.watch.forget()  # somebody else has written there
-        self._seen = scale, scale._version  # noqa: SLF001
+        set_to = self._known.look(scale, self._init_scale)
+        if set_to is not None:
+            main.watch.forget(set_to)
+            main.proposal = None
         main.state = replace(main.state, scale=scale, clean_steps=clean)
         return main
 
@@ -173,10 +173,10 @@ class GradScaler(TorchGradScaler):
         if main.state.scale is not scale:
             scale.copy_(main.state.scale)
             clean.copy_(main.state.clean_steps)
-            self._seen = scale, scale._version  # noqa: SLF001
+            self._known.written(scale)
 
     def _name_of(self, param: Tensor) -> str:
-        return name_of(param, [taken.optimizer for taken in self._last_taken])
+        return name_of(param, optimizers_of(self._last_taken))
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, and look for inf and NaN.
@@ -219,28 +219,26 @@ class GradScaler(TorchGradScaler):
         gradients = gradients_of(optimizer)
         dtypes = unscale.dtypes_of(gradients)
         if torch.float16 in dtypes:
-            if not allow_fp16:
-                raise complaints.fp16_gradients(optimizer)
-            coalesce(optimizer)
-            gradients = gradients_of(optimizer)
+            gradients = complaints.unless_fp16(optimizer, allow_fp16)
         main = self._scales.of("", inv_scale.device)
         again = main.watch.may_be_below_one(main.rule)
-        flags = unscale.unscale_by_device_(gradients, inv_scale, dtypes, again=again)
+        seen = gradients
+        if again and allow_fp16:  # a kernel will divide, and can look no more then
+            seen = unscale.divided(gradients, main.state.scale)
+        flags = unscale.unscale_by_device_(seen, inv_scale, again=again)
         state = self._per_optimizer_states[id(optimizer)]
         return unscale.exchange(flags, found_inf, gradients, self._group, state)
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         state = self._per_optimizer_states[id(optimizer)]
         unscale.agreed(state)
-        flags: dict[Any, Any] = state["found_inf_per_device"]
-        return flags
+        return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless its gradients hold inf or NaN.
 
         A closure (LBFGS, SAM) scales its loss, runs the backward pass, and returns the
-        loss itself, unscaled. If one of its evaluations overflows, the whole step is
-        taken back.
+        loss itself. If one of its evaluations overflows, the whole step is taken back.
 
         Returns:
             What the optimizer's step returned; None if it was skipped.
@@ -249,10 +247,9 @@ class GradScaler(TorchGradScaler):
             RuntimeError: If it was stepped since the last `update`.
             AssertionError: If no parameter of it has a gradient.
         """
-        result: float | None
         if not self._enabled:
-            result = optimizer.step(*args, **kwargs)
-            return result
+            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
+        result: float | None
         closure = kwargs.pop("closure", None)
         if closure is None and args and callable(args[0]):
             closure, args = args[0], args[1:]
@@ -273,9 +270,9 @@ class GradScaler(TorchGradScaler):
                 self, closure, optimizer, state, *args, **kwargs
             )
         elif fused.skips_inside(optimizer):
-            result = stepping.fused_step(
-                self, optimizer, state, *args, exact=self._exact, **kwargs
-            )
+            self._main()  # somebody may have set the scale
+            known = self._known
+            result = stepping.fused_step(self, optimizer, state, known, *args, **kwargs)
         else:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
@@ -297,8 +294,8 @@ class GradScaler(TorchGradScaler):
         """Run a backward pass whose gradients are unscaled and looked at by itself.
 
         For losses with scales of their own, `drop_bad_microbatch` and `retries`. Then
-        `.grad` holds unscaled sums: clip, `step` and `update` as ever. Under DDP each
-        loss needs a forward pass of its own.
+        `.grad` holds unscaled sums: clip, `step` and `update` as ever, but run all
+        passes of an iteration this way. Under DDP each needs a forward pass of its own.
 
         Args:
             loss: Shape ().
@@ -332,42 +329,45 @@ class GradScaler(TorchGradScaler):
         if not self._enabled:
             return
         main = self._main()
-        states = self._per_optimizer_states.values()
+        states = list(self._per_optimizer_states.values())
         flags = [flag for state in states for flag in unscale.agreed(state)]
-        if not flags and new_scale is None:
-            raise complaints.no_checks([taken.optimizer for taken in self._stepped])
         used = main.state.scale.clone()
+        if new_scale is not None:
+            # torch knows no int, and leaves its counter alone.
+            is_int = isinstance(new_scale, int)
+            super().update(float(new_scale) if is_int else new_scale)
+        elif not flags:
+            raise complaints.no_checks(optimizers_of(self._stepped))
+        self._last_taken, self._stepped = self._stepped, []
         if flags:
             self._steps += 1
             found_inf = unscale.highest(flags, used.device)
-            counted = self._steps, used, found_inf, self._apart.dropped
-            self._last_step = report_on(self._stepped, *counted)
-        self._last_taken, self._stepped = self._stepped, []
+            said = self._apart.scale_or(used), found_inf, self._apart.dropped
+            self._last_step = report_on(self._last_taken, self._steps, *said)
         try:
             if new_scale is None:
-                factors = (*self._factors[:2], self._bounds["min_scale"])
-                self._exact = self._exact and all(map(is_power_of_two, factors))
-                plain = [state for state in states if "ledger" not in state]
-                own = [flag for state in plain for flag in unscale.agreed(state)]
-                if own and not self._proposed:
-                    self._propose(flags)  # a fused kernel unscaled them
-                if 0 < len(own) < len(flags):
-                    self._scales.note("", unscale.highest(own, used.device))
                 main.state = replace(main.state, scale=used)
-                self._scales.move(found_inf, partial(still_there, self._last_taken))
-            else:
-                # torch knows no int, and leaves its counter alone.
-                is_int = isinstance(new_scale, int)
-                super().update(float(new_scale) if is_int else new_scale)
-                known = 0.0 if isinstance(new_scale, torch.Tensor) else new_scale
-                self._exact = is_power_of_two(known)
+                self._move(main, states, found_inf)
         finally:
-            if new_scale is None:
-                self._publish(main)
             self._scales.forget()
+            self._apart.close()
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
             self._scaled = self._proposed = False
-            self._apart.dropped = 0
+
+    def _move(self, main: LossScaler, states: list[Any], found_inf: Tensor) -> None:
+        """Let each scale that was used move by its own overflows."""
+        low, high = self._bounds["min_scale"], self._bounds["max_scale"]
+        self._known.moves((*self._factors[:2], low, high))
+        plain = [state for state in states if "ledger" not in state]
+        own = [flag for state in plain for flag in unscale.agreed(state)]
+        if own and not self._proposed:
+            self._propose(own)  # a fused kernel unscaled them
+        if own and len(plain) < len(states):
+            self._scales.note("", unscale.highest(own, found_inf.device))
+        try:
+            self._scales.move(found_inf, partial(still_there, self._last_taken))
+        finally:
+            self._publish(main)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries and one more, which torch ignores. Waits."""
@@ -378,23 +378,23 @@ class GradScaler(TorchGradScaler):
         """Go on from a state of this class, of torch's, or of apex.amp.
 
         Raises:
-            RuntimeError: If it is empty.
-            KeyError: If an entry is missing.
+            RuntimeError: If it is empty; KeyError if an entry is missing.
         """
         if self._enabled:
             state = recognise(state_dict, super().state_dict())
-            self._scales.check(state.get("_halfstep", {}))
-            super().load_state_dict(state)
-            self._scales.load_state_dict(state.get("_halfstep", {}))
-            self._exact = is_power_of_two(self._init_scale)
+            more = state.get("_halfstep", {})
+            self._scales.check(more)
+            super().load_state_dict(
+                state | {"scale": 1.0} if self._guards_only else state
+            )
+            self._scales.load_state_dict(more)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._group is not None:
             raise complaints.pickled_group()
-        # Neither graphs nor CUDA events can be pickled.
         scales = Scales(self._scales.rule)
         scales.load_state_dict(self._scales.state_dict())
         apart = Apart(scales, self._apart.drop, self._apart.retries)
-        state |= {"_last_taken": [], "_seen": (None, 0), "_apart": apart}
+        state |= {"_last_taken": [], "_known": Known(), "_apart": apart}
         return state | {"_scales": scales, "_last_step": self._last_step.read()}

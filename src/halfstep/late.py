@@ -1,11 +1,12 @@
 """Device values for the host, without waiting for the device.
 
-In: small tensors. Out: their numbers, at once where that costs nothing, otherwise one
-step late.
+In: small tensors. Out: their numbers, at once where that costs nothing, otherwise a
+fixed number of steps late.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,37 +16,61 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+LAG = 2
+"""Steps after which numbers of a GPU are read. By then they have arrived, unless the
+host has run ahead further than does any good; then it waits for them, once a step."""
+
 
 def on_host(device: torch.device) -> bool:
     """Say whether the host can read a tensor there without waiting for anybody."""
     return device.type == "cpu"
 
 
-class Late:
-    """Brings small device values to the host one step late, so that nobody waits.
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on another device, which is not waited for.
 
-    Where there is nothing to wait for, values arrive at once.
+    Towards the host it is: nobody could know when the numbers have come.
+    """
+    return tensor.to(device, non_blocking=not on_host(device))
+
+
+class Late:
+    """Brings small device values to the host some steps late, so that nobody waits.
+
+    Why a fixed number: what a rank does with them, such as ending the run or stepping
+    a schedule, every rank must do in the same step. Which of the newest have arrived
+    differs from rank to rank.
+
+    Where there is nothing to wait for, values arrive at once; on devices other than
+    CUDA too, which do wait.
     """
 
     def __init__(self) -> None:
-        self._under_way: tuple[Tensor, torch.cuda.Event] | None = None
+        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    @property
+    def behind(self) -> int:
+        """How many sendings have not arrived."""
+        return len(self._under_way)
 
     def send(self, values: Sequence[Tensor]) -> list[float] | None:
-        """Start to fetch numbers; return the newest that have arrived, or None.
+        """Start to fetch numbers; return those of `LAG` sendings ago, or None.
 
         Args:
             values: Tensors of one element; the first says where they are.
         """
         device = values[0].device
-        if on_host(device):
+        if device.type != "cuda":
             return [float(value) for value in values]
-        moved = [v.reshape(()).to(device, torch.float32) for v in values]
-        arrived = None
-        if self._under_way is not None and self._under_way[1].query():  # type: ignore[no-untyped-call]
-            arrived = self._under_way[0].tolist()
-        host = torch.empty(len(moved), pin_memory=True)
-        host.copy_(torch.stack(moved), non_blocking=True)
+        here = [moved(v.reshape(()), device).to(torch.float32) for v in values]
+        host = torch.empty(len(here), pin_memory=True)
+        host.copy_(torch.stack(here), non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        self._under_way = (host, event)
-        return arrived
+        self._under_way.append((host, event))
+        if len(self._under_way) <= LAG:
+            return None
+        arrived, event = self._under_way.popleft()
+        event.synchronize()
+        numbers: list[float] = arrived.tolist()
+        return numbers

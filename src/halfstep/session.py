@@ -20,12 +20,12 @@ from halfstep import convert, distributed, fused, late
 from halfstep.errors import UserError
 from halfstep.explain import precision_table
 from halfstep.forward import Regions
-from halfstep.late import Late
 from halfstep.master import MasterWeights, NoMasters
 from halfstep.scaler.isolate import let_go
 from halfstep.scaler.passes import Passes
 from halfstep.scaler.scales import Scales
 from halfstep.scaler.unscale import Agreement
+from halfstep.schedule import Schedule
 from halfstep.stats import StepReport, by_mesh, non_finite, seen_later, total_norm
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ class Session:
         self._micro = 0
         self._local = self._unaveraged = False
         self._loss: Tensor | None = None
-        self.scheduler = scheduler
-        self._followed = 0
-        self._late = Late()
+        self._schedule = Schedule(scheduler)
 
     @contextlib.contextmanager
     def autocast(self, *, record: bool = False) -> Iterator[Region | Steered]:
@@ -132,6 +130,12 @@ class Session:
                 gradients are unscaled, and looked at, before they are added up. Under
                 DDP each needs a forward pass of its own.
         """
+        if self._passes.keeps_graphs and distributed.is_data_parallel(self.model):
+            message = (
+                "retries run a backward pass again, whose gradients DDP would not "
+                "average: it does so once for each forward pass. Set retries=0."
+            )
+            raise UserError(message)
         scaler = self._scales.of(name, self._device)
         scaler.begin(loss, self._name)
         self._loss = loss.detach()
@@ -172,7 +176,7 @@ class Session:
         report = self._report(gradients, agreement)
         self._clip_and_update(report)
         self._scales.move(agreement.wait(), report.culprits)
-        self._follow()
+        self._schedule.step(self._attempted - self._skipped)
         unmatched = self._regions.stepped(self._implied)
         if unmatched:
             warnings.warn(unmatched, stacklevel=2)
@@ -267,16 +271,14 @@ class Session:
             for alike in by_mesh(params):
                 nn.utils.clip_grads_with_norm_(alike, self.clip_grad_norm or 0.0, norm)
 
-    def _follow(self) -> None:
-        """Step the schedule once for each applied step that is known of.
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """Steps once for each step that is applied from when it is set."""
+        return self._schedule.scheduler
 
-        On a GPU that is one step late, where nobody waits for what was skipped.
-        """
-        if self.scheduler is not None:
-            arrived = self._late.send((self._attempted - self._skipped,))
-            while arrived and self._followed < arrived[0]:
-                self.scheduler.step()
-                self._followed += 1
+    @scheduler.setter
+    def scheduler(self, scheduler: LRScheduler | None) -> None:
+        self._schedule = Schedule(scheduler, self.steps_applied)
 
     @property
     def steps_applied(self) -> int:
@@ -338,13 +340,8 @@ class Session:
             "optimizer": self.optimizer.state_dict(),
             "scales": self._scales.state_dict(),
             "steps": {"attempted": self._attempted, "skipped": self.steps_skipped},
-            "schedule": self._schedule(),
+            "schedule": self._schedule.state_dict(),
         }
-
-    def _schedule(self) -> dict[str, Any]:
-        if self.scheduler is None:
-            return {}
-        return {"followed": self._followed, "state": self.scheduler.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -383,11 +380,9 @@ class Session:
         self.optimizer.zero_grad()
         self._passes.close()
         self._micro, self._loss = 0, None
-        if self.scheduler is not None and state["schedule"]:
-            self.scheduler.load_state_dict(state["schedule"]["state"])
-            self._followed = state["schedule"]["followed"]
         self._attempted = state["steps"]["attempted"]
         self._skipped.fill_(state["steps"]["skipped"])
+        self._schedule.load_state_dict(state["schedule"], self.steps_applied)
 
 
 def _shape(tensor: Tensor | None) -> str:

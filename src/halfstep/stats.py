@@ -149,7 +149,8 @@ class Taken:
     """
 
     def __init__(self, optimizer: Optimizer, flags: Iterable[Tensor]) -> None:
-        self.optimizer = optimizer
+        # A scaler must not keep alive what it was last used with.
+        self._optimizer = weakref.ref(optimizer)
         first = first_gradient(optimizer)
         self._first = None if first is None else weakref.ref(first)
         self._version = 0 if first is None else first._version  # noqa: SLF001
@@ -159,13 +160,21 @@ class Taken:
             bad = any(bool(flag) for flag in flags)
             self._known = non_finite(self.gradients() or []) if bad else ()
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, while somebody else has it."""
+        return self._optimizer()
+
     def gradients(self) -> list[tuple[str, Tensor]] | None:
         """Return them with names; None once they were cleared or added to."""
         first = None if self._first is None else self._first()
-        now = first_gradient(self.optimizer)
-        if first is None or now is not first or first._version != self._version:  # noqa: SLF001
+        optimizer = self.optimizer
+        now = None if optimizer is None else first_gradient(optimizer)
+        if optimizer is None or first is None or now is not first:
             return None
-        pairs = named(self.optimizer)
+        if first._version != self._version:  # noqa: SLF001
+            return None
+        pairs = named(optimizer)
         return [(name, param.grad) for name, param in pairs if param.grad is not None]
 
     def culprits(self) -> tuple[Culprit, ...] | None:
@@ -174,6 +183,11 @@ class Taken:
             return self._known
         gradients = self.gradients()
         return None if gradients is None else non_finite(gradients)
+
+
+def optimizers_of(taken: Sequence[Taken]) -> list[Optimizer]:
+    """Return the optimizers that are still there."""
+    return [part.optimizer for part in taken if part.optimizer is not None]
 
 
 def report_on(

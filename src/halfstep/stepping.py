@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from halfstep.scaler.known import Known
+
 _WIDE = {torch.float32, torch.float64}
 
 
@@ -29,8 +31,8 @@ def fused_step(
     scaler: GradScaler,
     optimizer: Optimizer,
     state: dict[str, Any],
+    known: Known,
     *args: Any,
-    exact: bool,
     **kwargs: Any,
 ) -> Any:
     """Step an optimizer whose kernel skips: nobody waits for the flag.
@@ -39,29 +41,31 @@ def fused_step(
         scaler: Unscales.
         optimizer: One that `fused.skips_inside`.
         state: What the scaler keeps of it in this iteration.
+        known: What is known of the scale.
         args: For the optimizer's step.
-        exact: The scale is a power of two.
         kwargs: For the optimizer's step.
     """
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return GradScaler.step(scaler, optimizer, *args, **kwargs)  # torch's first form
     factor = getattr(optimizer, "grad_scale", None)
+    scale, _ = scaler._check_scale_growth_tracker("step")  # noqa: SLF001
     if state["stage"] is OptState.READY:
         # Where the scale is a power of two, multiplying beforehand and dividing inside
         # give the same bits, and the kernel has no gradients to write back.
-        if exact and factor is None and dtypes_of(gradients_of(optimizer)) <= _WIDE:
+        if (
+            known.exact
+            and factor is None
+            and dtypes_of(gradients_of(optimizer)) <= _WIDE
+        ):
             scaler.unscale_(optimizer)
         else:
             scaler._check_inf_per_device(optimizer)  # noqa: SLF001 -- torch's protocol
-            scale, _ = scaler._check_scale_growth_tracker("step")  # noqa: SLF001
             factor = scale if factor is None else scale * factor
     flags = agreed(state)
-    if not flags:
-        if gradients_of(optimizer):
-            # They would be applied unchecked; torch fails here too, by accident.
-            raise complaints.no_gradients(optimizer)
-        return optimizer.step(*args, **kwargs)
-    found_inf = highest(flags, flags[0].device)
+    if not flags and gradients_of(optimizer):
+        # They would be applied unchecked; torch fails here too, by accident.
+        raise complaints.no_gradients(optimizer)
+    found_inf = highest(flags or [torch.zeros_like(scale)], scale.device)
     return fused.step(optimizer, found_inf, factor, *args, **kwargs)
 
 

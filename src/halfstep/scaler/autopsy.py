@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.scaler.singular import FIND, FLAWS, MASK, plain
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -66,60 +68,6 @@ def examine(loss: Tensor, name_of: Namer) -> Finding | None:
         findings = (charge(op) for op in graph.suspects() for charge in charges)
     return next(filter(None, findings), None)
 
-
-@dataclass(frozen=True)
-class _Flaw:
-    """At which values operations, or their slopes, are infinite or undefined."""
-
-    kinds: str
-    names: str
-    test: Callable[..., Tensor]
-    spoils: str
-    says: str
-    advice: str
-    cause: str = "zero"
-
-    def places(self, saved: dict[str, Any]) -> Tensor:
-        values = [saved.get(name) for name in self.names.split()]
-        known = [_plain(torch.as_tensor(v)) for v in values if v is not None]
-        seen = len(known) == len(values) and not any(map(torch.is_complex, known))
-        return self.test(*known) if seen else torch.zeros(0)
-
-
-_AT_0, _BELOW_0 = "its argument is 0", "its argument is negative"
-_AT_1, _NONE = "its argument is not inside -1 to 1", "it is the mean of nothing"
-_LOG = "Add a small number inside log(), or use a loss that works on logits."
-_ROOT = "Add a small number to its argument: its slope at 0 is infinite."
-_DIV = "Add a small number to the divisor, or clamp it away from 0."
-_CLAMP = "Clamp its argument to the inside of its domain."
-_SKIP = "Skip such a batch, or divide a sum by max(count, 1)."
-_MASK = "Leave something in each row unmasked, and mask no class that a target names."
-_FIND = "Find the batch, buffer or frozen weight that brings it in: print them."
-_EXP = "Subtract the maximum first, or use a function that takes logits."
-
-# Norms, std, prod, cdist and atan2 are not here: torch gives them a finite slope at 0.
-_FLAWS = (
-    _Flaw("Log Log2 Log10", "self", lambda x: x == 0, "both", _AT_0, _LOG),
-    _Flaw("Log Log2 Log10", "self", lambda x: x < 0, "forward", _BELOW_0, _CLAMP),
-    _Flaw("Log1P", "self", lambda x: x == -1, "both", "its argument is -1", _LOG),
-    _Flaw("Logsumexp", "result", torch.isneginf, "both", "all it sums is -inf", _MASK),
-    _Flaw("Sqrt Hypot", "result", lambda x: x == 0, "backward", _AT_0, _ROOT),
-    _Flaw("Sqrt Rsqrt", "result", torch.isnan, "both", _BELOW_0, _CLAMP),
-    _Flaw("Rsqrt Reciprocal", "result", torch.isinf, "both", _AT_0, _DIV),
-    _Flaw("Pow", "self exponent", lambda x, n: (x == 0) & (n < 0), "both", _AT_0, _DIV),
-    _Flaw(
-        *("Pow", "self exponent", lambda x, n: (x == 0) & (n > 0) & (n < 1)),
-        *("backward", _AT_0, _ROOT),
-    ),
-    _Flaw("Div", "other", lambda x: x == 0, "both", "its divisor is 0", _DIV),
-    _Flaw("Acos Asin Erfinv", "self", lambda x: x.abs() >= 1, "both", _AT_1, _CLAMP),
-    _Flaw("Atanh", "self", lambda x: x.abs() == 1, "both", _AT_1, _CLAMP),
-    _Flaw("Exp Expm1", "result", torch.isposinf, "both", "it is inf", _EXP, "range"),
-    _Flaw("Mean", "self_sym_numel", lambda n: n == 0, "forward", _NONE, _SKIP),
-    _Flaw(
-        "NllLoss NllLoss2D", "total_weight", torch.logical_not, "forward", _NONE, _SKIP
-    ),
-)
 
 # Operations, by the names of their nodes without "Backward0"
 
@@ -243,7 +191,10 @@ class _Graph:
         for node, _ in op.edges:
             leaf = self.ops[node].leaf
             if leaf is not None and not math.isfinite(_reach(leaf)):
-                return self._weights(leaf)
+                if isinstance(leaf, nn.Parameter):
+                    return self._weights(leaf)
+                where = f"a tensor of shape {tuple(leaf.shape)}, not of any layer"
+                return Finding("data", where, _held(leaf), FIND)
         for name, value in op.constants():
             reach = _reach(value)
             if reach < math.inf or (reach == math.inf and _ABSORBS.match(op.kind)):
@@ -251,7 +202,7 @@ class _Graph:
             if isinstance(value, nn.Parameter):
                 return self._weights(value)
             where = f"the {_ROLES.get(name, name)} of {self._place(op)}"
-            evidence, advice = _held(value), _FIND
+            evidence, advice = _held(value), FIND
             if value.dtype == torch.float16 and reach == math.inf:
                 evidence += ", where a cast to float16 makes it of all above 65504"
                 advice = "Scale this input down, keep it in float32, or train in bf16."
@@ -264,7 +215,7 @@ class _Graph:
 
     def singular(self, op: _Op, which: str = "forward") -> Finding | None:
         """Say whether it met a value where it, or its slope, is infinite."""
-        for flaw in _FLAWS:
+        for flaw in FLAWS:
             if op.kind in flaw.kinds.split() and flaw.spoils in {which, "both"}:
                 places = flaw.places(op.saved)
                 if places.any():
@@ -282,7 +233,7 @@ class _Graph:
         evidence = f"a mask covers whole rows: {_held(result)}"
         if _reach(result) == math.inf:
             evidence = f"a target names a class that is masked: {_held(result)}"
-        return Finding("zero", self._place(op), evidence, _MASK)
+        return Finding("zero", self._place(op), evidence, MASK)
 
     def grown(self, op: _Op) -> Finding | None:
         """Say whether a cast or a float16 product left its range, or clear it."""
@@ -315,7 +266,7 @@ class _Graph:
         took += [value for part in chain for _, value in part.constants()]
         most = max(filter(math.isfinite, map(_reach, took)), default=0.0)
         seen, least = f"its inputs reach {most:.1e}", min(chain, key=lambda p: p.limit)
-        kind = "inf" if any(_plain(value).isinf().any() for value in values) else "NaN"
+        kind = "inf" if any(plain(value).isinf().any() for value in values) else "NaN"
         far = least.dtype == torch.float16 or most * most > least.limit
         cause, evidence, advice = "range", f"{seen}, {least.holds}", _widen(wild)
         if not far:
@@ -325,7 +276,7 @@ class _Graph:
             evidence = "tensors there were recomputed or offloaded, and are not read"
             advice = "Switch that off for one step, to see which operation it is."
         elif any(part.adds for part in chain) and (kind == "NaN" or not far):
-            cause, evidence, advice = "data", f"{kind} comes in, yet {seen}", _FIND
+            cause, evidence, advice = "data", f"{kind} comes in, yet {seen}", FIND
         return Finding(cause, where, evidence, advice)
 
     def _chain(self, op: _Op) -> list[_Op]:
@@ -373,26 +324,20 @@ def _upstream(node: Node, goes: Callable[[Edge], bool]) -> set[Node]:
     return seen
 
 
-def _plain(value: Tensor) -> Tensor:
-    """Return the numbers that lie here, without asking another process."""
-    local: Tensor = value.to_local() if hasattr(value, "to_local") else value
-    return local if local.layout == torch.strided else local._values()  # noqa: SLF001
-
-
 def _reach(value: Tensor) -> float:
     """Return the largest magnitude, NaN if there is one."""
-    plain = _plain(value)
-    plain = torch.view_as_real(plain) if plain.is_complex() else plain
-    if not (plain.is_floating_point() and plain.itemsize > 1 and plain.numel()):
+    held = plain(value)
+    held = torch.view_as_real(held) if held.is_complex() else held
+    if not (held.is_floating_point() and held.itemsize > 1 and held.numel()):
         return 0.0
-    low, high = torch.aminmax(plain)
+    low, high = torch.aminmax(held)
     return torch.maximum(-low, high).abs().item()
 
 
 def _held(value: Tensor) -> str:
-    plain = _plain(value)
-    kind = "NaN" if plain.isnan().any() else "inf"
-    return f"it holds {kind}{_counted(~plain.isfinite())}"
+    held = plain(value)
+    kind = "NaN" if held.isnan().any() else "inf"
+    return f"it holds {kind}{_counted(~held.isfinite())}"
 
 
 def _counted(places: Tensor) -> str:

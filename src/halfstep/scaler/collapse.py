@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from halfstep.late import Late
 from halfstep.scaler.autopsy import Finding, examine
@@ -119,7 +121,9 @@ class Watch:
         self._late = Late()
         self._loss: Tensor | None = None
         self._finding: Finding | None = None
+        self._unread = ""
         self._near = False
+        self._in_a_row = 0
         self._known = scale
         self._since = 0
 
@@ -133,8 +137,14 @@ class Watch:
             loss: Unscaled, any shape.
             name_of: Names a parameter.
         """
-        self._loss = loss.detach()
-        self._finding = examine(loss, name_of) if self._near else None
+        self._loss, self._finding, self._unread = loss.detach(), None, ""
+        if self._near:
+            try:
+                self._finding = examine(loss, name_of)
+            except Exception as error:  # noqa: BLE001
+                # Tensors of any kind may lie in a graph. Not to know the cause must
+                # not end a run that may yet go on.
+                self._unread = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def may_be_below_one(self, rule: ScaleRule) -> bool:
         """Say whether the scale may be smaller than 1, for all that has arrived here.
@@ -147,11 +157,16 @@ class Watch:
         """The scale was set from outside, to a value known here or not (0)."""
         self._known, self._since = scale, 0
 
+    def lowered(self) -> None:
+        """The scale has backed off outside of a step."""
+        self._since += 1
+
     def step(
         self,
         rule: ScaleRule,
         used: Tensor,
         state: ScaleState,
+        found_inf: Tensor,
         culprits: Callable[[], Sequence[Culprit]],
     ) -> None:
         """Take one step down; nothing is read that has not arrived yet.
@@ -160,30 +175,37 @@ class Watch:
             rule: Floor and limit.
             used: Scale of its backward pass, shape ().
             state: After the step.
+            found_inf: Not zero if a pass at this scale overflowed, shape ().
             culprits: Says whose gradients were not finite; asked only at the end.
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
         self._since += 1
-        loss = self._loss
-        shown = used.new_tensor(math.nan) if loss is None else loss
-        if shown.numel() != 1 or shown.is_complex():
-            shown = used.new_tensor(math.nan)
-        values = (used, state.skips_in_a_row, state.scale, shown)
+        unknown = torch.full_like(used, math.nan)
+        shown = unknown if self._loss is None else self._loss
+        shown = unknown if shown.numel() != 1 or shown.is_complex() else shown
+        values = (used, state.skips_in_a_row, state.scale, found_inf, shown)
         arrived = self._late.send(values)
         if arrived is None:
             return
-        scale, skipped, self._known, value = arrived
-        self._since = 0
+        scale, skipped, self._known, bad, value = arrived
+        self._since = self._late.behind
         if not skipped:
-            self._history.clear()
             self._losses.add(value)
-        else:
+        if bad:
             self._history.append(scale)
-        if is_collapsed(scale, int(skipped), rule):
+            self._in_a_row += 1
+        else:
+            self._history.clear()
+            self._in_a_row = 0
+        # Steps may be applied without the passes that overflowed, for ever.
+        dropping = not skipped and is_collapsed(
+            scale, self._in_a_row, replace(rule, max_consecutive_skips=None)
+        )
+        if dropping or is_collapsed(scale, int(skipped), rule):
             raise self._collapse(int(skipped), culprits())
-        soon = int(skipped) + 1
+        soon = self._in_a_row + 1
         self._near = soon > 1 and is_collapsed(self._known, soon, rule)
 
     def _collapse(self, skips: int, culprits: Sequence[Culprit]) -> LossScaleCollapse:
@@ -196,10 +218,14 @@ class Watch:
         whose = "; ".join(seen) or "another process found it"
         first, last = self._history[0], self._history[-1]
         fell = f"{first:g} to {last:g}" if first != last else f"{last:g}"
+        happened = f"{skips} steps in a row were skipped"
+        if not skips:
+            happened = f"{self._in_a_row} steps in a row lost a micro-batch"
+        unread = f" (graph not read: {self._unread})" if self._unread else ""
         message = (
-            f"{skips} steps in a row were skipped, at loss scale {fell}. "
+            f"{happened}, at loss scale {fell}. "
             f"Cause: {verdict.cause} ({verdict.where}: {verdict.evidence}). "
-            f"{verdict.advice} Seen: {whose}."
+            f"{verdict.advice} Seen: {whose}.{unread}"
         )
         return LossScaleCollapse(
             message,

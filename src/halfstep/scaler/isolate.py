@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from halfstep.late import moved
 from halfstep.scaler.unscale import Agreement, groups_of, stored, unscale_
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Ledger:
         self._totals: dict[Tensor, Tensor] = {}
         self._shown: dict[Tensor, tuple[Tensor, int]] = {}
         self._passes = 0
-        self._bad = torch.zeros(())
+        self._bad: Tensor | None = None
 
     @property
     def is_open(self) -> bool:
@@ -59,9 +60,10 @@ class Ledger:
 
     def _share(self, total: Tensor) -> Tensor | int:
         """Return how many passes each good one stands for."""
-        if not self._drop:
+        if not self._drop or self._bad is None:
             return 1
-        return self._passes / (self._passes - self._bad).clamp(min=1).to(total.device)
+        good = (self._passes - self._bad).clamp(min=1)
+        return self._passes / moved(good, total.device)
 
     @torch.no_grad()
     def enter(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
@@ -72,7 +74,8 @@ class Ledger:
             found_inf: 0.0 or 1.0: whether these gradients held inf or NaN, shape ().
         """
         self._passes += 1
-        self._bad = self._bad.to(found_inf.device) + found_inf
+        bad = self._bad
+        self._bad = found_inf.clone() if bad is None else bad + found_inf
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -100,6 +103,7 @@ class Ledger:
             float32, shape ().
         """
         bad = self._bad
+        assert bad is not None, "show() comes after enter()"  # noqa: S101
         for parameter, total in self._totals.items():
             shown = total
             if self._drop:
@@ -115,13 +119,13 @@ class Ledger:
 
     def dropped(self) -> Tensor | int:
         """Return how many passes were left out, shape ()."""
-        return self._bad if self._drop else 0
+        return self._bad if self._drop and self._bad is not None else 0
 
     def close(self) -> None:
         """Begin anew."""
         self._totals.clear()
         self._shown.clear()
-        self._passes, self._bad = 0, torch.zeros(())
+        self._passes, self._bad = 0, None
 
 
 def run_pass(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from halfstep.errors import require
+from halfstep.late import moved
 from halfstep.scaler.exponents import largest, power_of_two
 from halfstep.scaler.unscale import over_ranks
 
@@ -98,7 +99,7 @@ class LogMax:
 
     def _with(self, x: Tensor) -> Tensor:
         """Return the moments and one more x; -inf, of nothing but zeros, is none."""
-        before = self._moments.to(x)
+        before = moved(self._moments, x.device).to(x)
         fast, slow, square, steps = before
         after = (
             self._beta1 * fast + (1 - self._beta1) * x,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import UserError
+from halfstep.late import moved
 from halfstep.scaler.collapse import Watch
 from halfstep.scaler.rule import ScaleRule, ScaleState, advance
 from halfstep.scaler.strategy import strategy
@@ -71,7 +72,7 @@ class LossScaler:
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, in fp32 at least."""
         wide = torch.promote_types(loss.dtype, torch.float32)
-        return loss.to(wide) * self.state.scale.to(loss.device, non_blocking=True)
+        return loss.to(wide) * moved(self.state.scale, loss.device)
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide gradients by the scale in place; return 1.0 if any was not finite."""
@@ -92,6 +93,7 @@ class LossScaler:
         scale = lower.clamp(min=self.rule.min_scale).float()
         zero = torch.zeros_like(self.state.clean_steps)
         self.state = replace(self.state, scale=scale, clean_steps=zero)
+        self.watch.lowered()
 
     def update(
         self,
@@ -119,7 +121,7 @@ class LossScaler:
             in_a_row = self.state.skips_in_a_row * lost
             self.state = replace(self.state, skips_in_a_row=in_a_row)
         self.proposal = None
-        self.watch.step(self.rule, used, self.state, culprits)
+        self.watch.step(self.rule, used, self.state, found_inf, culprits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule and the state as plain numbers. Waits for the device."""
@@ -157,7 +159,9 @@ class LossScaler:
         if state.get("strategy", "backoff") == self.rule.strategy:
             self.strategy.load_state_dict(state.get("strategy_state", {}))
         self.state = replace(self.state, **loaded)
-        self.watch.forget(float(loaded["scale"]))
+        self.watch = Watch(
+            float(loaded["scale"])
+        )  # what is under way is of another run
 
 
 def one_over(scale: Tensor) -> Tensor:

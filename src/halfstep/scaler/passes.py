@@ -110,6 +110,8 @@ class Passes:
         """Unscale the gradients of all passes at once, and ask the other ranks."""
         name = self._name or ""
         found = self.scales.known(name).unscale_(gradients)
+        if name:
+            self.scales.note(name, found)  # what the ranks agree on is written there
         return Agreement.begin(found, groups_of(gradients, self._group))
 
     def dropped(self) -> Tensor | int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from halfstep import late
 from halfstep.errors import UserError, require
+from halfstep.scaler.known import is_power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +75,8 @@ class ScaleRule:
         self._check("hysteresis", self.hysteresis >= 1, "at least 1")
         self._check("refill", self.refill in REFILLS, f"one of {REFILLS}")
         self._check("strategy", self.strategy in STRATEGIES, f"one of {STRATEGIES}")
+        exact = self.strategy == "backoff" or is_power_of_two(self.init_scale)
+        self._check("init_scale", exact, f"a power of two for {self.strategy}")
         limit = self.max_consecutive_skips
         self._check("max_consecutive_skips", limit is None or limit >= 1, "at least 1")
 

@@ -6,7 +6,6 @@ when they are first asked for, that move by their own overflows.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,8 +53,9 @@ class Scales:
 
     def note(self, name: str, found_inf: Tensor) -> None:
         """Take down what one backward pass of a loss found, shape ()."""
-        worst = self._found.get(name, found_inf)
-        self._found[name] = torch.maximum(worst, found_inf)
+        before = self._found.get(name)
+        worst = found_inf if before is None else torch.maximum(before, found_inf)
+        self._found[name] = worst
 
     def move(
         self, found_inf: Tensor, culprits: Callable[[], Sequence[Culprit]]
@@ -107,8 +107,3 @@ class Scales:
                 scaler.load_state_dict(self._saved.pop(name))
             else:
                 del self._scalers[name]  # it begins anew
-
-
-def is_power_of_two(number: float) -> bool:
-    """Say whether multiplying by it is exact."""
-    return math.frexp(number)[0] == 0.5  # noqa: PLR2004 -- as frexp has it

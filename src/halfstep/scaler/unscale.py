@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halfstep.late import moved
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import Any
@@ -52,8 +54,8 @@ def highest(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     Why: torch adds them. Two overflowing devices give 2, and torch's fused kernels,
     which compare with 1, then apply the step that overflowed.
     """
-    moved = [flag.to(device, non_blocking=True) for flag in flags]
-    return moved[0] if len(moved) == 1 else torch.stack(moved).amax()
+    here = [moved(flag, device) for flag in flags]
+    return here[0] if len(here) == 1 else torch.stack(here).amax()
 
 
 @torch.no_grad()
@@ -92,7 +94,7 @@ def unscale_by_device_(
         groups[values.device, values.dtype].append(values)
     flags = {}
     for (device, dtype), group in groups.items():
-        factor = inverse.to(device, non_blocking=True)
+        factor = moved(inverse, device)
         flag = flags.setdefault(device, torch.zeros_like(factor))
         if device.type == "cuda" and dtype == torch.bfloat16:
             # torch's kernel has no bf16 form on CUDA.
@@ -102,6 +104,17 @@ def unscale_by_device_(
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
     return flags
+
+
+def divided(gradients: Iterable[Tensor], scale: Tensor) -> list[Tensor]:
+    """Return copies of gradients as a fused kernel will divide them, in fp32 at least.
+
+    For a scale below 1, where that can overflow; elsewhere it is wasted memory.
+    """
+    held = [stored(gradient) for gradient in gradients]
+    kinds = [torch.promote_types(values.dtype, torch.float32) for values in held]
+    pairs = zip(held, kinds, strict=True)
+    return [values.to(kind) / moved(scale, values.device) for values, kind in pairs]
 
 
 def dtypes_of(gradients: Iterable[Tensor]) -> set[torch.dtype]:
@@ -174,7 +187,7 @@ class Agreement:
 
     Why: a rank that skips alone leaves the others with other weights, or waiting for
     ever. The exchange is started as soon as the flag is known, and waited for where
-    it is needed: clipping runs in between.
+    it is needed: between `unscale_` and `step` of a `GradScaler` gradients are clipped.
     """
 
     flag: Tensor

@@ -1,0 +1,81 @@
+"""Values at which operations, or their slopes, are infinite or undefined.
+
+In: what an operation saved for its backward pass, by name. Out: the places where it
+meets such a value, and what to change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def plain(value: Tensor) -> Tensor:
+    """Return the numbers that lie here, without asking another process."""
+    local: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    if local.layout == torch.sparse_coo:
+        return local._values()  # noqa: SLF001
+    return local if local.layout == torch.strided else local.values()
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """At which values operations, or their slopes, are infinite or undefined."""
+
+    kinds: str
+    names: str
+    test: Callable[..., Tensor]
+    spoils: str
+    says: str
+    advice: str
+    cause: str = "zero"
+
+    def places(self, saved: dict[str, Any]) -> Tensor:
+        """Say where such values lie; nothing, if they were not saved."""
+        values = [saved.get(name) for name in self.names.split()]
+        known = [plain(torch.as_tensor(v)) for v in values if v is not None]
+        seen = len(known) == len(values) and not any(map(torch.is_complex, known))
+        return self.test(*known) if seen else torch.zeros(0)
+
+
+_AT_0, _BELOW_0 = "its argument is 0", "its argument is negative"
+_AT_1, _NONE = "its argument is not inside -1 to 1", "it is the mean of nothing"
+_LOG = "Add a small number inside log(), or use a loss that works on logits."
+_ROOT = "Add a small number to its argument: its slope at 0 is infinite."
+_DIV = "Add a small number to the divisor, or clamp it away from 0."
+_CLAMP = "Clamp its argument to the inside of its domain."
+_SKIP = "Skip such a batch, or divide a sum by max(count, 1)."
+MASK = "Leave something in each row unmasked, and mask no class that a target names."
+FIND = "Find the batch, buffer or frozen weight that brings it in: print them."
+_EXP = "Subtract the maximum first, or use a function that takes logits."
+
+# Norms, std, prod, cdist and atan2 are not here: torch gives them a finite slope at 0.
+FLAWS = (
+    Flaw("Log Log2 Log10", "self", lambda x: x == 0, "both", _AT_0, _LOG),
+    Flaw("Log Log2 Log10", "self", lambda x: x < 0, "forward", _BELOW_0, _CLAMP),
+    Flaw("Log1P", "self", lambda x: x == -1, "both", "its argument is -1", _LOG),
+    Flaw("Logsumexp", "result", torch.isneginf, "both", "all it sums is -inf", MASK),
+    Flaw("Sqrt Hypot", "result", lambda x: x == 0, "backward", _AT_0, _ROOT),
+    Flaw("Sqrt Rsqrt", "result", torch.isnan, "both", _BELOW_0, _CLAMP),
+    Flaw("Rsqrt Reciprocal", "result", torch.isinf, "both", _AT_0, _DIV),
+    Flaw("Pow", "self exponent", lambda x, n: (x == 0) & (n < 0), "both", _AT_0, _DIV),
+    Flaw(
+        *("Pow", "self exponent", lambda x, n: (x == 0) & (n > 0) & (n < 1)),
+        *("backward", _AT_0, _ROOT),
+    ),
+    Flaw("Div", "other", lambda x: x == 0, "both", "its divisor is 0", _DIV),
+    Flaw("Acos Asin Erfinv", "self", lambda x: x.abs() >= 1, "both", _AT_1, _CLAMP),
+    Flaw("Atanh", "self", lambda x: x.abs() == 1, "both", _AT_1, _CLAMP),
+    Flaw("Exp Expm1", "result", torch.isposinf, "both", "it is inf", _EXP, "range"),
+    Flaw("Mean", "self_sym_numel", lambda n: n == 0, "forward", _NONE, _SKIP),
+    Flaw(
+        "NllLoss NllLoss2D", "total_weight", torch.logical_not, "forward", _NONE, _SKIP
+    ),
+)

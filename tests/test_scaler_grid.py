@@ -1,0 +1,355 @@
+"""Models, optimizers and losses in all combinations, with inf planted in each of them.
+
+In: who trains whom, and which backward pass of which iteration leaves inf in whose
+gradient. Out: weights and optimizer state, compared to the bit with a plain fp32 loop
+that knows no scaler and leaves out the same optimizer steps.
+
+Scales are powers of two, by which fp32 multiplies and divides without rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import halfstep as hs
+from halfstep import machine
+from halfstep.scaler import ScaleRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    Make = Callable[[Any], optim.Optimizer]
+
+ITERATIONS = 4
+INF = math.inf
+# Rates are powers of two, as weights and gradients of a session's model are short.
+SGD = functools.partial(optim.SGD, lr=2.0**-4, momentum=0.5)
+ADAMW = functools.partial(optim.AdamW, lr=2.0**-4)
+MAKES: dict[str, Make] = {
+    "sgd": SGD,
+    "sgd fused": functools.partial(SGD, fused=True),
+    "adamw fused": functools.partial(ADAMW, fused=True),
+}
+makes = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Who trains whom."""
+
+    optimizers: tuple[tuple[int, ...], ...]
+    """The models of each optimizer."""
+    losses: tuple[tuple[int, ...], ...]
+    """The models that each loss sees."""
+
+    def reached_by(self, models: Collection[int]) -> list[int]:
+        """Return the optimizers that some models have."""
+        return [n for n, own in enumerate(self.optimizers) if {*own} & {*models}]
+
+    def __str__(self) -> str:
+        """Return a test's name."""
+        words = [
+            "+".join("".join(map(str, part)) for part in parts)
+            for parts in (self.optimizers, self.losses)
+        ]
+        return "optimizers {} losses {}".format(*words)
+
+
+PROGRAMS = [
+    Program(((0,),), ((0,),)),
+    Program(((0,),), ((0,), (0,), (0,))),
+    Program(((0, 1),), ((0, 1),)),
+    Program(((0, 1),), ((0,), (1,))),
+    Program(((0, 1),), ((0,), (1,), (0, 1))),
+    Program(((0,), (1,)), ((0, 1),)),
+    Program(((0,), (1,)), ((0,), (1,))),
+    Program(((0,), (1,)), ((0,), (0, 1), (1,))),
+    Program(((0, 1, 2),), ((0, 2), (1, 2))),
+    Program(((0, 1), (2,)), ((0, 2), (1, 2))),
+]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """Inf in one gradient, after one backward pass."""
+
+    iteration: int
+    """When."""
+    loss: int
+    """In whose backward pass."""
+    model: int
+    """In whose gradient."""
+    value: float = INF
+    """Inf, or NaN."""
+
+
+Plants = tuple[Plant, ...]
+
+
+def _plants(program: Program) -> list[Plants]:
+    """Return no plant, each single one, and those that follow one another."""
+    places = [(n, model) for n, seen in enumerate(program.losses) for model in seen]
+    single = [Plant(i, *place) for i in (0, 2) for place in places]
+    last = [Plant(ITERATIONS - 1, *place, -INF) for place in places]
+    rows = [
+        (Plant(1, *one), Plant(2, *other, math.nan))
+        for one, other in zip(places, places[1:] + places[:1], strict=True)
+    ]
+    return [(), *((plant,) for plant in single + last), *rows]
+
+
+def _name(plants: Plants) -> str:
+    return " ".join(f"{p.iteration}.{p.loss}.{p.model}" for p in plants) or "clean"
+
+
+GRID = [
+    pytest.param(program, plants, id=f"{program} inf {_name(plants)}")
+    for program in PROGRAMS
+    for plants in _plants(program)
+]
+
+
+class Setup:
+    """Models, and an optimizer or two over them."""
+
+    def __init__(self, program: Program, make: Make) -> None:
+        torch.manual_seed(0)
+        self.program = program
+        count = max(map(max, program.optimizers)) + 1
+        self.models = [_network() for _ in range(count)]
+        self.optimizers = [
+            make([p for number in own for p in self.models[number].parameters()])
+            for own in program.optimizers
+        ]
+
+    def losses(self, iteration: int) -> Iterator[Tensor]:
+        """Yield the losses of an iteration."""
+        for number, seen in enumerate(self.program.losses):
+            generator = torch.Generator().manual_seed(10 * iteration + number)
+            batch = torch.randn(3, 4, generator=generator)
+            outputs = [self.models[model](batch) for model in seen]
+            yield torch.cat(outputs).square().mean()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def _network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def _bits(
+    params: Sequence[Tensor], optimizers: Sequence[optim.Optimizer]
+) -> dict[str, Tensor]:
+    """Return weights and state; state that is 0 throughout is as good as none."""
+    found = {str(n): param.detach() for n, param in enumerate(params)}
+    for which, optimizer in enumerate(optimizers):
+        for number, param in enumerate(optimizer.param_groups[0]["params"]):
+            for key, value in optimizer.state.get(param, {}).items():
+                if value is not None and torch.as_tensor(value).any():
+                    found[f"{which} {number} {key}"] = torch.as_tensor(value)
+    return found
+
+
+def _same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    wrong = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+    assert not wrong
+
+
+@functools.cache
+def _reference(
+    program: Program, make: Make, skipped: frozenset[tuple[int, int]]
+) -> dict[str, Tensor]:
+    """Train in fp32 without a scaler.
+
+    Args:
+        program: Who trains whom.
+        make: Makes the optimizers.
+        skipped: Iteration and optimizer of the steps to leave out.
+    """
+    setup = Setup(program, make)
+    for iteration in range(ITERATIONS):
+        for loss in setup.losses(iteration):
+            torch.autograd.backward(loss)
+        for number, optimizer in enumerate(setup.optimizers):
+            if (iteration, number) not in skipped:
+                optimizer.step()
+        setup.clear()
+    params = [param for model in setup.models for param in model.parameters()]
+    return _bits(params, setup.optimizers)
+
+
+def _planted(model: nn.Module, value: float) -> Any:
+    """Let the gradient of a model's first bias have a bad number; return the hook."""
+    bias = next(param for param in model.parameters() if param.dim() == 1)
+    at = torch.tensor([1])
+    register: Any = bias.register_hook
+    return register(lambda gradient: gradient.index_fill(0, at, value))
+
+
+def _scales(first: float, window: int, bad: set[int]) -> list[float]:
+    """Return the scale after each iteration, by torch's rule in plain words."""
+    found, clean, scale = [], 0, first
+    for iteration in range(ITERATIONS):
+        clean = 0 if iteration in bad else clean + 1
+        scale = scale / 2 if iteration in bad else scale
+        if clean == window:
+            clean, scale = 0, scale * 2
+        found.append(scale)
+    return found
+
+
+@makes
+@pytest.mark.parametrize("style", ["step", "unscale", "backward"])
+@pytest.mark.parametrize(("program", "plants"), GRID)
+def test_shared_scaler(
+    program: Program, plants: Plants, make: Make, style: str
+) -> None:
+    """Law: an optimizer skips where its gradients overflow, and the others step.
+
+    `GradScaler.backward` looks at each pass as a whole, so that there it is all
+    optimizers of a pass that overflowed.
+    """
+    setup = Setup(program, make)
+    scaler = hs.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    skipped, scales = set(), []
+    overflows = {plant.iteration for plant in plants}
+    for iteration in range(ITERATIONS):
+        for number, loss in enumerate(setup.losses(iteration)):
+            bad = [p for p in plants if (p.iteration, p.loss) == (iteration, number)]
+            models = {plant.model for plant in bad}
+            if bad and style == "backward":
+                models = set(program.losses[number])
+            reached = program.reached_by(program.losses[number])
+            skipped |= {(iteration, which) for which in program.reached_by(models)}
+            hooks = [_planted(setup.models[p.model], p.value) for p in bad]
+            if style == "backward":
+                scaler.backward(loss, *(setup.optimizers[n] for n in reached))
+            else:
+                torch.autograd.backward(scaler.scale(loss))
+            for hook in hooks:
+                hook.remove()
+        for optimizer in setup.optimizers if style == "unscale" else []:
+            scaler.unscale_(optimizer)
+        for optimizer in setup.optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        setup.clear()
+        scales.append(scaler.get_scale())
+        assert scaler.last_step.skipped == (iteration in overflows)
+    params = [param for model in setup.models for param in model.parameters()]
+    _same(
+        _bits(params, setup.optimizers), _reference(program, make, frozenset(skipped))
+    )
+    assert scales == _scales(2.0**10, 2, overflows)
+
+
+class Short(nn.Module):
+    """A model whose gradients are whole numbers up to 8, whatever its weights are.
+
+    bf16 holds them, fp16 too when they are scaled; so each level must come to the same
+    fp32 weights as fp32 training does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Compute."""
+        return torch.cat([self.first(batch), self.second(batch)], 1)
+
+
+def _short_loss(model: nn.Module, iteration: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * iteration + number)
+    batch = torch.randint(-2, 3, (4, 4), generator=generator).float()
+    signs = torch.randint(-1, 2, (4, 5), generator=generator).float()
+    outputs: Tensor = model(batch).float()
+    return (outputs * signs).sum()
+
+
+@functools.cache
+def _short_reference(
+    make: Make, losses: int, skipped: frozenset[int]
+) -> dict[str, Tensor]:
+    model = Short()
+    optimizer = make(model.parameters())
+    for iteration in range(ITERATIONS):
+        for number in range(losses):
+            torch.autograd.backward(_short_loss(model, iteration, number))
+        if iteration not in skipped:
+            optimizer.step()
+        optimizer.zero_grad()
+    return _bits([*model.parameters()], [optimizer])
+
+
+PLACES = [
+    pytest.param(losses, places, id=f"{losses} losses inf {_name(places)}")
+    for losses in (1, 2, 3)
+    for places in (
+        (),
+        *((Plant(i, n, n % 2),) for i in (0, 2) for n in range(losses)),
+        (Plant(1, 0, 1), Plant(2, losses - 1, 0, math.nan)),
+        (Plant(0, 0, 0, -INF), Plant(0, losses - 1, 1)),
+    )
+]
+
+
+@pytest.mark.parametrize("make", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("names", ["", "abc"], ids=["one scale", "own scales"])
+@pytest.mark.parametrize(
+    "kind", ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"]
+)
+@pytest.mark.parametrize(("losses", "plants"), PLACES)
+def test_session(
+    losses: int,
+    plants: Plants,
+    kind: str,
+    names: str,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: at each level, inf in any pass skips the step; only its own scale falls."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    model = Short()
+    level, dtype = kind.split()
+    rule = ScaleRule(2.0**7, growth_interval=2)
+    session = hs.prepare(
+        model, make(model.parameters()), level, dtype=dtype, loss_scale=rule
+    )
+    scales = []
+    for iteration in range(ITERATIONS):
+        spoilt = []
+        for number in range(losses):
+            bad = [p for p in plants if (p.iteration, p.loss) == (iteration, number)]
+            layers = [(model.first, model.second)[plant.model] for plant in bad]
+            hooks = [_planted(x, p.value) for x, p in zip(layers, bad, strict=True)]
+            with session.autocast():
+                loss = _short_loss(session.model, iteration, number)
+            session.backward(loss, name=names[number : number + 1])
+            for hook in hooks:
+                hook.remove()
+            spoilt += [("first.bias", "second.bias")[plant.model] for plant in bad]
+        report = session.step()
+        assert (report.skipped, report.applied) == (bool(spoilt), not spoilt)
+        assert report.found_inf_in == tuple(sorted(set(spoilt)))
+        state = session.state_dict()["scales"]
+        scales.append({name: one["scale"] for name, one in state.items()})
+    skipped = frozenset(plant.iteration for plant in plants)
+    ours = _bits([*session.weights().values()], [session.optimizer])
+    _same(ours, _short_reference(make, losses, skipped))
+    for number, name in enumerate(names[:losses] or [""]):
+        bad_here = {p.iteration for p in plants if not names or p.loss == number}
+        expected = _scales(2.0**7, 2, bad_here)
+        assert [scale[name] for scale in scales] == expected
