@@ -1,0 +1,170 @@
+"""Numbers that arrive late: how late, in which order, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep import late
+from halfstep.late import LAG, Late, on_host
+from halfstep.scaler import LossScaler, ScaleRule
+from halfstep.schedule import Schedule
+
+
+class Slow(Late):
+    """What a GPU does: numbers come `LAG` sendings late."""
+
+    def __init__(self) -> None:
+        self.queue: list[list[float]] = []
+
+    @property
+    def behind(self) -> int:
+        """How many have not come."""
+        return len(self.queue)
+
+    def send(self, values: Any) -> list[float] | None:
+        """Queue them."""
+        self.queue.append([float(value) for value in values])
+        return self.queue.pop(0) if len(self.queue) > LAG else None
+
+
+@pytest.fixture(name="slow")
+def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let everything that is sent come late."""
+    monkeypatch.setattr("halfstep.scaler.collapse.Late", Slow)
+    monkeypatch.setattr("halfstep.schedule.Late", Slow)
+
+
+def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a schedule that halves the rate of a step at a time."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    halves = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.step()
+    return halves
+
+
+def test_on_a_cpu_at_once() -> None:
+    """Law: where nobody waits, numbers come at once, of any dtype and shape."""
+    sent = (torch.tensor(2.5), torch.tensor([3]), torch.tensor([[1]]).bool())
+    assert Late().send(sent) == [2.5, 3.0, 1.0]
+    assert Late().behind == 0
+    assert on_host(torch.device("cpu"))
+    assert not on_host(torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("slow")
+def test_collapse_comes_late_but_comes() -> None:
+    """Law: a limit of 5 skips ends the run in the step that the fifth arrives in."""
+    scaler = LossScaler(ScaleRule(max_consecutive_skips=5))
+    for _ in range(5 + LAG - 1):
+        scaler.begin(torch.tensor(1.0))
+        scaler.update(torch.tensor(1.0))
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        scaler.update(torch.tensor(1.0))
+    assert caught.value.history == tuple(
+        2.0**exponent for exponent in range(16, 11, -1)
+    )
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_scale_that_may_be_below_one() -> None:
+    """Law: what has not arrived counts as so many back-offs."""
+    scaler = LossScaler(ScaleRule(init_scale=4.0, min_scale=2.0**-10))
+    below = []
+    for _ in range(5):
+        below.append(scaler.watch.may_be_below_one(scaler.rule))
+        scaler.update(torch.tensor(0.0))
+    # 4, then for all we know 2, 1; then 4 arrives, of two steps ago: 1.
+    assert below == [False] * 5
+    scaler.update(torch.tensor(1.0))
+    assert not scaler.watch.may_be_below_one(scaler.rule)
+    for _ in range(2):
+        scaler.update(torch.tensor(1.0))
+    # 2 has arrived; two steps later it may be 1/2.
+    assert scaler.watch.may_be_below_one(scaler.rule)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_schedule_follows() -> None:
+    """Law: a schedule makes as many steps as were applied, `LAG` steps late."""
+    schedule = Schedule(scheduler())
+    assert schedule.scheduler is not None
+    seen = []
+    for applied in (1, 2, 2, 3, 3, 3):
+        schedule.step(torch.tensor(float(applied)))
+        seen.append(schedule.scheduler.last_epoch)
+    assert seen == [0, 0, 1, 2, 2, 3]
+
+
+@pytest.mark.usefixtures("slow")
+def test_loading_forgets_what_is_under_way() -> None:
+    """Law: numbers sent before a load are not taken for those of the run after it."""
+    schedule = Schedule(scheduler())
+    schedule.step(torch.tensor(1.0))
+    saved = schedule.state_dict()
+    for applied in range(2, 20):
+        schedule.step(torch.tensor(float(applied)))
+    schedule.load_state_dict(saved, 1)
+    assert schedule.scheduler is not None
+    for applied in (2, 3, 4):
+        schedule.step(torch.tensor(float(applied)))
+    assert schedule.scheduler.last_epoch == 2
+    scaler = LossScaler(ScaleRule(max_consecutive_skips=3))
+    state = scaler.state_dict()
+    for _ in range(3):
+        scaler.update(torch.tensor(1.0))
+    scaler.load_state_dict(state)
+    for _ in range(6):
+        scaler.update(torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("bad", [{}, {3}, {0, 1, 4}])
+def test_a_session_steps_its_schedule(bad: set[int]) -> None:
+    """Law: the schedule of a session follows applied steps only, and its state too."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    halves = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    session = hs.prepare(model, optimizer, "O0", scheduler=halves)
+    for step in range(6):
+        loss = model(torch.ones(1, 2)).square().mean()
+        session.backward(loss * math.nan if step in bad else loss)
+        session.step()
+    applied = 6 - len(bad)
+    assert optimizer.param_groups[0]["lr"] == 0.5**applied
+    fresh = nn.Linear(2, 1)
+    other = torch.optim.SGD(fresh.parameters(), lr=1.0)
+    again = hs.prepare(
+        fresh, other, "O0", scheduler=torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
+    )
+    again.load_state_dict(session.state_dict())
+    again.backward(fresh(torch.ones(1, 2)).square().mean())
+    again.step()
+    assert other.param_groups[0]["lr"] == 0.5 ** (applied + 1)
+
+
+def test_a_schedule_set_later_begins_then() -> None:
+    """Law: steps applied before a schedule was set are none of its own."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    session = hs.prepare(model, optimizer, "O0")
+    for step in range(5):
+        if step == 3:
+            session.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        session.backward(model(torch.ones(1, 2)).square().mean())
+        session.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_late_and_in_order() -> None:
+    """Law: on a GPU, too, exactly those of `LAG` sendings ago arrive."""
+    sender = Late()
+    arrived = [sender.send((torch.tensor(n, device="cuda"),)) for n in range(6)]
+    assert arrived == [None] * LAG + [[float(n)] for n in range(6 - LAG)]
+    assert sender.behind == LAG
+    assert not late.on_host(torch.device("cuda"))
