@@ -115,8 +115,7 @@ class GradScaler(TorchGradScaler):
         self._apart = Apart(scales, drop_bad_microbatch, retries, group)
         self._known = Known()
         self._scaled = self._proposed = False
-        self._stepped: list[Taken] = []
-        self._last_taken: list[Taken] = []
+        self._stepped, self._last_taken = list[Taken](), list[Taken]()
         self._steps = 0
         self._last_step = StepReport(0, complete=False)
 
@@ -225,7 +224,8 @@ class GradScaler(TorchGradScaler):
         seen = gradients
         if again and allow_fp16:  # a kernel will divide, and can look no more then
             seen = unscale.divided(gradients, main.state.scale)
-        flags = unscale.unscale_by_device_(seen, inv_scale, again=again)
+            dtypes = unscale.dtypes_of(seen)
+        flags = unscale.unscale_by_device_(seen, inv_scale, dtypes, again=again)
         state = self._per_optimizer_states[id(optimizer)]
         return unscale.exchange(flags, found_inf, gradients, self._group, state)
 
@@ -334,8 +334,8 @@ class GradScaler(TorchGradScaler):
         used = main.state.scale.clone()
         if new_scale is not None:
             # torch knows no int, and leaves its counter alone.
-            is_int = isinstance(new_scale, int)
-            super().update(float(new_scale) if is_int else new_scale)
+            new_scale = float(new_scale) if isinstance(new_scale, int) else new_scale
+            super().update(new_scale)
         elif not flags:
             raise complaints.no_checks(optimizers_of(self._stepped))
         self._last_taken, self._stepped = self._stepped, []

@@ -182,9 +182,9 @@ class Watch:
             LossScaleCollapse: If skipping has gone on for too long.
         """
         self._since += 1
-        unknown = torch.full_like(used, math.nan)
-        shown = unknown if self._loss is None else self._loss
-        shown = unknown if shown.numel() != 1 or shown.is_complex() else shown
+        shown = self._loss
+        if shown is None or shown.numel() != 1 or shown.is_complex():
+            shown = torch.full_like(used, math.nan)
         values = (used, state.skips_in_a_row, state.scale, found_inf, shown)
         arrived = self._late.send(values)
         if arrived is None:

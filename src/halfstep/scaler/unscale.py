@@ -168,6 +168,8 @@ def groups_of(
     """
     if group is not None:
         return [group]
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
     gradients = list(gradients)
     if not _sharded(gradients):
         return []
