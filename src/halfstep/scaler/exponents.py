@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.formats import parse
+from halfstep.scaler.unscale import stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,24 +62,13 @@ def count(tensor: Tensor) -> Tensor:
     Returns:
         int64, shape (BINS,), on the tensor's device.
     """
-    flat = numbers(tensor).flatten()
+    flat = stored(tensor).flatten()
     one = torch.ones((), dtype=torch.int64, device=flat.device)
     histogram = torch.zeros(BINS, dtype=torch.int64, device=flat.device)
     for piece in torch.split(flat, _PIECE):
         field = _field(piece)
         histogram.scatter_add_(0, field, one.expand_as(field))
     return histogram
-
-
-def numbers(tensor: Tensor) -> Tensor:
-    """Return the real numbers behind a tensor on this rank.
-
-    Args:
-        tensor: Dense or sparse, real or complex, plain or a DTensor.
-    """
-    values = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    values = values._values() if values.is_sparse else values  # noqa: SLF001
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def _field(values: Tensor) -> Tensor:
@@ -97,7 +87,7 @@ def largest(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        values = numbers(tensor).detach()
+        values = stored(tensor).detach()
         if values.numel():
             groups[values.device, values.dtype].append(values)
     tops = [torch.zeros_like(like)]

@@ -73,8 +73,8 @@ class TrainConfig:
     dtype: str = _flag("auto", "bf16, fp16 or auto (default auto)", "precision", "D")
     loss_scale: str = _flag(
         "auto",
-        "dynamic, none or a number; auto is dynamic for fp16, none otherwise "
-        "(default auto)",
+        "dynamic, measured, logmax, none or a number; auto is dynamic for fp16, none "
+        "otherwise (default auto)",
         "precision",
         "S",
     )
