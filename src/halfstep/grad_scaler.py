@@ -8,7 +8,6 @@ parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +148,7 @@ class GradScaler(TorchGradScaler):
         if set_to is not None:
             main.watch.forget(set_to)
             main.proposal = None
-        main.state = replace(main.state, scale=scale, clean_steps=clean)
+        main.put(scale, clean)
         return main
 
     def scale(self, outputs: Any) -> Any:
@@ -172,6 +171,7 @@ class GradScaler(TorchGradScaler):
         if main.state.scale is not scale:
             scale.copy_(main.state.scale)
             clean.copy_(main.state.clean_steps)
+            main.put(scale, clean)
             self._known.written(scale)
 
     def _name_of(self, param: Tensor) -> str:
@@ -346,7 +346,7 @@ class GradScaler(TorchGradScaler):
             self._last_step = report_on(self._last_taken, self._steps, *said)
         try:
             if new_scale is None:
-                main.state = replace(main.state, scale=used)
+                main.put(used, main.state.clean_steps)
                 self._move(main, states, found_inf)
         finally:
             self._scales.forget()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,11 +77,22 @@ def is_collapsed(scale: float, skips_in_a_row: int, rule: ScaleRule) -> bool:
         rule: Floor and limit.
     """
     limit = rule.max_consecutive_skips
-    dynamic = rule.backoff_factor < 1
+    too_long = limit is not None and skips_in_a_row >= limit
+    return too_long or is_stuck(scale, skips_in_a_row, rule)
+
+
+def is_stuck(scale: float, overflows_in_a_row: int, rule: ScaleRule) -> bool:
+    """Say whether the scale has lain at its floor, and overflowed there, for too long.
+
+    Args:
+        scale: Loss scale of the last backward pass.
+        overflows_in_a_row: Steps in which a pass overflowed, that one included.
+        rule: Floor.
+    """
+    if rule.backoff_factor == 1 or overflows_in_a_row < FLOOR_PATIENCE:
+        return False
     # The scale is fp32, and so may hold the floor rounded up.
-    lowest = scale <= rule.min_scale * (1 + 2**-23)
-    at_floor = dynamic and lowest and skips_in_a_row >= FLOOR_PATIENCE
-    return at_floor or (limit is not None and skips_in_a_row >= limit)
+    return scale <= rule.min_scale * (1 + 2**-23)
 
 
 @dataclass
@@ -199,14 +210,12 @@ class Watch:
         else:
             self._history.clear()
             self._in_a_row = 0
-        # Steps may be applied without the passes that overflowed, for ever.
-        dropping = not skipped and is_collapsed(
-            scale, self._in_a_row, replace(rule, max_consecutive_skips=None)
-        )
-        if dropping or is_collapsed(scale, int(skipped), rule):
-            raise self._collapse(int(skipped), culprits())
         soon = self._in_a_row + 1
-        self._near = soon > 1 and is_collapsed(self._known, soon, rule)
+        self._near = bool(bad) and is_collapsed(self._known, soon, rule)
+        # Steps may be applied without the passes that overflowed, for ever.
+        stuck = bad and not skipped and is_stuck(scale, self._in_a_row, rule)
+        if stuck or is_collapsed(scale, int(skipped), rule):
+            raise self._collapse(int(skipped), culprits())
 
     def _collapse(self, skips: int, culprits: Sequence[Culprit]) -> LossScaleCollapse:
         finite = None if self._loss is None else bool(self._loss.isfinite().all())

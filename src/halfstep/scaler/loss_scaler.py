@@ -87,6 +87,13 @@ class LossScaler:
             proposal = torch.minimum(proposal, self.proposal)
         self.proposal = self.proposal if proposal is None else proposal
 
+    def put(self, scale: Tensor, clean_steps: Tensor) -> None:
+        """Go on with a scale, and a count of clean steps, that others keep."""
+        old = self.state
+        if scale is not old.scale or clean_steps is not old.clean_steps:
+            left, skips = old.hysteresis_left, old.skips_in_a_row
+            self.state = ScaleState(scale, clean_steps, left, skips)
+
     def back_off(self) -> None:
         """Lower the scale at once, to try the same backward pass again."""
         lower = self.state.scale.double() * self.rule.backoff_factor
