@@ -178,6 +178,21 @@ def test_strategies_begin_at_a_power_of_two(strategy: str) -> None:
     )
 
 
+def test_two_ways_in_one_sum_are_refused() -> None:
+    """Law: a loss scaled after `backward` is refused where it meets its gradients."""
+    w, other = weight(), weight()
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    scaler = hs.GradScaler("cpu")
+    scaler.backward(w.sum(), optimizer)
+    with pytest.raises(RuntimeError) as caught:
+        scaler.scale((w * other).sum())
+    assert str(caught.value).startswith("scaler.scale() was given a loss that reaches")
+    assert scaler.scale(other.sum()).item() == 2.0**16
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.scale(w.sum()).item() > 0
+
+
 def test_a_refused_update_changes_nothing() -> None:
     """Law: after an `update` that torch refuses too, gradients stay unscaled once."""
     w = weight()

@@ -15,6 +15,7 @@ from halfstep import complaints
 from halfstep.errors import UserError
 from halfstep.parameters import gradients_of
 from halfstep.scaler.isolate import Ledger, let_go, run_pass
+from halfstep.scaler.measured import nodes_of
 from halfstep.scaler.unscale import dtypes_of
 
 if TYPE_CHECKING:
@@ -53,6 +54,20 @@ class Apart:
         """Passes left out since the last `update`, shape ()."""
         self.used: Tensor | None = None
         """Scale of the last pass since then, shape ()."""
+        self._open: list[Ledger] = []
+
+    def refuse_mixing(self, loss: Tensor) -> None:
+        """Refuse a scaled loss that reaches gradients which are unscaled already.
+
+        Raises:
+            RuntimeError: If it does.
+        """
+        if not self._open or loss.grad_fn is None:
+            return
+        entered = {param for ledger in self._open for param in ledger.parameters}
+        for node in nodes_of(loss.grad_fn):
+            if getattr(node, "variable", None) in entered:
+                raise complaints.mixed()
 
     def scale_or(self, usual: Tensor) -> Tensor:
         """Return the scale of the last pass, or the usual one if there was none."""
@@ -61,6 +76,7 @@ class Apart:
     def close(self) -> None:
         """Begin the next iteration."""
         self.dropped, self.used = 0, None
+        self._open.clear()
 
     def backward(
         self,
@@ -118,6 +134,7 @@ class Apart:
             let_go(loss)
         if self.drop:
             self.dropped = self.dropped + found
+        self._open += ledgers
         for ledger, own, (_, state) in zip(ledgers, owned, optimizers, strict=True):
             ledger.enter(own, found)
             spoilt = ledger.show()

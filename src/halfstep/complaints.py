@@ -122,6 +122,15 @@ def names_and_drop(name: str) -> UserError:
     return UserError(message)
 
 
+def mixed() -> RuntimeError:
+    """Return the error of gradients at two scales in one sum."""
+    message = (
+        "scaler.scale() was given a loss that reaches parameters whose gradients "
+        "scaler.backward() has unscaled already; use scaler.backward() for it too."
+    )
+    return RuntimeError(message)
+
+
 def pickled_group() -> TypeError:
     """Return the error of a pickled scaler that would forget whom to ask."""
     message = (

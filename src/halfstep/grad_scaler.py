@@ -115,8 +115,7 @@ class GradScaler(TorchGradScaler):
         self._known = Known()
         self._scaled = self._proposed = False
         self._stepped, self._last_taken = list[Taken](), list[Taken]()
-        self._steps = 0
-        self._last_step = StepReport(0, complete=False)
+        self._steps, self._last_step = 0, StepReport(0, complete=False)
 
     @property
     def last_step(self) -> StepReport:
@@ -158,6 +157,7 @@ class GradScaler(TorchGradScaler):
             first = first[0]
         if self._enabled and isinstance(first, torch.Tensor):
             self._scaled = True
+            self._apart.refuse_mixing(first)
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(first.device)
             main = self._main()
@@ -334,8 +334,8 @@ class GradScaler(TorchGradScaler):
         used = main.state.scale.clone()
         if new_scale is not None:
             # torch knows no int, and leaves its counter alone.
-            new_scale = float(new_scale) if isinstance(new_scale, int) else new_scale
-            super().update(new_scale)
+            whole = isinstance(new_scale, int)
+            super().update(float(new_scale) if whole else new_scale)
         elif not flags:
             raise complaints.no_checks(optimizers_of(self._stepped))
         self._last_taken, self._stepped = self._stepped, []

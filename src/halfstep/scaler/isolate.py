@@ -18,7 +18,7 @@ from halfstep.late import moved
 from halfstep.scaler.unscale import Agreement, groups_of, stored, unscale_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch.distributed as dist
 
@@ -39,6 +39,11 @@ class Ledger:
         self._shown: dict[Tensor, tuple[Tensor, int]] = {}
         self._passes = 0
         self._bad: Tensor | None = None
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        """Those whose gradients are entered."""
+        return self._totals.keys()
 
     @property
     def is_open(self) -> bool:

@@ -94,7 +94,7 @@ class Measured:
             self._steps, self._in_step = self._steps + 1, True
         if (self._steps - 1) % self._every:
             return None
-        nodes = _nodes(loss.grad_fn)
+        nodes = nodes_of(loss.grad_fn)
         self._taps += [node.register_prehook(self._look) for node in nodes]
         return self._try(loss, nodes, state) if first else None
 
@@ -190,8 +190,8 @@ class Measured:
         self._recent = deque(recent, maxlen=_LOOKS)
 
 
-def _nodes(root: Node) -> list[Node]:
-    """Return all nodes of a graph."""
+def nodes_of(root: Node) -> list[Node]:
+    """Return all nodes of a graph, in no order."""
     found, left = {root}, [root]
     while left:
         after = {node for node, _ in left.pop().next_functions if node} - found
