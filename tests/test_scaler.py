@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from halfstep import late
 from halfstep.errors import UserError
 from halfstep.scaler import LossScaler, ScaleRule, ScaleState, advance, unscale_
 from halfstep.scaler.collapse import is_collapsed
@@ -96,6 +97,23 @@ def test_advance_is_the_obvious_rule(rule: ScaleRule, trace: list[float]) -> Non
         assert state.clean_steps.item() == twin.clean
         assert state.hysteresis_left.item() == twin.left
         assert state.skips_in_a_row.item() == twin.skips
+
+
+@given(rules(), flags, st.sampled_from([None, 2.0**-30, 8.0, 2.0**30]))
+def test_the_rule_is_the_same_on_a_device(
+    rule: ScaleRule, trace: list[float], wish: float | None
+) -> None:
+    """Law: selections between tensors, as on a GPU, give what a CPU's numbers give."""
+    here, there = ScaleState.first(rule), ScaleState.first(rule)
+    proposal = None if wish is None else torch.tensor(wish)
+    for flag in trace:
+        here = advance(here, torch.tensor(flag), rule, proposal)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(late, "on_host", lambda _: False)
+            there = advance(there, torch.tensor(flag), rule, proposal)
+        for field in fields(ScaleState):
+            one, other = getattr(here, field.name), getattr(there, field.name)
+            assert (one.item(), one.dtype) == (other.item(), other.dtype)
 
 
 @given(rules(), flags)
@@ -243,6 +261,15 @@ def test_unscale_finds_what_is_planted(
     plants = [(place, value) if i == position else None for i in range(3)]
     grads += [gradient(kind, i, plant) for i, plant in enumerate(plants)]
     assert unscale_(grads, torch.tensor(0.5)).item() == 1.0
+
+
+def test_a_sparse_gradient_among_others_is_unscaled_once() -> None:
+    """Law: that torch's kernel refuses the list leaves those before it untouched."""
+    grads = [gradient(kind, 3) for kind in ("fp32", "sparse", "fp32", "fp16")]
+    expected = [numbers(grad) / 4 for grad in grads]
+    assert unscale_(grads, torch.tensor(0.25)).item() == 0.0
+    for grad, wide in zip(grads, expected, strict=True):
+        assert np.array_equal(numbers(grad), wide.astype(numbers(grad).dtype))
 
 
 def test_unscale_flags_once() -> None:

@@ -1,4 +1,4 @@
-"""A loss scale that no longer helps: noticed one step late, and explained.
+"""A loss scale that no longer helps: noticed without waiting, and explained.
 
 In: the scale, the skips in a row and the loss of each step. Out: nothing, as long as
 training can go on; then one `LossScaleCollapse` that says why, and what to do.

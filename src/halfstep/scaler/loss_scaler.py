@@ -166,9 +166,8 @@ class LossScaler:
         if state.get("strategy", "backoff") == self.rule.strategy:
             self.strategy.load_state_dict(state.get("strategy_state", {}))
         self.state = replace(self.state, **loaded)
-        self.watch = Watch(
-            float(loaded["scale"])
-        )  # what is under way is of another run
+        # What is under way is of another run.
+        self.watch = Watch(float(loaded["scale"]))
 
 
 def one_over(scale: Tensor) -> Tensor:

@@ -170,9 +170,6 @@ def groups_of(
         return [group]
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    gradients = list(gradients)
-    if not _sharded(gradients):
-        return []
     found: dict[int, dist.ProcessGroup] = {}
     parts: list[Any] = [part for part in gradients if hasattr(part, "to_local")]
     for part in parts:
