@@ -1,0 +1,8 @@
+"""Master weights: the truth behind 16-bit parameters, and its lean forms.
+
+In: an optimizer over 16-bit parameters. Out: updates that are not lost to rounding.
+"""
+
+from halfstep.master.weights import MasterWeights, NoMasters
+
+__all__ = ["MasterWeights", "NoMasters"]

@@ -1,0 +1,71 @@
+"""The arithmetic of SGD, Adam and AdamW as plain numbers, and what it is applied to.
+
+In: a parameter group of torch's optimizer. Out: a `Sgd` or `Adam`, or nothing where the
+optimizer does something else. Every fused kernel, compiled or not, takes these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sgd:
+    """torch.optim.SGD, with its names."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    nesterov: bool
+    weight_decay: float
+    maximize: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """torch.optim.Adam and AdamW, with their names."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    """AdamW: decay shrinks the weight itself, and does not enter the moments."""
+    amsgrad: bool
+    maximize: bool
+
+
+Rule = Sgd | Adam
+
+
+@dataclass(slots=True)
+class Item:
+    """One parameter in an update. All tensors are contiguous and of one shape."""
+
+    weight: Tensor
+    """What the model holds: bf16, fp16, or fp32."""
+    gradient: Tensor
+    """bf16, fp16 or fp32, still multiplied by the loss scale."""
+    extra: Tensor | None
+    """What the form keeps beside the weight: see `Form`."""
+    states: tuple[Tensor, ...]
+    """SGD with momentum: (momentum_buffer,); Adam: (exp_avg, exp_avg_sq), and
+    max_exp_avg_sq with amsgrad. fp32, or bf16 where the form keeps them so."""
+    step: Tensor | None
+    """Adam: torch's step counter, fp32, shape (), already counting this step."""
+    first: bool
+    """SGD: the momentum buffer is not filled yet; it takes the gradient as it is."""
+    index: int
+    """Number of the parameter; random numbers depend on it."""
+
+
+def numbers(value: Any) -> float | None:  # noqa: ANN401
+    """Return a hyper-parameter as a number; None if it is a tensor on a device."""
+    if isinstance(value, int | float):
+        return float(value)
+    return float(value) if getattr(value, "is_cpu", False) else None
