@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from halfstep import machine
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -32,6 +34,12 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train in any format without a word about how slow it is on this machine."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

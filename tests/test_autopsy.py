@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+pytestmark = pytest.mark.usefixtures("any_machine")
+
 TARGETS = torch.tensor([0, 1, 2, 0])
 CAUSAL = torch.ones(4, 4, dtype=torch.bool).triu(1)
 

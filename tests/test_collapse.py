@@ -18,6 +18,8 @@ from halfstep.scaler.collapse import Losses, diagnose
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.usefixtures("any_machine")
+
 LIMIT = 6
 """Skips in a row that end these runs."""
 

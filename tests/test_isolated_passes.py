@@ -182,7 +182,8 @@ def test_a_parameter_without_a_dimension(kind: str) -> None:
         report = session.step()
     assert report.applied
     # The mean over the one good micro-batch: its gradient is 1.
-    expected = torch.tensor(0.45).to(session.weights()["shift"].dtype)
+    kept = model.shift.dtype if level == "O3" else torch.float32
+    expected = torch.tensor(0.45).to(kept).float()
     torch.testing.assert_close(session.weights()["shift"], expected)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import platform
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -263,3 +265,35 @@ def test_gpu_is_measured() -> None:
     found = machine.gemm_rates("cuda", refresh=True)
     assert found.keys() == FORMATS.keys()
     assert all(0 < rate < math.inf for rate in found.values())
+
+
+KEEP = """
+import resource
+import torch
+from halfstep import machine
+
+def faults():
+    for _ in range(4):
+        torch.ones(16 * 2**20).add(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+before = faults()
+middle = faults()
+kept = machine.keep_memory()
+faults()
+start = faults()
+print(kept, middle - before, faults() - start)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_memory_is_kept_when_asked() -> None:
+    """Law: large tensors map fresh pages each time, until memory is kept."""
+    done = subprocess.run(
+        [sys.executable, "-c", KEEP], capture_output=True, text=True, check=True
+    )
+    kept, before, after = done.stdout.split()
+    assert kept == "True"
+    # Two tensors of 64 MiB, four times; huge pages make it fewer faults of 4 KiB.
+    assert int(before) > 100
+    assert int(after) < int(before) / 10

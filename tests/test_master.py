@@ -315,10 +315,10 @@ def test_none_at_all() -> None:
     (weight, _) = weights(torch.bfloat16)
     weight.grad = torch.ones_like(weight)
     before = weight.detach().clone()
-    none = NoMasters()
+    none = NoMasters(torch.optim.SGD([weight], lr=0.1))
     none.fold()
     none.publish()
     assert torch.equal(weight.grad, torch.ones_like(weight))
     assert torch.equal(weight, before)
     assert none.stored(weight) is weight
-    assert none.pairs == ()
+    assert none.pairs == []

@@ -15,10 +15,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import halfstep as hs
-from halfstep import late
+from halfstep import late, preparing
 from halfstep.scaler import ScaleRule
 from halfstep.scaler.passes import Passes
 from halfstep.scaler.scales import Scales
+from halfstep.updating import Updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,6 +48,9 @@ def _gpu(
         return
     monkeypatch.setattr(late, "on_host", lambda _: False)
     monkeypatch.setattr(late.Late, "send", lambda *_: None)
+    # The kernels of a CPU read memory, which fake tensors have none of.
+    monkeypatch.setattr(Updates, "_has_kernel", False)
+    monkeypatch.setattr(preparing, "cautions", lambda *_: ())
     with FakeTensorMode():
         yield
 

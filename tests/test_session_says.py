@@ -13,6 +13,7 @@ from torch import nn
 import halfstep as hs
 from halfstep import machine
 from halfstep.errors import UserError
+from halfstep.master import native
 
 if TYPE_CHECKING:
     from halfstep.session import Session
@@ -150,8 +151,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0 must be above 0, or None."),
     ({"clip_grad_norm": math.nan}, "clip_grad_norm=nan must be above 0, or None."),
     (
-        {"master": "split"},
-        "master='split' is not a form of master weights; choose 'fp32'.",
+        {"master": "half"},
+        (
+            "master='half' is not a form of master weights; choose fp32, split, kahan, "
+            "stochastic, none."
+        ),
     ),
     (
         {"level": "O0", "dtype": "bf16"},
@@ -215,7 +219,8 @@ def test_explain() -> None:
     assert seen.notes == (
         "level O2 bf16: level O2 was asked for",
         "policy: torch + module:3=fp32 + type:RMSNorm=fp32",
-        "fp32 master weights: 112",
+        "master weights of 112 numbers: fp32 masters, exact",
+        f"update: SGD in one pass over memory: {native.describe()}",
         "loss scale: 1, fixed",
     )
     moving = build("O1 fp16").explain()
@@ -229,7 +234,7 @@ def test_states_that_do_not_fit() -> None:
     with pytest.raises(UserError) as version:
         session.load_state_dict(state | {"version": 0})
     assert str(version.value) == (
-        "session state has version 0; this halfstep reads version 2."
+        "session state has version 0; this halfstep reads versions 2 and 3."
     )
     before = everything(session)
     for weights, words in (

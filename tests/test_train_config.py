@@ -6,16 +6,19 @@ import argparse
 import json
 import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
+from small_training import letters, one_thread, same, small_and_measured
 
+from halfstep import checkpoint
 from halfstep.errors import UserError
 from halfstep.policy import Policy
+from halfstep.train import result
 from halfstep.train.config import TrainConfig, add_flags, resumed, typed
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from halfstep.train.loop import Trainer
+from halfstep.train.run import run
 
 # Away from its default, in range, and what stands for it on the command line.
 OTHERS: dict[str, Any] = {
@@ -30,6 +33,7 @@ OTHERS: dict[str, Any] = {
     "level": "O1",
     "dtype": "fp16",
     "loss_scale": "1024",
+    "master": "split",
     "policy": "torch + module:classifier=fp32",
     "epochs": 7,
     "batch_size": 8,
@@ -62,6 +66,11 @@ REFUSED = [
     ("max_length", 2, "--max-length 2 must be at least 3."),
     ("seed", -1, "--seed -1 must be at least 0 and below 4294967296."),
     ("seed", 2**32, "--seed 4294967296 must be at least 0 and below 4294967296."),
+    (
+        "master",
+        "fp16",
+        "--master fp16 must be one of fp32, split, kahan, stochastic, none.",
+    ),
     ("device", "tpu", "--device tpu must be one of auto, cpu, cuda."),
 ]
 
@@ -192,3 +201,101 @@ def test_a_policy_file_is_read_at_once(tmp_path: Path) -> None:
     given = typed(parser.parse_args(["--policy", str(path)]))
     assert given["policy"] == "lean + op:softmax=fp32"
     assert resumed(TrainConfig(**given).data_dict(), given).policy == str(made)
+
+
+@pytest.fixture
+def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return settings of a run of a few steps, whose report is its lead alone."""
+    small_and_measured(monkeypatch)
+    monkeypatch.setattr(result, "page", lambda _title, _sections, lead: lead)
+    source = tmp_path / "letters.json"
+    source.write_text(json.dumps(letters(20, "de", "ab", lengths=(3, 9))))
+    return {
+        "data": str(source),
+        "model": "mini",
+        "level": "O2",
+        "dtype": "bf16",
+        "epochs": 1,
+        "batch_size": 9,
+        "out": str(tmp_path / "run"),
+    }
+
+
+@pytest.mark.parametrize("master", ["fp32", "split", "kahan", "stochastic", "none"])
+def test_masters(
+    short: dict[str, Any], capsys: pytest.CaptureFixture[str], master: str
+) -> None:
+    """Law: masters are of the form asked for, and all that is written says so."""
+    with one_thread():
+        done = run(short | {"master": master})
+    saved = checkpoint.load(done.folder.last())
+    assert saved.state["masters"]["form"] == saved.notes["master"] == master
+    assert done.summary["master"] == done.folder.settings()["master"] == master
+    said = f"evel O2 bf16, master weights {master}: level O2 was asked for"
+    out, err = capsys.readouterr()
+    assert f"l{said}" in out + err
+    assert (done.folder.path / "report.html").read_text().startswith(f"L{said}. ")
+
+
+def test_no_masters_to_speak_of(short: dict[str, Any]) -> None:
+    """Law: a level without master weights is said to keep none, whatever is set."""
+    with one_thread():
+        done = run(short | {"level": "O1"})
+    assert done.summary["master"] == "none"
+    assert checkpoint.load(done.folder.last()).notes["master"] == "none"
+    lead = (done.folder.path / "report.html").read_text()
+    assert lead.startswith("Level O1 bf16: level O1 was asked for. ")
+
+
+NO_FIT = {
+    "O1 bf16 split": (
+        "master='split' at level O1, which has no master weights: use level='O2', or "
+        "leave master out."
+    ),
+    "O2 fp16 kahan": (
+        "master='kahan' needs bf16 weights, not torch.float16: only bf16 is the high "
+        "half of fp32. Use dtype='bf16' or master='fp32'."
+    ),
+}
+
+
+@pytest.mark.parametrize("words", NO_FIT)
+def test_masters_that_do_not_fit(short: dict[str, Any], words: str) -> None:
+    """Law: a form that level or dtype rule out is refused, and nothing written."""
+    given = dict(zip(("level", "dtype", "master"), words.split(), strict=True))
+    with one_thread(), pytest.raises(UserError) as caught:
+        run(short | given)
+    assert str(caught.value) == NO_FIT[words]
+    assert not Path(short["out"]).exists()
+
+
+@pytest.mark.parametrize("master", ["split", "kahan", "stochastic", "none"])
+def test_resumed_masters(
+    short: dict[str, Any], monkeypatch: pytest.MonkeyPatch, master: str
+) -> None:
+    """Law: a run of any form, stopped and resumed, is the run that was not, to the bit.
+
+    What another form would make of its checkpoint is not tried: it is refused.
+    """
+    given = short | {"master": master, "epochs": 2, "eval_every": 1}
+    clean = Trainer._train_step
+
+    def stop(self: Trainer, number: int, *rest: Any) -> dict[str, Any]:
+        if number == 3:
+            raise KeyboardInterrupt
+        return clean(self, number, *rest)
+
+    with one_thread():
+        straight = run(given | {"out": short["out"] + "-straight"}).folder
+        monkeypatch.setattr(Trainer, "_train_step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(given)
+        monkeypatch.setattr(Trainer, "_train_step", clean)
+        other = "--master fp32 differs from this run's " + master
+        with pytest.raises(UserError, match=other):
+            run({"out": short["out"], "master": "fp32"}, resume=True)
+        again = run({"out": short["out"]}, resume=True).folder
+    one, two = (checkpoint.load(folder.last()) for folder in (straight, again))
+    assert one.state["run"]["step"] == 4
+    assert same(one.weights, two.weights)
+    assert same(one.state, two.state)

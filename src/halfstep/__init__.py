@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from halfstep import checkpoint, formats, levels, machine, policy, scaler
+    from halfstep import checkpoint, formats, levels, machine, policy, scaler, sharded
     from halfstep.cast_cache import CastCache
     from halfstep.casting import autocast
     from halfstep.errors import UserError
@@ -53,7 +53,7 @@ _ROOM_OF = {
     "prepare": "preparing",
     "promote": "functions",
 }
-_ROOMS = ("checkpoint", "formats", "levels", "machine", "policy", "scaler")
+_ROOMS = ("checkpoint", "formats", "levels", "machine", "policy", "scaler", "sharded")
 
 __all__ = [
     "CastCache",
@@ -80,6 +80,7 @@ __all__ = [
     "prepare",
     "promote",
     "scaler",
+    "sharded",
 ]
 
 

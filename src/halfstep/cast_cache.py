@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
+
+from halfstep import hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -231,7 +232,7 @@ _caches: weakref.WeakSet[CastCache] = weakref.WeakSet()
 @functools.cache
 def _watch() -> None:
     """Let all caches know from now on what optimizers have written into."""
-    register_optimizer_step_post_hook(_written)
+    hooks.after_each_step(_written)
 
 
 def _written(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -73,7 +73,11 @@ def cautions(
     if choice.level.low_weights and not choice.level.masters:
         for group in optimizer.param_groups:
             epsilon = group.get("eps")
-            if epsilon and not torch.tensor(epsilon, dtype=choice.format.dtype):
+            if (
+                isinstance(epsilon, float)
+                and epsilon
+                and not torch.tensor(epsilon, dtype=choice.format.dtype)
+            ):
                 found.append(
                     f"eps={epsilon:g} rounds to 0 in {choice.format}, in which level "
                     f"{choice.level} keeps the optimizer's state: weights will become "

@@ -2,16 +2,21 @@
 
 In: a model, a level, a policy. Out: the same model with its weights converted in
 place, the fp32 originals for whoever needs masters, and hooks that keep modules in
-fp32 or cast the model's inputs.
+fp32 or cast what goes into the model and comes out of it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from halfstep import optable, policy
 from halfstep.errors import UserError
@@ -20,6 +25,8 @@ from halfstep.policy import Policy, Rule
 from halfstep.scopes import Scope, scopes_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from halfstep.levels import Level
 
 
@@ -31,6 +38,14 @@ RMS_NORM = Rule(
 )
 """Where weights are low and norms are not, torch's RMSNorm runs as an island. The lean
 table needs no such rule: it casts the weight to the format of the input."""
+PARAMETRIZED = Rule(
+    "type",
+    "ParametrizationList",
+    optable.FP32,
+    "orthogonal maps and power iterations work in fp32; the weight made is low",
+)
+"""Where weights are low, one that is computed from others is computed in fp32, from
+fp32 parameters, and rounded once: they need no masters, and none is kept for them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,26 @@ def convert_(
     """Store a model's weights as the level says, in place.
 
     Parameters keep their identity, so optimizers, tied weights and hooks still refer
-    to them. Integer, bool, complex and float64 tensors stay as they are.
+    to them; those that share memory still do. Gradients they hold are cast with them.
+    Integer, bool, complex and float64 tensors stay as they are, and so do tensors
+    that are neither parameters nor buffers: autocast, where there is some, casts them.
+
+    Buffers become low at levels without autocast only. Under autocast, operations cast
+    those that meet 16-bit numbers as they need, and what is stored stays exact: rotary
+    frequencies and running means lose digits in bf16, a mask of -1e9 becomes -inf in
+    fp16. apex's O2 has no autocast, and must halve them.
+
+    A parametrized weight (torch.nn.utils.parametrize) is computed in fp32 from fp32
+    parameters and handed to its layer low. Whether a module is a normalisation layer
+    tells its class, or the name of its class: `policy.is_normalisation`.
+
+    What the model is called with is cast where the level says so, and what it returns:
+    its 16-bit tensors become fp32, so that a loss written by hand sees fp32. That costs
+    one pass over the outputs, and their fp32 copy, which a loss in a region would make
+    for itself; the backward pass casts the copy's gradient to 16 bits.
+    Hooks that the user registered on the model before see its outputs low, later ones
+    see fp32. Only a call of the model passes here: `model.encode(x)` does not, nor does
+    what an object of a kind unknown to `cast_floating` holds, a cache say.
 
     Args:
         model: Bare, not wrapped for data parallelism when weights become low: the
@@ -62,13 +96,11 @@ def convert_(
 
     Raises:
         UserError: If a rule cannot be applied, matches no module, or the model is
-            wrapped.
+            wrapped, or has no numbers yet. Nothing is changed then.
     """
     policy.check_ops(rules)
-    implied: tuple[Rule, ...] = ()
-    if level.fp32_norms and rules.base == "torch":
-        implied = (RMS_NORM,)
-        rules = replace(rules, rules=(*rules.rules, *implied))
+    implied = _implied(model, level, rules)
+    rules = replace(rules, rules=(*rules.rules, *implied))
     scopes = scopes_of(model, rules, implied)
     if not level.autocast:
         _refuse_what_needs_regions(rules, level)
@@ -80,40 +112,73 @@ def convert_(
             "session.model."
         )
         raise UserError(message)
-    islands = _attach(model, scopes if level.low else [], level, low)
-    if not level.low_weights:
-        return Conversion({}, tuple(islands), rules)
-    spared = _spared(model, level, list(islands.values()))
-    originals = {}
-    # Buffers are tables and statistics (rotary frequencies, running means), small and
-    # read as they are: they become low only where nothing casts in between.
-    buffers = [] if level.autocast else [*model.buffers()]
-    for tensor in [*model.parameters(), *buffers]:
-        if id(tensor) in spared or tensor.dtype != torch.float32:
-            continue
-        if isinstance(tensor, nn.Parameter):
-            originals[tensor] = tensor.detach()
-        tensor.data = tensor.data.to(low)
+    islands = {
+        scope.path: model.get_submodule(scope.path)
+        for scope in scopes
+        if level.low and scope.category == optable.FP32
+    }
+    chosen: list[Tensor] = []
+    if level.low_weights:
+        spared = _spared(model, level, [*islands.values()])
+        buffers = () if level.autocast else model.buffers()
+        chosen = [
+            tensor
+            for tensor in chain(model.parameters(), buffers)
+            if tensor.dtype == torch.float32 and id(tensor) not in spared
+        ]
+        _refuse_unready(model, level, {id(tensor) for tensor in chosen})
+        if not level.autocast:
+            _refuse_shared(model, level, islands, spared)
+    _attach(model, scopes if level.low else [], islands, level, low)
+    originals = {
+        # Not `detach()`: that would share the weight's version counter.
+        tensor: tensor.data
+        for tensor in chosen
+        if isinstance(tensor, nn.Parameter)
+    }
+    _lower(chosen, low)
+    if chosen:
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                # cuDNN wants the weights of one in one piece, as `Module.to` knows.
+                module.flatten_parameters()
     if level.low_inputs:
         model.register_forward_pre_hook(_Entry(low), with_kwargs=True)
+    if level.fp32_outputs:
+        model.register_forward_hook(_exit)
     return Conversion(originals, tuple(islands), rules)
 
 
+def _implied(model: nn.Module, level: Level, rules: Policy) -> tuple[Rule, ...]:
+    """Return the rules that the level itself brings."""
+    implied: tuple[Rule, ...] = ()
+    if level.fp32_norms and rules.base == "torch":
+        implied += (RMS_NORM,)
+    if level.low_weights and any(map(_is_parametrized, model.modules())):
+        implied += (PARAMETRIZED,)
+    return implied
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    """Say whether a module makes a weight from others."""
+    return isinstance(module, ParametrizationList)
+
+
 def _attach(
-    model: nn.Module, scopes: list[Scope], level: Level, low: torch.dtype
-) -> dict[str, nn.Module]:
-    """Let modules obey the rules; return those that run in fp32, by path."""
-    islands: dict[str, nn.Module] = {}
+    model: nn.Module,
+    scopes: list[Scope],
+    islands: dict[str, nn.Module],
+    level: Level,
+    low: torch.dtype,
+) -> None:
+    """Let modules obey the rules."""
     for scope in scopes:
         module = model.get_submodule(scope.path)
-        apart = scope.category == optable.FP32
-        inside = any(outer in policy.around(scope.path) for outer in islands)
-        # Their weights stay fp32, so they run in fp32 outside regions too.
-        back = None if level.autocast or inside else low
-        scope.hook(module, always=apart, back=back)
-        if apart:
-            islands[scope.path] = module
-    return islands
+        # The weights of an island stay fp32, so it runs in fp32 outside regions too.
+        apart = scope.path in islands
+        inside = any(outer in islands for outer in policy.around(scope.path)[1:])
+        keeps = level.autocast and not (level.low_weights and _is_parametrized(module))
+        scope.hook(module, always=apart, back=None if keeps or inside else low)
 
 
 def _refuse_what_needs_regions(rules: Policy, level: Level) -> None:
@@ -128,6 +193,43 @@ def _refuse_what_needs_regions(rules: Policy, level: Level) -> None:
             raise UserError(message)
 
 
+def _refuse_unready(model: nn.Module, level: Level, chosen: set[int]) -> None:
+    """Refuse weights without numbers, or with such as no optimizer may touch."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if id(tensor) not in chosen:
+            continue
+        if is_lazy(tensor):
+            state = "has no shape yet"
+            right = "Call the model once, make the optimizer, then prepare"
+        elif tensor.is_meta:
+            state = "is on the meta device, without numbers"
+            right = "Call model.to_empty(), load its weights, then prepare"
+        elif tensor.is_inference():
+            state = "was made in inference mode, which nothing can train"
+            right = "Build the model outside torch.inference_mode()"
+        else:
+            continue
+        message = f"level={level.name} stores {name!r} low, but it {state}. {right}."
+        raise UserError(message)
+
+
+def _refuse_shared(
+    model: nn.Module, level: Level, islands: dict[str, nn.Module], spared: set[int]
+) -> None:
+    """Refuse a weight tied between an island and a module that runs low."""
+    for path, module in model.named_modules():
+        own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+        if not any(outer in islands for outer in policy.around(path)) and any(
+            id(tensor) in spared for tensor in own
+        ):
+            message = (
+                f"module {path!r} shares a weight with one that a rule keeps in fp32, "
+                f"and level {level.name} has no autocast to mix them: add the rule "
+                f"'module:{path}=fp32', or drop the other."
+            )
+            raise UserError(message)
+
+
 def _spared(model: nn.Module, level: Level, islands: list[nn.Module]) -> set[int]:
     """Return the ids of parameters and buffers that keep fp32."""
     kept = list(islands)
@@ -137,11 +239,69 @@ def _spared(model: nn.Module, level: Level, islands: list[nn.Module]) -> set[int
             for module in model.modules()
             if policy.is_normalisation(policy.type_names(module))
         ]
-    return {
+    spared = {
         id(tensor)
         for module in kept
         for tensor in (*module.parameters(), *module.buffers())
     }
+    for module in model.modules() if level.autocast else ():
+        for hook in module._forward_pre_hooks.values():  # noqa: SLF001 -- no other way
+            if isinstance(hook, SpectralNorm):
+                # Its power iteration writes into fp32 buffers and takes no mix.
+                spared.add(id(getattr(module, f"{hook.name}_orig")))
+    return spared
+
+
+@torch.no_grad()
+def _lower(tensors: Iterable[Tensor], low: torch.dtype) -> None:
+    """Store tensors in 16 bits; those that overlap in memory still do."""
+    for alike in _overlapping(tensors):
+        if len(alike) == 1:
+            _put(alike[0], alike[0].data.to(low))
+            continue
+        start = min(tensor.storage_offset() for tensor in alike)
+        size = max(map(_end, alike)) - start
+        whole = alike[0].data.as_strided((size,), (1,), start).to(low)
+        for tensor in alike:
+            place = tensor.storage_offset() - start
+            _put(tensor, whole.as_strided(tensor.shape, tensor.stride(), place))
+
+
+def _put(tensor: Tensor, value: Tensor) -> None:
+    gradient = tensor.grad if tensor.is_leaf else None
+    tensor.grad = None  # it must have its tensor's dtype
+    tensor.data = value
+    if gradient is not None:
+        tensor.grad = gradient.to(value.dtype)
+
+
+def _overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return tensors in groups: views of the same numbers are in one."""
+    groups: list[list[Tensor]] = []
+    stored: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        # A wrapper subclass, as DTensor is, has its numbers in other tensors.
+        wraps = hasattr(tensor, "__tensor_flatten__")
+        if tensor.layout == torch.strided and tensor.numel() and not wraps:
+            # Not its address, which storages without memory have in common.
+            stored[tensor.untyped_storage()._cdata].append(tensor)  # noqa: SLF001
+        else:
+            groups.append([tensor])
+    for together in stored.values():
+        end = -1
+        for tensor in sorted(together, key=Tensor.storage_offset):
+            if tensor.storage_offset() < end:
+                groups[-1].append(tensor)
+            else:
+                groups.append([tensor])
+            end = max(end, _end(tensor))
+    return groups
+
+
+def _end(tensor: Tensor) -> int:
+    """Return where in its storage a tensor ends, in elements."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset()) + 1 + sum((n - 1) * s for n, s in steps)
 
 
 @dataclass(frozen=True)
@@ -154,3 +314,8 @@ class _Entry:
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return cast_floating((args, kwargs), self.dtype)
+
+
+def _exit(_module: nn.Module, _args: object, output: object) -> object:
+    """Forward hook: casts what a model returns to fp32, float64 and ids apart."""
+    return cast_floating(output, torch.float32)

@@ -95,23 +95,25 @@ def bare(model: nn.Module) -> nn.Module:
 
 def is_data_parallel(model: nn.Module) -> bool:
     """Say whether gradients are averaged in each backward pass."""
-    return isinstance(model, nn.parallel.DistributedDataParallel)
+    return wrapper(model) is not None
 
 
 def unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Return a region in which a DDP model keeps its gradients to itself."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.no_sync()
+    found = wrapper(model)
+    if found is not None:
+        return found.no_sync()
     return contextlib.nullcontext()
 
 
-def average(model: nn.Module, params: list[Tensor]) -> None:
-    """Average over processes what a DDP model kept to itself."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        for param in params:
-            if param.grad is not None:
-                total(param.grad, model.process_group)
-                param.grad /= model.process_group.size()
+def wrapper(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Return the DDP that a model is, or that torch.compile has wrapped; else None."""
+    while not isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        if not isinstance(inner, nn.Module) or inner is model:
+            return None
+        model = inner
+    return model
 
 
 def highest(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

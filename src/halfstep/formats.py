@@ -107,31 +107,110 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
 
     Why: `value.to(dtype)` breaks token ids and masks, and model outputs are nested.
     Float64, integer, bool and complex tensors stay as they are, as under autocast:
-    whoever made a float64 tensor meant it. Lists, tuples, named tuples, mappings
-    (transformers' ModelOutput is one) and dataclasses keep their type.
+    whoever made a float64 tensor meant it.
+
+    Lists, tuples, named tuples, mappings (transformers' ModelOutput is one) and
+    dataclasses, frozen ones too, keep their type and all that they carry besides; no
+    constructor runs. What occurs twice inside is cast once and stays one object; a
+    container in which nothing is cast is returned itself, not a copy. Sets,
+    generators, modules and objects of other kinds pass through, tensors inside and all.
 
     Args:
         value: A tensor, a nested container of tensors, or anything else.
         dtype: The dtype to cast to.
     """
-    cast: T = _cast(value, dtype)
+    cast: T = _Cast(dtype).of(value)[0]
     return cast
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype in _BY_DTYPE else value
+class _Cast:
+    """One cast of a nested value, which remembers what it has met."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._met: dict[int, tuple[Any, Any]] = {}
+        """Id -> what has it, kept alive so that no other gets it, and its copy; None
+        while nothing in it was cast."""
+        self._open: set[int] = set()
+        """Ids of the containers that are being gone through."""
+
+    def of(self, value: Any) -> tuple[Any, bool]:  # noqa: ANN401
+        """Return what stands for a value, and whether that is a copy.
+
+        torch.compile traces this: it does not know `is` of tuples.
+        """
+        if isinstance(value, torch.Tensor):
+            if value.dtype not in _BY_DTYPE or value.dtype == self._dtype:
+                return value, False
+            if id(value) not in self._met:
+                self._met[id(value)] = value, value.to(self._dtype)
+            return self._met[id(value)][1], True
+        items = _items(value)
+        if items is None:
+            return value, False
+        if id(value) not in self._met:
+            self._met[id(value)] = value, None
+            self._fill(value, items)
+        elif id(value) in self._open and not isinstance(value, tuple):
+            return self._copy(value), True  # it holds itself: so shall the copy
+        copied = self._met[id(value)][1]
+        return (value, False) if copied is None else (copied, True)
+
+    def _fill(self, value: Any, items: list[tuple[Any, Any]]) -> None:  # noqa: ANN401
+        """Cast what a container holds; copy it if that makes a difference."""
+        self._open.add(id(value))
+        if isinstance(value, tuple):
+            cast = [self.of(item) for _, item in items]
+            if any(changed for _, changed in cast):
+                twin = _tuple_like(value, [item for item, _ in cast])
+                self._met[id(value)] = value, twin
+        else:
+            for key, item in items:
+                new, changed = self.of(item)
+                if changed:
+                    _put(self._copy(value), key, new)
+        self._open.remove(id(value))
+
+    def _copy(self, value: Any) -> Any:  # noqa: ANN401
+        """Return the copy of a container, made when first asked for."""
+        if self._met[id(value)][1] is None:
+            self._met[id(value)] = value, _shallow(value)
+        return self._met[id(value)][1]
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401
+    """Return what a container holds, with its keys; None if it is none of ours."""
     if isinstance(value, MutableMapping):
-        twin = copy.copy(value)
-        # One by one: transformers' ModelOutput refuses `update`.
-        for key, item in value.items():
-            twin[key] = _cast(item, dtype)
-        return twin
+        return list(value.items())
     if isinstance(value, list | tuple):
-        items = [_cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        cast = {name: _cast(getattr(value, name), dtype) for name in fields}
-        return dataclasses.replace(value, **cast)
-    return value
+        return list(enumerate(value))
+    if isinstance(value, type | torch.nn.Module) or not dataclasses.is_dataclass(value):
+        return None
+    names = [field.name for field in dataclasses.fields(value)]
+    # A field that no constructor fills may be empty.
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def _put(container: Any, key: Any, item: object) -> None:  # noqa: ANN401
+    if isinstance(container, MutableMapping | list):
+        # One by one: transformers' ModelOutput refuses `update`.
+        container[key] = item
+    else:
+        object.__setattr__(container, key, item)  # a frozen one refuses its own
+
+
+def _shallow(value: Any) -> Any:  # noqa: ANN401
+    """Copy a container. torch.compile cannot look into `copy.copy` of plain ones."""
+    if type(value) in (dict, list):
+        return type(value)(value)
+    return copy.copy(value)
+
+
+def _tuple_like(value: Any, items: list[Any]) -> Any:  # noqa: ANN401
+    if hasattr(value, "n_sequence_fields"):  # torch.return_types
+        return type(value)(items)
+    # Constructors of named tuples, and of others, take what they like.
+    twin = tuple.__new__(type(value), items)
+    if hasattr(value, "__dict__"):
+        vars(twin).update(vars(value))
+    return twin

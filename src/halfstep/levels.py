@@ -22,7 +22,7 @@ class Level:
     summary: str
     """One line for a newcomer."""
     low_weights: bool
-    """Parameters and floating buffers are stored in the 16-bit format."""
+    """Parameters are stored in the 16-bit format; buffers too without autocast."""
     fp32_norms: bool
     """Normalisation layers keep fp32 parameters where weights are low."""
     autocast: bool
@@ -31,6 +31,8 @@ class Level:
     """The optimizer updates fp32 copies of low weights."""
     low_inputs: bool
     """Floating inputs of the model are cast to the 16-bit format on entry."""
+    fp32_outputs: bool
+    """16-bit outputs of the model are cast to fp32 on exit."""
 
     @property
     def low(self) -> bool:
@@ -43,7 +45,8 @@ class Level:
 
 
 def _level(name: str, summary: str, *on: str) -> Level:
-    fields = ("low_weights", "fp32_norms", "autocast", "masters", "low_inputs")
+    storage = ("low_weights", "fp32_norms", "autocast", "masters")
+    fields = (*storage, "low_inputs", "fp32_outputs")
     return Level(name, summary, **{field: field in on for field in fields})
 
 
@@ -56,8 +59,15 @@ O2 = _level(
     "fp32_norms",
     "autocast",
     "masters",
+    "fp32_outputs",
 )
-O3 = _level("O3", "16-bit throughout: the speed limit", "low_weights", "low_inputs")
+O3 = _level(
+    "O3",
+    "16-bit throughout: the speed limit",
+    "low_weights",
+    "low_inputs",
+    "fp32_outputs",
+)
 
 LEVELS = {level.name: level for level in (O0, O1, O2, O3)}
 

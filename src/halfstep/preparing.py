@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep import levels
+from halfstep import levels, release, shards
 from halfstep.choice import Choice, cautions, choose
-from halfstep.errors import UserError
+from halfstep.errors import UserError, require
+from halfstep.master import form as forms
 from halfstep.policy import Policy
 from halfstep.scaler import ScaleRule
 from halfstep.session import Session
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
+
+    from halfstep.master.form import Form
 
 
 def prepare(
@@ -37,6 +40,8 @@ def prepare(
     drop_bad_microbatch: bool = False,
     retries: int = 0,
     master: str = "fp32",
+    release_gradients: bool = False,
+    lost_updates_every: int | None = None,
     scheduler: LRScheduler | None = None,
     names: Iterable[tuple[str, nn.Parameter]] | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -45,7 +50,8 @@ def prepare(
 
     Args:
         model: On its device, in fp32. Where the level stores weights in 16 bits, wrap
-            `session.model` for data parallelism afterwards.
+            `session.model` for data parallelism afterwards. `fully_shard` comes before,
+            with `halfstep.sharded.fsdp_policy`: its fp32 shards are the masters.
         optimizer: Any torch optimizer over the model's parameters.
         level: "O0" to "O3"; "auto" takes what this machine measures as worth it. A
             `Choice` is taken as it is, dtype included.
@@ -65,7 +71,18 @@ def prepare(
         retries: How often a backward pass that overflowed is run again, at a lower
             scale, before it counts as lost. The host then waits for each pass. Not
             under DDP, which averages gradients once for each forward pass.
-        master: "fp32", the one form of master weights there is.
+        master: What is kept beside a 16-bit weight where the level has masters:
+            "fp32" its fp32 value; "split" the 16 bits that bf16 cuts off, exact and
+            leaner; "kahan" a bf16 rest, "stochastic" nothing but rounding at random,
+            both with bf16 moments; "none": the optimizer updates 16-bit weights. All
+            but "fp32" and "none" need bf16.
+        release_gradients: Update each weight as soon as its gradient is there, inside
+            `session.backward`, and free the gradient. It excludes loss scales,
+            clipping and accumulation. A gradient with inf or NaN leaves its own
+            parameter alone (`StepReport.left_out`), not the whole step. Under DDP
+            weights are updated when the backward pass ends: buckets stay anyway.
+        lost_updates_every: Count every so many steps, on a sample, the updates that
+            rounding swallowed (`session.lost_updates`); None never does.
         scheduler: Of the optimizer's learning rate; the session steps it, once for each
             step that is applied. May be set later: `session.scheduler`.
         names: (name, parameter) for reports; default the model's own.
@@ -73,20 +90,12 @@ def prepare(
             averaged gradients carry an inf to every rank.
 
     Raises:
-        UserError: If a word is unknown or a number out of range.
+        UserError: If a word is unknown, a number out of range, or shards do not fit.
     """
-    if accumulate < 1:
-        message = f"accumulate={accumulate} must be at least 1 micro-batch a step."
-        raise UserError(message)
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        message = f"clip_grad_norm={clip_grad_norm} must be above 0, or None."
-        raise UserError(message)
-    if retries < 0:
-        message = f"retries={retries} must be 0 or more tries of a backward pass."
-        raise UserError(message)
-    if master != "fp32":
-        message = f"master={master!r} is not a form of master weights; choose 'fp32'."
-        raise UserError(message)
+    require("accumulate", accumulate, accumulate >= 1, "at least 1 micro-batch a step")
+    clip = clip_grad_norm
+    require("clip_grad_norm", clip, clip is None or clip > 0, "above 0, or None")
+    require("retries", retries, retries >= 0, "0 or more tries of a backward pass")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(optimizer, torch.optim.LBFGS):
         message = "LBFGS evaluates the model inside its step; use another optimizer."
@@ -97,14 +106,24 @@ def prepare(
         warnings.warn(caution, stacklevel=2)
     if loss_scale == "auto":
         loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
+    kept = _masters(master, choice)
+    rules = Policy.parse(policy) if isinstance(policy, str) else policy
+    released = release_gradients
+    shards.check(model, optimizer, choice, rules, master=master, release=released)
+    if shards.is_sharded(model):
+        kept = None  # its shards are
     rule = loss_scale
     if not isinstance(rule, ScaleRule):
         rule = ScaleRule.parse(rule)
+    if release_gradients:
+        whole = drop_bad_microbatch or retries > 0 or lost_updates_every is not None
+        agreed = process_group is not None
+        release.check(rule, clip_grad_norm, accumulate, agreed=agreed, whole=whole)
     return Session(
         model,
         optimizer,
         choice,
-        policy=Policy.parse(policy) if isinstance(policy, str) else policy,
+        policy=rules,
         rule=rule,
         device=device,
         clip_grad_norm=clip_grad_norm,
@@ -114,4 +133,23 @@ def prepare(
         scheduler=scheduler,
         names=model.named_parameters() if names is None else names,
         process_group=process_group,
+        master=kept,
+        release_gradients=release_gradients,
+        lost_updates_every=lost_updates_every,
     )
+
+
+def _masters(word: str, choice: Choice) -> Form | None:
+    """Return the form of masters that a word means at a level; None for none."""
+    kept = forms.parse(word)
+    if not choice.level.masters:
+        if word not in {forms.FP32.name, forms.NONE}:
+            message = (
+                f"master={word!r} at level {choice.level.name}, which has no master "
+                "weights: use level='O2', or leave master out."
+            )
+            raise UserError(message)
+        return None
+    if kept is not None:
+        forms.check(kept, choice.format.dtype)
+    return kept

@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import convert, distributed, fused, late
+from halfstep import convert, distributed, footprint, session_state, shards
 from halfstep.errors import UserError
+from halfstep.exchange import Exchange
 from halfstep.explain import precision_table
 from halfstep.forward import Regions
-from halfstep.master import MasterWeights, NoMasters
+from halfstep.lost import Counter
+from halfstep.release import Release
 from halfstep.scaler.isolate import let_go
 from halfstep.scaler.passes import Passes
 from halfstep.scaler.scales import Scales
-from halfstep.scaler.unscale import Agreement
 from halfstep.schedule import Schedule
-from halfstep.stats import StepReport, by_mesh, non_finite, seen_later, total_norm
+from halfstep.stats import Culprit, StepReport, non_finite, seen_later
+from halfstep.updating import Updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,13 +37,13 @@ if TYPE_CHECKING:
 
     from halfstep.casting import Region
     from halfstep.choice import Choice
+    from halfstep.lost import Lost
+    from halfstep.master.form import Form
     from halfstep.policy import Policy
     from halfstep.report import Table
     from halfstep.scaler import LossScaler, ScaleRule
-    from halfstep.stats import Culprit
+    from halfstep.scaler.unscale import Agreement
     from halfstep.steered import Steered
-
-STATE_VERSION = 2
 
 
 class Session:
@@ -67,6 +69,9 @@ class Session:
         scheduler: LRScheduler | None,
         names: Iterable[tuple[str, nn.Parameter]],
         process_group: torch.distributed.ProcessGroup | None,
+        master: Form | None,
+        release_gradients: bool,
+        lost_updates_every: int | None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -77,22 +82,31 @@ class Session:
         self._passes = Passes(
             self._scales, drop=drop_bad_microbatch, retries=retries, group=process_group
         )
-        self.clip_grad_norm = clip_grad_norm
         self.accumulate = accumulate
         self._bare = model
         self._group = process_group
         self._names = {id(param): name for name, param in names}
-        conversion = convert.convert_(model, choice.level, choice.format.dtype, policy)
+        optimizer.zero_grad()  # what is left from before is not scaled
+        level = shards.converted_at(model, choice.level)
+        conversion = convert.convert_(model, level, choice.format.dtype, policy)
         self.policy = conversion.policy
         self._implied = len(self.policy.rules) - len(policy.rules)
         self._regions = Regions(choice, self.policy, self._device.type)
-        self._masters: MasterWeights | NoMasters = NoMasters()
-        if choice.level.masters:
-            self._masters = MasterWeights(optimizer, conversion.originals)
+        self._masters = shards.masters_of(
+            model, optimizer, choice, master, conversion.originals
+        )
+        session_state.settle(self._masters)
+        self._updates = Updates(self._masters, self._passes, clip_grad_norm, device)
+        self._release: Release | None = None
+        if release_gradients:
+            self._release = Release(self._masters, norm=clip_grad_norm is not None)
+        self._lost: Counter | None = None
+        if lost_updates_every is not None:
+            self._lost = Counter(self._masters, lost_updates_every)
         self._attempted = 0
         self._skipped = torch.zeros((), device=self._device)
         self._micro = 0
-        self._local = self._unaveraged = False
+        self._exchange = Exchange(self._masters, choice.format.dtype, accumulate)
         self._loss: Tensor | None = None
         self._schedule = Schedule(scheduler)
 
@@ -103,23 +117,18 @@ class Session:
         Args:
             record: Observe each operation, for `explain` to tell; slow.
         """
-        with contextlib.ExitStack() as regions:
-            self._local = self._quiet
-            if self._local:
-                regions.enter_context(distributed.unsynchronised(self.model))
-            region = self._regions.open(record=record)
-            with region:
-                yield region
-
-    @property
-    def _quiet(self) -> bool:
-        """Gradients of this micro-batch need not be averaged over processes yet.
-
-        Those that are looked at, or leave the model for their masters, after each
-        micro-batch are averaged each time; others wait for the last one.
-        """
-        apart = self._passes.apart or bool(self._masters.pairs)
-        return self._micro + 1 < self.accumulate and not apart
+        if not self._attempted:
+            shards.check_held(self._bare, map(self._masters.stored, self._params()))
+        apart = self._passes.apart
+        local = self._exchange.begin(self.model, self._micro, apart=apart)
+        alone = not distributed.is_data_parallel(self.model)
+        if self._release is not None:
+            self._release.begin(at_once=alone)
+        elif self.accumulate > 1:
+            self._masters.fold_in_backward(on=alone)
+        region = self._regions.open(record=record)
+        with local, region:
+            yield region
 
     def backward(self, loss: Tensor, *, name: str = "") -> None:
         """Run the backward pass of the scaled loss; more losses may follow.
@@ -136,6 +145,12 @@ class Session:
                 "average: it does so once for each forward pass. Set retries=0."
             )
             raise UserError(message)
+        if self._release is not None and self._loss is not None:
+            message = (
+                "release_gradients=True updates weights in each backward pass: call "
+                "session.step() before the next. Add losses up into one."
+            )
+            raise UserError(message)
         scaler = self._scales.of(name, self._device)
         scaler.begin(loss, self._name)
         self._loss = loss.detach()
@@ -145,18 +160,16 @@ class Session:
             with self._regions.folding(scaled):
                 scaled.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
 
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-
         def settle() -> None:
             self._masters.fold()
-            if self._local or self._unaveraged:
-                distributed.average(self.model, params)
-                self._unaveraged = False
+            self._exchange.settle(self.model)
 
-        self._passes.run(name, backward, params, settle=settle)
-        self._unaveraged = self._local and not self._passes.apart
+        self._passes.run(name, backward, self._params(), settle=settle)
+        self._exchange.passed(apart=self._passes.apart)
         if self._passes.keeps_graphs:
             let_go(loss)
+        if self._release is not None and distributed.is_data_parallel(self.model):
+            self._release.use_all()
 
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
@@ -172,10 +185,7 @@ class Session:
         """
         if not self._ends_window():
             return StepReport(self._attempted, complete=False)
-        gradients, agreement = self._unscale()
-        report = self._report(gradients, agreement)
-        self._clip_and_update(report)
-        self._scales.move(agreement.wait(), report.culprits)
+        report = self._update() if self._release is None else self._released()
         self._schedule.step(self._attempted - self._skipped)
         unmatched = self._regions.stepped(self._implied)
         if unmatched:
@@ -191,46 +201,76 @@ class Session:
                 "to sum over 4 batches, set accumulate=4 in prepare()."
             )
             raise RuntimeError(message)
-        self._masters.fold()
+        if self.accumulate > 1:
+            self._masters.fold()
         self._micro += 1
         if self._micro < self.accumulate:
             self._loss = None
         return self._micro >= self.accumulate
 
-    def _unscale(self) -> tuple[list[tuple[str, Tensor]], Agreement]:
-        """Return the named gradients of the step, unscaled, and the ranks' verdict."""
-        found_inf = self._passes.show()
-        found = [
-            (self._name(param), param.grad)
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
-        if not found and self._group is None:
-            message = (
-                "no parameter of the optimizer has a gradient: is the loss computed "
-                "from session.model, and do its parameters require gradients?"
-            )
-            raise RuntimeError(message)
-        if found_inf is not None:
-            return found, Agreement(found_inf)
-        return found, self._passes.unscale_([gradient for _, gradient in found])
+    def _update(self) -> StepReport:
+        """Judge the gradients, update the weights, move the loss scale."""
+        gradients = self._gradients()
+        agreement = self._updates.judge([gradient for _, gradient in gradients])
+        report = self._report(gradients, agreement)
+        if self._lost is None:
+            self._updates.apply(report)
+        else:
+            with self._lost.around(report):
+                self._updates.apply(report)
+        self._updates.clear()
+        self._micro, self._loss = 0, None
+        self._scales.move(agreement.wait(), report.culprits)
+        return report
 
-    def _name(self, param: Tensor) -> str:
-        shape = f"a parameter of shape {tuple(param.shape)}"
-        return self._names.get(id(self._masters.stored(param)), shape)
+    def _released(self) -> StepReport:
+        """Say what was updated while the backward pass ran."""
+        release = self._release
+        assert release is not None  # noqa: S101
+        if not release.count:
+            raise self._no_gradient()
+        left_out, norm = release.finish()
+        self._updates.clear()
+        self._micro, self._loss = 0, None
+        self._attempted += 1
+        found = [Culprit(self._name(param), inf=True, nan=True) for param in left_out]
+        bad = torch.full((), float(bool(left_out)), device=self._device)
+        self._scales.move(bad, lambda: tuple(found))
+        return StepReport(
+            self._attempted,
+            complete=True,
+            norm=lambda: norm,
+            left_out=tuple(culprit.name for culprit in found),
+        )
+
+    def _gradients(self) -> list[tuple[str, Tensor]]:
+        """Return the named gradients of the step, averaged over processes."""
+        self._exchange.finish(self.model)
+        found = self._updates.gradients(folded=self.accumulate > 1)
+        if not self._attempted:
+            shards.check_held(self._bare, map(self._masters.stored, self._params()))
+        if not found and self._group is None:
+            raise self._no_gradient()
+        return [(self._name(param), gradient) for param, gradient in found]
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @staticmethod
+    def _no_gradient() -> RuntimeError:
+        message = (
+            "no parameter of the optimizer has a gradient: is the loss computed "
+            "from session.model, and do its parameters require gradients?"
+        )
+        return RuntimeError(message)
 
     def _report(
         self, gradients: list[tuple[str, Tensor]], agreement: Agreement
     ) -> StepReport:
         """Take down what clipping and clearing will destroy."""
-        tensors = [gradient for _, gradient in gradients]
-        norm = None
-        if self.clip_grad_norm is not None and tensors:
-            norm = total_norm(tensors)
-        found_inf = agreement.wait()
+        norm, found_inf = self._updates.norm, agreement.wait()
         culprits: Callable[[], tuple[Culprit, ...]] = tuple
-        if self._skips_on_device:
+        if self._updates.skips_on_device:
             culprits = seen_later(gradients)
         elif found_inf:
             culprits = partial(tuple, non_finite(gradients))
@@ -246,30 +286,18 @@ class Session:
             dropped=self._passes.dropped(),
         )
 
+    def _name(self, param: Tensor) -> str:
+        shape = f"a parameter of shape {tuple(param.shape)}"
+        return self._names.get(id(self._masters.stored(param)), shape)
+
     @property
-    def _skips_on_device(self) -> bool:
-        """The optimizer's kernel itself leaves everything alone on overflow."""
-        return fused.skips_inside(self.optimizer) and not late.on_host(self._device)
+    def clip_grad_norm(self) -> float | None:
+        """Largest norm of all gradients; None neither clips nor takes the norm."""
+        return self._updates.clip
 
-    def _clip_and_update(self, report: StepReport) -> None:
-        """Update the weights unless the step is skipped; clear the gradients."""
-        if self._skips_on_device:
-            self._clip(report.norm())
-            fused.step(self.optimizer, torch.as_tensor(report.found_inf))
-            self._masters.publish()
-        elif report.applied:
-            self._clip(report.norm())
-            self.optimizer.step()
-            self._masters.publish()
-        self.optimizer.zero_grad()
-        self._passes.close()
-        self._micro, self._loss = 0, None
-
-    def _clip(self, norm: Tensor | float | None) -> None:
-        if isinstance(norm, Tensor) and self.clip_grad_norm != torch.inf:
-            params = [p for g in self.optimizer.param_groups for p in g["params"]]
-            for alike in by_mesh(params):
-                nn.utils.clip_grads_with_norm_(alike, self.clip_grad_norm or 0.0, norm)
+    @clip_grad_norm.setter
+    def clip_grad_norm(self, largest: float | None) -> None:
+        self._updates.clip = largest
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -301,7 +329,8 @@ class Session:
         notes = (
             f"level {self.choice}: {self.choice.reason}",
             f"policy: {self.policy}",
-            f"fp32 master weights: {sum(m.numel() for _, m in self._masters.pairs)}",
+            self._masters.note(),
+            f"update: {self._masters.describe()}",
             f"loss scale: {self.scaler.state.scale.item():g}, {moves}",
         )
         ran = self._regions.table()
@@ -311,13 +340,17 @@ class Session:
             self._bare, self.choice, self.policy, self._device.type, notes
         )
 
-    @torch.no_grad()
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held now in weights, gradients, masters and moments."""
+        return footprint.of(self._bare, self._masters)
+
+    def lost_updates(self) -> tuple[Lost, ...]:
+        """Return how many updates rounding swallowed, from the last count of them."""
+        return () if self._lost is None else self._lost.last
+
     def weights(self) -> dict[str, Tensor]:
         """Return every weight and buffer by name, fp32 masters in place of 16 bits."""
-        masters = {id(low): high for low, high in self._masters.pairs}
-        held = self._bare.state_dict(keep_vars=True)
-        tensors = {name: t for name, t in held.items() if isinstance(t, Tensor)}
-        return {name: masters.get(id(t), t).detach() for name, t in tensors.items()}
+        return session_state.weights(self._bare, self._masters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that resuming needs, as tensors and plain values.
@@ -333,11 +366,7 @@ class Session:
             )
             raise RuntimeError(message)
         return {
-            "version": STATE_VERSION,
-            "level": self.choice.level.name,
-            "dtype": self.choice.format.name,
-            "weights": self.weights(),
-            "optimizer": self.optimizer.state_dict(),
+            **session_state.save(self._bare, self._masters, self.choice),
             "scales": self._scales.state_dict(),
             "steps": {"attempted": self._attempted, "skipped": self.steps_skipped},
             "schedule": self._schedule.state_dict(),
@@ -345,45 +374,23 @@ class Session:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, to the bit where level and dtype are the same.
+        """Go on from a saved state, to the bit if level, form and dtype are the same.
 
-        A state of another format brings weights, optimizer and counters; the loss
-        scale begins anew.
+        A state of any other level or form of masters brings weights, optimizer and
+        counters; one of another format begins with a new loss scale.
 
         Raises:
-            UserError: If it is of another version, or its weights do not fit.
+            UserError: If it is of another version, or weights or optimizer do not fit.
         """
-        if state.get("version") != STATE_VERSION:
-            message = (
-                f"session state has version {state.get('version')!r}; this halfstep "
-                f"reads version {STATE_VERSION}."
-            )
-            raise UserError(message)
-        own = self.weights()
-        for name in own.keys() | state["weights"].keys():
-            mine, saved = own.get(name), state["weights"].get(name)
-            if mine is None or saved is None or mine.shape != saved.shape:
-                message = (
-                    f"weight {name!r}: the state holds {_shape(saved)}, the model "
-                    f"{_shape(mine)}; build the model that was saved."
-                )
-                raise UserError(message)
         # What can be refused comes first: a refused state must leave all as it was.
+        state = session_state.check(state, self._bare, self._masters)
         self._scales.check(state["scales"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        session_state.load(state, self._bare, self._masters)
         if state["dtype"] == self.choice.format.name:
             # Another format needs another scale: 65536 is right for fp16 alone.
             self._scales.load_state_dict(state["scales"])
-        for name, tensor in own.items():
-            tensor.copy_(state["weights"][name])
-        self._masters.publish()
-        self.optimizer.zero_grad()
-        self._passes.close()
+        self._updates.clear()
         self._micro, self._loss = 0, None
         self._attempted = state["steps"]["attempted"]
         self._skipped.fill_(state["steps"]["skipped"])
         self._schedule.load_state_dict(state["schedule"], self.steps_applied)
-
-
-def _shape(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"

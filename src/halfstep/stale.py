@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import grad_mode
-from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from halfstep import hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +44,7 @@ _thread = _Thread()
 @functools.cache
 def watch() -> None:
     """Start the cache anew, inside regions, whenever a weight may have changed."""
-    register_optimizer_step_post_hook(_forget)
+    hooks.after_each_step(_forget)
     modes = (grad_mode.no_grad, grad_mode.set_grad_enabled, grad_mode.inference_mode)
     for mode in modes:
         mode.__exit__ = _then_forget(mode.__exit__)  # type: ignore[method-assign]

@@ -81,6 +81,9 @@ class StepReport:
     """Names the parameters whose gradients were not finite."""
     dropped: Tensor | int = 0
     """Micro-batches left out because their gradients were not finite, shape ()."""
+    left_out: tuple[str, ...] = ()
+    """Parameters not updated in a step that was applied: where gradients are released,
+    one that is not finite leaves its own parameter alone."""
 
     @property
     def skipped(self) -> bool:

@@ -187,14 +187,21 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def weight_casts(loop: Loop, batches: Batches) -> int:
     """Return how often one step writes a weight in 16 bits."""
     before = loop.casts()
-    seen = _Writes(loop.model)
+    low = [weight for weight in loop.model.parameters() if formats.is_low(weight.dtype)]
+    versions = [weight._version for weight in low]  # noqa: SLF001
+    seen = _Casts(loop.model)
     with seen:
         loop.step(batches)
-    return seen.count + loop.casts() - before
+    # Masters are rounded into weights by kernels that no dispatcher sees.
+    written = sum(
+        weight._version != version  # noqa: SLF001
+        for weight, version in zip(low, versions, strict=True)
+    )
+    return seen.count + written + loop.casts() - before
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts casts of a model's weights, and masters rounded into them."""
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts casts of a model's weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -210,8 +217,6 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:  # noqa: ANN401
         if func is torch.ops.aten._to_copy.default:  # noqa: SLF001
             self.count += self._held(args[:1])
-        elif func is torch.ops.aten._foreach_copy_.default:
-            self.count += self._held(args[0])
         return func(*args, **(kwargs or {}))
 
     def _held(self, tensors: Sequence[Tensor]) -> int:

@@ -184,7 +184,7 @@ def _flags(arguments: argparse.Namespace) -> str:
     for name, value in vars(arguments).items():
         if name not in _NOT_SHOWN and value is not None:
             shown = ",".join(map(str, value)) if isinstance(value, list) else value
-            words.append(f"--{name} {shown}")
+            words.append(f"--{name.replace('_', '-')} {shown}")
     return " ".join(words)
 
 

@@ -1,35 +1,51 @@
-"""fp32 master weights: the optimizer updates these, the model holds 16-bit copies.
+"""Master weights: what the optimizer updates, while the model holds 16-bit copies.
 
-In: an optimizer over 16-bit parameters. Out: the same optimizer over fp32 masters,
-with gradients folded up to them and updated weights published down.
+In: an optimizer over 16-bit parameters. Out: the same optimizer over their fp32 truth,
+with gradients folded up to it and updated weights published down.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.formats import cast_floating, is_low
+from halfstep.formats import is_low
+from halfstep.master import direct, piecewise
+from halfstep.master import form as forms
+from halfstep.master.folding import fold, fold_on_arrival
+from halfstep.master.form import Clock, Slot
+from halfstep.master.piecewise import absent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from halfstep.master.direct import Kernel
 
 
 class MasterWeights:
-    """fp32 masters for the 16-bit parameters of any torch optimizer.
+    """The fp32 truth behind the 16-bit parameters of any torch optimizer.
 
     Why: a 16-bit weight swallows a small update. At the usual ratio of update to
     weight, 1e-3, bf16 loses more than half of all updates to rounding.
 
-    The optimizer's parameter groups then hold the masters; its state lives in fp32,
-    and learning-rate schedules, added groups and `state_dict` work as before.
+    The optimizer's parameter groups then hold the masters, fp32 parameters of their
+    own; learning-rate schedules, added groups and `state_dict` work as before. In a
+    lean form a master has no memory of its own between steps: it reads as NaN, and
+    `step` fills it in, some parameters at a time.
 
     Args:
         optimizer: Over 16-bit parameters, fp32 ones, or both; fp32 ones are left.
         originals: Parameter -> fp32 values to begin with, where they are known;
             otherwise the master starts from the 16-bit weight.
+        form: "fp32", "split", "kahan" or "stochastic": what is kept beside a weight.
+        seed: Of random rounding. It must be the same on every rank, or replicas
+            drift apart; so the default does not ask torch.
+
+    Raises:
+        UserError: If there is no such form, or it needs bf16 and weights are fp16.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -37,10 +53,8 @@ class MasterWeights:
         >>> masters = MasterWeights(optimizer)
         >>> for _ in range(4):
         ...     weight.sum().backward()
-        ...     masters.fold()
-        ...     optimizer.step()
+        ...     masters.step()
         ...     optimizer.zero_grad()
-        ...     masters.publish()
         >>> weight[0].item(), optimizer.param_groups[0]["params"][0][0].item()
         (0.99609375, 0.99609375)
 
@@ -52,36 +66,114 @@ class MasterWeights:
         self,
         optimizer: torch.optim.Optimizer,
         originals: Mapping[nn.Parameter, Tensor] | None = None,
+        *,
+        form: str = "fp32",
+        seed: int = 0,
     ) -> None:
         self.optimizer = optimizer
-        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        """(16-bit parameter, fp32 master), in the order they were adopted."""
-        self._stored: dict[Tensor, nn.Parameter] = {}
-        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self.form = forms.kept(form)
+        self.clock = Clock(seed, 0)
+        self.slots: dict[Tensor, Slot] = {}
+        """Master -> all that belongs to it, in the order they were adopted."""
+        self.numbers: dict[Tensor, int] = {}
+        """Parameter of the optimizer -> its number, for random rounding."""
+        self.kernel: Kernel | None = None
+        """What updates weights straight from 16-bit gradients, where there is one."""
+        self.how = ""
+        """That kernel in words, or why there is none."""
+        self._versions: list[int] = []
         self._groups = 0
-        self.adopt(originals or {})
+        self._folds_in_backward: bool | None = None
+        self.adopt(originals)
 
-    def adopt(self, originals: Mapping[nn.Parameter, Tensor]) -> None:
+    @property
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """(16-bit parameter, fp32 master), in the order they were adopted."""
+        return [(slot.weight, slot.master) for slot in self.slots.values()]
+
+    @torch.no_grad()
+    def adopt(self, originals: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Give masters to those 16-bit parameters of the optimizer that have none.
 
         Args:
             originals: As for the class; masters take over these tensors.
         """
+        if len(self.optimizer.param_groups) == self._groups:
+            return
+        self.refresh()
         self._groups = len(self.optimizer.param_groups)
         for group in self.optimizer.param_groups:
             for index, param in enumerate(group["params"]):
+                held = param
                 if is_low(param.dtype):
-                    value = originals.get(param, param.detach())
-                    group["params"][index] = self._master_of(param, value.float())
+                    forms.check(self.form, param.dtype)
+                    value = (originals or {}).get(param, param.detach())
+                    held = group["params"][index] = self._adopted(param, value.float())
+                self.numbers.setdefault(held, len(self.numbers))
+        held_by_model = [self.stored(param) for param in self.numbers]
+        self.kernel, self.how = direct.choose(self.optimizer, held_by_model)
+        self.written()
 
-    def _master_of(self, param: nn.Parameter, value: Tensor) -> nn.Parameter:
-        master = nn.Parameter(value, requires_grad=param.requires_grad)
-        self.pairs.append((param, master))
-        self._stored[master] = param
+    def _adopted(self, param: nn.Parameter, truth: Tensor) -> nn.Parameter:
+        number = len(self.numbers)
+        if self.form.lean:
+            kept = self.form.extra
+            extra = None if kept is None else torch.empty_like(param, dtype=kept)
+            master = nn.Parameter(absent(param), requires_grad=param.requires_grad)
+        else:
+            master = nn.Parameter(truth, requires_grad=param.requires_grad)
+            extra = master.detach()
+        slot = Slot(param, master, extra, number)
+        if self.form.lean:
+            slot.encode_(self.form, truth, self.clock)
+        self.slots[master] = slot
+        self.numbers[master] = number
+        if self._folds_in_backward is not None:
+            fold_on_arrival(slot, self._wants_at_once)
         if param in self.optimizer.state:
-            state = self.optimizer.state.pop(param)
-            self.optimizer.state[master] = cast_floating(state, torch.float32)
+            self.optimizer.state[master] = self.optimizer.state.pop(param)
+            piecewise.narrow_states(self.optimizer, slot, self.form, None)
         return master
+
+    def stored(self, param: Tensor) -> Tensor:
+        """Return the model's parameter behind one of the optimizer's."""
+        slot = self.slots.get(param)
+        return param if slot is None else slot.weight
+
+    @torch.no_grad()
+    def truth(self, param: Tensor) -> Tensor:
+        """Return the numbers that updates of a parameter of the optimizer add up in.
+
+        New memory in a lean form.
+        """
+        slot = self.slots.get(param)
+        if slot is None or not self.form.lean:
+            return param.detach()
+        wide = torch.empty_like(slot.weight, dtype=torch.float32)
+        slot.decode_(self.form, wide)
+        return wide
+
+    @torch.no_grad()
+    def put(self, param: Tensor, truth: Tensor, weight: Tensor | None = None) -> None:
+        """Set a parameter of the optimizer, and the weight it publishes.
+
+        Args:
+            param: With a master or without.
+            truth: Its new value.
+            weight: The 16-bit weight that went with it; default: rounded from it.
+        """
+        slot = self.slots.get(param)
+        if slot is None:
+            param.copy_(truth)
+            return
+        held = truth.to(param.device, param.dtype)
+        slot.encode_(self.form, held, self.clock)
+        if weight is not None:
+            slot.weight.copy_(weight)
+            if slot.extra is not None and slot.extra.dtype == torch.bfloat16:
+                # Two pairs may have one sum; who resumes must find the same pair.
+                slot.extra.copy_(held - slot.weight)
+        self.written()
 
     def fold(self) -> None:
         """Add the gradients of the 16-bit parameters to their masters', and free them.
@@ -89,62 +181,202 @@ class MasterWeights:
         Called after each backward pass, this accumulates micro-batches in fp32. The
         buffers are kept, so that no step maps fresh memory for them.
         """
-        if len(self.optimizer.param_groups) != self._groups:
-            self.adopt({})
-        new: tuple[list[Tensor], list[Tensor]] = ([], [])
-        more: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for param, master in self.pairs:
-            gradient, param.grad = param.grad, None
-            if gradient is None:
-                continue
-            if gradient.is_sparse:
-                wide = gradient.float()
-                master.grad = wide if master.grad is None else master.grad + wide
-                continue
-            if master.grad is None:
-                if master not in self._buffers:
-                    self._buffers[master] = torch.empty_like(master)
-                master.grad = self._buffers[master]
-                new[0].append(master.grad)
-                new[1].append(gradient)
-            else:
-                more[0].append(master.grad)
-                more[1].append(gradient)
-        if new[0]:
-            torch._foreach_copy_(*new)
-        if more[0]:
-            torch._foreach_add_(*more)
+        self.adopt()
+        for slot in self.slots.values():
+            fold(slot)
 
-    def stored(self, param: Tensor) -> Tensor:
-        """Return the model's parameter behind one of the optimizer's."""
-        return self._stored.get(param, param)
+    def fold_in_backward(self, *, on: bool = True) -> None:
+        """Fold each gradient from now on as soon as a backward pass has made it.
+
+        Why: the 16-bit gradients of a whole model then never exist at once.
+
+        Args:
+            on: Not under DDP, which averages gradients after that.
+        """
+        if self._folds_in_backward is None and on:
+            for slot in self.slots.values():
+                fold_on_arrival(slot, self._wants_at_once)
+        if self._folds_in_backward is not None or on:
+            self._folds_in_backward = on
+
+    def _wants_at_once(self) -> bool:
+        return bool(self._folds_in_backward)
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Return (parameter of the optimizer, its gradient), folded or not yet."""
+        found = []
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for param in params:
+            slot = self.slots.get(param)
+            gradient = param.grad if slot is None else slot.weight.grad
+            if gradient is None:
+                gradient = param.grad
+            if gradient is not None:
+                found.append((param, gradient))
+        return found
+
+    @torch.no_grad()
+    def update(
+        self,
+        inverse: Tensor,
+        *,
+        found_inf: Tensor | None = None,
+        only: Tensor | None = None,
+    ) -> None:
+        """Unscale, update and publish in one pass, with `kernel`.
+
+        Args:
+            inverse: What gradients are multiplied by. fp32, shape ().
+            found_inf: 1.0 if nothing must change, shape (); for a kernel on a device.
+            only: The one parameter of the optimizer to update, of those that make up
+                this step; default: all of them.
+        """
+        assert self.kernel is not None, "there is no kernel"  # noqa: S101
+        if only is None:
+            self.refresh()
+        direct.update(
+            self.kernel,
+            self.optimizer,
+            self.slots,
+            self.numbers,
+            self.form,
+            inverse=inverse,
+            clock=self.clock,
+            found_inf=found_inf,
+            only=only,
+        )
+        if only is None:
+            self.tick()
+
+    @torch.no_grad()
+    def step_over(self, param: Tensor) -> None:
+        """Let the optimizer step over one parameter, whose gradient is unscaled."""
+        slot = self.slots.get(param)
+        if slot is not None:
+            fold(slot)
+        lean = self.slots.values() if self.form.lean else ()
+        piecewise.step(self.optimizer, lean, self.form, self.clock, only=param)
+        if slot is not None and not self.form.lean:
+            slot.weight.copy_(slot.master)
+
+    def describe(self) -> str:
+        """Say in one line how weights are updated."""
+        name = type(self.optimizer).__name__
+        why = direct.hindrance(self.optimizer)
+        if self.kernel is not None and not why:
+            return f"{name} in one pass over memory: {self.how}"
+        way = "piece by piece" if self.form.lean else "then published"
+        return f"{name}'s own step, {way}: {why or self.how}"
+
+    def note(self) -> str:
+        """Say in one line what is kept, and of how many weights."""
+        count = sum(slot.weight.numel() for slot in self.slots.values())
+        return f"master weights of {count} numbers: {self.form.promise}"
+
+    @torch.no_grad()
+    def share(self, first: Callable[[list[Tensor]], None]) -> None:
+        """Take over another rank's weights and what is kept beside them.
+
+        Args:
+            first: Gives tensors, in place, the values of the first rank.
+        """
+        self.adopt()
+        slots = self.slots.values()
+        if not self.form.lean:
+            # Weights that were loaded after adoption. Not said: wrapping in DDP writes
+            # to weights too. Lean forms keep what is off by less than rounding.
+            for slot in self._changed():
+                self._reread(slot)
+        first([slot.weight.detach() for slot in slots])
+        first([slot.extra for slot in slots if slot.extra is not None])
+        self.written()
+
+    def clear(self) -> None:
+        """Forget the gradients of a step."""
+        for slot in self.slots.values():
+            slot.weight.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Fold gradients, let the optimizer step over the masters, and publish them."""
+        self.fold()
+        self.refresh()
+        if self.form.lean:
+            slots = self.slots.values()
+            piecewise.step(self.optimizer, slots, self.form, self.clock)
+        else:
+            self.optimizer.step()
+        self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the 16-bit parameters."""
-        if self.pairs:
-            params, masters = zip(*self.pairs, strict=True)
-            torch._foreach_copy_(params, masters)
+        """Round the masters into the 16-bit parameters; lean ones are there already."""
+        if self.slots and not self.form.lean:
+            weights, masters = zip(*self.pairs, strict=True)
+            torch._foreach_copy_(weights, masters)
+        self.tick()
+
+    def tick(self) -> None:
+        """Count an update; no two get the same random numbers."""
+        self.clock = Clock(self.clock.seed, self.clock.step + 1)
+        self.written()
 
     @torch.no_grad()
     def pull(self) -> None:
         """Take the 16-bit parameters as the new masters, after an outside edit."""
-        if self.pairs:
-            params, masters = zip(*self.pairs, strict=True)
-            torch._foreach_copy_(masters, params)
+        for weight, master in self.pairs:
+            self.put(master, weight.detach().float())
 
+    def resume(self, seed: int, step: int) -> None:
+        """Go on with the random numbers of a saved run."""
+        self.clock = Clock(seed, step)
 
-class NoMasters:
-    """The same interface where the optimizer updates the model's own parameters."""
+    def settle_states(self) -> None:
+        """Bring moments that were loaded into the form's dtype, and their own memory.
 
-    pairs: tuple[tuple[nn.Parameter, nn.Parameter], ...] = ()
+        Why: torch takes over tensors that another optimizer may be at work with.
+        """
+        for state in self.optimizer.state.values():
+            tensors = [key for key, held in state.items() if torch.is_tensor(held)]
+            state.update({key: state[key].clone() for key in tensors})
+        for slot in self.slots.values():
+            piecewise.narrow_states(self.optimizer, slot, self.form, None)
 
-    def fold(self) -> None:
-        """Leave gradients where they are."""
+    def written(self) -> None:
+        """Remember that the weights are as the masters would have them."""
+        self._versions = [slot.weight._version for slot in self.slots.values()]  # noqa: SLF001
 
-    def publish(self) -> None:
-        """Leave parameters as they are."""
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take in what others have written to the weights since they were published.
 
-    def stored(self, param: Tensor) -> Tensor:
-        """Return the parameter itself."""
-        return param
+        Why: `model.load_state_dict`, clamping or an average of weights change the
+        model, and a master that does not know would undo it at the next step. An
+        edit through `.data` is not seen: torch does not count it.
+        """
+        changed = sum(self._reread(slot) for slot in self._changed())
+        self.written()
+        if changed:
+            message = (
+                f"weights were changed outside the optimizer ({changed} numbers): "
+                "their masters were set to the 16-bit values found there. To load a "
+                "checkpoint in fp32, load it before, or into the session."
+            )
+            warnings.warn(message, stacklevel=3)
+
+    def _changed(self) -> list[Slot]:
+        """Return those whose weights were written to since they were published."""
+        pairs = zip(self.slots.values(), self._versions, strict=True)
+        return [slot for slot, was in pairs if slot.weight._version != was]  # noqa: SLF001
+
+    def _reread(self, slot: Slot) -> int:
+        """Take a weight for its master; return how many numbers had changed."""
+        wide = slot.weight.detach().float()
+        if self.form.lean:
+            # What is kept belonged to other weights, and nobody knows to which.
+            slot.encode_(self.form, wide, self.clock)
+            return 0 if slot.extra is None else wide.numel()
+        low = slot.master.detach().to(slot.weight.dtype)
+        other = low.view(torch.int16) != slot.weight.detach().view(torch.int16)
+        slot.master.copy_(torch.where(other, wide, slot.master))
+        return int(other.sum())

@@ -81,6 +81,16 @@ class LossScaler:
         self.wish(self.strategy.propose(gradients, self.state, found))
         return found
 
+    @property
+    def only_judges(self) -> bool:
+        """Whether inf and NaN in scaled gradients are all it needs to know of them.
+
+        A strategy may measure unscaled ones; and below a scale of 1 unscaling itself
+        can overflow.
+        """
+        quiet = self.strategy.name == "backoff"
+        return quiet and not self.watch.may_be_below_one(self.rule)
+
     def wish(self, proposal: Tensor | None) -> None:
         """Take in a proposal; of several in one step the lowest counts."""
         if proposal is not None and self.proposal is not None:

@@ -114,6 +114,18 @@ class Passes:
             self.scales.note(name, found)  # what the ranks agree on is written there
         return Agreement.begin(found, groups_of(gradients, self._group))
 
+    @property
+    def only_judged(self) -> bool:
+        """Gradients need not be unscaled to be judged; whoever uses them does it."""
+        scaler = self.scales.known(self._name or "")
+        return not self.apart and not self._ledger.is_open and scaler.only_judges
+
+    def judged(self, found: Tensor, gradients: Sequence[Tensor]) -> Agreement:
+        """Take in what a look at scaled gradients found, and ask the other ranks."""
+        if self._name:
+            self.scales.note(self._name, found)
+        return Agreement.begin(found, groups_of(gradients, self._group))
+
     def dropped(self) -> Tensor | int:
         """Return how many passes of this step were left out."""
         return self._ledger.dropped()

@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from halfstep.errors import UserError
+from halfstep.master import form as forms
 from halfstep.policy import Policy
 
 _TYPES = {"str": str, "int": int, "float": float}
@@ -77,6 +78,13 @@ class TrainConfig:
         "otherwise (default auto)",
         "precision",
         "S",
+    )
+    master: str = _flag(
+        forms.FP32.name,
+        "what is kept beside each 16-bit weight at O2: fp32, split, kahan, stochastic "
+        "or none; split, kahan and stochastic need bf16 (default fp32)",
+        "precision",
+        "M",
     )
     policy: str = _flag(
         "lean",
@@ -155,6 +163,8 @@ class TrainConfig:
             lambda value: all(name.strip() for name in value.split(",")),
             "names with commas between them, none of them empty",
         )
+        words = (*forms.FORMS, forms.NONE)
+        self._check("master", words.__contains__, f"one of {', '.join(words)}")
         devices = ("auto", "cpu", "cuda")
         self._check("device", devices.__contains__, f"one of {', '.join(devices)}")
 

@@ -266,6 +266,7 @@ class Trainer:
             "step": number,
             "level": state["level"],
             "dtype": state["dtype"],
+            "master": state["masters"]["form"],
             "labels": list(self.labels),
         }
         self.folder.save(number, weights, state, notes, best=best)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep import distributed, machine
+from halfstep.master import form as forms
 from halfstep.report import Cell, Chart, Curve, Section, Table, page, write_text
 from halfstep.train.evaluate import baseline_accuracy
 from halfstep.train.folder import RunFolder, finite
@@ -62,6 +63,7 @@ def conclude(
     summary: dict[str, Any] = {
         "level": session.choice.level.name,
         "dtype": session.choice.format.name,
+        "master": _kept(config, trainer),
         "reason": session.choice.reason,
         "steps": trainer.plan.total_steps,
         "applied": session.steps_applied,
@@ -95,6 +97,11 @@ def conclude(
         write_text(folder.path / "report.html", html)
     distributed.wait_for_all()
     return Result(summary, tuple(tables), folder, trainer.examples)
+
+
+def _kept(config: TrainConfig, trainer: Trainer) -> str:
+    """Return what was kept beside 16-bit weights; at most levels that is nothing."""
+    return config.master if trainer.session.choice.level.masters else forms.NONE
 
 
 def _beside(accuracy: float, plain: float, choice: str) -> Table:
@@ -131,8 +138,9 @@ def _page(
     evals = [record for record in records if record.get("event") == "eval"]
     choice = trainer.session.choice
     split = "test" if "test" in summary else "dev"
+    kept = f", master weights {summary['master']}" if choice.level.masters else ""
     lead = (
-        f"Level {choice}: {choice.reason}. {split.capitalize()} accuracy "
+        f"Level {choice}{kept}: {choice.reason}. {split.capitalize()} accuracy "
         f"{summary[split]['accuracy']:.4f}; {summary['applied']} steps applied, "
         f"{summary['skipped']} skipped."
     )

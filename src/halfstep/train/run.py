@@ -139,6 +139,7 @@ def _run(
         loss_scale=config.loss_scale,
         clip_grad_norm=config.clip,
         accumulate=config.accumulate,
+        master=config.master,
     )
     session.model = distributed.data_parallel(model, world)
     trainer = Trainer(
@@ -155,7 +156,7 @@ def _run(
         trainer.load(found)
     _open(config, trainer, resume=resume, overwrite=overwrite)
     shown = progress(plan.total_steps, trainer.step_done, leads=world.leads)
-    shown.say(_opening(corpus, classifier, trainer))
+    shown.say(_opening(config, corpus, classifier, trainer))
     try:
         trainer.fit(shown)
     finally:
@@ -233,13 +234,16 @@ def resolve(config: TrainConfig, corpus: Corpus, *, from_scratch: bool) -> Plan:
     )
 
 
-def _opening(corpus: Corpus, classifier: Classifier, trainer: Trainer) -> str:
+def _opening(
+    config: TrainConfig, corpus: Corpus, classifier: Classifier, trainer: Trainer
+) -> str:
     choice, plan = trainer.session.choice, trainer.plan
     numbers = sum(param.numel() for param in classifier.model.parameters())
     start = f", from step {trainer.step_done}" if trainer.step_done else ""
     processes = f" on {trainer.world.size} processes" if trainer.world.size > 1 else ""
+    kept = f", master weights {config.master}" if choice.level.masters else ""
     return (
-        f"level {choice}: {choice.reason}\n"
+        f"level {choice}{kept}: {choice.reason}\n"
         f"{corpus.name}: {len(corpus.train)} train, {len(corpus.dev)} dev, "
         f"{len(corpus.test)} test texts in {len(corpus.labels)} classes\n"
         f"model of {numbers / 1e6:.1f} million parameters, {plan.total_steps} steps of "

@@ -1,0 +1,177 @@
+"""`halfstep bench recipe`: torch's recipe on automatic mixed precision, by everybody.
+
+In: flags. Out: a table. A few large linear layers with ReLU between them, mean squared
+error, SGD: memory traffic counts as much as matrix products. Every contender is a
+process of its own, since allocator settings are per process; they take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from halfstep import machine
+from halfstep.bench import living, measure, peers
+from halfstep.report import Cell, Table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Mapping
+
+BASELINES = ("torch.amp", "torch.amp-kept", "pure")
+"""torch.amp as people run it; with memory kept; and the speed limit."""
+
+KEPT = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
+"""glibc keeps all memory it has once had, up to a TiB: large tensors are not mapped
+afresh, page by page, each time."""
+
+_WARM_UP = 2
+"""Steps before the first turn: the second finds all state made."""
+_MIB = 2**20
+
+_COLUMNS = (
+    "contender",
+    "ms a step",
+    *(f"x {name}" for name in BASELINES),
+    "+-",
+    "peak MiB",
+    "loss",
+    "not run",
+)
+_PEAK = {
+    "cpu": "resident, above what imports and a step of width 8 left; with batches",
+    "cuda": "allocated by torch on the GPU, with batches",
+}
+
+
+def tables(arguments: argparse.Namespace) -> list[Table]:
+    """Run the contenders in turn; return their medians.
+
+    Raises:
+        UserError: If cuda is asked for and there is none, or a contender fails.
+    """
+    device = measure.pick_device(arguments.device)
+    work = peers.Work(
+        device,
+        arguments.dtype,
+        arguments.layers,
+        arguments.width,
+        arguments.batch,
+        arguments.accumulate,
+        arguments.optimizer,
+    )
+    machine.gemm_rates(device)  # measured once, here, and not in some contender's time
+    missing = {name: absent(name, work) for name in arguments.contenders}
+    present = [name for name, why in missing.items() if why is None]
+    with contextlib.ExitStack() as stack:
+        started = {name: stack.enter_context(start(name, work)) for name in present}
+        refusals = warm_up(started)
+        last: dict[str, dict[str, Any]] = {}
+
+        def turn(name: str) -> float:
+            last[name] = started[name].ask(arguments.steps)
+            seconds: float = last[name]["seconds"]
+            return seconds
+
+        turns = {name: partial(turn, name) for name in started if name not in refusals}
+        times = measure.take_turns(turns, arguments.rounds)
+    why_not = {name: why for name, why in missing.items() if why is not None}
+    why_not |= dict.fromkeys(refusals, "refused")
+    blank: tuple[Cell, ...] = (None,) * (len(_COLUMNS) - 2)
+    rows = [
+        (name, *blank, why_not[name])
+        if name in why_not
+        else (name, *cells(times, name, last[name]), None)
+        for name in arguments.contenders
+    ]
+    steps = _WARM_UP + arguments.rounds * arguments.steps
+    notes = (
+        f"{measure.in_turn(arguments.rounds)}; {measure.SPREAD} to {BASELINES[0]}",
+        "torch.amp, accelerate, fabric: as their documentation shows them; O: halfstep",
+        f"kept: GLIBC_TUNABLES={_kept_in(os.environ)['GLIBC_TUNABLES']}",
+        "pure: weights, gradients and updates in 16 bits, no masters, no loss scale",
+        f"peak: {_PEAK[device]}",
+        f"loss: of the last micro-batch of {steps} steps; same weights and batches",
+        "a process each, with " + _shown(living.IDLE),
+        *(f"{name} refused: {text}" for name, text in refusals.items()),
+        *versions(present),
+        *measure.conditions("recipe", device, arguments),
+    )
+    return [Table("Mixed precision recipe", _COLUMNS, tuple(rows), notes)]
+
+
+def absent(name: str, work: peers.Work) -> str | None:
+    """Return why a contender cannot run here; None if it can."""
+    contender = peers.CONTENDERS[name]
+    if contender.package and find_spec(contender.package) is None:
+        return "not installed"
+    if contender.kept and work.device != "cpu":
+        return "of CPU memory only"
+    if contender.kept and platform.libc_ver()[0] != "glibc":
+        return "of glibc only"
+    if work.device == "cpu" and work.dtype == "fp16" and not contender.cpu_fp16:
+        return "no fp16 on a CPU"
+    return None
+
+
+def start(name: str, work: peers.Work) -> living.Living:
+    """Start a contender's process."""
+    environment = _kept_in(os.environ) if peers.CONTENDERS[name].kept else {}
+    task = asdict(work) | {"contender": name}
+    return living.Living(name, "halfstep.bench.peers", task, environment)
+
+
+def _kept_in(environment: Mapping[str, str]) -> dict[str, str]:
+    """Add our tunables to those that are set; the last of a name counts."""
+    there = environment.get("GLIBC_TUNABLES")
+    return {"GLIBC_TUNABLES": f"{there}:{KEPT}" if there else KEPT}
+
+
+def warm_up(started: Mapping[str, living.Living]) -> dict[str, str]:
+    """Let each contender take its first steps; return who refuses, and the words."""
+    refusals = {}
+    for name, process in started.items():
+        refused = process.ask(_WARM_UP)["refused"]
+        if refused is not None:
+            refusals[name] = refused
+        measure.progress(f"{name}: {'refused' if refused else 'ready'}")
+    return refusals
+
+
+def cells(times: measure.Times, name: str, last: Mapping[str, Any]) -> tuple[Cell, ...]:
+    """Return a row but for its first cell and its last.
+
+    Args:
+        times: Of all contenders.
+        name: Of this one.
+        last: Its last answer.
+    """
+    ratios = (
+        times.ratio(name, base) if base in times.rounds else None for base in BASELINES
+    )
+    first = BASELINES[0]
+    return (
+        times.median(name) * 1e3,
+        *ratios,
+        times.spread(name, first) if first in times.rounds else None,
+        last["peak_bytes"] / _MIB,
+        last["loss"],
+    )
+
+
+def versions(names: Iterable[str]) -> list[str]:
+    """Return a note on which peers were measured, if any were."""
+    from importlib.metadata import version
+
+    packages = {peers.CONTENDERS[name].package for name in names} - {None}
+    shown = [f"{package} {version(package)}" for package in sorted(map(str, packages))]
+    return [", ".join(shown)] if shown else []
+
+
+def _shown(environment: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in environment.items())

@@ -1,0 +1,43 @@
+"""apex's `amp`, name for name.
+
+In: `from halfstep.compat.apex import amp`. Out: what `from apex import amp` gave.
+"""
+
+from halfstep.compat.apex.casts import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from halfstep.compat.apex.frontend import (
+    disable_casts,
+    init,
+    initialize,
+    load_state_dict,
+    master_params,
+    scale_loss,
+    state_dict,
+)
+from halfstep.compat.apex.state import STATE, AmpError
+
+_amp_state = STATE
+
+__all__ = [
+    "AmpError",
+    "_amp_state",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]

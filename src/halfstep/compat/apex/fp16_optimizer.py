@@ -1,0 +1,216 @@
+"""apex's older optimizer wrapper: fp32 masters and a loss scale around any optimizer.
+
+In: an optimizer over a model that was halved by hand. Out: the same interface, whose
+`backward` scales the loss and whose `step` updates masters, or leaves the step out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep.compat.apex import masters as registry
+from halfstep.compat.apex.loss_scaler import DynamicLossScaler, LossScaler
+from halfstep.compat.apex.stash import Stash
+from halfstep.compat.apex.state import AmpError, say
+from halfstep.master import MasterWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+class FP16_Optimizer:
+    """An optimizer whose 16-bit parameters have fp32 masters, with a loss scale.
+
+    Args:
+        init_optimizer: Over parameters that are 16 bits already, fp32, or both.
+        static_loss_scale: The scale, unless it is dynamic.
+        dynamic_loss_scale: Let the scale move.
+        dynamic_loss_args: Keyword arguments of `DynamicLossScaler`.
+        verbose: Print that a step was skipped.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        self.optimizer = init_optimizer
+        self.dynamic_loss_scale = dynamic_loss_scale
+        self.loss_scaler: LossScaler = LossScaler(static_loss_scale)
+        if dynamic_loss_scale:
+            self.loss_scaler = DynamicLossScaler(**(dynamic_loss_args or {}))
+        self.verbose = verbose
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self._groups = [list(group["params"]) for group in init_optimizer.param_groups]
+        self._masters = MasterWeights(init_optimizer)
+        self._stash = Stash(init_optimizer, self._masters)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next backward pass."""
+        return self.loss_scaler.loss_scale
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer, with masters in them."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # noqa: ANN401
+        """That of the optimizer."""
+        return self.optimizer.state
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters, group by group."""
+        known = {id(low): master for low, master in self._masters.pairs}
+        return [
+            [known[id(param)] for param in group if id(param) in known]
+            for group in self._groups
+        ]
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
+        """Clear the gradients of the model's parameters and of the masters."""
+        self._stash.zero_grad(self.optimizer.zero_grad, set_to_none=set_grads_to_None)
+        self.overflow = False
+
+    def backward(
+        self,
+        loss: Tensor,
+        update_master_grads: bool = True,
+        retain_graph: bool = False,
+    ) -> None:
+        """Run the backward pass of the scaled loss.
+
+        Args:
+            loss: Unscaled.
+            update_master_grads: Unscale the gradients into the masters' now; else
+                call `update_master_grads` after the last of several passes.
+            retain_graph: As for torch.
+        """
+        self._stash.prepare(self.loss_scale)
+        self.loss_scaler.backward(loss, retain_graph=retain_graph)
+        self._stash.delay(self.loss_scale)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Unscale what passes have left, add it to the masters' gradients, look at it.
+
+        Why `overflow` is not cleared: a later pass does not mend an earlier one.
+        """
+        fresh = self._stash.collect()
+        found = self.loss_scaler.core.unscale_([gradient for _, gradient in fresh])
+        self._stash.add(fresh)
+        self.overflow = self.overflow or bool(found)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float:
+        """Clip the masters' gradients; return their norm, -1 after an overflow."""
+        if self.overflow:
+            return -1.0
+        params = [p for group in self.param_groups for p in group["params"]]
+        return float(torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type))
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Return the gradients by group, unscaled; None after an overflow."""
+        if self.overflow:
+            say("gradients overflowed: there is nothing to inspect.")
+            return None
+        return [
+            [None if param.grad is None else param.grad.detach() for param in params]
+            for params in (group["params"] for group in self.param_groups)
+        ]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+        """Update the masters and the model, unless a gradient was not finite.
+
+        Args:
+            closure: Calls `backward` of this object; with a static scale only.
+
+        Raises:
+            AmpError: If a closure is given, and the scale is dynamic.
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        if closure is not None:
+            return self._step_with(closure)
+        overflow, used = self.overflow, self.loss_scale
+        self.overflow = False
+        self.loss_scaler.update_scale(overflow)
+        if overflow:
+            if self.verbose:
+                say(
+                    f"OVERFLOW! Skipping step. Attempted loss scale: {used}, "
+                    f"reducing to {self.loss_scale}"
+                )
+            self._clear()
+            return None
+        result = self.optimizer.step()
+        self._masters.publish()
+        self._clear()
+        return result
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:  # noqa: ANN401
+        if self.dynamic_loss_scale:
+            message = (
+                f"{type(self.optimizer).__name__}.step was given a closure, and the "
+                "loss scale is dynamic: set static_loss_scale for one."
+            )
+            raise AmpError(message)
+
+        def run() -> Any:  # noqa: ANN401
+            if not self.first_closure_call_this_step:
+                self._masters.publish()
+            self.first_closure_call_this_step = False
+            return closure()
+
+        result: Any = self.optimizer.step(run)
+        self.first_closure_call_this_step = True
+        self._masters.publish()
+        return result
+
+    def _clear(self) -> None:
+        for _, master in self._masters.pairs:
+            master.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return apex's fields, the loss scaler's as plain numbers."""
+        return {
+            "loss_scaler": self.loss_scaler.core.state_dict(),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": self.fp32_from_fp16_groups,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state. Load the model first: its weights are as before.
+
+        Raises:
+            AmpError: If its masters are not those of these parameters.
+        """
+        saved = [m for group in state_dict["fp32_from_fp16"] for m in group]
+        own = [m for group in self.fp32_from_fp16_groups for m in group]
+        if [tuple(m.shape) for m in saved] != [tuple(m.shape) for m in own]:
+            message = (
+                f"the state holds {len(saved)} masters, of other shapes than the "
+                f"{len(own)} here: build the optimizer over the model that was saved."
+            )
+            raise AmpError(message)
+        self.loss_scaler.core.load_state_dict(state_dict["loss_scaler"])
+        self.overflow = state_dict["overflow"]
+        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        for master, value in zip(own, saved, strict=True):
+            master.copy_(value)
+        self._masters.publish()
+        registry.note(self._masters.pairs)

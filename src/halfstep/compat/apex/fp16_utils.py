@@ -1,0 +1,169 @@
+"""apex's older tools: models in halves, master weights kept by hand, static scales.
+
+In: a model. Out: the same model in fp16 but for batch norm, and lists of masters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
+from halfstep.compat.apex.loss_scaler import DynamicLossScaler, LossScaler
+from halfstep.compat.apex.state import AmpError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Lists = tuple[list[nn.Parameter], list[Tensor]]
+
+__all__ = [
+    "BN_convert_float",
+    "DynamicLossScaler",
+    "FP16Model",
+    "FP16_Optimizer",
+    "LossScaler",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]
+
+clip_grad_norm = nn.utils.clip_grad_norm_
+
+
+class tofp16(nn.Module):
+    """A module that casts its input to fp16."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- apex's name
+        """Cast."""
+        return input.half()
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 -- apex's name
+    """Bring the batch norms in a model back to fp32."""
+    for part in module.modules():
+        if isinstance(part, _BatchNorm):
+            part.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """Return a model in fp16 that takes fp32 inputs; its batch norms stay fp32."""
+    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a module's own floating parameters, gradients and buffers, in place."""
+    for param in module.parameters(recurse=False):
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
+            if param.grad is not None:
+                param.grad = param.grad.to(dtype)
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a model in place, but for its batch norms with weights."""
+    for module in network.modules():
+        if isinstance(module, _BatchNorm) and module.affine:
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """A model in fp16, batch norm apart, that casts its inputs."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, torch.float16)
+
+    def forward(self, *inputs: Tensor) -> Any:  # noqa: ANN401
+        """Compute."""
+        return self.network(*(value.half() for value in inputs))
+
+
+@torch.no_grad()
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> Lists:
+    """Return a model's parameters that learn, and fp32 masters for them.
+
+    Args:
+        model: In 16 bits, fp32, or both.
+        flat_master: One master, flat, for all; they must be of one dtype.
+
+    Raises:
+        AmpError: If parameters of several dtypes are to share a flat master.
+    """
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not flat_master:
+        copies = [param.detach().to(torch.float32, copy=True) for param in params]
+        return params, [copy.requires_grad_() for copy in copies]
+    dtypes = {param.dtype for param in params}
+    if len(dtypes) != 1:
+        message = (
+            f"flat_master=True needs parameters of one dtype, not {dtypes}: use "
+            "flat_master=False, or FP16_Optimizer."
+        )
+        raise AmpError(message)
+    flat = nn.Parameter(torch.cat([p.reshape(-1) for p in params]).float())
+    flat.grad = torch.zeros_like(flat)
+    return params, [flat]
+
+
+@torch.no_grad()
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor],
+    master_params: Sequence[Tensor],
+    flat_master: bool = False,
+) -> None:
+    """Copy gradients up to the masters, as `prep_param_lists` has made both."""
+    if flat_master:
+        flat = [_gradient(param).reshape(-1) for param in model_params]
+        total = master_params[0]
+        total.grad = torch.cat(flat).to(total.dtype)
+        return
+    for param, master in zip(model_params, master_params, strict=True):
+        if param.grad is None:
+            master.grad = None
+        elif master.grad is None:
+            master.grad = param.grad.to(master.dtype, copy=True)
+        else:
+            master.grad.copy_(param.grad)
+
+
+def _gradient(param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: Sequence[Tensor],
+    master_params: Sequence[Tensor],
+    flat_master: bool = False,
+) -> None:
+    """Round the masters into the model's parameters."""
+    values = list(master_params)
+    if flat_master:
+        sizes = [param.numel() for param in model_params]
+        parts = torch.split(master_params[0], sizes)
+        values = [v.view_as(p) for v, p in zip(parts, model_params, strict=True)]
+    for param, value in zip(model_params, values, strict=True):
+        param.copy_(value)
+
+
+def to_python_float(t: Any) -> float:  # noqa: ANN401
+    """Return the number in a tensor, or in a sequence of one."""
+    return float(t.item() if hasattr(t, "item") else t[0])

@@ -1,0 +1,368 @@
+"""`initialize`, `scale_loss` and the checkpoints of the two.
+
+In: models, optimizers and a level; then a loss for each backward pass. Out: the same
+models and optimizers, prepared; then a scaled loss, and gradients without its scale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.compat.apex import masters as registry
+from halfstep.compat.apex import models as rooms
+from halfstep.compat.apex import properties, stash
+from halfstep.compat.apex.casts import Handle, devices_of, forget_if_evaluating
+from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
+from halfstep.compat.apex.scaling import AmpScaler, rule_of
+from halfstep.compat.apex.state import STATE, AmpError, Properties, say
+from halfstep.master import MasterWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.optim import Optimizer
+
+
+def initialize(
+    models: Any,  # noqa: ANN401
+    optimizers: Any = None,  # noqa: ANN401
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:  # noqa: ANN401
+    """Prepare models and optimizers to train at a level.
+
+    Call it once, before models are wrapped for data parallelism. A second call
+    replaces level, loss scalers and casts; optimizers keep their masters.
+
+    Args:
+        models: One, or a list or tuple of them, on any device.
+        optimizers: One, a list or tuple, or None to evaluate only.
+        enabled: False changes nothing, here and in `scale_loss`.
+        opt_level: "O0" fp32, "O1" casts, "O2" fp16 with masters, "O3" fp16.
+        cast_model_type: Dtype of weights and inputs; False leaves them.
+        patch_torch_functions: False leaves out the casts of O1.
+        keep_batchnorm_fp32: Also "True" or "False".
+        master_weights: Update fp32 copies of 16-bit weights.
+        loss_scale: "dynamic" or a number, also as a string.
+        cast_model_outputs: Dtype of what models return.
+        num_losses: How many `loss_id`s there are, each with a scale of its own.
+        verbosity: 0 prints nothing.
+        min_loss_scale: Floor; default 1, where apex had none.
+        max_loss_scale: Ceiling.
+
+    Returns:
+        What was given, in containers of the same kind; models alone if there are no
+        optimizers.
+
+    Raises:
+        AmpError: If what was given cannot be used; a `RuntimeError` and `ValueError`.
+        TypeError: If it holds no models, or no optimizers.
+    """
+    STATE.verbosity = verbosity
+    if not enabled:
+        _replace(properties.OFF, [])
+        return models if optimizers is None else (models, optimizers)
+    chosen = properties.chosen(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+    )
+    nets: list[nn.Module] = _listed(models, nn.Module, "models")
+    steppers: list[Optimizer] = _listed(optimizers, torch.optim.Optimizer, "optimizers")
+    _check(nets, steppers)
+    rule = rule_of(chosen.loss_scale, min_loss_scale, max_loss_scale)
+    for line in properties.lines(chosen):
+        say(line, first_rank_only=True)
+    tensors = [tensor for net in nets for tensor in net.parameters()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    names = _names(nets)
+    scalers = [AmpScaler(i, rule, device, names) for i in range(num_losses)]
+    _replace(chosen, scalers)
+    originals = _cast(nets, chosen, cast_model_outputs)
+    for optimizer in steppers:
+        masters = MasterWeights(optimizer, originals) if chosen.master_weights else None
+        if masters is None and chosen.cast_model_type and optimizer.state:
+            # Moments loaded before take the dtype of their parameters.
+            optimizer.load_state_dict(optimizer.state_dict())
+        stash.attach(optimizer, masters)
+    if chosen.patch_torch_functions:
+        _open(Handle(devices_of(tensors), registered=_registered()), nets)
+    return models if optimizers is None else (models, optimizers)
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> Handle:
+    """Open O1's casts without models: apex's interface before `initialize`.
+
+    Args:
+        enabled: False opens none.
+        loss_scale: Not used; a handle scales nothing any more.
+        enable_caching: Cast each weight once from one `scale_loss` to the next.
+        verbose: Not used.
+        allow_banned: Run binary_cross_entropy in fp32.
+    """
+    del loss_scale, verbose
+    devices = devices_of([]) if enabled else frozenset()
+    handle = Handle(
+        devices,
+        caching=enable_caching,
+        allow_banned=allow_banned,
+        registered=_registered(),
+    )
+    _open(handle, [])
+    return handle
+
+
+def _open(handle: Handle, models: Sequence[nn.Module]) -> None:
+    if STATE.handle is not None:
+        STATE.handle.close()
+    STATE.handle = handle
+    handle.open()
+    for model in models:
+        model.register_forward_pre_hook(forget_if_evaluating)
+
+
+def _registered() -> tuple[Any, ...]:
+    """Return the functions that the handle before held."""
+    return () if STATE.handle is None else tuple(STATE.handle.registered)
+
+
+def _replace(chosen: Properties, scalers: list[AmpScaler]) -> None:
+    """Put a level in force; casts of the one before end here."""
+    STATE.opt_properties = chosen
+    STATE.loss_scalers = scalers
+    if STATE.handle is not None:
+        STATE.handle.close()
+
+
+def _listed(given: Any, kind: type, name: str) -> list[Any]:  # noqa: ANN401
+    if isinstance(given, kind | FP16_Optimizer):
+        return [given]
+    if given is None and name == "optimizers":
+        return []
+    if isinstance(given, list | tuple):
+        wrong = [each for each in given if not isinstance(each, kind | FP16_Optimizer)]
+        if not wrong:
+            return list(given)
+        given = wrong[0]
+    message = (
+        f"{name}: {type(given).__name__} is no {kind.__name__}; pass one, or a list or "
+        "tuple of them."
+    )
+    raise TypeError(message)
+
+
+def _check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, FP16_Optimizer):
+            message = (
+                "an optimizer is already an FP16_Optimizer: pass the bare optimizer, "
+                "amp.initialize gives it masters where opt_level has them."
+            )
+            raise AmpError(message)
+        if stash.is_attached(optimizer):
+            message = (
+                f"this {type(optimizer).__name__} went through amp.initialize before: "
+                "pass each optimizer once, and all of them in one call."
+            )
+            raise AmpError(message)
+    rooms.check_bare(models)
+    if not STATE.allow_incoming_model_not_fp32:
+        rooms.check_fp32(models)
+
+
+def _names(models: Sequence[nn.Module]) -> Callable[[Tensor], str]:
+    names = {
+        id(param): name if len(models) == 1 else f"model {number}: {name}"
+        for number, model in enumerate(models)
+        for name, param in model.named_parameters()
+    }
+
+    def name_of(param: Tensor) -> str:
+        return names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
+
+    return name_of
+
+
+def _cast(
+    models: Sequence[nn.Module], chosen: Properties, outputs: torch.dtype | None
+) -> dict[nn.Parameter, Tensor]:
+    """Cast models; return the fp32 values of weights that no longer are."""
+    originals: dict[nn.Parameter, Tensor] = {}
+    for model in models:
+        dtype = chosen.cast_model_type
+        if isinstance(dtype, torch.dtype):
+            keep = bool(chosen.keep_batchnorm_fp32)
+            originals |= rooms.cast_(model, dtype, keep_batchnorm=keep)
+            outputs = outputs or torch.float32
+        elif chosen.master_weights:
+            registry.attach(model)
+        if outputs is not None:
+            rooms.cast_outputs(model, outputs)
+    return originals if chosen.master_weights else {}
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,  # noqa: ANN401
+    loss_id: int = 0,
+    model: Any = None,  # noqa: ANN401
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Scale a loss for its backward pass; afterwards unscale what that has left.
+
+    Gradients from earlier passes are set aside meanwhile, and added afterwards, so that
+    sums are exact whatever the scales were.
+
+    Args:
+        loss: Unscaled.
+        optimizers: One, or a list or tuple: all whose gradients this pass makes.
+        loss_id: Which loss scaler, below `num_losses`.
+        model: Not used, as in apex.
+        delay_unscale: Leave the gradients scaled; a later pass before the step must
+            not.
+        delay_overflow_check: Look at the gradients when the optimizer steps, or at the
+            next pass, so that this one does not wait for the device.
+
+    Raises:
+        AmpError: If amp or an optimizer is not initialised, or there is no such loss.
+        LossScaleCollapse: If skipping has gone on for too long.
+    """
+    del model
+    chosen = STATE.opt_properties
+    if chosen is None:
+        message = (
+            "amp.scale_loss was called before amp.initialize: call model, optimizer = "
+            "amp.initialize(model, optimizer, opt_level=...) first."
+        )
+        raise AmpError(message)
+    if not chosen.enabled:
+        yield loss
+        return
+    many = isinstance(optimizers, list | tuple)
+    stashes = [stash.of(each) for each in (optimizers if many else [optimizers])]
+    scaler = _scaler(loss_id)
+    scale = scaler.loss_scale()
+    for one in stashes:
+        one.prepare(scale)
+    try:
+        with STATE.without_casts():
+            yield scaler.scale(loss)
+    except BaseException:
+        for one in stashes:
+            one.restore()
+        raise
+    finally:
+        if STATE.handle is not None:
+            STATE.handle.clear_cache()
+    if delay_unscale:
+        for one in stashes:
+            one.delay(scale)
+        return
+    _unscale(scaler, stashes)
+    if not delay_overflow_check:
+        scaler.settle()
+
+
+def _unscale(scaler: AmpScaler, stashes: list[stash.Stash]) -> None:
+    fresh = [one.collect() for one in stashes]
+    gradients = [gradient for part in fresh for _, gradient in part]
+    scaler.unscale_(gradients, stashes)
+    for one, part in zip(stashes, fresh, strict=True):
+        one.add(part)
+
+
+def _scaler(loss_id: int) -> AmpScaler:
+    if not 0 <= loss_id < len(STATE.loss_scalers):
+        message = (
+            f"loss_id={loss_id} must be below num_losses={len(STATE.loss_scalers)}: "
+            "pass num_losses to amp.initialize."
+        )
+        raise AmpError(message)
+    found: AmpScaler = STATE.loss_scalers[loss_id]
+    return found
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Let operations run as called for a while, under O1 too."""
+    with STATE.without_casts():
+        yield
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield what an optimizer updates: masters where there are any."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the loss scalers as apex writes them.
+
+    Args:
+        destination: Written into, and returned; default a new one.
+    """
+    state = {} if destination is None else destination
+    for number, scaler in enumerate(STATE.loss_scalers):
+        state[f"loss_scaler{number}"] = scaler.state_dict()
+    return state
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Go on with saved loss scales, apex's own checkpoints included.
+
+    A static scale stays what the level says. Entries beyond `num_losses` are left out,
+    and said.
+
+    Raises:
+        AmpError: If there are other keys.
+    """
+    scalers = STATE.loss_scalers
+    if len(state_dict) != len(scalers):
+        say(
+            f"Warning: state_dict contains {len(state_dict)} entries, while "
+            f"{len(scalers)} loss_scalers are used"
+        )
+    unknown = [key for key in state_dict if not _number(key)]
+    if unknown:
+        message = f"amp's state holds {unknown}; keys must be loss_scaler0, 1, ..."
+        raise AmpError(message)
+    for key, saved in state_dict.items():
+        number = int(key.removeprefix(_PREFIX))
+        if number >= len(scalers):
+            say(f"Skipping loss_scaler[{number}], since num_losses was {len(scalers)}")
+        else:
+            own = scalers[number]
+            scale = saved["loss_scale"] if own.dynamic else own.loss_scale()
+            own.put(scale, saved["unskipped"])
+
+
+_PREFIX = "loss_scaler"
+
+
+def _number(key: str) -> bool:
+    return key.startswith(_PREFIX) and key.removeprefix(_PREFIX).isdecimal()

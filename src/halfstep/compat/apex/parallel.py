@@ -1,0 +1,110 @@
+"""apex's `parallel`, as far as torch has it too.
+
+In: arguments of apex's wrapper. Out: torch's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel as _TorchDDP
+
+from halfstep.compat.apex.state import AmpError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
+
+_MEGABYTE = 1024 * 1024
+_MEANT = {
+    "allreduce_always_fp32": False,
+    "gradient_average": True,
+    "gradient_predivide_factor": 1.0,
+    "gradient_average_split_factor": None,
+    "shared_param": None,
+    "prof": False,
+}
+"""Arguments that torch's wrapper has no place for -> the one value that it means."""
+
+
+class DistributedDataParallel(_TorchDDP):
+    """torch's wrapper, for arguments of apex's.
+
+    Args:
+        module: Already on its device.
+        message_size: Numbers in a bucket.
+        delay_allreduce: Average after the whole backward pass; here: look for
+            parameters that took no part, which is what it was needed for.
+        allreduce_trigger_params: Not used: torch chooses when to send.
+        retain_allreduce_buffers: Not used.
+        num_allreduce_streams: Not used.
+        allreduce_communicators: Not used.
+        others: Arguments that must have their default.
+
+    Raises:
+        AmpError: If one of the last has not.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: Any = None,  # noqa: ANN401
+        allreduce_trigger_params: Any = None,  # noqa: ANN401
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,  # noqa: ANN401
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        del allreduce_trigger_params, retain_allreduce_buffers
+        del num_allreduce_streams, allreduce_communicators
+        given = {
+            "allreduce_always_fp32": allreduce_always_fp32,
+            "gradient_average": gradient_average,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "gradient_average_split_factor": gradient_average_split_factor,
+            "shared_param": shared_param,
+            "prof": prof,
+        }
+        for name, meant in _MEANT.items():
+            if given[name] != meant:
+                message = (
+                    f"{name}={given[name]!r} has no counterpart in torch's "
+                    f"DistributedDataParallel, which does {name}={meant!r}: leave it "
+                    "out, or set a communication hook."
+                )
+                raise AmpError(message)
+        size = sum(p.element_size() for p in module.parameters())
+        count = sum(1 for _ in module.parameters())
+        bucket = message_size * size / max(count, 1) / _MEGABYTE
+        super().__init__(
+            module,
+            bucket_cap_mb=max(bucket, 1),
+            find_unused_parameters=delay_allreduce,
+        )
+
+
+def convert_syncbn_model(
+    module: nn.Module,
+    process_group: Any = None,  # noqa: ANN401
+    channel_last: bool = False,
+) -> nn.Module:
+    """Return a model whose batch norms speak for all ranks.
+
+    Args:
+        module: Any model.
+        process_group: Ranks that share statistics; default all.
+        channel_last: Not used: torch looks at the memory format itself.
+    """
+    del channel_last
+    converted: nn.Module = SyncBatchNorm.convert_sync_batchnorm(  # type: ignore[no-untyped-call]
+        module, process_group
+    )
+    return converted

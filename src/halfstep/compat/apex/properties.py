@@ -1,0 +1,147 @@
+"""apex's levels as data, and a user's overrides of them, checked.
+
+In: a level's name and keyword arguments. Out: `Properties`. Nothing outside this room
+may ask for a level by its name: code reads the fields.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from halfstep import formats
+from halfstep.compat.apex.state import AmpError, Properties, refuse
+
+_FP32, _FP16 = torch.float32, torch.float16
+OFF = Properties(False, None, None, False, None, None, 1.0)  # noqa: FBT003
+_ROWS: dict[str, tuple[Any, ...]] = {
+    "O0": (_FP32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (_FP16, False, True, True, "dynamic"),
+    "O3": (_FP16, False, False, False, 1.0),
+}
+LEVELS = {name: Properties(True, name, *row) for name, row in _ROWS.items()}  # noqa: FBT003
+
+
+def chosen(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
+    """Return a level's properties with a user's overrides.
+
+    Args:
+        opt_level: "O0" to "O3".
+        overrides: Fields of `Properties`; None leaves the level's own.
+
+    Raises:
+        AmpError: If there is no such level, or an override makes no sense there.
+    """
+    level = LEVELS.get(opt_level)
+    if level is None:
+        raise AmpError(_no_level(opt_level))
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if "keep_batchnorm_fp32" in given:
+        given["keep_batchnorm_fp32"] = _flag(given["keep_batchnorm_fp32"])
+    if "loss_scale" in given:
+        given["loss_scale"] = _scale(given["loss_scale"])
+    if "cast_model_type" in given:
+        _check_type(given["cast_model_type"])
+    _check_mix(level, given)
+    return replace(level, **given)
+
+
+def lines(properties: Properties) -> list[str]:
+    """Return what apex prints of a level."""
+    options = [f"{name:<22} : {value}" for name, value in asdict(properties).items()]
+    return [
+        f"Selected optimization level {properties.opt_level}",
+        "After processing overrides, optimization options are:",
+        *options,
+    ]
+
+
+def _no_level(word: object) -> str:
+    text = str(word).strip().upper()
+    meant = "O" + text[1:]
+    if text[:1] in {"0", "O"} and meant in LEVELS:
+        return (
+            f"opt_level={word!r} is spelt {meant!r}: the prefix O is the letter O, not "
+            "the digit zero."
+        )
+    return f"opt_level={word!r} is not a level; choose one of {', '.join(LEVELS)}."
+
+
+def _flag(value: object) -> bool:
+    words: dict[object, bool] = {"True": True, "False": False}
+    found = words.get(value, value)
+    if not isinstance(found, bool):
+        message = (
+            f"keep_batchnorm_fp32={value!r} must be a bool, the string 'True' or "
+            "'False', or None."
+        )
+        raise AmpError(message)
+    return found
+
+
+def _scale(value: object) -> float | str:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        scale = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        scale = math.nan
+    if not 0 < scale < math.inf:
+        message = (
+            f"loss_scale={value!r} must be 'dynamic' or a positive number, as 128.0."
+        )
+        raise AmpError(message)
+    return scale
+
+
+def _check_type(value: object) -> None:
+    if value is False:
+        return
+    try:
+        formats.parse(value)  # type: ignore[arg-type]
+        known = isinstance(value, torch.dtype)
+    except (AttributeError, ValueError):
+        known = False
+    if not known:
+        message = (
+            f"cast_model_type={value!r} must be torch.float16, torch.bfloat16, "
+            "torch.float32, or False to cast nothing."
+        )
+        raise AmpError(message)
+
+
+def _check_mix(level: Properties, given: dict[str, Any]) -> None:
+    """Refuse overrides that work against what a level does."""
+    name = level.opt_level
+    if not level.patch_torch_functions:
+        if given.get("patch_torch_functions"):
+            message = (
+                f"patch_torch_functions=True with opt_level={name!r}: functions are "
+                "only patched by opt_level='O1'; choose that."
+            )
+            refuse(message)
+        return
+    if given.get("cast_model_type") not in {None, False, torch.float32}:
+        message = (
+            f"cast_model_type={given['cast_model_type']} with opt_level={name!r}, "
+            "which inserts casts around torch functions rather than model weights: "
+            "use opt_level='O2' or 'O3'."
+        )
+        refuse(message)
+    if "keep_batchnorm_fp32" in given:
+        message = (
+            f"keep_batchnorm_fp32={given['keep_batchnorm_fp32']} with "
+            f"opt_level={name!r}, where batch norm runs in the dtype of its input with "
+            "fp32 weights: it should be None."
+        )
+        refuse(message)
+    if "master_weights" in given:
+        message = (
+            f"master_weights={given['master_weights']} makes no sense with "
+            f"opt_level={name!r}: the model's own weights are fp32. Leave it out."
+        )
+        refuse(message)

@@ -1,0 +1,162 @@
+"""One of amp's loss scalers: halfstep's own, under apex's names.
+
+In: a loss scale as a word or a number, then losses and gradients. Out: scaled losses,
+unscaled gradients, and which optimizers must skip.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep.scaler import LossScaler, ScaleRule
+from halfstep.stats import non_finite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from halfstep.compat.apex.stash import Stash
+    from halfstep.stats import Culprit
+
+FIRST_SCALE = 2.0**16
+
+
+def rule_of(
+    loss_scale: float | str, min_loss_scale: float | None, max_loss_scale: float
+) -> ScaleRule:
+    """Return how a loss scale moves.
+
+    Args:
+        loss_scale: "dynamic", or a number that stays.
+        min_loss_scale: Floor; None is 1, where apex had none and fell to 0.
+        max_loss_scale: Ceiling.
+
+    Raises:
+        UserError: If they contradict each other.
+    """
+    if loss_scale != "dynamic":
+        return ScaleRule.parse(loss_scale)
+    first = min(max_loss_scale, FIRST_SCALE)
+    floor = min_loss_scale or min(1.0, first)
+    first = min(max(first, floor), max_loss_scale)
+    return ScaleRule(first, min_scale=floor, max_scale=max_loss_scale)
+
+
+class AmpScaler:
+    """A loss scale, the verdict on gradients that is not read yet, and whom it is of.
+
+    Args:
+        loss_id: Its number.
+        rule: How it moves.
+        device: Where the losses are.
+        name_of: Names a parameter.
+    """
+
+    def __init__(
+        self,
+        loss_id: int,
+        rule: ScaleRule,
+        device: torch.device,
+        name_of: Callable[[Tensor], str],
+    ) -> None:
+        self.loss_id = loss_id
+        self.scaler = LossScaler(rule, device)
+        self._name_of = name_of
+        self._found: Tensor | None = None
+        self._waiting: list[Stash] = []
+
+    @property
+    def dynamic(self) -> bool:
+        """The scale moves."""
+        return self.scaler.rule.backoff_factor < 1
+
+    def loss_scale(self) -> float:
+        """Return the scale. Waits for the device."""
+        return float(self.scaler.state.scale)
+
+    @property
+    def _loss_scale(self) -> float:
+        """The same: programs of apex read and set this name."""
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self.put(value, self._unskipped)
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self.scaler.state.clean_steps)
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self.put(self.loss_scale(), value)
+
+    def put(self, scale: float, unskipped: int) -> None:
+        """Go on with a scale, and a count of clean steps."""
+        state = self.scaler.state
+        self.scaler.put(
+            torch.full_like(state.scale, scale),
+            torch.full_like(state.clean_steps, unskipped),
+        )
+        self.scaler.watch.forget(scale)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss in fp32, times the scale."""
+        self.scaler.begin(loss, self._name_of)
+        return self.scaler.scale(loss)
+
+    def unscale_(self, gradients: list[Tensor], stashes: list[Stash]) -> None:
+        """Divide gradients by the scale in place, and look at them.
+
+        Args:
+            gradients: Of one backward pass.
+            stashes: The optimizers they are of.
+        """
+        found = self.scaler.unscale_(gradients)
+        waits = self._found is not None
+        self._found = torch.maximum(found, self._found) if waits else found  # type: ignore[arg-type]
+        for stash in stashes:
+            if stash not in self._waiting:
+                self._waiting.append(stash)
+                stash.unchecked.append(self)
+
+    def settle(self) -> None:
+        """Read the verdict, move the scale, and let optimizers skip if they must.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        found, waiting = self._found, self._waiting
+        if found is None:
+            return
+        self._found, self._waiting = None, []
+        for stash in waiting:
+            stash.unchecked.remove(self)
+            if found:
+                stash.skipped_by = self
+        self.scaler.update(found, partial(self._culprits, waiting))
+
+    def _culprits(self, stashes: list[Stash]) -> tuple[Culprit, ...]:
+        pairs = [
+            (self._name_of(stash.stored(param)), param.grad)
+            for stash in stashes
+            for group in stash.optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        return non_finite(pairs)
+
+    def skip_message(self) -> str:
+        """Return what apex prints of a skipped step."""
+        start = f"Gradient overflow.  Skipping step, loss scaler {self.loss_id}"
+        if self.dynamic:
+            return f"{start} reducing loss scale to {self.loss_scale()}"
+        return f"{start} has a static loss scale of {self.loss_scale()}"
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return apex's two numbers."""
+        return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}

@@ -1,0 +1,165 @@
+"""Updates that rounding swallowed: counted on a sample of the weights.
+
+In: masters, just before and just after a step. Out: for each parameter group, the
+share of numbers that had a gradient and did not move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import require
+from halfstep.report import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from halfstep.master import MasterWeights
+    from halfstep.stats import StepReport
+
+SAMPLE = 1 << 16
+"""Numbers looked at in each group: the share is then known to some 0.4 points."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """One parameter group in one step."""
+
+    step: int
+    """Optimizer steps attempted so far."""
+    group: int
+    """Its place in `optimizer.param_groups`."""
+    counts: Tensor
+    """Numbers with a gradient that is not 0; those of them that did not move; those
+    whose 16-bit weight did not. float64, shape (3,), on the device."""
+    at_random: bool
+    """Rounding is at random: who did not move today will move another day."""
+
+    @property
+    def share(self) -> float | None:
+        """Part of the updates that is gone for good, 0 to 1. May wait.
+
+        None if nothing had a gradient.
+        """
+        had, stayed, _ = self.counts.tolist()
+        if not had:
+            return None
+        return 0.0 if self.at_random else stayed / had
+
+    @property
+    def unpublished(self) -> float | None:
+        """Part of the updates that the model's weights do not show yet. May wait.
+
+        It is what would be lost without masters; None if nothing had a gradient.
+        """
+        had, _, hidden = self.counts.tolist()
+        return hidden / had if had else None
+
+
+class Counter:
+    """Counts lost updates every so many steps.
+
+    Args:
+        masters: Over the optimizer; none at all will do too.
+        every: Steps from one count to the next, >= 1.
+    """
+
+    def __init__(self, masters: MasterWeights, every: int) -> None:
+        require("lost_updates_every", every, every >= 1, "at least 1 step, or None")
+        self.every = every
+        self.last: tuple[Lost, ...] = ()
+        """One for each parameter group, from the last count."""
+        self._masters = masters
+        self._steps = 0
+
+    @contextlib.contextmanager
+    def around(self, report: StepReport) -> Iterator[None]:
+        """Look at the weights just before an update and just after it, if it is time.
+
+        Args:
+            report: Of the step; one that is skipped is not counted.
+        """
+        self._steps += 1
+        if self._steps % self.every:
+            yield
+            return
+        before = self._looks()
+        yield
+        if report.applied:
+            self.last = tuple(self._compare(report.step, before, self._looks()))
+
+    def _looks(self) -> list[list[tuple[Tensor, ...]]]:
+        return [
+            [self._look(param, stride) for param, stride in params]
+            for params in self._sampled()
+        ]
+
+    def _compare(
+        self,
+        step: int,
+        before: list[list[tuple[Tensor, ...]]],
+        after: list[list[tuple[Tensor, ...]]],
+    ) -> Iterator[Lost]:
+        random = self._masters.form.name == "stochastic" and bool(self._masters.slots)
+        for group, (old, new) in enumerate(zip(before, after, strict=True)):
+            counts = []
+            for was, now in zip(old, new, strict=True):
+                moves = was[2]
+                stayed = (now[0] == was[0]) & moves
+                hidden = (now[1] == was[1]) & moves
+                found = torch.stack([t.sum() for t in (moves, stayed, hidden)])
+                counts.append(found.double())
+            if counts:
+                home = counts[0].device
+                total = torch.stack([count.to(home) for count in counts]).sum(0)
+                yield Lost(step, group, total, random)
+
+    def _sampled(self) -> list[list[tuple[Tensor, int]]]:
+        """Return for each group its parameters, and every how many numbers to look."""
+        found = []
+        for group in self._masters.optimizer.param_groups:
+            params = [p for p in group["params"] if p.requires_grad]
+            stride = -(-sum(param.numel() for param in params) // SAMPLE) or 1
+            found.append([(param, stride) for param in params])
+        return found
+
+    @torch.no_grad()
+    def _look(self, param: Tensor, stride: int) -> tuple[Tensor, ...]:
+        """Return truth, weight, and whether there is a gradient, of a sample."""
+        slot = self._masters.slots.get(param)
+        weight = _some(param if slot is None else slot.weight, stride)
+        truth = weight
+        if slot is not None:
+            extra = None if slot.extra is None else _some(slot.extra, stride)
+            truth = torch.empty_like(weight, dtype=torch.float32)
+            self._masters.form.decode_(weight, extra, truth)
+        gradient = param.grad
+        if gradient is None and slot is not None:
+            gradient = slot.weight.grad
+        if gradient is None or gradient.layout != torch.strided:
+            moves = torch.zeros_like(weight, dtype=torch.bool)
+        else:
+            moves = _some(gradient, stride) != 0
+        return truth, weight, moves
+
+
+def _some(tensor: Tensor, stride: int) -> Tensor:
+    """Return every so many numbers of a tensor, copied."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach().reshape(-1)[::stride].clone()
+
+
+def table(found: tuple[Lost, ...]) -> Table:
+    """Return the counts for people."""
+    rows = tuple(
+        (lost.group, int(lost.counts[0]), lost.share, lost.unpublished)
+        for lost in found
+    )
+    columns = ("group", "looked at", "lost", "not in the weights yet")
+    notes = (f"step {found[0].step}",) if found else ("nothing was counted yet",)
+    return Table("Lost updates", columns, rows, notes)

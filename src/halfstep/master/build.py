@@ -1,0 +1,301 @@
+"""C compiled on the user's machine, once, and kept for the processes after this one.
+
+In: a C file and the user's compiler. Out: the loaded library, or the reason why there
+is none; nothing here fails for a machine without a compiler, and nothing is silent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+VARIABLE = "HALFSTEP_COMPILER"
+"""Names the compiler; "none" does without compiled kernels."""
+
+USUAL = ("cc", "gcc", "clang")
+
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    # a * b + c in two roundings, as torch's arithmetic is written down.
+    "-ffp-contract=off",
+    # Without it sqrtf may set errno, and stays scalar.
+    "-fno-math-errno",
+    "-fopenmp-simd",
+    "-fPIC",
+    "-shared",
+)
+
+OWN = (("-march=native",), ("-mcpu=native",), ())
+"""Words for this very processor, as compilers know them; the first that works."""
+
+PATIENCE = 120.0
+"""Seconds after which a compiler counts as stuck."""
+
+_CPU = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+_SHOWN = 160
+
+
+class NoLibraryError(Exception):
+    """Why there is no library, for people."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A command and how it names itself."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def find() -> Compiler:
+    """Return the user's compiler.
+
+    Raises:
+        NoLibraryError: If there is none, or the user wants none.
+    """
+    named = os.environ.get(VARIABLE)
+    if named == "none":
+        message = f"{VARIABLE}=none"
+        raise NoLibraryError(message)
+    if os.name != "posix":
+        message = f"no compiled kernels on {platform.system()}"
+        raise NoLibraryError(message)
+    if named:
+        return _asked((named,), f"{VARIABLE}={named}")
+    own = tuple(shlex.split(os.environ.get("CC", "")))
+    candidates = [own] if own else []
+    why = []
+    for command in [*candidates, *((name,) for name in USUAL)]:
+        try:
+            return _asked(command, shlex.join(command))
+        except NoLibraryError as error:
+            why.append(str(error))
+    message = f"no C compiler found ({'; '.join(why)}): set {VARIABLE}"
+    raise NoLibraryError(message)
+
+
+def _asked(command: tuple[str, ...], name: str) -> Compiler:
+    program = shutil.which(command[0])
+    if program is None:
+        message = f"{name}: no such program"
+        raise NoLibraryError(message)
+    said = _run((program, *command[1:], "--version"), name)
+    return Compiler((program, *command[1:]), said.partition("\n")[0].strip())
+
+
+def _run(command: tuple[str, ...], name: str) -> str:
+    """Return what a command says.
+
+    Raises:
+        NoLibraryError: If it fails, or does not end.
+    """
+    try:
+        # The user's own compiler, as make would call it.
+        done = subprocess.run(  # noqa: S603
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=PATIENCE,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        message = f"{name}: {error}"
+        raise NoLibraryError(message) from error
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["nothing"]
+        # Of a compiler's complaints the first error is the one that matters.
+        line = next((line for line in said if "error" in line), said[-1])
+        status = f"{name} failed with status {done.returncode}"
+        message = f"{status}: {line.strip()[:_SHOWN]}"
+        raise NoLibraryError(message)
+    return done.stdout
+
+
+def processor() -> str:
+    """Return what tells this processor from others for which code may be compiled."""
+    words = [platform.machine(), platform.processor()]
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        first = text.partition("\n\n")[0].splitlines()
+        words += [line for line in first if line.partition(":")[0].strip() in _CPU]
+    return "\n".join(words)
+
+
+def folder() -> Path:
+    """Return the folder in the user's cache that compiled kernels are kept in."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "halfstep" / "compiled"
+
+
+def private(place: Path) -> None:
+    """Make a folder that nobody else can write to.
+
+    Why: whoever can put a library there runs code as this user.
+
+    Raises:
+        NoLibraryError: If it cannot be made, or is not this user's alone.
+    """
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = place.lstat()
+    except (OSError, RuntimeError) as error:
+        message = f"{place}: {error}"
+        raise NoLibraryError(message) from error
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        message = f"{place} is not a folder of this user"
+        raise NoLibraryError(message)
+    if facts.st_mode & 0o022:
+        message = f"{place} can be written to by others: chmod 700 it"
+        raise NoLibraryError(message)
+    if not os.access(place, os.W_OK | os.X_OK):
+        message = f"{place} cannot be written to"
+        raise NoLibraryError(message)
+
+
+@contextmanager
+def _part(place: Path) -> Iterator[Path]:
+    """Give a name of this process alone, and remove what is left under it."""
+    handle, name = tempfile.mkstemp(".part", dir=place)
+    os.close(handle)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be compiled, and how to know that it works."""
+
+    source: Path
+    """The C file; headers beside it count as part of it."""
+    works: Callable[[ctypes.CDLL], bool]
+    """Tries the loaded library on something known."""
+    extra: tuple[str, ...] = ()
+    """More flags."""
+
+    def key(self, compiler: Compiler) -> str:
+        """Return a name for everything that the library depends on."""
+        parts = [
+            compiler.version,
+            *compiler.command,
+            *FLAGS,
+            *self.extra,
+            *(word for words in OWN for word in words),
+            processor(),
+        ]
+        files = sorted([self.source, *self.source.parent.glob("*.h")])
+        texts = [_digest(file.read_bytes()) for file in files]
+        return _digest("\0".join(parts + texts).encode())
+
+    def compile(self, compiler: Compiler, place: Path) -> Path:
+        """Compile into a folder of this process; return the library.
+
+        Raises:
+            NoLibraryError: If the compiler fails.
+        """
+        out = place / "kernels.so"
+        why = None
+        for own in OWN:
+            words = (*FLAGS, *self.extra, *own, str(self.source), "-o", str(out), "-lm")
+            try:
+                _run((*compiler.command, *words), shlex.join(compiler.command))
+            except NoLibraryError as error:
+                if isinstance(error.__cause__, subprocess.TimeoutExpired):
+                    raise
+                why = why or error
+            else:
+                if out.exists():
+                    return out
+                message = f"{shlex.join(compiler.command)} wrote nothing"
+                raise NoLibraryError(message)
+        raise NoLibraryError(str(why)) from why
+
+    def keep(self, built: Path, compiler: Compiler, place: Path) -> Path:
+        """Put a library into the cache, whole or not at all; return where.
+
+        Why: a name that states its content needs no second file to prove it, so any
+        number of processes may race, and a damaged file is known before it is loaded.
+        """
+        data = built.read_bytes()
+        with _part(place) as part:
+            part.write_bytes(data)
+            return part.replace(place / f"{self.key(compiler)}-{_digest(data)}.so")
+
+    def load(self, file: Path) -> ctypes.CDLL:
+        """Load a library and try it.
+
+        Raises:
+            NoLibraryError: If it cannot be loaded, or computes something else.
+        """
+        try:
+            library = ctypes.CDLL(str(file))
+            works = self.works(library)
+        except (OSError, AttributeError) as error:
+            message = f"{file.name}: {error}"
+            raise NoLibraryError(message) from error
+        if not works:
+            message = "what it compiled does not compute as it should"
+            raise NoLibraryError(message)
+        return library
+
+    def kept(self, compiler: Compiler, place: Path) -> ctypes.CDLL | None:
+        """Return the library that an earlier process left; remove damaged ones."""
+        for file in sorted(place.glob(f"{self.key(compiler)}-*.so")):
+            with suppress(OSError, NoLibraryError):
+                if file.stem.endswith(_digest(file.read_bytes())):
+                    return self.load(file)
+            with suppress(OSError):
+                file.unlink()
+        return None
+
+    def ready(self, compiler: Compiler) -> tuple[ctypes.CDLL, str]:
+        """Return the library, and a remark for people where it is not kept.
+
+        Raises:
+            NoLibraryError: If there is no way to have one.
+        """
+        place = None
+        try:
+            place = folder()
+            private(place)
+            known = self.kept(compiler, place)
+            if known is not None:
+                return known, ""
+        except (NoLibraryError, OSError, RuntimeError) as error:
+            place, why = None, str(error)
+        with tempfile.TemporaryDirectory(prefix="halfstep-") as scratch:
+            built = self.compile(compiler, Path(scratch))
+            if place is not None:
+                try:
+                    self.keep(built, compiler, place)
+                    known = self.kept(compiler, place)
+                    if known is not None:
+                        return known, ""
+                    why = f"{place} gives back something else"
+                except OSError as error:
+                    why = str(error)
+            # A loaded library stays in memory when its file is gone.
+            return self.load(built), f"compiled in each process: {why}"

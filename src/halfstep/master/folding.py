@@ -1,0 +1,57 @@
+"""16-bit gradients folded up into fp32 sums beside the masters.
+
+In: a slot whose weight has a gradient. Out: the gradient added to its master's, and
+freed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep.fold import add_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from halfstep.master.form import Slot
+
+
+def fold_on_arrival(slot: Slot, wanted: Callable[[], bool]) -> None:
+    """Fold from now on as soon as a backward pass has made a gradient.
+
+    Args:
+        slot: Of the weight.
+        wanted: Asked each time.
+    """
+
+    def arrived(_: Tensor) -> None:
+        if wanted():
+            fold(slot)
+
+    if slot.weight.requires_grad:
+        slot.weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def fold(slot: Slot) -> None:
+    """Add a 16-bit gradient to its master's, and free it."""
+    gradient, slot.weight.grad = slot.weight.grad, None
+    if gradient is None:
+        return
+    total = slot.master.grad
+    if gradient.is_sparse or (total is not None and total.is_sparse):
+        wide = gradient.float()
+        if total is not None:
+            # torch adds sparse to dense, and not the other way round.
+            wide = wide + total if total.is_sparse else total + wide
+        slot.master.grad = wide
+    elif total is None:
+        if slot.buffer is None:
+            slot.buffer = torch.empty_like(slot.weight, dtype=torch.float32)
+        slot.master.grad = slot.buffer.copy_(gradient).detach()
+    else:
+        add_(total, gradient)

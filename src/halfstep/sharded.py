@@ -1,0 +1,205 @@
+"""FSDP2 with one set of fp32 weights, and states that ranks save and load together.
+
+In: a level and a format; a session and a directory. Out: what `fully_shard` must be
+told; a directory of torch.distributed.checkpoint that any number of processes can load,
+sharded or not.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep import distributed, formats, levels, session_state, shards
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from halfstep.session import Session
+
+_REST = "rest"
+_WEIGHT, _LOW, _MOMENT = "weights/", "low/", "optimizer/"
+
+
+def fsdp_policy(
+    level: str = "O2",
+    dtype: str | torch.dtype = "bf16",
+    *,
+    reduce_dtype: torch.dtype | None = None,
+) -> MixedPrecisionPolicy:
+    """Return what to tell `fully_shard`, so that a level has one set of fp32 weights.
+
+    At O2 the shards stay fp32, and are the master weights: FSDP2 gathers them in 16
+    bits, computes, and adds up gradients over ranks in 16 bits. Casting by modules is
+    left to autocast. Every weight of the call is cast, normalisation too; call
+    `fully_shard` without a policy on what must stay fp32 before. At the other levels
+    FSDP2 casts nothing.
+
+    Args:
+        level: "O0" to "O3", the one for `prepare`.
+        dtype: "bf16" or "fp16".
+        reduce_dtype: What gradients are added up in over ranks; default `dtype`.
+            `torch.float32` costs twice the bytes, and rounds less.
+
+    Example:
+        >>> fsdp_policy("O2", "bf16").param_dtype
+        torch.bfloat16
+        >>> fsdp_policy("O1", "bf16").param_dtype
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    at, low = levels.parse(level), formats.parse(dtype)
+    if at.low and low is formats.FP32:
+        message = f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
+        raise UserError(message)
+    return MixedPrecisionPolicy(
+        param_dtype=low.dtype if at.low_weights and at.masters else None,
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=False,
+    )
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which each rank holds a part as whole ones, on every rank.
+
+    `whole(session.weights())` is the export for everybody else. All ranks must call it.
+    """
+    parts: dict[str, Any] = dict(tensors)
+    return {
+        name: held.full_tensor() if shards.is_part(held) else held
+        for name, held in parts.items()
+    }
+
+
+def save(session: Session, directory: Path) -> None:
+    """Write a session's state by torch.distributed.checkpoint; all ranks must call it.
+
+    Each rank writes its own parts. Weights and moments are there by the names of the
+    parameters, in fp32 as in `session.state_dict()`.
+
+    Raises:
+        UserError: If `directory` exists: a checkpoint is never written over another.
+    """
+    from torch.distributed.checkpoint import state_dict_saver
+
+    if distributed.same_everywhere(directory.exists()):
+        message = f"{directory} exists; a checkpoint is never written over another."
+        raise UserError(message)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")  # so it may be
+        state_dict_saver.save(_flat(session.state_dict()), checkpoint_id=directory)
+
+
+def load(session: Session, directory: Path) -> None:
+    """Go on from what `save` wrote, however many processes did; all must call it.
+
+    The session may be of another level, form of masters or way of sharding, or of none.
+    What is refused leaves it untouched: everything is read into fresh memory first,
+    this rank's parts of it.
+
+    As with every directory of torch.distributed.checkpoint, its index is a pickle:
+    load none from people you do not trust.
+
+    Raises:
+        UserError: If it is none of ours or not whole, or the state does not fit.
+    """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if not (directory / ".metadata").is_file():
+        message = (
+            f"{directory} holds no whole checkpoint of torch.distributed: it has no "
+            "file .metadata, which is written last."
+        )
+        raise UserError(message)
+    reader = FileSystemReader(directory)
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    if _REST not in saved:
+        message = (
+            f"{directory} was not written by halfstep.sharded.save: it has no entry "
+            f"{_REST!r}."
+        )
+        raise UserError(message)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        box = {_REST: _empty(saved[_REST], None)}
+        state_dict_loader.load(box, storage_reader=reader)
+        rest = torch.load(io.BytesIO(bytes(box[_REST].tolist())), weights_only=True)
+        found = _template(session, saved)
+        state_dict_loader.load(found, storage_reader=reader)
+    session.load_state_dict(_nested(found, rest))
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a state as tensors by name: one for all that is small, as bytes."""
+    names = [*state["parameters"]]
+    groups = state["optimizer"]["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    found = {_WEIGHT + name: held for name, held in state["weights"].items()}
+    small: dict[str, Any] = {}
+    for number, name in zip(numbers, names, strict=True):
+        for key, value in state["optimizer"]["state"].get(number, {}).items():
+            elsewhere = torch.is_tensor(value) and value.dim() > 0
+            if elsewhere:
+                found[f"{_MOMENT}{name}/{key}"] = value
+            # Their order counts: random rounding numbers them by it.
+            small.setdefault(name, {})[key] = None if elsewhere else value
+    masters = dict(state["masters"])
+    found |= {_LOW + name: held for name, held in masters.pop("low").items()}
+    rest = {key: state[key] for key in state if key not in {"weights", "optimizer"}}
+    rest |= {"masters": masters, "groups": groups, "small": small}
+    file = io.BytesIO()
+    torch.save(rest, file)
+    # Ranks agree on every number in it, but perhaps not on every byte.
+    told = distributed.same_everywhere(file.getvalue())
+    return found | {_REST: torch.frombuffer(bytearray(told), dtype=torch.uint8)}
+
+
+def _nested(found: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return what `_flat` was given."""
+    names = [*rest["parameters"]]
+    groups, small = rest.pop("groups"), rest.pop("small")
+    numbers = [number for group in groups for number in group["params"]]
+    number_of = dict(zip(names, numbers, strict=True))
+    state = {
+        number_of[name]: {
+            key: found.get(f"{_MOMENT}{name}/{key}", value)
+            for key, value in values.items()
+        }
+        for name, values in small.items()
+    }
+    weights, low = (
+        {p.removeprefix(kind): held for p, held in found.items() if p.startswith(kind)}
+        for kind in (_WEIGHT, _LOW)
+    )
+    optimizer = {"state": state, "param_groups": groups}
+    masters = rest["masters"] | {"low": low}
+    return rest | {"weights": weights, "optimizer": optimizer, "masters": masters}
+
+
+def _template(
+    session: Session, saved: Mapping[str, TensorStorageMetadata]
+) -> dict[str, Tensor]:
+    """Return memory for all that was saved, split as this session's weights are."""
+    held = session_state.held(distributed.bare(session.model))
+    found = {}
+    for path in (path for path in saved if path != _REST):
+        name = path.partition("/")[2]
+        name = name.rpartition("/")[0] if path.startswith(_MOMENT) else name
+        found[path] = _empty(saved[path], held.get(name))
+    return found
+
+
+def _empty(saved: TensorStorageMetadata, like: Tensor | None) -> Tensor:
+    if like is None or like.shape != saved.size:
+        return torch.empty(saved.size, dtype=saved.properties.dtype)
+    return torch.empty_like(like.detach(), dtype=saved.properties.dtype)

@@ -1,0 +1,141 @@
+"""From the gradients of a step to updated weights.
+
+In: gradients that backward passes left, scaled, in 16 bits or folded up. Out: a
+verdict on them that all ranks share, and the update, clipped, or nothing changed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import fused, late
+from halfstep.master import direct
+from halfstep.scaler.loss_scaler import one_over
+from halfstep.scaler.unscale import Agreement
+from halfstep.stats import by_mesh, total_norm
+
+if TYPE_CHECKING:
+    from halfstep.master import MasterWeights
+    from halfstep.scaler.passes import Passes
+    from halfstep.stats import StepReport
+
+
+class Updates:
+    """Judges the gradients of each step, and updates the weights by them.
+
+    Where the masters have a kernel, gradients are read twice and never written: once
+    to look for inf and NaN, once in the pass that unscales, clips, updates and
+    publishes. Otherwise they are unscaled in place, and the optimizer steps itself.
+
+    Args:
+        masters: Over the optimizer.
+        passes: Whose gradients they are.
+        clip: Largest norm of all gradients; None neither clips nor takes the norm.
+        device: Of the loss scale.
+    """
+
+    def __init__(
+        self,
+        masters: MasterWeights,
+        passes: Passes,
+        clip: float | None,
+        device: torch.device,
+    ) -> None:
+        self.masters = masters
+        self.clip = clip
+        self.norm: Tensor | None = None
+        """Norm of the unscaled gradients of the step under way, shape ()."""
+        self._passes = passes
+        self._device = device
+        self._inverse = torch.ones((), device=device)
+        self._shown: Tensor | None = None
+        self._by_kernel = self._scaled = False
+
+    def gradients(self, *, folded: bool) -> list[tuple[Tensor, Tensor]]:
+        """Return (parameter of the optimizer, gradient) for each that has one.
+
+        Args:
+            folded: They must be in fp32, for they were added up.
+        """
+        self.masters.adopt()
+        self._shown = self._passes.show()
+        found = self.masters.gradients()
+        self._by_kernel = self._has_kernel and direct.usable(g for _, g in found)
+        self._scaled = self._by_kernel and self._passes.only_judged
+        if not self._scaled and not folded:
+            self.masters.fold()
+            found = self.masters.gradients()
+        return found
+
+    @property
+    def _has_kernel(self) -> bool:
+        masters = self.masters
+        return masters.kernel is not None and not direct.hindrance(masters.optimizer)
+
+    def judge(self, gradients: list[Tensor]) -> Agreement:
+        """Look for inf and NaN, unscale if it is time, and ask the other ranks."""
+        norm = self.clip is not None
+        if self._scaled and self.masters.kernel is not None:
+            self._inverse = one_over(self._passes.scale)
+            found, squares = self.masters.kernel.look(gradients, norm=norm)
+            if squares is not None:
+                self.norm = (squares.sqrt() * self._inverse).float()
+            return self._passes.judged(found, gradients)
+        self._inverse = torch.ones((), device=self._device)
+        if self._shown is not None:
+            agreement = Agreement(self._shown)
+        else:
+            agreement = self._passes.unscale_(gradients)
+        self.norm = total_norm(gradients) if norm and gradients else None
+        return agreement
+
+    @property
+    def skips_on_device(self) -> bool:
+        """A kernel on the device itself leaves everything alone on overflow."""
+        if self._by_kernel and self.masters.kernel is not None:
+            return self.masters.kernel.on_device
+        inside = fused.skips_inside(self.masters.optimizer)
+        return inside and not self.masters.form.lean and not late.on_host(self._device)
+
+    @torch.no_grad()
+    def apply(self, report: StepReport) -> None:
+        """Update the weights unless the step is skipped."""
+        optimizer = self.masters.optimizer
+        found_inf = torch.as_tensor(report.found_inf)
+        if self._by_kernel:
+            factor = self._inverse * self._coefficient()
+            if self.skips_on_device:
+                self.masters.update(factor, found_inf=found_inf)
+            elif report.applied:
+                self.masters.update(factor)
+        elif self.skips_on_device:
+            self._clip()
+            self.masters.refresh()
+            fused.step(optimizer, found_inf)
+            self.masters.publish()
+        elif report.applied:
+            self._clip()
+            self.masters.step()
+
+    def _coefficient(self) -> Tensor | float:
+        """Return what gradients are multiplied by, as torch clips them."""
+        if self.norm is None or self.clip is None or self.clip == torch.inf:
+            return 1.0
+        return (self.clip / (self.norm + 1e-6)).clamp(max=1.0)
+
+    def _clip(self) -> None:
+        if self.norm is not None and self.clip is not None and self.clip != torch.inf:
+            params = [param for param, _ in self.masters.gradients()]
+            for alike in by_mesh(params):
+                nn.utils.clip_grads_with_norm_(alike, self.clip, self.norm)
+
+    def clear(self) -> None:
+        """Forget the gradients of the step."""
+        self.masters.optimizer.zero_grad()
+        self.masters.clear()
+        self._passes.close()
+        self.norm = self._shown = None
+        self._by_kernel = self._scaled = False

@@ -1,0 +1,31 @@
+"""amp's process-wide state, as each test finds it and leaves it.
+
+In: nothing. Out: a state as before the first `initialize`, and afterwards too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from halfstep.compat.apex import casts
+from halfstep.compat.apex.state import STATE, AmpState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+@contextlib.contextmanager
+def fresh() -> Iterator[None]:
+    """Begin with no amp; end with none, whatever happened."""
+    try:
+        yield
+    finally:
+        if STATE.handle is not None:
+            STATE.handle._deactivate()
+        for field in fields(AmpState):
+            setattr(STATE, field.name, getattr(AmpState(), field.name))
+        casts._waiting.clear()

@@ -1,0 +1,384 @@
+"""What the fused kernels are compared with: torch.optim, and its arithmetic in fp64.
+
+In: a rule, and items before a step. Out: items to work on, torch's own optimizer over
+the same numbers, and how far two fp32 computations of one step may lie apart.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep.master import kahan, split, stochastic
+from halfstep.master.arithmetic import Adam, Item, Sgd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FORMS = ("plain", "fp32", "split", "kahan", "stochastic")
+LEAN = ("kahan", "stochastic")
+_FLAT = (0, 1, 7, 511, 512, 513, 4097)
+SIZES = (*((size,) for size in _FLAT), (3, 5), (150, 467))
+"""Nothing, odd ones, both sides of a block, and more than a chunk."""
+
+SGD = Sgd(0.1, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
+MOMENTUM = Sgd(0.1, 0.9, 0.1, nesterov=False, weight_decay=0.01, maximize=True)
+NESTEROV = Sgd(0.1, 0.9, 0.0, nesterov=True, weight_decay=0.02, maximize=False)
+ADAMW = Adam(0.01, 0.9, 0.999, 1e-8, 0.1, True, False, False)  # noqa: FBT003
+AMSGRAD = Adam(0.01, 0.8, 0.99, 1e-6, 0.1, False, True, True)  # noqa: FBT003
+FAR = Adam(0.01, 0.3, 0.9, 1e-8, 0.0, True, True, False)  # noqa: FBT003
+"""beta1 below a half: torch.lerp then goes from the other end."""
+RULES = (SGD, MOMENTUM, NESTEROV, ADAMW, AMSGRAD, FAR)
+
+
+def ready(kernel: Any) -> Any:
+    """Return a kernel; skip the test with its reason where there is none."""
+    if not kernel.available():
+        pytest.skip(kernel.describe())
+    return kernel
+
+
+every_rule = pytest.mark.parametrize("rule", RULES, ids=range(len(RULES)))
+every_form = pytest.mark.parametrize("form", FORMS)
+every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+
+
+def states_of(rule: Sgd | Adam) -> int:
+    """Return how many state tensors a rule keeps."""
+    if isinstance(rule, Sgd):
+        return int(rule.momentum != 0)
+    return 2 + rule.amsgrad
+
+
+def make(
+    rule: Sgd | Adam,
+    form: str,
+    low: torch.dtype = torch.bfloat16,
+    sizes: Sequence[tuple[int, ...]] = SIZES,
+) -> list[Item]:
+    """Return items whose truths are normal random numbers, with empty state."""
+    items = []
+    kept = torch.bfloat16 if form in LEAN else torch.float32
+    for index, size in enumerate(sizes):
+        truth = torch.randn(size)
+        weight = truth.clone() if form == "plain" else truth.to(low)
+        extra = None
+        if form in {"fp32", "split", "kahan"}:
+            types = {"split": torch.int16, "kahan": torch.bfloat16}
+            extra = truth.to(types.get(form, torch.float32))
+        states = tuple(torch.zeros(size, dtype=kept) for _ in range(states_of(rule)))
+        step = None if isinstance(rule, Sgd) else torch.zeros(())
+        item = Item(weight, weight, extra, states, step, first=True, index=index)
+        encode(form, truth, item, None)
+        items.append(item)
+    return items
+
+
+def next_step(items: Sequence[Item], dtype: torch.dtype, number: int) -> None:
+    """Give items new gradients, and count a step (the first is 0)."""
+    for item in items:
+        item.gradient = torch.randn(item.weight.shape).to(dtype)
+        item.first = number == 0
+        if item.step is not None:
+            item.step += 1
+
+
+def copied(items: Sequence[Item]) -> list[Item]:
+    """Return items with memory of their own."""
+    return [
+        Item(
+            item.weight.clone(),
+            item.gradient.clone(),
+            None if item.extra is None else item.extra.clone(),
+            tuple(state.clone() for state in item.states),
+            None if item.step is None else item.step.clone(),
+            item.first,
+            item.index,
+        )
+        for item in items
+    ]
+
+
+def truth_of(item: Item, form: str) -> Tensor:
+    """Return the fp32 truth that an item holds, in memory of its own."""
+    truth = torch.empty(item.weight.shape)
+    if item.extra is None:
+        return truth.copy_(item.weight)
+    if form == "split":
+        split.decode_(item.weight, item.extra, truth)
+    elif form == "kahan":
+        kahan.decode_(item.weight, item.extra, truth)
+    else:
+        truth.copy_(item.extra)
+    return truth
+
+
+def encode(form: str, truth: Tensor, item: Item, sixteen: Tensor | None) -> None:
+    """Put a truth into an item, as the rooms of pure torch operations do it."""
+    if form == "split" and item.extra is not None:
+        split.encode_(truth, item.weight, item.extra)
+    elif form == "kahan" and item.extra is not None:
+        kahan.encode_(truth, item.weight, item.extra)
+    elif form == "stochastic" and sixteen is not None:
+        stochastic.round_(truth, item.weight, sixteen)
+    else:
+        item.weight.copy_(truth)
+        if item.extra is not None:
+            item.extra.copy_(truth)
+
+
+def draws(item: Item, number: int, clock: tuple[int, int]) -> Tensor:
+    """Return 16 bits for each number of the weight (0) or a state (1 and on)."""
+    stream, half = divmod(number, 2)
+    key = stochastic.key(*clock, item.index, stream)
+    return stochastic.random16(key, item.weight.numel(), "cpu")[half]
+
+
+def plainly(item: Item, form: str) -> Item:
+    """Return the fp32 numbers behind an item, as an item of the form "plain"."""
+    states = tuple(state.float().clone() for state in item.states)
+    step = None if item.step is None else item.step.clone()
+    truth = truth_of(item, form)
+    return Item(truth, item.gradient, None, states, step, item.first, item.index)
+
+
+def in_form(
+    plain: Item, like: Item, form: str, clock: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """Return weight, extra and states that fp32 results become in a form."""
+    out = copied([like])[0]
+    encode(form, plain.weight, out, draws(like, 0, clock))
+    for number, state in enumerate(plain.states):
+        if form in LEAN:
+            sixteen = draws(like, number + 1, clock)
+            stochastic.round_(state, out.states[number], sixteen)
+        else:
+            out.states[number].copy_(state)
+    return held(out)
+
+
+def held(item: Item) -> tuple[Tensor, ...]:
+    """Return all that an update of an item writes."""
+    extra = () if item.extra is None else (item.extra,)
+    return (item.weight, *extra, *item.states)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors hold the same bits; one NaN is as good as another."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    whole = torch.int32 if one.dtype == torch.float32 else torch.int16
+    equal = one.view(whole) == other.view(whole)
+    return bool((equal | (one.isnan() & other.isnan())).all())
+
+
+def optimizer_of(rule: Sgd | Adam, item: Item, inverse: float) -> Tensor:
+    """Return what torch's own optimizer makes of an item of the form "plain".
+
+    Its states are written into those of the item, so give it a copy.
+    """
+    param = nn.Parameter(item.weight.clone())
+    param.grad = item.gradient.float() * torch.tensor(inverse)
+    common: dict[str, Any] = {
+        "lr": rule.lr,
+        "weight_decay": rule.weight_decay,
+        "maximize": rule.maximize,
+        "foreach": False,
+    }
+    optimizer: torch.optim.Optimizer
+    if isinstance(rule, Sgd):
+        optimizer = torch.optim.SGD(
+            [param],
+            momentum=rule.momentum,
+            dampening=rule.dampening,
+            nesterov=rule.nesterov,
+            **common,
+        )
+        if item.states and not item.first:
+            optimizer.state[param]["momentum_buffer"] = item.states[0]
+        optimizer.step()
+        if item.states:
+            item.states[0].copy_(optimizer.state[param]["momentum_buffer"])
+        return param.detach()
+    kind = torch.optim.AdamW if rule.decoupled else torch.optim.Adam
+    optimizer = kind(
+        [param],
+        betas=(rule.beta1, rule.beta2),
+        eps=rule.eps,
+        amsgrad=rule.amsgrad,
+        **common,
+    )
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    assert item.step is not None
+    # torch counts the step itself.
+    optimizer.state[param] = {"step": item.step - 1} | dict(
+        zip(names, item.states, strict=False)
+    )
+    optimizer.step()
+    return param.detach()
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far fp32 results of one step may lie apart."""
+
+    weight: Tensor
+    states: tuple[Tensor, ...]
+
+
+ROUNDINGS = 12
+"""On the longest way from an input to the weight, numbers of the rule included. Adam:
+g (2), m (4), v beside it counts half (3), root, correction and its rounding, eps,
+quotient, step size and its rounding, product, difference: less than 12 for m's way."""
+
+U = 2.0**-24
+"""One fp32 rounding, relative."""
+
+
+def bound(rule: Sgd | Adam, item: Item, inverse: float) -> Bound:
+    """Return how far two fp32 computations of a step may lie apart.
+
+    Formula: a sum of products that takes n roundings is off by at most n u of the same
+    sum over absolute values (Higham, 2002, section 3.1); two computations by twice
+    that. Adam's quotient m / (sqrt(v) / c + eps) adds the relative error of its
+    denominator: of positive terms alone, but for a gradient in which weight decay
+    cancels. An error e of g changes sqrt(v) by at most sqrt(1 - beta2) e.
+
+    Args:
+        rule: With which numbers.
+        item: Of the form "plain", before the step.
+        inverse: Of the loss scale.
+    """
+    n = 2 * ROUNDINGS * U
+    w = item.weight.double()
+    g = item.gradient.double() * inverse
+    decay = rule.weight_decay
+    coupled = isinstance(rule, Sgd) or not rule.decoupled
+    size_g = g.abs() + (decay * w.abs() if coupled else 0)
+    signed = -g if rule.maximize else g
+    true_g = signed + (decay * w if coupled else 0)
+    old = [state.double() for state in item.states]
+    if isinstance(rule, Sgd):
+        if not old:
+            return Bound(n * (w.abs() + rule.lr * size_g), ())
+        keep = 1 - rule.dampening
+        size = rule.momentum * old[0].abs() + keep * size_g
+        if item.first:
+            size = size_g
+        used = size_g + rule.momentum * size if rule.nesterov else size
+        return Bound(n * (w.abs() + rule.lr * used), (n * size,))
+    assert item.step is not None
+    at = item.step.item()
+    # Both ways of torch.lerp are covered: each takes the difference of g and m.
+    size_m = 2 * (old[0].abs() + size_g)
+    m = rule.beta1 * old[0] + (1 - rule.beta1) * true_g
+    v = rule.beta2 * old[1] + (1 - rule.beta2) * true_g**2
+    size_v = rule.beta2 * old[1] + (1 - rule.beta2) * size_g**2
+    top = torch.maximum(v, old[2]) if rule.amsgrad else v
+    root = (1 - rule.beta2**at) ** 0.5
+    below = top.sqrt() / root + rule.eps
+    step = rule.lr / (1 - rule.beta1**at)
+    slip = n * size_g * (1 - rule.beta2) ** 0.5 / root / below
+    weight = n * (w.abs() + step * size_m / below) + step * m.abs() / below * slip
+    return Bound(weight, (n * size_m, *(n * size_v,) * (1 + rule.amsgrad)))
+
+
+def beyond(one: Tensor, other: Tensor, allowed: Tensor) -> float:
+    """Return by how much two tensors lie further apart than allowed; 0 at best."""
+    # What is smaller than all normal fp32 is rounded to a multiple of 2**-149.
+    excess = (one.double() - other.double()).abs() - allowed - 2.0**-148
+    return max(0.0, excess.max().item()) if excess.numel() else 0.0
+
+
+def follows_torch(kernel: Any, rule: Sgd | Adam, dtype: torch.dtype) -> None:
+    """Assert that a kernel's plain form does what torch.optim does, step by step."""
+    items = make(rule, "plain")
+    inverse = 0.125
+    for number in range(4):
+        next_step(items, dtype, number)
+        before = copied(items)
+        kernel.update(
+            items, rule, "plain", inverse=torch.tensor(inverse), clock=(0, number)
+        )
+        for item, old in zip(items, before, strict=True):
+            allowed = bound(rule, old, inverse)
+            right = optimizer_of(rule, old, inverse)
+            assert beyond(item.weight, right, allowed.weight) == 0
+            pairs = zip(item.states, old.states, allowed.states, strict=True)
+            for got, wanted, limit in pairs:
+                assert beyond(got, wanted, limit) == 0
+
+
+def agrees_with_plain(
+    kernel: Any, rule: Sgd | Adam, form: str, dtype: torch.dtype, low: torch.dtype
+) -> None:
+    """Assert that a form is the plain form, and the form's own rounding after it."""
+    items = make(rule, form, low)
+    inverse = torch.tensor(0.5)
+    for number in range(3):
+        next_step(items, dtype, number)
+        plain = [plainly(item, form) for item in items]
+        clock = (2**40 + 3, number)
+        kernel.update(plain, rule, "plain", inverse=inverse, clock=clock)
+        kernel.update(items, rule, form, inverse=inverse, clock=clock)
+        for item, fp32 in zip(items, plain, strict=True):
+            wanted = in_form(fp32, item, form, clock)
+            for got, right in zip(held(item), wanted, strict=True):
+                assert same_bits(got, right)
+
+
+def split_is_fp32(kernel: Any, rule: Sgd | Adam, steps: int) -> None:
+    """Assert that two exact forms hold the same truth for long."""
+    masters = make(rule, "fp32", sizes=((513,), (3,)))
+    halves = make(rule, "split", sizes=((513,), (3,)))
+    for one, other in zip(masters, halves, strict=True):
+        assert one.extra is not None
+        encode("split", one.extra, other, None)
+    for number in range(steps):
+        next_step(masters, torch.bfloat16, number)
+        for one, other in zip(masters, halves, strict=True):
+            other.gradient, other.first = one.gradient, one.first
+            if other.step is not None:
+                other.step += 1
+        for items, form in ((masters, "fp32"), (halves, "split")):
+            kernel.update(
+                items, rule, form, inverse=torch.tensor(0.5), clock=(0, number)
+            )
+    for one, other in zip(masters, halves, strict=True):
+        assert same_bits(truth_of(one, "fp32"), truth_of(other, "split"))
+        for mine, yours in zip(one.states, other.states, strict=True):
+            assert same_bits(mine, yours)
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Let torch have so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_are_alike(kernel: Any, rule: Sgd | Adam, form: str) -> None:
+    """Assert that the number of threads changes no bit."""
+    items = make(rule, form, sizes=((70001,), (5,), (40000,)))
+    next_step(items, torch.bfloat16, 0)
+    results = []
+    for threads in (1, 2, 3):
+        mine = copied(items)
+        with using_threads(threads):
+            kernel.update(mine, rule, form, inverse=torch.tensor(0.5), clock=(1, 2))
+        results.append(mine)
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            for mine, yours in zip(held(one), held(two), strict=True):
+                assert same_bits(mine, yours)

@@ -1,0 +1,122 @@
+"""Sessions of every level and form over one small model with all kinds of weights.
+
+In: a kind, an optimizer. Out: a session, trained or not, and its state as a file
+returns it.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import halfstep as hs
+from halfstep import checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from halfstep.session import Session
+
+# An epsilon that 16 bits can hold, for some forms keep the optimizer's state in them.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.02, eps=1e-3),
+}
+KINDS = (
+    "O0 fp32 fp32",
+    "O1 bf16 fp32",
+    "O1 fp16 fp32",
+    "O2 bf16 fp32",
+    "O2 fp16 fp32",
+    "O2 bf16 split",
+    "O2 bf16 kahan",
+    "O2 bf16 stochastic",
+    "O2 bf16 none",
+    "O3 bf16 fp32",
+)
+"""Level, dtype, master."""
+
+
+class Net(nn.Module):
+    """Tied weights, a parametrized one, norms, running means, counters and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.LayerNorm(16)
+        self.middle = parametrizations.weight_norm(nn.Linear(16, 16))
+        self.batch = nn.BatchNorm1d(16)
+        self.again = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16, bias=False)
+        self.tied.weight = self.again.weight
+        self.last = nn.Linear(16, 3)
+        self.register_buffer("mask", torch.arange(16) % 5 != 0)
+        self.register_buffer("shift", torch.linspace(0, 0.3, 16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Compute."""
+        hidden = self.middle(torch.tanh(self.norm(self.first(inputs))))
+        hidden = torch.tanh(self.tied(self.again(self.batch(hidden))))
+        shifted = hidden * self.get_buffer("mask") + self.get_buffer("shift")
+        out: Tensor = self.last(shifted.to(hidden.dtype))
+        return out
+
+
+def net(seed: int = 0) -> Net:
+    """Return a network of these numbers."""
+    torch.manual_seed(seed)
+    return Net()
+
+
+def build(kind: str, name: str, seed: int = 0, **more: Any) -> Session:
+    """Return a session of one kind."""
+    level, dtype, master = kind.split()
+    model = net(seed)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return hs.prepare(model, optimizer, level, dtype=dtype, master=master, **more)
+
+
+def train(session: Session, *steps: int) -> list[float]:
+    """Train some steps, each on its own batch; return the losses."""
+    losses = []
+    for step in steps:
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        with session.autocast():
+            out = session.model(inputs)
+            loss = nn.functional.mse_loss(out.float(), inputs[:, :3] * inputs[:, 3:])
+        session.backward(loss)
+        session.step()
+        losses.append(loss.item())
+    return losses
+
+
+def through_torch(state: dict[str, Any], _folder: Path) -> dict[str, Any]:
+    """Return a state that torch.save has written, loaded without running anything."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def through_checkpoint(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a state that `halfstep.checkpoint` has written."""
+    rest = {key: value for key, value in state.items() if key != "weights"}
+    checkpoint.save(folder / "at", state["weights"], rest, {})
+    found = checkpoint.load(folder / "at")
+    return found.state | {"weights": found.weights}
+
+
+def bits(session: Session) -> dict[str, Any]:
+    """Return all that two sessions must have in common to go on alike."""
+    return {
+        "state": session.state_dict(),
+        "stored": dict(session.model.state_dict()),
+        "optimizer": session.optimizer.state_dict(),
+    }

@@ -1,0 +1,169 @@
+"""Programs over shards, all those of one test file in one start of torchrun.
+
+In: a test file with `CASES`; how many processes. Out: what each rank saw in each case.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import tempfile
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from processes import torchrun
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep as hs
+from halfstep import machine
+from halfstep.sharded import fsdp_policy, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@functools.cache
+def mesh() -> DeviceMesh:
+    """Return all ranks in a row."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+COLLECTIVES = {
+    "c10d._allgather_base_.default": "gathered",
+    "c10d._reduce_scatter_base_.default": "scattered",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Takes down what collectives send, in bytes and dtypes, as torch dispatches them.
+
+    `gathered` and `scattered` are whole: what all ranks have together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+        self.dtypes: dict[str, list[torch.dtype]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        del types
+        word = COLLECTIVES.get(str(func))
+        if word is not None:
+            tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
+            largest = max(tensors, key=lambda tensor: tensor.nbytes)
+            self.bytes[word] = self.bytes.get(word, 0) + largest.nbytes
+            kinds = {*self.dtypes.get(word, ()), largest.dtype}
+            self.dtypes[word] = sorted(kinds, key=str)
+        return func(*args, **(kwargs or {}))
+
+
+def network() -> nn.Module:
+    """Return a network with a hidden layer, the same everywhere."""
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
+    return nn.Sequential(*layers)
+
+
+def session_of(
+    kind: str, *, shard: bool, name: str = "adamw", **more: Any
+) -> hs.Session:
+    """Return a session over that network, whole or in parts."""
+    level, dtype = kind.split()
+    model = network()
+    if shard:
+        policy = fsdp_policy(level, dtype)
+        fully_shard(model[0], mesh=mesh(), mp_policy=policy)
+        fully_shard(model, mesh=mesh(), mp_policy=policy)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    if name == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    return hs.prepare(model, optimizer, level, dtype=dtype, **more)
+
+
+def trained(
+    kind: str, rank: int | None, ranks: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train eight steps; return the losses on all the data, and whole weights.
+
+    Args:
+        kind: Level and dtype.
+        rank: Whose share of the data this is, of a model in parts; None: all of it,
+            of a whole one.
+        ranks: How many shares there are.
+    """
+    session = session_of(kind, shard=rank is not None)
+    losses = []
+    for step in range(8):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(16, 6, generator=generator)
+        mine = inputs if rank is None else inputs.chunk(ranks)[rank]
+        with session.autocast():
+            out = session.model(mine)
+            loss = nn.functional.mse_loss(out.float(), mine[:, :3] + 1)
+        session.backward(loss)
+        session.step()
+        mean = loss.detach().clone()
+        if rank is not None:
+            dist.all_reduce(mean)
+            mean /= ranks
+        losses.append(mean.item())
+    return losses, whole(session.weights())
+
+
+def process(file: str, folder: Path) -> None:
+    """Run every case in one of the processes that torchrun started."""
+    warnings.simplefilter("ignore")
+    machine.emulation_warning = lambda *_: None  # type: ignore[assignment]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found = {
+        name: _attempt(case)
+        for name, case in importlib.import_module(file).CASES.items()
+    }
+    torch.save(found, folder / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _attempt(case: Callable[[], dict[str, Any]]) -> Any:
+    """Return what a case saw, or its traceback."""
+    try:
+        return case()
+    except Exception:  # noqa: BLE001 -- told by the test
+        return traceback.format_exc()
+
+
+def shared() -> Path:
+    """Return the folder that `start` was told, in a process that it started."""
+    return Path(sys.argv[3])
+
+
+@functools.cache
+def start(file: str, processes: int, common: str = "") -> list[dict[str, Any]]:
+    """Return what each of some processes saw, by the name of the case.
+
+    Args:
+        file: Name of the test file.
+        processes: How many there are.
+        common: A folder for files that outlive them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun(__file__, file, folder, common, processes=processes, timeout=180)
+        files = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
+        return [torch.load(path, weights_only=False) for path in files]
+
+
+if __name__ == "__main__":
+    process(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,319 @@
+"""O1: casts of weights that are kept, recurrent layers, and functions of one's own."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from apex_programs.process import fresh
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from halfstep.compat.apex import amp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+HALF, FLOAT = torch.float16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+class Product(nn.Module):
+    """A weight in a half-list, a float-list or a promoted operation."""
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.linspace(0.5, 1, 4).view(2, 2).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        if self.kind == "half":
+            return functional.linear(x, self.weight)
+        if self.kind == "float":
+            return x * self.weight.softmax(-1)
+        return x * self.weight
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["half", "float", "promote"])
+def test_train_evaluate_train(kind: str, dtype: torch.dtype) -> None:
+    """Law: weights cast once are never stale: training equals fp32, evaluation too.
+
+    The bound: each product rounds its result and its two operands to fp16.
+    """
+    net = Product(kind, dtype)
+    plain = copy.deepcopy(net).float()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    amp.initialize(net, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
+    x = torch.tensor([[0.5, 0.25]])
+    for iteration in range(4):
+        if iteration == 2:
+            with torch.no_grad(), amp.disable_casts():
+                right = plain(x)
+            for _ in range(2):
+                with torch.no_grad():
+                    out = net(x).float()
+                torch.testing.assert_close(out, right, rtol=2.0**-8, atol=0)
+        optimizer.zero_grad()
+        with amp.scale_loss(net(x).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        with amp.disable_casts():
+            (expected,) = torch.autograd.grad(plain(x).sum(), plain.weight)
+        assert net.weight.grad is not None
+        assert net.weight.grad.dtype == dtype
+        torch.testing.assert_close(
+            net.weight.grad.float(), expected, rtol=2.0**-8, atol=2.0**-10
+        )
+        optimizer.step()
+        plain.weight.data.copy_(net.weight)
+
+
+def start(net: nn.Module) -> torch.optim.Optimizer:
+    """Prepare a net for O1."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    # Sums of fp16 numbers, times 65536, are no fp16 numbers.
+    amp.initialize(net, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
+    return optimizer
+
+
+def test_weights_are_cast_once() -> None:
+    """Law: between two scale_loss a weight is cast once; after one, anew."""
+    net = nn.Linear(2, 2)
+    optimizer = start(net)
+    (cache,) = amp._amp_state.handle._caches.values()
+    x = torch.ones(1, 2)
+    for count in (1, 2):
+        out = net(x) + net(x)
+        assert cache.misses == 2 * count  # weight and bias
+        with amp.scale_loss(out.float().sum(), optimizer) as scaled:
+            scaled.backward()
+        assert len(cache) == 0
+
+
+def test_caching_can_be_left_out() -> None:
+    """Law: amp.init(enable_caching=False) casts at each use."""
+    handle = amp.init(enable_caching=False)
+    net = nn.Linear(2, 2)
+    net(torch.ones(1, 2)), net(torch.ones(1, 2))
+    (cache,) = handle._caches.values()
+    assert cache.misses == 0
+
+
+@pytest.mark.parametrize("edit", ["data", "no_grad", "load"])
+def test_edits_are_seen(edit: str) -> None:
+    """Law: a weight changed between two evaluations is never served as it was."""
+    net = nn.Linear(1, 1, bias=False)
+    start(net)
+    with torch.no_grad():
+        net(torch.ones(1, 1))
+        if edit == "data":
+            net.weight.data.fill_(3)
+        elif edit == "no_grad":
+            net.weight.fill_(3)
+        else:
+            net.load_state_dict({"weight": torch.full((1, 1), 3.0)})
+        assert net(torch.ones(1, 1)).item() == 3
+
+
+def test_frozen_and_thawed() -> None:
+    """Law: a weight that begins to learn gets its gradient."""
+    net = nn.Linear(2, 2)
+    net.weight.requires_grad = False
+    optimizer = start(net)
+    net(torch.ones(1, 2))
+    net.weight.requires_grad = True
+    with amp.scale_loss(net(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    assert net.weight.grad is not None
+
+
+def test_checkpointed_layers() -> None:
+    """Law: activation checkpointing computes again what O1 computed, to the bit."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    optimizer = start(net)
+    x = torch.randn(3, 4)
+    found = []
+    for again in (False, True):
+        optimizer.zero_grad()
+        out = checkpoint(net, x, use_reentrant=False) if again else net(x)
+        with amp.scale_loss((out.float() ** 2).sum(), optimizer) as scaled:
+            scaled.backward()
+        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    assert len(found[0]) == 4
+    assert all(map(torch.equal, *found))
+
+
+def test_backward_runs_as_forward_did() -> None:
+    """Law: what ran in fp32 has an fp32 backward pass, inside scale_loss.
+
+    2**12 * 2**12 is no fp16 number; were the product of the backward pass cast, the
+    gradient would be inf.
+    """
+    weight = nn.Parameter(torch.full((2, 2), 2.0**12))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    amp.initialize(nn.Linear(1, 1), optimizer, opt_level="O1", verbosity=0)
+    x = torch.full((2, 2), 2.0**12)
+    with amp.disable_casts():
+        loss = (x @ weight).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((2, 2), 2.0**13))
+
+
+# Recurrent layers
+
+LAYERS = {"RNN": nn.RNN, "LSTM": nn.LSTM, "GRU": nn.GRU}
+CELLS = {"RNN": nn.RNNCell, "LSTM": nn.LSTMCell, "GRU": nn.GRUCell}
+
+
+@DTYPES
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("sides", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_recurrent_layers(
+    kind: str, depth: int, sides: int, packed: bool, dtype: torch.dtype
+) -> None:
+    """Law: layers compute in fp16, states too; every weight gets an fp32 gradient."""
+    net = LAYERS[kind](3, 4, depth, bidirectional=sides == 2)
+    optimizer = start(net)
+    x: Any = torch.randn(5, 2, 3).to(dtype)
+    given = nn.utils.rnn.pack_padded_sequence(x, [5, 3]) if packed else x
+    out, state = net(given)
+    out = out.data if packed else out
+    states = state if isinstance(state, tuple) else (state,)
+    assert {out.dtype, *(s.dtype for s in states)} == {HALF}
+    with amp.scale_loss(out.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    for param in net.parameters():
+        assert param.grad is not None
+        assert param.grad.dtype == FLOAT
+        assert param.grad.isfinite().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", CELLS)
+def test_recurrent_cells(kind: str, dtype: torch.dtype) -> None:
+    """Law: cells compute in fp16, near what they compute in fp32."""
+    net = CELLS[kind](3, 4)
+    plain = copy.deepcopy(net)
+    optimizer = start(net)
+    x = torch.randn(2, 3).to(dtype)
+    out = first(net(x))
+    assert out.dtype == HALF
+    with amp.disable_casts():
+        expected = first(plain(x.float()))
+    # Gates of slope 1 over sums of seven products of fp16 numbers below 4.
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=7 * 4 * 2.0**-11)
+    with amp.scale_loss(out.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def first(out: Any) -> Tensor:
+    """Return the output of a cell."""
+    found: Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+# Functions of the user's own
+
+REGISTER = {
+    "half": (amp.register_half_function, amp.half_function, HALF, HALF),
+    "float": (amp.register_float_function, amp.float_function, FLOAT, FLOAT),
+    "promote": (amp.register_promote_function, amp.promote_function, FLOAT, HALF),
+}
+"""Way -> how to register, to decorate; the dtype of fp32 with fp16, of fp16 alone."""
+
+
+def twice(x: Tensor, more: list[Tensor]) -> Tensor:
+    """Return a sum."""
+    return x + more[0]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", REGISTER)
+def test_registered(way: str, when: str) -> None:
+    """Law: a registered function gets its arguments cast, nested ones too."""
+    register, _, mixed, low = REGISTER[way]
+    module = types.ModuleType("mine")
+    module.twice = twice  # type: ignore[attr-defined]
+    if when == "before":
+        register(module, "twice")
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    if when == "after":
+        register(module, "twice")
+    half, full = torch.ones(2, dtype=HALF), torch.ones(2)
+    assert module.twice(half, [full]).dtype == mixed
+    assert module.twice(half, more=[half]).dtype == low
+    with amp.disable_casts():
+        assert module.twice(half, [half]).dtype == HALF
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert module.twice(half, [full]).dtype == mixed
+    amp._amp_state.handle._deactivate()
+    assert module.twice is twice
+
+
+@pytest.mark.parametrize("way", REGISTER)
+def test_decorated(way: str) -> None:
+    """Law: a decorated function does the same; without casts it is untouched."""
+    _, decorate, mixed, low = REGISTER[way]
+    run: Callable[..., Tensor] = decorate(twice)
+    half, full = torch.ones(2, dtype=HALF), torch.ones(2)
+    assert run(half, [half]).dtype == HALF
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert run(half, [full]).dtype == mixed
+    assert run(half, more=[half]).dtype == low
+    assert run.__name__ == "twice"
+
+
+def test_decorated_with_weights() -> None:
+    """Law: inside a half function products still cast weights that are no argument."""
+    weight = nn.Parameter(torch.ones(2, 2))
+
+    @amp.half_function
+    def product(x: Tensor) -> Tensor:
+        return functional.linear(x, weight)
+
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    out = product(torch.ones(1, 2))
+    assert out.dtype == HALF
+    out.sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (functional, "softmax", lambda x: functional.softmax(x, -1)),
+        (functional, "gelu", lambda x: functional.gelu(input=x)),
+        (torch, "exp", lambda x: torch.exp(input=x)),
+    ],
+)
+def test_users_word_comes_before_the_lists(owner: Any, name: str, call: Any) -> None:
+    """Law: torch's own functions obey registration against apex's lists."""
+    amp.register_half_function(owner, name)
+    amp.register_float_function(torch, "matmul")
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert call(torch.ones(2)).dtype == HALF
+    assert torch.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype == FLOAT
+
+
+def test_unknown_function() -> None:
+    """Law: a misspelt name is refused at once, with the module's name."""
+    with pytest.raises(amp.AmpError, match=r"torch has no function 'sigmoyd'"):
+        amp.register_half_function(torch, "sigmoyd")

@@ -1,0 +1,322 @@
+"""O1: what runs in which dtype, forward and backward, on apex's lists."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from apex_programs.process import fresh
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfstep import policy
+from halfstep.compat.apex import amp
+from halfstep.compat.apex.lists import FP32_NAMES, policy_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HALF, FLOAT = torch.float16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+@pytest.fixture
+def _casts() -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+
+
+W = torch.linspace(-1, 1, 16).view(4, 4)
+IMAGE = (1, 2, 6, 6)
+
+Program = "Callable[[Tensor], Any]"
+HALVES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "linear": (nn.Linear(4, 3), (2, 4)),
+    "conv1d": (nn.Conv1d(2, 3, 3), (1, 2, 6)),
+    "conv2d": (nn.Conv2d(2, 3, 3), IMAGE),
+    "conv2d same": (nn.Conv2d(2, 3, 3, padding="same"), IMAGE),
+    "conv3d": (nn.Conv3d(2, 3, 2), (1, 2, 4, 4, 4)),
+    "conv_transpose1d": (nn.ConvTranspose1d(2, 3, 3), (1, 2, 6)),
+    "conv_transpose2d": (nn.ConvTranspose2d(2, 3, 3), IMAGE),
+    "conv_transpose3d": (nn.ConvTranspose3d(2, 3, 2), (1, 2, 4, 4, 4)),
+    "conv_tbc": (lambda x: torch.conv_tbc(x, W.view(2, 2, 4), W[0]), (5, 2, 2)),
+    "prelu": (nn.PReLU(), (2, 4)),
+    "matmul": (lambda x: torch.matmul(x, W), (4, 4)),
+    "operator": (lambda x: x @ W, (4, 4)),
+    "reversed": (lambda x: W @ x, (4, 4)),
+    "method": (lambda x: x.matmul(W), (4, 4)),
+    "mm": (lambda x: x.mm(W), (4, 4)),
+    "mv": (lambda x: torch.mv(W, x), (4,)),
+    "bmm": (lambda x: torch.bmm(x, W.view(1, 4, 4)), (1, 4, 4)),
+    "addmm": (lambda x: torch.addmm(W, x, W), (4, 4)),
+    "addmv": (lambda x: torch.addmv(W[0], W, x), (4,)),
+    "addr": (lambda x: torch.addr(W, x, W[0]), (4,)),
+    "addbmm": (lambda x: torch.addbmm(W, x, W.view(1, 4, 4)), (1, 4, 4)),
+    "baddbmm": (lambda x: torch.baddbmm(W, x, W.view(1, 4, 4)), (1, 4, 4)),
+}
+TARGET = torch.tensor([0, 2])
+ONES = torch.tensor([1.0, -1.0])
+FLOATS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "softmax": (lambda x: functional.softmax(x, -1), (2, 4)),
+    "softmax method": (lambda x: x.softmax(-1), (2, 4)),
+    "softmin": (lambda x: functional.softmin(x, -1), (2, 4)),
+    "log_softmax": (lambda x: functional.log_softmax(x, -1), (2, 4)),
+    "softplus": (functional.softplus, (2, 4)),
+    "gelu": (functional.gelu, (2, 4)),
+    "layer_norm": (nn.LayerNorm(4), (2, 4)),
+    "group_norm": (nn.GroupNorm(1, 2), IMAGE),
+    "local_response_norm": (lambda x: functional.local_response_norm(x, 2), IMAGE),
+    "normalize": (functional.normalize, (2, 4)),
+    "interpolate": (lambda x: functional.interpolate(x, scale_factor=2), IMAGE),
+    "bilinear": (
+        lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
+        IMAGE,
+    ),
+    "grid_sample": (
+        lambda x: functional.grid_sample(
+            x, torch.zeros(1, 2, 2, 2), align_corners=False
+        ),
+        IMAGE,
+    ),
+    "cosine_similarity": (lambda x: functional.cosine_similarity(x, W), (4, 4)),
+    "cross_entropy": (lambda x: functional.cross_entropy(x, TARGET), (2, 4)),
+    "nll_loss": (lambda x: functional.nll_loss(x, TARGET), (2, 4)),
+    "mse_loss": (lambda x: functional.mse_loss(x, W), (4, 4)),
+    "l1_loss": (lambda x: functional.l1_loss(x, W), (4, 4)),
+    "smooth_l1_loss": (lambda x: functional.smooth_l1_loss(x, W), (4, 4)),
+    "kl_div": (lambda x: functional.kl_div(x, W.abs(), reduction="sum"), (4, 4)),
+    "poisson": (lambda x: functional.poisson_nll_loss(x, W.abs()), (4, 4)),
+    "hinge": (lambda x: functional.hinge_embedding_loss(x, W.sign()), (4, 4)),
+    "soft_margin": (lambda x: functional.soft_margin_loss(x, W.sign()), (4, 4)),
+    "multi_margin": (lambda x: functional.multi_margin_loss(x, TARGET), (2, 4)),
+    "multilabel": (
+        lambda x: functional.multilabel_soft_margin_loss(x, W.abs()),
+        (4, 4),
+    ),
+    "cosine_embedding": (
+        lambda x: functional.cosine_embedding_loss(x, W[:2], ONES),
+        (2, 4),
+    ),
+    "margin_ranking": (
+        lambda x: functional.margin_ranking_loss(x, W[0, :2], ONES),
+        (2,),
+    ),
+    "triplet": (lambda x: functional.triplet_margin_loss(x, W, W.flip(0)), (4, 4)),
+    "logits": (
+        lambda x: functional.binary_cross_entropy_with_logits(x, W.abs()),
+        (4, 4),
+    ),
+    "pow": (lambda x: x**2, (2, 4)),
+    "torch.pow": (lambda x: torch.pow(x, 2), (2, 4)),
+    "rpow": (lambda x: 2**x, (2, 4)),
+    "sum": (lambda x: x.sum(), (2, 4)),
+    "sum of some": (lambda x: torch.sum(x, 0), (2, 4)),
+    "prod": (lambda x: x.prod(), (2, 4)),
+    "std": (lambda x: x.std(), (2, 4)),
+    "var": (lambda x: x.var(0), (2, 4)),
+    "norm": (lambda x: x.norm(), (2, 4)),
+    "dist": (lambda x: torch.dist(x, W), (4, 4)),
+    "renorm": (lambda x: x.renorm(2, 0, 1.0), (2, 4)),
+    "cumsum": (lambda x: x.cumsum(0), (2, 4)),
+    "cumprod": (lambda x: x.cumprod(0), (2, 4)),
+    "exp": (torch.exp, (2, 4)),
+    "expm1": (lambda x: x.expm1(), (2, 4)),
+    "tan": (torch.tan, (2, 4)),
+    "cosh": (torch.cosh, (2, 4)),
+    "sinh": (torch.sinh, (2, 4)),
+    "reciprocal": (torch.reciprocal, (2, 4)),
+    "log": (lambda x: x.abs().log(), (2, 4)),
+    "rsqrt": (lambda x: x.abs().rsqrt(), (2, 4)),
+    "acos": (lambda x: (x / 8).acos(), (2, 4)),
+    "erfinv": (lambda x: (x / 8).erfinv(), (2, 4)),
+    "cpu": (lambda x: x.cpu(), (2, 4)),
+}
+MATCHES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "relu": (functional.relu, (2, 4)),
+    "batch_norm": (nn.BatchNorm2d(2), IMAGE),
+    "max_pool2d": (lambda x: functional.max_pool2d(x, 2), IMAGE),
+    "mean": (lambda x: x.mean(), (2, 4)),
+    "sigmoid": (torch.sigmoid, (2, 4)),
+    "dropout": (lambda x: functional.dropout(x, 0.5), (2, 4)),
+    "view": (lambda x: x.view(-1), (2, 4)),
+}
+
+
+def ran(program: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the dtypes of what comes out, and of the input's gradient."""
+    x = torch.rand(shape).to(dtype).requires_grad_()
+    out = program(x)
+    out.backward(torch.ones_like(out))
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    return out.dtype, x.grad.dtype
+
+
+@pytest.mark.usefixtures("_casts")
+@DTYPES
+@pytest.mark.parametrize("name", HALVES)
+def test_half_list(name: str, dtype: torch.dtype) -> None:
+    """Law: products come out in fp16; gradients in the dtype of their tensor."""
+    assert ran(*HALVES[name], dtype) == (HALF, dtype)
+
+
+@pytest.mark.usefixtures("_casts")
+@DTYPES
+@pytest.mark.parametrize("name", FLOATS)
+def test_float_list(name: str, dtype: torch.dtype) -> None:
+    """Law: sums, ranges and losses come out in fp32; gradients as their tensor."""
+    assert ran(*FLOATS[name], dtype) == (FLOAT, dtype)
+
+
+@pytest.mark.usefixtures("_casts")
+@DTYPES
+@pytest.mark.parametrize("name", MATCHES)
+def test_match_list(name: str, dtype: torch.dtype) -> None:
+    """Law: the rest comes out as it went in."""
+    assert ran(*MATCHES[name], dtype) == (dtype, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["linear", "pow", "softmax"])
+def test_without_casts_all_match(name: str, dtype: torch.dtype) -> None:
+    """Law: before initialize, and while disabled, nothing is cast: the twin."""
+    program, shape = (HALVES | FLOATS)[name]
+    if isinstance(program, nn.Module):
+        program = nn.Linear(4, 3).to(dtype)
+    assert ran(program, shape, dtype) == (dtype, dtype)
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    with amp.disable_casts():
+        assert ran(program, shape, dtype) == (dtype, dtype)
+        with amp.disable_casts():
+            pass
+        assert ran(program, shape, dtype) == (dtype, dtype)
+    assert ran(program, shape, dtype) != (dtype, dtype) or dtype == (
+        HALF if name == "linear" else FLOAT
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_names_are_operations(device: str) -> None:
+    """Law: each name on our lists is an operation that torch knows."""
+    for rule in policy_for(device).rules:
+        known = {op.removeprefix("aten::") for op in policy.matching_ops(rule)}
+        known = {op.partition(".")[0] for op in known}
+        assert set(rule.pattern.strip("/").split("|")) == known
+
+
+@pytest.mark.usefixtures("_casts")
+@pytest.mark.parametrize("name", sorted({*FP32_NAMES, "__ipow__"}))
+def test_in_place(name: str) -> None:
+    """Law: an fp32 operation in place on fp16 raises; on fp32 it runs."""
+    method = name if name == "__ipow__" else f"{name}_"
+    if not hasattr(Tensor, method):
+        pytest.skip(f"there is no Tensor.{method}")
+    arguments = {"pow": (2,), "__ipow__": (2,), "renorm": (2, 0, 1.0)}
+    arguments |= {"cumsum": (0,), "cumprod": (0,)}
+    given = arguments.get(name, ())
+    with pytest.raises(NotImplementedError, match="writes into a torch"):
+        getattr(torch.rand(2, 2).half(), method)(*given)
+    assert getattr(torch.rand(2, 2), method)(*given).dtype == FLOAT
+
+
+@pytest.mark.usefixtures("_casts")
+def test_in_place_others() -> None:
+    """Law: other operations in place keep the dtype of the left side."""
+    for left, right in ((HALF, FLOAT), (FLOAT, HALF)):
+        x = torch.ones(2, dtype=left)
+        assert x.add_(torch.ones(2, dtype=right)).dtype == left
+        x += torch.ones(2, dtype=right)
+        x *= torch.ones(2, dtype=right)
+        assert x.dtype == left
+
+
+PAIRS = [(HALF, HALF), (HALF, FLOAT), (FLOAT, HALF), (FLOAT, FLOAT)]
+
+
+@pytest.mark.usefixtures("_casts")
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "name", ["atan2", "mul", "add", "div", "cross", "dot", "bilinear", "addcmul"]
+)
+def test_promotion(name: str, pair: tuple[torch.dtype, torch.dtype]) -> None:
+    """Law: operands of two dtypes meet in the wider one; gradients go back."""
+    x, y = (torch.rand(3, dtype=dtype, requires_grad=True) for dtype in pair)
+    if name == "bilinear":
+        out = functional.bilinear(x[None], y[None], torch.ones(2, 3, 3, dtype=pair[0]))
+    elif name == "addcmul":
+        out = torch.addcmul(x, x, y)
+    elif name == "cross":
+        out = torch.cross(x, y, dim=0)
+    else:
+        out = getattr(torch, name)(x, y)
+    wide = HALF if pair == (HALF, HALF) else FLOAT
+    assert out.dtype == wide
+    out.sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert (x.grad.dtype, y.grad.dtype) == pair
+
+
+@pytest.mark.usefixtures("_casts")
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("name", ["cat", "stack"])
+def test_promotion_of_sequences(name: str, pair: tuple[Any, Any]) -> None:
+    """Law: sequences meet in the widest dtype in them, and so do comparisons."""
+    x, y = (torch.rand(3, dtype=dtype) for dtype in pair)
+    expected = torch.promote_types(*pair)
+    assert getattr(torch, name)([x, y]).dtype == expected
+    assert getattr(torch, name)((x, y, x)).dtype == expected
+    assert (x < y).dtype == torch.bool
+    assert torch.eq(x, y).dtype == torch.bool
+
+
+def test_banned() -> None:
+    """Law: BCE on fp16 is refused with its cure, which works; on fp32 it runs."""
+    target = torch.ones(2)
+    amp.register_float_function(torch, "sigmoid")
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    half = torch.rand(2).half()
+    with pytest.raises(NotImplementedError, match="register_float_function"):
+        functional.binary_cross_entropy(half, target)
+    with pytest.raises(NotImplementedError):
+        nn.BCELoss()(half, target)
+    assert nn.BCELoss()(torch.sigmoid(half), target).dtype == FLOAT
+    assert nn.BCELoss()(nn.Sigmoid()(half), target).dtype == FLOAT
+    assert nn.BCELoss()(half.float(), target).dtype == FLOAT
+    amp.init(allow_banned=True)
+    assert nn.BCELoss()(half, target).dtype == FLOAT
+
+
+def test_everything_is_put_back() -> None:
+    """Law: ending the casts leaves torch as it was."""
+    watched = [(Tensor, "cpu"), (Tensor, "exp_"), (torch, "exp_"), (torch, "sigmoid")]
+    watched += [(functional, "binary_cross_entropy"), (Tensor, "__ipow__")]
+    before = [getattr(*pair) for pair in watched]  # type: ignore[call-overload]
+    own = set(vars(Tensor))
+    amp.register_half_function(torch, "sigmoid")
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    during = [getattr(*pair) for pair in watched]  # type: ignore[call-overload]
+    assert all(new is not old for new, old in zip(during, before, strict=True))
+    amp._amp_state.handle._deactivate()
+    after = [getattr(*pair) for pair in watched]  # type: ignore[call-overload]
+    assert after == before
+    assert set(vars(Tensor)) == own
+    assert torch.rand(2).half().exp_().dtype == HALF
+
+
+def test_other_threads_are_not_cast() -> None:
+    """Law: casts hold in the thread that called initialize, as documented."""
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    found = []
+    thread = threading.Thread(target=lambda: found.append((W @ W).dtype))
+    thread.start()
+    thread.join()
+    assert found == [FLOAT]
+    assert (W @ W).dtype == HALF

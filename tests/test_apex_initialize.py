@@ -1,0 +1,385 @@
+"""`amp.initialize`: containers, keyword arguments, levels, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import namedtuple
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from apex_programs.process import LEVELS, fresh
+from torch import nn
+
+from halfstep import UserError
+from halfstep.compat.apex import amp, fp16_utils
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    with fresh():
+        yield
+
+
+class Net(nn.Module):
+    """A convolution, a batch norm, a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.batch = nn.BatchNorm2d(2)
+        self.layer = nn.LayerNorm(4)
+        self.register_buffer("places", torch.arange(3))
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute."""
+        out: torch.Tensor = self.layer(self.batch(self.conv(x))) * self.table
+        return out
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer."""
+    return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
+
+
+def start(level: str = "O2", **kwargs: Any) -> tuple[Net, torch.optim.Optimizer]:
+    """Return a net and its optimizer, prepared."""
+    net = Net()
+    kwargs = {"opt_level": level, "verbosity": 0} | kwargs
+    prepared: tuple[Net, torch.optim.Optimizer] = amp.initialize(
+        net, sgd(net), **kwargs
+    )
+    return prepared
+
+
+@pytest.mark.parametrize("many_models", [None, list, tuple])
+@pytest.mark.parametrize("many_optimizers", [None, list, tuple])
+def test_containers_come_back(many_models: Any, many_optimizers: Any) -> None:
+    """Law: what was one is one, a list a list, a tuple a tuple, the same objects."""
+    nets = [Net(), Net()][: 2 if many_models else 1]
+    steppers = [sgd(net) for net in nets][: 2 if many_optimizers else 1]
+    models, optimizers = amp.initialize(
+        many_models(nets) if many_models else nets[0],
+        many_optimizers(steppers) if many_optimizers else steppers[0],
+        verbosity=0,
+    )
+    assert type(models) is (many_models or Net)
+    assert type(optimizers) is (many_optimizers or torch.optim.SGD)
+    assert (list(models) if many_models else [models]) == nets
+    assert (list(optimizers) if many_optimizers else [optimizers]) == steppers
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_models_alone(enabled: bool) -> None:
+    """Law: without optimizers, models alone come back, amp on or off."""
+    net = Net()
+    assert amp.initialize(net, enabled=enabled, opt_level="O2", verbosity=0) is net
+    nets = [Net(), Net()]
+    assert amp.initialize(nets, None, enabled=enabled, verbosity=0) is nets
+
+
+def test_disabled_changes_nothing() -> None:
+    """Law: enabled=False gives back the loss itself, and a plain fp32 run."""
+    net, optimizer = start(enabled=False)
+    loss = net(torch.ones(1, 1, 6, 6)).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    assert amp.state_dict() == {}
+
+
+TABLE = {
+    # level: cast, patched, keep batch norm, masters, scale
+    "O0": (torch.float32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (torch.float16, False, True, True, "dynamic"),
+    "O3": (torch.float16, False, False, False, 1.0),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_levels_are_apexs(level: str) -> None:
+    """Law: each level is apex's row, to the field."""
+    start(level)
+    found = amp._amp_state.opt_properties
+    assert found is not None
+    assert found.opt_level == level
+    assert (
+        found.cast_model_type,
+        found.patch_torch_functions,
+        found.keep_batchnorm_fp32,
+        found.master_weights,
+        found.loss_scale,
+    ) == TABLE[level]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes_of_weights_and_outputs(level: str, dtype: torch.dtype) -> None:
+    """Law: O2 halves all but batch norm, O3 that too; integers stay; fp32 goes out."""
+    halved = level in {"O2", "O3"}
+    net, optimizer = start(level, **({"cast_model_type": dtype} if halved else {}))
+    low = dtype if halved else torch.float32
+    norm = dtype if level == "O3" else torch.float32
+    assert net.conv.weight.dtype == net.layer.weight.dtype == net.table.dtype == low
+    assert net.batch.weight.dtype == net.batch.running_mean.dtype == norm
+    assert net.places.dtype == torch.int64
+    inputs = torch.ones(2, 1, 6, 6, dtype=torch.float64 if halved else torch.float32)
+    assert net(inputs).dtype == torch.float32
+    masters = {p.dtype for p in amp.master_params(optimizer)}
+    assert masters == ({dtype} if level == "O3" else {torch.float32})
+    assert {v.dtype for v in net.state_dict().values() if v.is_floating_point()} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("True", True), ("False", False), (True, True), (False, False)],
+)
+def test_keep_batchnorm(given: Any, kept: bool) -> None:
+    """Law: keep_batchnorm_fp32 takes booleans and their names."""
+    net, _ = start("O3", keep_batchnorm_fp32=given)
+    assert net.batch.weight.dtype == (torch.float32 if kept else torch.float16)
+
+
+@pytest.mark.parametrize("given", [128.0, "128.0", 128])
+@pytest.mark.parametrize("level", LEVELS)
+def test_static_scale(level: str, given: Any) -> None:
+    """Law: a scale may be a number or its name, at each level."""
+    net, optimizer = start(level, loss_scale=given)
+    loss = net(torch.ones(2, 1, 6, 6)).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.dtype == torch.float32
+        torch.testing.assert_close(scaled, loss.float() * 128, rtol=0, atol=0)
+        scaled.backward()
+    assert not amp._amp_state.loss_scalers[0].dynamic
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("level", LEVELS)
+def test_cast_model_outputs(level: str, dtype: torch.dtype) -> None:
+    """Law: cast_model_outputs says what goes out, at each level."""
+    net, _ = start(level, cast_model_outputs=dtype)
+    assert net(torch.ones(2, 1, 6, 6)).dtype == dtype
+
+
+Pair = namedtuple("Pair", "one other")  # noqa: PYI024 -- an untyped one, on purpose
+
+
+class Batch:
+    """A batch class of the user's own."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        """Cast."""
+        return Batch(self.values.to(dtype))
+
+
+class Mirror(nn.Module):
+    """Returns what it gets, and takes it down."""
+
+    seen: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the arguments."""
+        self.seen = args, kwargs
+        return args
+
+
+def test_nested_values_are_cast() -> None:
+    """Law: tensors come in 16 bits and go out in fp32, however they are nested."""
+    model = amp.initialize(Mirror(), opt_level="O2", verbosity=0)
+    x, count = torch.ones(2), torch.ones(2, dtype=torch.int64)
+    out = model([x, (x, "word")], Pair(x, count), Batch(x), 1, named={"key": x})
+    (pairs, pair, batch, number), named = model.seen
+    half = [pairs[0], pairs[1][0], pair.one, batch.values, named["named"]["key"]]
+    assert {t.dtype for t in half} == {torch.float16}
+    assert (pairs[1][1], number, pair.other.dtype) == ("word", 1, torch.int64)
+    assert type(pair) is Pair
+    assert out[0][1][0].dtype == out[1].one.dtype == out[2].values.dtype
+    assert out[2].values.dtype == torch.float32
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "digit": ({"opt_level": "02"}, "the prefix O is the letter O"),
+    "small": ({"opt_level": "o2"}, "opt_level='o2' is spelt 'O2'"),
+    "level": ({"opt_level": "O4"}, "opt_level='O4' is not a level; choose one of O0"),
+    "number": ({"opt_level": 1}, "opt_level=1 is not a level"),
+    "O1 cast": ({"opt_level": "O1", "cast_model_type": torch.half}, "inserts casts"),
+    "O1 norm": ({"opt_level": "O1", "keep_batchnorm_fp32": True}, "should be None"),
+    "O1 masters": ({"opt_level": "O1", "master_weights": True}, "makes no sense"),
+    "patch": ({"patch_torch_functions": True}, "only patched by opt_level='O1'"),
+    "scale": ({"loss_scale": "big"}, "loss_scale='big' must be 'dynamic' or a"),
+    "no scale": ({"loss_scale": -1}, "loss_scale=-1 must be"),
+    "norm": ({"keep_batchnorm_fp32": "yes"}, "keep_batchnorm_fp32='yes' must be"),
+    "type": ({"cast_model_type": torch.int8}, "cast_model_type=torch.int8 must be"),
+    "word": ({"cast_model_type": "half"}, "cast_model_type='half' must be"),
+    "bounds": ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "max_scale=4.0 must"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    """Law: what makes no sense is named, with what would be right, and does nothing."""
+    kwargs, text = REFUSED[case]
+    with pytest.raises((amp.AmpError, UserError), match=text) as caught:
+        start(**kwargs)
+    assert len(str(caught.value).split()) <= 35
+    assert amp._amp_state.opt_properties is None
+
+
+@pytest.mark.parametrize("case", ["O1 cast", "O1 norm", "O1 masters", "patch"])
+def test_hard_override(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: hard_override prints what would be refused, and goes on."""
+    amp._amp_state.hard_override = True
+    kwargs, text = REFUSED[case]
+    if case in {"O1 norm", "patch"}:
+        start(verbosity=1, **kwargs)
+        assert text in capsys.readouterr().out
+    else:
+        start(verbosity=1, **kwargs)
+        assert "Warning:" in capsys.readouterr().out
+
+
+def test_error_is_apexs_and_ours() -> None:
+    """Law: what apex raised as a RuntimeError is one here, and a UserError too."""
+    assert issubclass(amp.AmpError, RuntimeError)
+    assert issubclass(amp.AmpError, UserError)
+
+
+def test_parallel_model_is_refused() -> None:
+    """Law: a model in a parallel wrapper is refused, by the wrapper's name."""
+    net = nn.DataParallel(Net())
+    with pytest.raises(amp.AmpError, match="already in DataParallel"):
+        amp.initialize(net, sgd(net), verbosity=0)
+
+
+def test_fp16_optimizer_is_refused() -> None:
+    """Law: a wrapped optimizer is refused."""
+    net = Net()
+    wrapped = fp16_utils.FP16_Optimizer(sgd(net))
+    for given in (wrapped, [wrapped]):
+        with pytest.raises(amp.AmpError, match="already an FP16_Optimizer"):
+            amp.initialize(net, given, verbosity=0)
+
+
+@pytest.mark.parametrize("kind", ["param", "buffer"])
+def test_half_model_is_refused(kind: str) -> None:
+    """Law: a model in 16 bits is refused, unless that is allowed."""
+    net = Net()
+    if kind == "param":
+        net.conv.half()
+    else:
+        net.table = net.table.half()
+    name = "conv.weight" if kind == "param" else "table"
+    with pytest.raises(amp.AmpError, match=f"found {kind} {name} with dtype"):
+        amp.initialize(net, sgd(net), verbosity=0)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    amp.initialize(net, sgd(net), verbosity=0)
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers", "text"),
+    [
+        (3, None, "models: int is no Module"),
+        ([Net(), "net"], None, "models: str is no Module"),
+        (Net(), 3, "optimizers: int is no Optimizer"),
+        (Net(), {"a": 1}, "optimizers: dict is no Optimizer"),
+    ],
+)
+def test_wrong_kinds(models: Any, optimizers: Any, text: str) -> None:
+    """Law: what is no model, or no optimizer, is a TypeError, as in apex."""
+    with pytest.raises(TypeError, match=text):
+        amp.initialize(models, optimizers, verbosity=0)
+
+
+def test_optimizer_twice() -> None:
+    """Law: an optimizer passes through once."""
+    _, optimizer = start("O1")
+    with pytest.raises(amp.AmpError, match="went through amp"):
+        amp.initialize(Net(), optimizer, opt_level="O1", verbosity=0)
+
+
+def test_called_twice() -> None:
+    """Law: a second call replaces level, scalers and casts; masters stay at work."""
+    net, optimizer = start("O2")
+    first = amp._amp_state.loss_scalers
+    start("O1", num_losses=2)
+    assert torch.is_autocast_enabled("cpu")
+    assert len(amp._amp_state.loss_scalers) == 2
+    assert amp._amp_state.loss_scalers is not first
+    start("O0")
+    assert not torch.is_autocast_enabled("cpu")
+    with amp.scale_loss(net(torch.ones(2, 1, 6, 6)).sum(), optimizer) as scaled:
+        scaled.backward()
+    before = net.layer.bias.detach().clone()
+    optimizer.step()
+    assert not torch.equal(net.layer.bias, before)
+
+
+def test_says_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: verbosity 1 prints level and options, 0 nothing."""
+    start("O3", verbosity=1, loss_scale=8)
+    said = capsys.readouterr().out
+    assert said.startswith("Selected optimization level O3")
+    assert "loss_scale             : 8.0" in said
+    start("O3", verbosity=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_not_initialised() -> None:
+    """Law: scale_loss says what is missing: initialize, an optimizer, a loss."""
+    net = Net()
+    loss = net(torch.ones(2, 1, 6, 6)).sum()
+    with (
+        pytest.raises(amp.AmpError, match="was called before amp"),
+        amp.scale_loss(loss, sgd(net)),
+    ):
+        pass
+    net, optimizer = start("O1", num_losses=2)
+    with (
+        pytest.raises(amp.AmpError, match="SGD did not come from amp"),
+        amp.scale_loss(loss, sgd(net)),
+    ):
+        pass
+    with (
+        pytest.raises(amp.AmpError, match="loss_id=2 must be below num_losses=2"),
+        amp.scale_loss(loss, optimizer, loss_id=2),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_and_pickles(level: str) -> None:
+    """Law: a prepared model can be copied and pickled; a copy is one of its own."""
+    net, _ = start(level)
+    x = torch.randn(2, 1, 6, 6)
+    net(x)  # the copies must not move these statistics
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):  # noqa: S301
+        with torch.no_grad():
+            twin.conv.bias.add_(64)
+        net.eval()
+        twin.eval()
+        assert not torch.equal(twin(x), net(x))
+        assert twin(x).dtype == net(x).dtype
+        assert twin.state_dict()["conv.bias"].dtype == torch.float32
+        assert not torch.equal(twin.state_dict()["conv.bias"], net.conv.bias)
+
+
+def test_old_interface() -> None:
+    """Law: amp.init opens O1's casts; a handle's own scaling is gone, and says so."""
+    handle = amp.init()
+    assert handle.is_active()
+    for method in (handle.scale_loss, handle.wrap_optimizer):
+        with pytest.raises(amp.AmpError, match="old interface"):
+            method(None)
+    handle._deactivate()
+    assert not amp.init(enabled=False).is_active()

@@ -1,0 +1,149 @@
+"""Contenders in processes of their own: questions, answers, and how they end."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from halfstep.bench import living, recipe
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+ECHO = """
+import json, os, signal, subprocess, sys
+from halfstep.bench import living
+
+print("noise before")
+
+def answer(question):
+    print("noise of Python")
+    subprocess.run([sys.executable, "-c", "print('noise of another')"])
+    if question == "fall":
+        raise ValueError("fell over")
+    if question == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if question == "hold":
+        held = bytearray(2**26)
+        held[::4096] = b"x" * 2**14
+        peak = living.peak_resident("cpu")
+        before = living.resident("cpu")
+        del held
+        freed = before - living.resident("cpu")
+        return {"freed": freed, "before": before, "peak": peak}
+    names = ("PLANTED", "OMP_WAIT_POLICY")
+    return {"asked": question, "set": [os.environ.get(name) for name in names],
+            "task": json.loads(sys.argv[1])}
+
+living.serve(answer)
+"""
+
+Start = "Callable[[Mapping[str, str]], living.Living]"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Return what starts a process that echoes; it writes its first noise nowhere."""
+    program = ECHO.replace('print("noise before")\n', "")
+    (tmp_path / "echo_program.py").write_text(program, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    def starting(environment: Mapping[str, str]) -> living.Living:
+        task = {"number": 1.5, "word": "\u00e9"}
+        environment = {"PYTHONPATH": path} | dict(environment)
+        return living.Living("echo", "echo_program", task, environment)
+
+    return starting
+
+
+def test_questions_and_answers(start: Start) -> None:
+    """Law: each question is answered, whatever is printed meanwhile by whomever.
+
+    The environment is as told, and threads that wait sleep.
+    """
+    with start({"PLANTED": "here"}) as process:
+        for question in (3, "word", None, [1, {"a": 2.5}]):
+            assert process.ask(question) == {
+                "asked": question,
+                "set": ["here", "PASSIVE"],
+                "task": {"number": 1.5, "word": "\u00e9"},
+            }
+    assert process._process.returncode == 0
+
+
+def test_a_fall(start: Start) -> None:
+    """Law: a process that fails is told of with its name, status and last words."""
+    with start({}) as process:
+        process.ask(1)
+        with pytest.raises(UserError) as caught:
+            process.ask("fall")
+        expected = "contender echo ended with status 1: ValueError: fell over"
+        assert str(caught.value) == expected
+        with pytest.raises(UserError) as again:
+            process.ask(1)
+        assert str(again.value) == expected
+
+
+def test_a_sudden_end(start: Start) -> None:
+    """Law: one that the system ends is told of too: the status is the signal."""
+    with start({}) as process, pytest.raises(UserError) as caught:
+        process.ask("kill")
+    assert "contender echo ended with status -9: " in str(caught.value)
+
+
+def test_trouble_of_ours(start: Start) -> None:
+    """Law: where we fail, the process does not outlive us."""
+    process = start({})
+
+    def fail() -> None:
+        with process:
+            process.ask(1 / 0)
+
+    process.ask(1)
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert process._process.returncode == -9
+
+
+def test_one_that_does_not_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a process that does not end when nothing is left to ask is made to."""
+    monkeypatch.setattr(living, "_PATIENCE", 0)
+    with start({}) as process:
+        process.ask(1)
+        waits: list[float | None] = []
+        whole = process._process.communicate
+
+        def late(timeout: float | None = None) -> tuple[str, str]:
+            waits.append(timeout)
+            if timeout is not None:
+                raise subprocess.TimeoutExpired([], timeout)
+            return whole()
+
+        monkeypatch.setattr(process._process, "communicate", late)
+    assert waits == [0, None]
+    assert process._process.returncode == -9
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunables are glibc's")
+def test_memory_is_kept(start: Start) -> None:
+    """Law: memory that was freed goes back to the system, unless it is to be kept.
+
+    The peak knows of it; and it begins with the process, not with a larger parent.
+    """
+    ballast = bytearray(2**29)
+    ballast[::4096] = b"x" * 2**17
+    with start({}) as process:
+        gone = process.ask("hold")
+    with start({"GLIBC_TUNABLES": recipe.KEPT}) as process:
+        kept = process.ask("hold")
+    assert gone["freed"] > 2**25
+    assert kept["freed"] < 2**20
+    for found in (gone, kept):
+        assert abs(found["peak"] - found["before"]) < 2**20
+        assert 2**26 < found["before"] < len(ballast)

@@ -1,0 +1,195 @@
+"""`halfstep bench recipe`: who can run, ratios, and the table."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+
+from halfstep import cli, machine
+from halfstep.bench import commands, living, measure, peers, recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+WORK = peers.Work("cpu", "bf16", 2, 8, 4, 3, optimizer="sgd")
+"""Two layers of 8 x 8, three micro-batches of 4."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _measured() -> Iterator[None]:
+    """Plant rates that warn of nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+        patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+        yield
+
+
+def test_words() -> None:
+    """Law: the flags' words are those that can be run; the columns' are among them."""
+    assert tuple(peers.CONTENDERS) == commands.PEERS
+    assert set(recipe.BASELINES) <= set(commands.PEERS)
+    kept = {name for name, each in peers.CONTENDERS.items() if each.kept}
+    assert kept == {name for name in commands.PEERS if name.endswith("-kept")}
+
+
+def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: who cannot run here has a reason: the package, the device, or the dtype."""
+    found = {"accelerate": None, "lightning_fabric": object()}
+    monkeypatch.setattr(recipe, "find_spec", found.__getitem__)
+    monkeypatch.setattr(recipe.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    on_cpu, fp16 = WORK, replace(WORK, dtype="fp16")
+    on_cuda = replace(fp16, device="cuda")
+
+    def left_out(work: peers.Work) -> dict[str, str]:
+        reasons = {name: recipe.absent(name, work) for name in commands.PEERS}
+        return {name: why for name, why in reasons.items() if why is not None}
+
+    missing = {"accelerate": "not installed"}
+    assert left_out(on_cpu) == missing
+    no = "no fp16 on a CPU"
+    assert left_out(fp16) == missing | {"fabric-mixed": no, "fabric-true": no}
+    of_cpu = dict.fromkeys(("torch.amp-kept", "O2-kept"), "of CPU memory only")
+    assert left_out(on_cuda) == missing | of_cpu
+    monkeypatch.setattr(recipe.platform, "libc_ver", lambda: ("", ""))
+    of_glibc = dict.fromkeys(("torch.amp-kept", "O2-kept"), "of glibc only")
+    assert left_out(on_cpu) == missing | of_glibc
+
+
+SECONDS = {
+    "torch.amp": (4.0, 2.0, 8.0),
+    "torch.amp-kept": (2.0, 2.0, 2.0),
+    "O2": (1.0, 1.0, 1.0),
+}
+
+
+class Process:
+    """A contender that says what is planted."""
+
+    log: list[tuple[str, Any]]
+
+    def __init__(
+        self, name: str, module: str, task: dict[str, Any], env: Mapping[str, str]
+    ) -> None:
+        assert module == "halfstep.bench.peers"
+        assert task == asdict(WORK) | {"contender": name}
+        kept = "glibc.malloc.mmap_max=0" in env.get("GLIBC_TUNABLES", "")
+        assert kept == name.endswith("-kept")
+        self.name, self.turn = name, -1
+
+    def ask(self, question: Any) -> dict[str, Any]:
+        """Take the question down; answer as planted."""
+        self.log.append((self.name, question))
+        if self.name == "O2-kahan":
+            return {"refused": "of bf16 only"}
+        self.turn += 1
+        seconds = 99.0 if self.turn == 0 else SECONDS[self.name][self.turn - 1]
+        loss, peak = 1.0 / (1 + self.turn), len(self.name) * 2**20
+        return {"refused": None, "seconds": seconds, "loss": loss, "peak_bytes": peak}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append((self.name, "closed"))
+
+
+def run(contenders: str, **flags: Any) -> Any:
+    """Return the table of a run with these contenders."""
+    work = asdict(WORK) | {"rounds": 3, "steps": 5} | flags
+    (table,) = recipe.tables(Namespace(contenders=contenders.split(","), **work))
+    return table
+
+
+def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: ratios are of the same round, the median last; none without a baseline.
+
+    Who is not installed, or refuses, has a row. All take turns; then all are closed.
+    """
+    Process.log = []
+    monkeypatch.setattr(living, "Living", Process)
+    monkeypatch.setattr(recipe, "find_spec", lambda _: None)
+    table = run("torch.amp,torch.amp-kept,accelerate,O2,O2-kahan")
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert list(rows) == [
+        "torch.amp",
+        "torch.amp-kept",
+        "accelerate",
+        "O2",
+        "O2-kahan",
+    ]
+    # Ratios of O2: to torch.amp 1/4, 1/2, 1/8; quartiles 3/16 and 3/8.
+    assert rows["O2"] == (1000.0, 0.25, 0.5, None, 3 / 32, 2.0, 0.25, None)
+    # Of torch.amp to itself with memory kept: 2, 1, 4.
+    assert rows["torch.amp"] == (4000.0, 1.0, 2.0, None, 0.0, 9.0, 0.25, None)
+    assert rows["torch.amp-kept"][1:4] == (0.5, 1.0, None)
+    assert rows["accelerate"] == (*[None] * 7, "not installed")
+    assert rows["O2-kahan"] == (*[None] * 7, "refused")
+    assert "O2-kahan refused: of bf16 only" in table.notes
+    assert any("of 17 steps" in note for note in table.notes)
+    assert any("OMP_WAIT_POLICY=PASSIVE" in note for note in table.notes)
+    there = ["torch.amp", "torch.amp-kept", "O2"]
+    turns = there + there[::-1] + there
+    assert Process.log == [
+        *((name, 2) for name in [*there, "O2-kahan"]),
+        *((name, 5) for name in turns),
+        *((name, "closed") for name in ["O2-kahan", *there[::-1]]),
+    ]
+
+
+def test_tunables_are_added() -> None:
+    """Law: tunables that are set stay; ours come last, and count."""
+    assert recipe._kept_in({}) == {"GLIBC_TUNABLES": recipe.KEPT}
+    both = recipe._kept_in({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"})
+    expected = f"glibc.malloc.arena_max=1:{recipe.KEPT}"
+    assert both == {"GLIBC_TUNABLES": expected}
+
+
+def test_for_real(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: in processes, torch.amp trains the same with memory kept, to the bit.
+
+    O2 does as both, but for rounding.
+    """
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # sums depend on it
+    table = run("torch.amp,torch.amp-kept,O2", width=64, rounds=1, steps=1)
+    plain, kept, ours = table.rows
+    assert plain[7] == kept[7] == pytest.approx(ours[7], rel=2**-8)
+    assert all(row[1] > 0 and row[2] > 0 and row[8] is None for row in table.rows)
+    assert all(-1 < row[6] < 2**10 for row in table.rows)
+    err = capsys.readouterr().err.splitlines()
+    assert err == [f"{name}: ready" for name in ("torch.amp", "torch.amp-kept", "O2")]
+
+
+def test_the_command_repeats_the_run() -> None:
+    """Law: the command in the notes, read again, gives the very same settings."""
+    parser = ArgumentParser()
+    commands.BENCHES["recipe"].add_flags(parser)
+    words = "--contenders O2,pure --optimizer adamw --accumulate 4 --device cpu"
+    given = parser.parse_args(words.split())
+    _, command, *_ = measure.conditions("recipe", "cpu", given)
+    repeated = command.removeprefix("halfstep bench recipe ").split()
+    assert parser.parse_args(repeated) == given
+
+
+REFUSALS = {
+    "--contenders apex": "--contenders: 'apex' must be all or of fp32, torch.amp,",
+    "--contenders O2,O2": "--contenders: 'O2' must stand there once",
+    "--optimizer lbfgs": "--optimizer: invalid choice: 'lbfgs'",
+    "--accumulate 0": "--accumulate: '0' must be a whole number of at least 1",
+    "--steps -1": "--steps: '-1' must be a whole number of at least 1",
+    "--dtype fp8": "--dtype: invalid choice: 'fp8'",
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_bad_flags(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: a flag that cannot be used is refused in one line that names it."""
+    with pytest.raises(SystemExit) as left:
+        cli.run(["bench", "recipe", *words.split()])
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"halfstep: error: argument {REFUSALS[words]}")

@@ -1,0 +1,185 @@
+"""`halfstep bench wire`: bytes by hand, beside what sockets and collectives tell."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import group_of_one
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep import cli
+from halfstep.bench import commands, rank, wire
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from halfstep.report import Table
+
+LINUX = Path("/proc/self/fd").exists()
+WIDTH, LAYERS = 16, 2
+NUMBERS = LAYERS * (WIDTH * WIDTH + WIDTH)
+FLAGS = 2 * LAYERS
+"""Behind gradients that we average ourselves: for each parameter, is it there?"""
+SIZES = {"O0": 4, "O1": 4, "O2": 2, "O2-split": 2, "torch.amp": 4, "torch.amp-hook": 2}
+"""Contender -> bytes of a gradient's number on the wire."""
+
+
+def flags_of(*words: str) -> argparse.Namespace:
+    """Return what the command line would give."""
+    parser = argparse.ArgumentParser()
+    commands.BENCHES["wire"].add_flags(parser)
+    small = ("--layers", str(LAYERS), "--width", str(WIDTH), "--batch", "2")
+    return parser.parse_args([*small, "--steps", "2", *words])
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp16"])
+def table(request: pytest.FixtureRequest) -> Table:
+    """Return the table of a small run."""
+    words = ("--accumulate", "1,2", "--dtype", request.param)
+    (found,) = wire.tables(flags_of(*words))
+    return found
+
+
+def test_names() -> None:
+    """Law: the command line knows all contenders, and the baseline is one."""
+    assert tuple(rank.CONTENDERS) == commands.WIRES == tuple(SIZES)
+    assert wire.BASELINE in commands.WIRES
+
+
+def test_payload_by_hand(table: Table) -> None:
+    """Law: a step sends each gradient once, in 4 bytes at O0 and O1 and in 2 at O2."""
+    rows = {(row[0], row[1]): row for row in table.rows}
+    assert set(rows) == {(name, micros) for name in SIZES for micros in (1, 2)}
+    for (name, micros), row in rows.items():
+        if name == "O2-split" and any("--dtype fp16" in note for note in table.notes):
+            assert row[2:] == (None,) * 6
+            assert any("O2-split refused: " in note for note in table.notes)
+            continue
+        ours = str(name).startswith("O2") and micros == 2
+        expected = SIZES[str(name)] * (NUMBERS + (FLAGS if ours else 0))
+        assert row[4] == expected, (name, micros)
+        assert row[5] == expected / (4 * NUMBERS)
+        assert row[6] == 1
+        assert row[7] is True
+
+
+@pytest.mark.skipif(not LINUX, reason="Linux tells what a socket sent")
+def test_sockets_sent_the_payload(table: Table) -> None:
+    """Law: with two ranks each sends the payload once, and gloo's own words."""
+    base: dict[object, int] = {}
+    for name, micros, sent, ratio, payload, *_ in table.rows:
+        if payload is None:
+            continue  # who refused has sent nothing
+        assert isinstance(sent, int)
+        assert isinstance(payload, int)
+        assert payload < sent < payload + 1024
+        base.setdefault(micros, sent)
+        assert ratio == pytest.approx(sent / base[micros], rel=1e-3), name
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: the command runs what it was told, and says how it was measured."""
+    words = ["--width", "4", "--layers", "1", "--steps", "1", "--accumulate", "1"]
+    assert cli.run(["bench", "wire", *words, "--contenders", "O2"]) == 0
+    out, err = capsys.readouterr()
+    assert "TCP_INFO" in out
+    assert f"{2 * (4 * 4 + 4)}" in out
+    assert err == "O2, 1 micro-batches: done\n"
+
+
+@pytest.mark.skipif(not LINUX, reason="Linux tells what a socket sent")
+def test_what_sockets_sent() -> None:
+    """Law: bytes count once, on the side that sent them, in this process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+        with caller, other:
+            before = rank.sent()
+            assert before is not None
+            caller.sendall(bytes(100_000))
+            other.sendall(bytes(7))
+            left = 100_000
+            while left:
+                left -= len(other.recv(left))
+            assert len(caller.recv(7)) == 7
+            after = rank.sent()
+            assert after == before + 100_007
+
+
+@pytest.mark.skipif(not LINUX, reason="Linux tells what a socket sent")
+def test_bytes_sent_again_are_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: what the kernel had to send twice counts once; an old one tells nothing."""
+    info = bytes(200) + struct.pack("=QQ", 1000, 300) + bytes(40)
+
+    class Known:
+        type, family = socket.SOCK_STREAM, socket.AF_INET
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Stay as it is."""
+
+        def getsockopt(self, *_: object) -> bytes:
+            return info
+
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(rank, "_socket", lambda _: Known())
+    counted = rank.sent()
+    assert counted is not None
+    assert counted % 700 == 0
+    assert abs(counted // 700 - files) <= 2
+    info = bytes(104)
+    assert rank.sent() is None
+
+
+def test_collectives_are_counted() -> None:
+    """Law: calls of ours and of DDP count with the size of their tensors."""
+    with group_of_one():
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+        with rank.Collectives() as seen:
+            dist.all_reduce(torch.ones(5, dtype=torch.bfloat16))
+            model(torch.ones(1, 3)).sum().backward()
+    assert (seen.calls, seen.payload) == (2, 5 * 2 + (3 * 2 + 2) * 4)
+
+
+def test_digest() -> None:
+    """Law: a hash sees every bit, and takes any dtype and shape."""
+    zero = torch.zeros(3)
+    assert rank.digest([zero]) == rank.digest([torch.zeros(3)])
+    assert rank.digest([zero]) != rank.digest([-zero])
+    kinds = [torch.ones((), dtype=torch.bfloat16), torch.ones(2, 3).t()]
+    assert rank.digest(kinds) != rank.digest(kinds[:1])
+
+
+def test_a_system_that_tells_nothing() -> None:
+    """Law: without figures of sockets cells are empty; payloads are there."""
+    silent = rank.Found(None, 10.0, 1.0, "a")
+    other = rank.Found(None, 5.0, 1.0, "b")
+    row = wire.cells("O2", 1, [other, silent], [silent, silent])
+    assert row == ("O2", 1, None, None, 5, 0.5, 1, False)
+    assert wire.cells("O2", 1, [other, other], None)[5] is None
+    assert wire.cells("O2", 1, [], [silent]) == ("O2", 1, *[None] * 6)
+
+
+def test_a_rank_that_fails(tmp_path: Path) -> None:
+    """Law: if one rank falls, the run ends with its last words."""
+    with pytest.raises(UserError, match=r"contender rank .* ended with status 1"):
+        fall(tmp_path)
+
+
+def fall(folder: Path) -> None:
+    """Ask both ranks for a contender that there is not."""
+    task = {"device": "cpu", "dtype": "bf16", "layers": 1, "width": 4, "batch": 1}
+    task |= {"accumulate": 1, "contender": "nobody", "steps": 1}
+    with wire.start(0, folder / "s") as one, wire.start(1, folder / "s") as other:
+        wire.ask([one, other], task)

@@ -1,0 +1,256 @@
+"""Laws of every kernel for the CPU: torch's own operations, and compiled C."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import kernel_twin as twin
+import numpy as np
+import pytest
+import torch
+
+from halfstep.master import chunked, chunks, native, quick
+from halfstep.master.arithmetic import Adam, Sgd
+
+every_kernel = pytest.mark.parametrize("kernel", [chunked, native])
+
+
+@every_kernel
+@twin.every_rule
+@twin.every_float
+def test_plain_is_torch(kernel: Any, rule: Sgd | Adam, dtype: torch.dtype) -> None:
+    """Law: without masters, a step is torch.optim's own within the derived bound."""
+    twin.follows_torch(twin.ready(kernel), rule, dtype)
+
+
+@every_kernel
+def test_bound_can_fail(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: an error of a few ulps is noticed: here that of a slightly other rate."""
+    twin.ready(kernel)
+    whole = kernel.update
+
+    def wrong(items: Any, rule: Any, form: str, **more: Any) -> None:
+        lr = rule.lr * (1 + 2.0**-17)
+        other = type(rule)(lr, *(getattr(rule, n) for n in rule.__slots__[1:]))
+        whole(items, other, form, **more)
+
+    monkeypatch.setattr(kernel, "update", wrong)
+    for rule in twin.RULES:
+        with pytest.raises(AssertionError):
+            twin.follows_torch(kernel, rule, torch.float32)
+
+
+@every_kernel
+@twin.every_rule
+@twin.every_float
+@pytest.mark.parametrize("form", twin.FORMS[1:])
+def test_forms_are_plain(
+    kernel: Any, rule: Sgd | Adam, dtype: torch.dtype, form: str
+) -> None:
+    """Law: each form is the plain form, then the form's own rounding, bit for bit."""
+    twin.agrees_with_plain(twin.ready(kernel), rule, form, dtype, torch.bfloat16)
+
+
+@every_kernel
+@twin.every_rule
+def test_fp16_weights(kernel: Any, rule: Sgd | Adam) -> None:
+    """Law: fp32 masters serve fp16 weights as well."""
+    kind = torch.float16
+    twin.agrees_with_plain(twin.ready(kernel), rule, "fp32", kind, kind)
+
+
+@every_kernel
+@pytest.mark.parametrize("rule", [twin.NESTEROV, twin.ADAMW, twin.AMSGRAD])
+def test_split_is_fp32(kernel: Any, rule: Sgd | Adam) -> None:
+    """Law: after 1,000 steps both exact forms hold the same truth and moments."""
+    twin.split_is_fp32(twin.ready(kernel), rule, 1000)
+
+
+@every_kernel
+@twin.every_form
+@pytest.mark.parametrize("rule", [twin.NESTEROV, twin.AMSGRAD])
+def test_threads(kernel: Any, rule: Sgd | Adam, form: str) -> None:
+    """Law: the number of threads changes no bit."""
+    twin.threads_are_alike(twin.ready(kernel), rule, form)
+
+
+@every_kernel
+@twin.every_form
+def test_not_finite(kernel: Any, form: str) -> None:
+    """Law: inf and NaN in a gradient reach the weight, and only their own element."""
+    twin.ready(kernel)
+    items = twin.make(twin.SGD, form, sizes=((40,),))
+    twin.next_step(items, torch.float32, 0)
+    bad = [math.inf, -math.inf, math.nan]
+    items[0].gradient[[0, 17, 39]] = torch.tensor(bad)
+    kernel.update(items, twin.SGD, form, inverse=torch.tensor(1.0), clock=(0, 0))
+    truth = twin.truth_of(items[0], form)
+    assert truth.isfinite().sum() == 37
+    if form != "kahan":
+        # An infinite weight with no rest is infinite; see kahan.py.
+        assert truth[0] == -math.inf
+        assert truth[17] == math.inf
+    weight = items[0].weight
+    assert weight[39].isnan()
+    assert weight[0] == -math.inf
+    assert weight[17] == math.inf
+
+
+@every_kernel
+def test_empty_lists(kernel: Any) -> None:
+    """Law: no items, and only empty ones, are no mistake."""
+    twin.ready(kernel)
+    one = torch.tensor(1.0)
+    kernel.update([], twin.ADAMW, "split", inverse=one, clock=(0, 0))
+    for norm in (True, False):
+        found, total = kernel.look([], norm=norm)
+        assert found.item() == 0
+        assert (total is not None) == norm
+        found, _ = kernel.look([torch.empty(0)], norm=norm)
+        assert found.item() == 0
+
+
+@every_kernel
+@pytest.mark.parametrize("mixed", [torch.bfloat16, torch.float16])
+def test_mixed_gradients(kernel: Any, mixed: torch.dtype) -> None:
+    """Law: gradients of several dtypes in one list are each read as what they are."""
+    twin.ready(kernel)
+    items = twin.make(twin.SGD, "fp32", sizes=((9,), (9,)))
+    twin.next_step(items, torch.float32, 0)
+    items[1].gradient = items[1].gradient.to(mixed)
+    alone = twin.copied(items)
+    one = torch.tensor(1.0)
+    kernel.update(items, twin.SGD, "fp32", inverse=one, clock=(0, 0))
+    for item in alone:
+        kernel.update([item], twin.SGD, "fp32", inverse=one, clock=(0, 0))
+    for together, apart in zip(items, alone, strict=True):
+        assert twin.same_bits(together.weight, apart.weight)
+
+
+@every_kernel
+def test_strided_gradient(kernel: Any) -> None:
+    """Law: a gradient that autograd left transposed is read in its weight's order."""
+    twin.ready(kernel)
+    items = twin.make(twin.SGD, "plain", sizes=((30, 20),))
+    before = items[0].weight.clone()
+    items[0].gradient = torch.randn(20, 30).t()
+    one = torch.tensor(1.0)
+    kernel.update(items, twin.SGD, "plain", inverse=one, clock=(0, 0))
+    step = items[0].gradient * torch.tensor(twin.SGD.lr)
+    assert torch.equal(items[0].weight, before - step)
+    assert kernel.look([items[0].gradient], norm=True)[0].item() == 0
+
+
+@every_kernel
+def test_maximize_is_minus(kernel: Any) -> None:
+    """Law: to maximise is to take minus the gradient."""
+    twin.ready(kernel)
+    up = twin.make(twin.MOMENTUM, "split")
+    twin.next_step(up, torch.bfloat16, 0)
+    down = twin.copied(up)
+    for item in down:
+        item.gradient = -item.gradient
+    rule = Sgd(0.1, 0.9, 0.1, nesterov=False, weight_decay=0.01, maximize=False)
+    one = torch.tensor(1.0)
+    kernel.update(up, twin.MOMENTUM, "split", inverse=one, clock=(0, 0))
+    kernel.update(down, rule, "split", inverse=one, clock=(0, 0))
+    for mine, yours in zip(up, down, strict=True):
+        for one_, other in zip(twin.held(mine), twin.held(yours), strict=True):
+            assert twin.same_bits(one_, other)
+
+
+@every_kernel
+@twin.every_float
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_look_finds(
+    kernel: Any, dtype: torch.dtype, value: float, *, norm: bool
+) -> None:
+    """Law: one bad number anywhere is found, at either end and in the middle."""
+    twin.ready(kernel)
+    tensors = [torch.ones(size).to(dtype) for size in twin.SIZES]
+    assert kernel.look(tensors, norm=norm)[0].item() == 0
+    for tensor in tensors:
+        flat = tensor.view(-1)
+        for at in {0, flat.numel() // 2, flat.numel() - 1} if flat.numel() else ():
+            flat[at] = value
+            assert kernel.look(tensors, norm=norm)[0].item() == 1
+            flat[at] = 1
+
+
+@every_kernel
+@twin.every_float
+def test_look_sums(kernel: Any, dtype: torch.dtype) -> None:
+    """Law: the sum of squares is numpy's in fp64, whatever the number of threads.
+
+    Squares of fp32 are exact in fp64, and all terms are positive: n additions are off
+    by at most n * 2**-53 relative.
+    """
+    twin.ready(kernel)
+    tensors = [torch.randn(size).to(dtype) for size in twin.SIZES]
+    # The largest and the smallest numbers neither overflow nor vanish.
+    tensors.append(torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).tiny]))
+    tensors[-1] = tensors[-1].to(dtype)
+    for some in (tensors[:-1], tensors):
+        right = sum(float(np.sum(t.double().numpy() ** 2)) for t in some)
+        count = sum(tensor.numel() for tensor in some)
+        sums = []
+        for threads in (1, 2, 3):
+            with twin.using_threads(threads):
+                found, total = kernel.look(some, norm=True)
+            assert found.item() == 0
+            assert found.dtype == torch.float32
+            assert total.dtype == torch.float64
+            sums.append(total.item())
+        assert len(set(sums)) == 1
+        assert abs(sums[0] - right) <= 2 * count * 2.0**-53 * right
+
+
+@pytest.mark.parametrize("form", twin.FORMS)
+@twin.every_rule
+def test_kernels_agree(rule: Sgd | Adam, form: str) -> None:
+    """Law: both kernels agree bit for bit, but for torch's square root.
+
+    Adam's weights may differ as two computations may; moments take no root.
+    """
+    twin.ready(native)
+    mine = twin.make(rule, form)
+    twin.next_step(mine, torch.bfloat16, 0)
+    yours = twin.copied(mine)
+    before = [twin.plainly(item, form) for item in mine]
+    one = torch.tensor(0.5)
+    native.update(mine, rule, form, inverse=one, clock=(3, 4))
+    chunked.update(yours, rule, form, inverse=one, clock=(3, 4))
+    for item, other, old in zip(mine, yours, before, strict=True):
+        for one_, two in zip(item.states, other.states, strict=True):
+            assert twin.same_bits(one_, two)
+        if isinstance(rule, Sgd):
+            assert twin.same_bits(item.weight, other.weight)
+        elif form not in twin.LEAN:
+            limit = twin.bound(rule, old, 0.5).weight
+            truths = twin.truth_of(item, form), twin.truth_of(other, form)
+            assert twin.beyond(*truths, limit) == 0
+
+
+def test_chunked_is_there() -> None:
+    """Law: torch's operations are there on every machine, and say what they are."""
+    assert chunked.available()
+    assert chunked.describe() == "torch's own operations, on chunks that stay in cache"
+
+
+def test_scratch_is_used_again() -> None:
+    """Law: large tensors are updated in the memory of one chunk, again and again."""
+    kept = quick.scratch.kept
+    kept.clear()
+    items = twin.make(twin.NESTEROV, "split", sizes=((4 * chunks.CHUNK,),))
+    for number in range(2):
+        twin.next_step(items, torch.bfloat16, number)
+        one = torch.tensor(1.0)
+        chunked.update(items, twin.NESTEROV, "split", inverse=one, clock=(0, 0))
+        places = {key: tensor.data_ptr() for key, tensor in kept.items()}
+        if number == 0:
+            first = places
+    assert places == first
+    assert kept
+    assert all(tensor.numel() <= chunks.CHUNK for tensor in kept.values())

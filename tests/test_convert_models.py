@@ -1,0 +1,361 @@
+"""Models of every kind under conversion: ties, states, odd parameters, refusals."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep import levels, machine
+from halfstep.convert import convert_
+from halfstep.errors import UserError
+from halfstep.policy import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = pytest.mark.parametrize("level", ["O2", "O3"])
+LEAN = Policy(base="lean")
+INPUTS = torch.linspace(-1, 1, 48).view(8, 6).sin()
+same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the machine's speed out of these tests."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+
+
+def network() -> nn.Sequential:
+    """Return a small network with a normalisation layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+
+
+def convert(model: nn.Module, level: str, low: torch.dtype = BF16) -> Any:
+    """Convert under the default policy."""
+    return convert_(model, levels.parse(level), low, LEAN)
+
+
+def prepared(
+    model: nn.Module, level: str, dtype: str = "bf16", lr: float = 0.1, **more: Any
+) -> Any:
+    """Return a session over plain SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return hs.prepare(model, optimizer, level, dtype=dtype, loss_scale=4.0, **more)
+
+
+def losses(session: Any, inputs: Tensor = INPUTS, steps: int = 6) -> list[float]:
+    """Train towards zero; return the losses."""
+    seen = []
+    for _ in range(steps):
+        with session.autocast():
+            loss = session.model(inputs).square().mean()
+        session.backward(loss)
+        assert session.step().applied
+        seen.append(loss.item())
+    return seen
+
+
+class Odd(nn.Module):
+    """Parameters of every kind; returns what it makes of some."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.listed = nn.ParameterList([torch.randn(6, 6) for _ in range(2)])
+        self.named = nn.ParameterDict({"a": torch.randn(6, 6)})
+        self.wide = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.turn = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.empty(0, 6))
+        self.count = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.plain = torch.ones(6)
+        self.recurrent = nn.LSTM(6, 6, num_layers=2, bidirectional=True)
+        self.used_twice = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.tensor([1e6]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        x = self.used_twice(torch.tanh(self.used_twice(x)))
+        x = x @ self.listed[0] @ self.named["a"] * 0.1
+        out: Tensor = self.recurrent(x)[0]
+        return out
+
+
+@LOW
+def test_every_kind_of_parameter(level: str) -> None:
+    """Law: fp32 parameters become low wherever they are kept; other dtypes stay."""
+    model = Odd()
+    session = prepared(model, level, "fp16")
+    kept = {"wide": torch.float64, "turn": torch.complex64, "count": torch.int64}
+    for name, param in model.named_parameters():
+        assert param.dtype == kept.get(name, FP16), name
+    assert model.plain.dtype == FP32
+    # 1e6 is no fp16 number: under autocast buffers stay what they are.
+    assert model.scale.item() == (1e6 if level == "O2" else torch.inf)
+    seen = losses(session)
+    assert seen[-1] < seen[0]
+
+
+class Row(torch.Tensor):
+    """A user's tensor type."""
+
+
+@LOW
+def test_subclasses_of_tensors(level: str) -> None:
+    """Law: a parameter of a user's tensor type keeps that type, and trains."""
+    model = network()
+    model[0].weight = nn.Parameter(model[0].weight.data.as_subclass(Row))
+    weight = model[0].weight
+    seen = losses(prepared(model, level))
+    assert model[0].weight is weight
+    assert type(weight) is Row
+    assert weight.dtype == BF16
+    assert seen[-1] < seen[0]
+
+
+@LOW
+def test_storage_ties(level: str) -> None:
+    """Law: parameters that are views of the same memory still are; others are apart."""
+    memory = torch.arange(40.0)
+    model = nn.ParameterDict(
+        {
+            "head": memory[4:16].view(3, 4),
+            "turned": memory[4:16].view(3, 4).t(),
+            "overlaps": memory[14:20],
+            "beside": memory[20:24],
+            "norm": torch.ones(2),
+        }
+    )
+    exact = {name: param.detach().clone() for name, param in model.items()}
+    converted = convert(model, level)
+    for name, param in model.items():
+        same(param.detach(), exact[name].to(BF16))
+    for param, original in converted.originals.items():
+        same(original, exact[next(n for n, p in model.items() if p is param)])
+    with torch.no_grad():
+        model["head"].fill_(-1)
+    assert (model["turned"] == -1).all()
+    assert model["overlaps"].tolist() == [-1, -1, 16, 17, 18, 19]
+    assert model["beside"].tolist() == [20, 21, 22, 23]
+    places = {model[name].untyped_storage().data_ptr() for name in ("head", "beside")}
+    assert len(places) == 2
+
+
+@LOW
+def test_storage_ties_train_as_in_fp32(level: str) -> None:
+    """Law: two parameters on one memory stay equal through training, as in fp32."""
+    ends = []
+    for kind in ("O0", level):
+        model = network()
+        model[2].weight = nn.Parameter(model[0].weight.data.t())
+        ends.append(losses(prepared(model, kind, "fp32" if kind == "O0" else "bf16")))
+        assert torch.equal(model[2].weight, model[0].weight.t())
+    # A few roundings to bf16 a step, of an ulp of 2**-7 each.
+    torch.testing.assert_close(ends[1], ends[0], rtol=2.0**-5, atol=0)
+
+
+@LOW
+def test_gradients_are_cast_with_their_parameters(level: str) -> None:
+    """Law: a gradient from before stays, in its parameter's dtype; graphs stay good."""
+    model = network()
+    loss = model(INPUTS).square().mean()
+    torch.autograd.backward(loss, retain_graph=True)
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    convert(model, level)
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        same(param.grad, before[name].to(param.dtype))
+    model.zero_grad()
+    torch.autograd.backward(model(INPUTS.to(BF16)).square().mean())
+    grads = [param.grad for param in model.parameters()]
+    assert [g.dtype for g in grads if g is not None] == [
+        p.dtype for p in model.parameters()
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": functools.partial(torch.optim.Adam, lr=0.01),
+    "fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_after_some_steps_in_fp32(make: Any) -> None:
+    """Law: prepared in the middle of training, O2 goes on with state and counters."""
+    model = network()
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(model(INPUTS).square().mean())
+        optimizer.step()
+    optimizer.zero_grad()
+    twin = copy.deepcopy(model)
+    plain = make(twin.parameters())
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+    same(optimizer.state_dict()["state"], plain.state_dict()["state"])
+    same(session.weights(), dict(twin.state_dict()))
+    ends = [losses(session), losses(hs.prepare(twin, plain, "O0"))]
+    torch.testing.assert_close(ends[0], ends[1], rtol=2.0**-4, atol=0)
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(10, 6, sparse=True)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Compute."""
+        out: Tensor = self.head(self.table(ids))
+        return out
+
+
+@LOW
+def test_sparse_embeddings(level: str) -> None:
+    """Law: sparse gradients train the rows that were used, and no other."""
+    model = Words()
+    before = model.table.weight.detach().to(BF16)
+    seen = losses(prepared(model, level, lr=1.0), torch.tensor([1, 3, 3]))
+    moved = (model.table.weight != before).any(1)
+    assert moved.nonzero().flatten().tolist() == [1, 3]
+    assert seen[-1] < seen[0]
+
+
+@LOW
+def test_frozen_modules_and_later_groups(level: str) -> None:
+    """Law: frozen modules become low too, and train once they are thawed and added."""
+    model = network()
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    optimizer.add_param_group({"params": [*model[1].parameters()], "lr": 0.05})
+    session = hs.prepare(model, optimizer, level, dtype="bf16")
+    assert model[0].weight.dtype == BF16
+    assert not model[0].weight.requires_grad
+    frozen = model[0].weight.detach().clone()
+    first = losses(session)
+    assert torch.equal(model[0].weight, frozen)
+    model[0].requires_grad_()
+    optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 0.1})
+    second = losses(session)
+    assert not torch.equal(model[0].weight, frozen)
+    assert first[-1] > second[0] > second[-1]
+
+
+@LOW
+def test_state_dicts_and_their_hooks(level: str) -> None:
+    """Law: loading before is exact, after rounds; names and the user's hooks stay."""
+    source, model = network(), network()
+    with torch.no_grad():
+        for param in source.parameters():
+            param.add_(0.3)
+    called: list[str] = []
+    model.register_state_dict_post_hook(lambda *_: called.append("saved"))
+    model.register_load_state_dict_post_hook(lambda *_: called.append("loaded"))
+    exact = source.state_dict()
+    model.load_state_dict(exact)
+    names = list(model.state_dict())
+    converted = convert(model, level)
+    for param, original in converted.originals.items():
+        name = next(n for n, p in model.named_parameters() if p is param)
+        same(original, exact[name])
+    model.load_state_dict(exact)
+    stored = model.state_dict()
+    assert list(stored) == names
+    for name, tensor in stored.items():
+        same(tensor, exact[name].to(tensor.dtype))
+    assert called == ["loaded", "saved", "loaded", "saved"]
+
+
+@LOW
+def test_recurrent_weights_are_put_in_one_piece(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: once converted, cuDNN's one piece of weights is asked for again."""
+    model = Odd()
+    seen: list[set[torch.dtype]] = []
+    monkeypatch.setattr(
+        nn.LSTM,
+        "flatten_parameters",
+        lambda module: seen.append({param.dtype for param in module.parameters()}),
+    )
+    convert(model, level)
+    assert seen == [{BF16}]
+
+
+def lazy() -> nn.Module:
+    """Return a model whose second layer has no shape."""
+    return nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(6))
+
+
+def meta() -> nn.Module:
+    """Return a model whose second layer has no numbers."""
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, device="meta"))
+
+
+def inferred() -> nn.Module:
+    """Return a model whose second layer cannot be trained."""
+    with torch.inference_mode():
+        second = nn.Linear(6, 6)
+    return nn.Sequential(nn.Linear(6, 6), second)
+
+
+REFUSED = {
+    "no shape yet. Call the model once, make the optimizer, then prepare.": lazy,
+    "on the meta device, without numbers. Call model.to_empty(), load its weights, "
+    "then prepare.": meta,
+    "made in inference mode, which nothing can train. Build the model outside "
+    "torch.inference_mode().": inferred,
+}
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=lambda words: words[:8])
+@LOW
+def test_weights_that_are_not_ready(words: str, level: str) -> None:
+    """Law: weights without numbers are refused by name, and nothing is changed."""
+    model: Any = REFUSED[words]()
+    with pytest.raises(UserError) as caught:
+        convert_(model, levels.parse(level), BF16, LEAN + "module:0=fp32")
+    text = str(caught.value)
+    assert text.startswith(f"level={level} stores '1.weight' low, but it ")
+    assert text.endswith(words)
+    assert len(text.split()) <= 35
+    assert model[0].weight.dtype == FP32
+    assert not model[0]._forward_pre_hooks
+    assert not model._forward_hooks
+
+
+def test_a_tie_across_an_island() -> None:
+    """Law: at O3 a weight that is both low and fp32 is refused; at O2 it is fp32."""
+    rules = LEAN + "module:2=fp32"
+    for level in ("O2", "O3"):
+        model = network()
+        model[2].weight = model[0].weight
+        if level == "O2":
+            seen = losses(prepared(model, level, policy=rules))
+            assert seen[-1] < seen[0]
+            assert model[0].weight.dtype == FP32
+            continue
+        with pytest.raises(UserError) as caught:
+            convert_(model, levels.parse(level), BF16, rules)
+        assert str(caught.value) == (
+            "module '0' shares a weight with one that a rule keeps in fp32, and level "
+            "O3 has no autocast to mix them: add the rule 'module:0=fp32', or drop the "
+            "other."
+        )
+        convert_(model, levels.parse(level), BF16, rules + "module:0=fp32")
+        assert model(INPUTS).dtype == FP32

@@ -1,0 +1,312 @@
+"""What goes into a prepared model and what comes out, and copies of such a model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from processes import group_of_one
+from torch import Tensor, nn
+from transformers.modeling_outputs import MaskedLMOutput
+
+import halfstep as hs
+from halfstep import levels, machine
+from halfstep.convert import convert_
+from halfstep.policy import TORCH
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = pytest.mark.parametrize("level", ["O2", "O3"])
+
+
+@pytest.fixture(autouse=True)
+def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the machine's speed out of these tests."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    logits: Any
+    ids: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A frozen dataclass, one field of which it fills itself."""
+
+    logits: Any
+    ids: Any
+    twice: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "twice", (self.logits, self.ids))
+
+
+OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
+    "tensor": (lambda x, _: x, lambda out: (out, None)),
+    "tuple": (lambda x, ids: (x, ids), lambda out: out),
+    "list": (lambda x, ids: [None, [x, ids]], lambda out: out[1]),
+    "dict": (
+        lambda x, ids: {"a": {"x": x}, "ids": ids},
+        lambda out: (out["a"]["x"], out["ids"]),
+    ),
+    "named": (Pair, lambda out: (out.logits, out.ids)),
+    "dataclass": (Found, lambda out: out.twice),
+    "model": (
+        lambda x, ids: MaskedLMOutput(logits=x, hidden_states=(x, ids)),
+        lambda out: out.hidden_states,
+    ),
+}
+"""How a model returns its numbers and ids, and how to get at them."""
+
+
+class Model(nn.Module):
+    """A layer, some ids, and a way to return both."""
+
+    def __init__(self, wrap: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        """Compute."""
+        out = self.layer(x)
+        return self.wrap(out, torch.arange(3) + x.size(0))
+
+
+def prepared(model: nn.Module, level: str, dtype: str = "bf16", **more: Any) -> Any:
+    """Return a session."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return hs.prepare(model, optimizer, level, dtype=dtype, **more)
+
+
+def test_the_field() -> None:
+    """Law: outputs become fp32 exactly where weights are low."""
+    for level in levels.LEVELS.values():
+        assert level.fp32_outputs == level.low_weights
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@LOW
+def test_outputs_become_fp32(kind: str, dtype: str, level: str) -> None:
+    """Law: each container keeps its type; numbers are those that were low; ids stay."""
+    wrap, parts = OUTPUTS[kind]
+    model = Model(wrap)
+    session = prepared(model, level, dtype)
+    seen: list[Tensor] = []
+    model.layer.register_forward_hook(lambda *args: seen.append(args[2]))
+    with session.autocast():
+        out = model(torch.randn(2, 4))
+    assert type(out) is type(wrap(torch.ones(1), torch.ones(1)))
+    numbers, ids = parts(out)
+    assert seen[0].dtype == session.choice.format.dtype
+    assert numbers.dtype == FP32
+    assert torch.equal(numbers, seen[0].float())
+    assert ids is None or ids.tolist() == [2, 3, 4]
+
+
+@LOW
+def test_outputs_that_are_one_stay_one(level: str) -> None:
+    """Law: a tensor that a model returns in two places is one tensor afterwards."""
+    model = Model(OUTPUTS["model"][0])
+    session = prepared(model, level)
+    with session.autocast():
+        out = model(torch.randn(2, 4))
+    assert out.logits is out.hidden_states[0]
+    assert out.logits is out["logits"]
+
+
+@LOW
+def test_wide_and_odd_outputs_are_left(level: str) -> None:
+    """Law: fp32, float64, complex and bool outputs are the objects the model made."""
+    kinds = (FP32, torch.float64, torch.complex64, torch.bool)
+    kept = [torch.ones(2).to(dtype) for dtype in kinds]
+    model = Model(lambda x, _: (x, *kept, {1, 2}, None))
+    session = prepared(model, level)
+    with session.autocast():
+        out = model(torch.randn(2, 4))
+    assert out[0].dtype == FP32
+    assert all(new is old for new, old in zip(out[1:5], kept, strict=True))
+    assert out[5:] == ({1, 2}, None)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@LOW
+def test_gradients_are_those_of_a_cast_by_hand(dtype: str, level: str) -> None:
+    """Law: loss and gradients equal, to the bit, a low model whose output is cast."""
+    ours, plain = Model(OUTPUTS["tensor"][0]), Model(OUTPUTS["tensor"][0])
+    session = prepared(ours, level, dtype)
+    low = session.choice.format.dtype
+    plain.to(low)
+    inputs, targets = torch.randn(5, 4), torch.randn(5, 3)
+    with session.autocast():
+        out = ours(inputs)
+    # By hand, outside any region: no table is asked, so this loss sees what it gets.
+    loss = (out - targets).square().sum() * 2.0**8
+    theirs = (plain(inputs.to(low)).float() - targets).square().sum() * 2.0**8
+    torch.autograd.backward([loss, theirs])
+    assert loss.item() == theirs.item()
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert one.grad.dtype == low
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_other_levels_leave_outputs(level: str) -> None:
+    """Law: where weights are fp32 a model returns what it returns under torch.amp."""
+    model = Model(OUTPUTS["tensor"][0])
+    session = prepared(model, level, "fp32" if level == "O0" else "bf16")
+    with session.autocast():
+        out = model(torch.randn(2, 4))
+    assert out.dtype == (FP32 if level == "O0" else BF16)
+    assert not model._forward_hooks
+
+
+@LOW
+def test_hooks_of_the_user(level: str) -> None:
+    """Law: hooks from before see what was computed, later ones what is returned."""
+    model = Model(OUTPUTS["tensor"][0])
+    seen: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    model.register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    model.register_full_backward_hook(lambda *args: seen.append(args[2][0].dtype))
+    session = prepared(model, level)
+    model.register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    with session.autocast():
+        loss = model(torch.randn(2, 4, requires_grad=True)).square().mean()
+    session.backward(loss)
+    assert seen == ["pre", BF16, FP32, FP32]
+    assert session.step().applied
+
+
+def test_inputs_of_o3() -> None:
+    """Law: nested numbers go in low and keep their graph; what the caller has stays."""
+    seen: list[Any] = []
+
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, batch: Any, *, more: Any) -> Tensor:
+            seen.extend((batch, more))
+            out: Tensor = self.layer(batch.logits["x"])
+            return out
+
+    model = Takes()
+    prepared(model, "O3")
+    x = torch.ones(2, 4, requires_grad=True)
+    ids, wide = torch.arange(70000), torch.ones(2, dtype=torch.float64)
+    batch = Found({"x": x}, Pair(ids, wide))
+    out = model(batch, more=[batch, None])
+    taken, more = seen
+    assert type(taken) is Found
+    assert (taken.logits["x"].dtype, batch.logits["x"].dtype) == (BF16, FP32)
+    assert taken.ids is batch.ids
+    assert taken.ids.logits is ids
+    assert taken.ids.ids is wide
+    assert more[0] is taken
+    assert taken.twice[0] is taken.logits
+    torch.autograd.backward(out.sum())
+    assert x.grad is not None
+    assert x.grad.dtype == FP32
+    expected = model.layer.weight.detach().sum(0).float().expand(2, 4)
+    # Each is a sum of three bf16 numbers below 1/2, rounded once or twice to bf16.
+    torch.testing.assert_close(x.grad, expected, rtol=2.0**-7, atol=2.0**-9)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@LOW
+def test_copies_behave_alike(how: str, level: str) -> None:
+    """Law: a copy of a prepared model casts and keeps islands as the model does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    session = prepared(model, level, policy="lean + module:2=fp32")
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        twin = pickle.loads(pickle.dumps(model))  # noqa: S301 -- our own words
+    inputs = torch.randn(2, 4)
+    with session.autocast():
+        outs = [each(inputs) for each in (model, twin)]
+    assert outs[0].dtype == outs[1].dtype == FP32
+    assert torch.equal(*outs)
+    stored = [[p.dtype for p in each.parameters()] for each in (model, twin)]
+    assert stored[0] == stored[1]
+    assert not {id(p) for p in model.parameters()} & {id(p) for p in twin.parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's
+@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("around", [False, True], ids=["model", "function"])
+@LOW
+def test_compiled_in_one_piece(kind: str, around: bool, level: str) -> None:
+    """Law: torch.compile traces the casts: no graph break, and the same numbers."""
+    wrap, parts = OUTPUTS[kind]
+    torch._dynamo.reset()
+    model = Model(wrap)
+    session = prepared(model, level)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def calls(x: Tensor) -> Any:
+        return model(x)
+
+    program: Any = calls if around else model
+    compiled = torch.compile(program, fullgraph=True, backend=backend)
+    inputs = torch.randn(2, 4)
+    with session.autocast():
+        eager, traced = model(inputs), compiled(inputs)
+    # torch runs the hooks of a model that is itself compiled outside its graph.
+    assert len(graphs) == 1 or not around
+    assert type(traced) is type(eager)
+    numbers = parts(traced)[0]
+    assert numbers.dtype == FP32
+    assert torch.equal(numbers, parts(eager)[0])
+    session.backward(numbers.square().mean())
+    assert session.step().applied
+
+
+@LOW
+def test_wrapped_for_data_parallelism(level: str) -> None:
+    """Law: under DDP the model returns fp32 and trains as it does alone."""
+    inputs = torch.randn(6, 4)
+    ends = []
+    with group_of_one():
+        for wrap in (False, True):
+            model = Model(OUTPUTS["model"][0])
+            session = prepared(model, level)
+            if wrap:
+                session.model = nn.parallel.DistributedDataParallel(model)
+            for _ in range(2):
+                with session.autocast():
+                    out = session.model(inputs)
+                assert type(out) is MaskedLMOutput
+                assert out.logits.dtype == FP32
+                session.backward(out.logits.square().mean())
+                assert session.step().applied
+            ends.append(session.weights())
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
+
+
+def test_prepared_twice() -> None:
+    """Law: a second conversion finds nothing to do, and what it adds does no harm."""
+    model = Model(OUTPUTS["tensor"][0])
+    for _ in range(2):
+        converted = convert_(model, levels.O3, BF16, TORCH)
+    assert converted.originals == {}
+    assert model(torch.ones(2, 4)).dtype == FP32

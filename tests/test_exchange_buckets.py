@@ -1,0 +1,135 @@
+"""Messages of many tensors: what goes in comes out, in one piece, in kept memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from processes import group_of_one
+from torch import Tensor, nn
+
+from halfstep import buckets, distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    """Return a group of this process alone: means are then what they are taken of."""
+    with group_of_one():
+        yield dist.group.WORLD
+
+
+def params_of(
+    numels: list[tuple[int, torch.dtype]],
+) -> dict[Tensor, torch.dtype]:
+    """Return fp32 parameters with gradients, and what they travel in."""
+    torch.manual_seed(0)
+    found: dict[Tensor, torch.dtype] = {}
+    for numel, wire in numels:
+        param = nn.Parameter(torch.zeros(numel))
+        param.grad = torch.randn(numel)
+        found[param] = wire
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(KINDS)), max_size=12))
+def test_buckets(kinds: list[tuple[int, torch.dtype]]) -> None:
+    """Law: each tensor is in one bucket; those are alike, in order, and small."""
+    size = 24
+    wires = params_of(kinds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "SIZE", size)
+        found = list(buckets._buckets(list(wires), wires.__getitem__))
+    assert all(found)
+    assert {id(p) for bucket in found for p in bucket} == {id(p) for p in wires}
+    assert sum(map(len, found)) == len(wires)
+    for kind in KINDS:
+        mine = [b for b in found if wires[b[0]] == kind]
+        assert [id(p) for b in mine for p in b] == [
+            id(p) for p, wire in wires.items() if wire == kind
+        ]
+        for bucket in mine:
+            held = sum(p.numel() for p in bucket) * kind.itemsize
+            assert held <= size or len(bucket) == 1
+
+
+@pytest.mark.parametrize("headroom", [1, 4])
+def test_one_rank(
+    group: dist.ProcessGroup, headroom: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: over one rank a mean is the gradient, rounded to what it travels in."""
+    monkeypatch.setattr(buckets, "SIZE", 40)  # many messages take turns in memory
+    wires = params_of([(n, KINDS[n % 3]) for n in range(1, 20)])
+    before = [p.grad.clone() for p in wires if p.grad is not None]
+    averager = buckets.Averager()
+    averager.average(wires, group, headroom=headroom)
+    places = [t.data_ptr() for t in averager._memory.values()]
+    for (param, wire), old in zip(wires.items(), before, strict=True):
+        assert param.grad is not None
+        assert torch.equal(param.grad, old.to(wire).float())
+    averager.average(wires, group, headroom=headroom)
+    assert [t.data_ptr() for t in averager._memory.values()] == places
+
+
+def test_layouts(group: dist.ProcessGroup) -> None:
+    """Law: a gradient may lie in memory in any order, or be sparse."""
+    param = nn.Parameter(torch.zeros(2, 3, 4, 5))
+    dense = torch.randn(2, 3, 4, 5)
+    param.grad = dense.to(memory_format=torch.channels_last)
+    thin = nn.Parameter(torch.zeros(4, 2))
+    thin.grad = torch.eye(4, 2).to_sparse(1)
+    lone = nn.Parameter(torch.zeros(3))
+    wires: dict[Tensor, torch.dtype] = dict.fromkeys([param, thin, lone], torch.float32)
+    buckets.Averager().average(wires, group)
+    assert torch.equal(param.grad, dense)
+    assert thin.grad is not None
+    assert torch.equal(thin.grad, torch.eye(4, 2))
+    assert lone.grad is None  # nobody has one
+
+
+def test_headroom_saves_a_sum(group: dist.ProcessGroup) -> None:
+    """Law: a sum of 4 numbers that fp16 can hold travels in fp16, with headroom 4."""
+    for headroom, expected in ((1, float("inf")), (4, 4 * 65504.0)):
+        param = nn.Parameter(torch.zeros(1))
+        param.grad = torch.tensor([4 * 65504.0])
+        wires: dict[Tensor, torch.dtype] = {param: torch.float16}
+        buckets.Averager().average(wires, group, headroom=headroom)
+        assert param.grad.item() == expected
+
+
+def test_first_rank(group: dist.ProcessGroup) -> None:
+    """Law: any dtype and layout travels; the first rank's own stay as they are."""
+    held = [
+        torch.arange(6, dtype=torch.int16),
+        torch.randn(2, 3).t(),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.tensor([-0.0, torch.nan]),
+        torch.empty(0),
+    ]
+    before = [tensor.clone() for tensor in held]
+    buckets.first_rank(group, held)
+    for tensor, old in zip(held, before, strict=True):
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.usefixtures("group")
+def test_wrapper() -> None:
+    """Law: DDP is found inside what torch.compile returns, and nowhere else."""
+    plain = nn.Linear(2, 2)
+    assert distributed.wrapper(plain) is None
+    inner = nn.parallel.DistributedDataParallel(plain)
+    assert distributed.wrapper(inner) is inner
+    assert distributed.wrapper(torch.compile(inner)) is inner
+    assert distributed.wrapper(nn.Sequential(inner)) is None
+    assert distributed.wrapper(torch.compile(plain)) is None

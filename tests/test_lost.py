@@ -1,0 +1,202 @@
+"""Counts of updates that rounding swallowed, beside a count of every number."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import master_cases as cases
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep import lost
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from master_cases import Make
+
+    from halfstep.session import Session
+
+WORDS = (*cases.FORMS, "none")
+TINY: Make = partial(torch.optim.SGD, lr=2.0**-12)
+"""Its updates are below half an ulp of bf16, and far above one of fp32."""
+
+
+def held(session: Session) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return copies of the truth and of the weights."""
+    truth = {name: value.clone() for name, value in session.weights().items()}
+    state = session.model.state_dict()
+    return truth, {name: value.clone() for name, value in state.items()}
+
+
+def by_hand(
+    session: Session, slopes: dict[str, Tensor], stride: int = 1
+) -> tuple[list[int], lost.Lost]:
+    """Take a step; return numbers with a gradient, and which stayed; and the count."""
+    before = held(session)
+    assert cases.go(session, slopes).applied
+    after = held(session)
+    counts = [0, 0, 0]
+    for name, slope in slopes.items():
+        moves = (slope != 0).reshape(-1)[::stride]
+        counts[0] += int(moves.sum())
+        for place in (0, 1):
+            same = before[place][name] == after[place][name]
+            counts[1 + place] += int((same.reshape(-1)[::stride] & moves).sum())
+    (found,) = session.lost_updates()
+    return counts, found
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("make", [cases.SGD, TINY, cases.ADAMW, torch.optim.RMSprop])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_counts(word: str, make: Make, clip: float | None) -> None:
+    """Law: counts are those of a comparison of all numbers; slopes of 0 are out."""
+    more: dict[str, Any] = {"lost_updates_every": 1, "clip_grad_norm": clip}
+    session = cases.start(make, word, **more)
+    for number in range(3):
+        slopes = cases.slopes_of(session.model, number)
+        for slope in slopes.values():
+            slope.view(-1)[0] = 0.0
+        counts, found = by_hand(session, slopes)
+        assert found.counts.tolist() == counts
+        assert (found.step, found.group) == (number + 1, 0)
+        had, stayed, hidden = counts
+        assert found.unpublished == hidden / had
+        assert found.share == (0.0 if word == "stochastic" else stayed / had)
+
+
+def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: of a large group every so many numbers count; transposed ones by place."""
+    monkeypatch.setattr(lost, "SAMPLE", 20)
+    session = cases.start(TINY, "split", lost_updates_every=1)
+    total = sum(param.numel() for param in session.model.parameters())
+    stride = -(-total // 20)
+    assert stride > 2
+    slopes = cases.slopes_of(session.model, 1)
+    slopes["other.weight"] = torch.eye(4, 3).bfloat16()
+    counts, found = by_hand(session, slopes, stride)
+    assert found.counts.tolist() == counts
+
+
+@pytest.mark.parametrize(
+    ("word", "share"),
+    [("none", 1.0), ("fp32", 0.0), ("split", 0.0), ("stochastic", 0.0)],
+)
+def test_what_it_tells(word: str, share: float) -> None:
+    """Law: at a tiny rate bf16 alone loses all; masters lose none, and show few.
+
+    Weights between 1 and 2, slopes of 1: an update is 2**-12, an ulp 2**-7. So one in
+    32 is so near to a tie, or is drawn, that its weight moves: six sigma of a binomial
+    count around that.
+    """
+    model = nn.Linear(64, 64, bias=False)
+    model.weight.data = torch.rand(64, 64) / 2 + 1.25
+    session = cases.start(TINY, word, model, lost_updates_every=1)
+    with session.autocast():
+        loss = model(torch.eye(64)).float().sum()
+    session.backward(loss)
+    session.step()
+    (found,) = session.lost_updates()
+    assert found.counts[0] == 64 * 64
+    assert found.share == share
+    assert found.unpublished is not None
+    assert found.at_random == (word == "stochastic")
+    if word == "none":
+        assert found.unpublished == 1.0
+        return
+    sigma = (2.0**-5 * (1 - 2.0**-5) / 4096) ** 0.5
+    assert abs(found.unpublished - (1 - 2.0**-5)) < 6 * sigma
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_every_so_many_steps(
+    every: int, monkeypatch: pytest.MonkeyPatch, *, kernel: bool
+) -> None:
+    """Law: only then is anything copied; a skipped step is not counted."""
+    copies: list[int] = []
+    whole = lost._some
+
+    def some(tensor: Tensor, stride: int) -> Tensor:
+        copies.append(1)
+        return whole(tensor, stride)
+
+    monkeypatch.setattr(lost, "_some", some)
+    session = cases.start(cases.SGD, "split", lost_updates_every=every)
+    if not kernel:
+        session._masters.kernel = None
+    seen = []
+    for number in range(1, 10):
+        slopes = cases.slopes_of(session.model, 1)
+        if number == 9:
+            slopes["conv.bias"].fill_(torch.inf)
+        cases.go(session, slopes)
+        assert bool(copies) == (number % every == 0)
+        copies.clear()
+        seen.append([found.step for found in session.lost_updates()])
+    assert seen[:4] == ([[1], [2], [3], [4]] if every == 1 else [[], [], [3], [3]])
+    assert seen[8] == seen[7]
+
+
+def test_no_counter_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: without `lost_updates_every` nothing is ever looked at."""
+
+    def forbidden(*_: object) -> None:
+        message = "copied"
+        raise AssertionError(message)
+
+    monkeypatch.setattr(lost, "_some", forbidden)
+    session = cases.start(cases.SGD, "split")
+    cases.go(session, cases.slopes_of(session.model, 1))
+    assert session.lost_updates() == ()
+    counting = cases.start(cases.SGD, "split", lost_updates_every=1)
+    with pytest.raises(AssertionError, match="copied"):
+        cases.go(counting, cases.slopes_of(counting.model, 1))
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_counting_changes_nothing(word: str) -> None:
+    """Law: weights and state are those of a session that does not count."""
+    sessions = [
+        cases.start(cases.ADAMW, word, lost_updates_every=every) for every in (1, None)
+    ]
+    for number in range(3):
+        slopes = cases.slopes_of(sessions[0].model, number)
+        for session in sessions:
+            cases.go(session, slopes)
+    one, other = (held(session) for session in sessions)
+    for place in (0, 1):
+        assert all(torch.equal(one[place][n], other[place][n]) for n in one[place])
+
+
+def test_groups() -> None:
+    """Law: each group has its count; one without any gradient has no share."""
+    model = cases.Mixed()
+    groups = [
+        {"params": [*model.linear.parameters()]},
+        {"params": [*model.conv.parameters()], "lr": 0.0},
+        {"params": [model.other.weight, *model.norm.parameters()]},
+    ]
+    optimizer = torch.optim.SGD(groups, 0.5)
+    session = cases.prepare(model, optimizer, lost_updates_every=1)
+    names = ("linear.weight", "linear.bias", "conv.weight", "conv.bias")
+    slopes = {n: torch.ones_like(model.get_parameter(n)) for n in names}
+    cases.go(session, slopes)
+    one, two, three = session.lost_updates()
+    assert [found.group for found in (one, two, three)] == [0, 1, 2]
+    assert one.share == 0.0
+    assert two.share == two.unpublished == 1.0
+    assert three.share is None
+    assert three.unpublished is None
+    assert three.counts.tolist() == [0, 0, 0]
+    rows = lost.table((one, two, three)).rows
+    assert [row[:3] for row in rows] == [(0, 36, 0.0), (1, 26, 1.0), (2, 0, None)]
+
+
+def test_nothing_yet() -> None:
+    """Law: before the first count a table says so; less than a step is refused."""
+    assert lost.table(()).notes == ("nothing was counted yet",)
+    with pytest.raises(UserError, match="lost_updates_every=0"):
+        cases.start(cases.SGD, "split", lost_updates_every=0)

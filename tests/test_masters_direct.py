@@ -1,0 +1,338 @@
+"""Updates straight from 16-bit gradients, beside torch's optimizers and clipping."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import kernel_twin
+import master_cases as cases
+import pytest
+import torch
+from small_training import same
+from torch import Tensor, nn
+
+from halfstep.master import MasterWeights, direct
+from halfstep.master.arithmetic import Item
+
+if TYPE_CHECKING:
+    from master_cases import Make
+
+    from halfstep.session import Session
+
+every_form = pytest.mark.parametrize("form", cases.FORMS)
+every_make = pytest.mark.parametrize(
+    "make", cases.BUILT_IN.values(), ids=cases.BUILT_IN
+)
+ULP = 2.0**-7
+"""Of bf16, relative: what one rounding at random may cost."""
+ROUNDED = {"fp32": 0.0, "split": 0.0, "kahan": 2.0**-17, "stochastic": ULP}
+"""Form -> what storing a truth may cost, relative."""
+KEPT = {"fp32": 0.0, "split": 0.0, "kahan": ULP, "stochastic": ULP}
+"""Form -> the same for a moment."""
+
+
+def limits(
+    twin: cases.Twin, name: str, roundings: int, rule: Any
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[str, ...]]:
+    """Return how far weight and moments may lie apart after the step to come.
+
+    Args:
+        twin: Before its step, with gradients in place.
+        name: Of the parameter.
+        roundings: Of the gradient, beyond those of the rule.
+        rule: The arithmetic.
+    """
+    param = twin.params[name]
+    state = twin.optimizer.state.get(param, {})
+    keys = direct._state_keys(rule)
+    held = tuple(state.get(key, torch.zeros_like(param)) for key in keys)
+    step = None if "betas" not in twin.optimizer.defaults else torch.ones(())
+    if step is not None and "step" in state:
+        step = state["step"] + 1
+    first = bool(keys) and keys[0] not in state
+    item = Item(param.detach(), param.grad, None, held, step, first, 0)  # type: ignore[arg-type]
+    allowed = kernel_twin.bound(rule, item, 1.0)
+    # All of it is proportional to the roundings on the way.
+    more = 1 + roundings / kernel_twin.ROUNDINGS
+    states = tuple(state * more for state in allowed.states)
+    return allowed.weight * more, states, keys
+
+
+def assert_follows(
+    session: Session, make: Make, form: str, *slopes: dict[str, Tensor]
+) -> None:
+    """Take a step; assert that it is torch's own up to derived roundings."""
+    seen = cases.Watched(session.model)
+    twin = cases.Twin(make, session)
+    clip = session.clip_grad_norm
+    group = session.optimizer.param_groups[0]
+    rule = direct.rule_of(session.optimizer, group)
+    before = copy.deepcopy(twin)
+    assert cases.go(session, *slopes).applied
+    norm = twin.step(seen.seen, clip)
+    count = sum(p.numel() for p in twin.params.values())
+    # torch sums squares in fp32: at most one rounding a number; then root and factor.
+    extra = 0 if clip is None else count + 4
+    for name, param in before.params.items():
+        grad = twin.params[name].grad
+        param.grad = None if grad is None else grad.detach().clone()
+    if norm is not None:
+        assert norm > 0
+    for name, held in cases.by_name(session).items():
+        if name not in seen.seen:
+            continue
+        right = twin.params[name].detach()
+        low = held in session._masters.slots
+        weight, states, keys = limits(before, name, extra, rule)
+        kind = form if low else "fp32"
+        allowed = weight + ROUNDED[kind] * (right.abs().double() + weight)
+        got = session.weights()[name]
+        assert kernel_twin.beyond(got, right, allowed) == 0, name
+        state = twin.optimizer.state.get(twin.params[name], {})
+        own = session.optimizer.state.get(held, {})
+        assert own.keys() == {k for k, v in state.items() if v is not None}
+        for key, limit in zip(keys, states, strict=True):
+            bound = limit + KEPT[kind] * (state[key].abs().double() + limit)
+            assert kernel_twin.beyond(own[key], state[key], bound) == 0, (name, key)
+        if "step" in own:
+            assert own["step"] == state["step"]
+
+
+@every_form
+@pytest.mark.parametrize("kernel", [True, False])
+def test_an_old_graph_is_refused(form: str, *, kernel: bool) -> None:
+    """Law: a backward pass through weights updated since then fails, as in torch."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    session = cases.start(cases.SGD, form, model)
+    if not kernel:
+        session._masters.kernel = None
+    with session.autocast():
+        losses = [model(torch.randn(2, 4)).float().sum() for _ in range(2)]
+    session.backward(losses[0])
+    session.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+
+
+@every_make
+@every_form
+@cases.windows
+def test_a_step_is_torchs(
+    make: Make, form: str, accumulate: int, clip: float | None
+) -> None:
+    """Law: steps by a kernel are torch's in fp32 but for roundings, each of them."""
+    session = cases.start(make, form, accumulate=accumulate, clip_grad_norm=clip)
+    assert session._masters.kernel is not None
+    for number in range(4):
+        seeds = range(number * accumulate, (number + 1) * accumulate)
+        slopes = [cases.slopes_of(session.model, s) for s in seeds]
+        assert_follows(session, make, form, *slopes)
+
+
+def test_the_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: torch's own step is never called where there is a kernel."""
+    session = cases.start(cases.ADAMW, "split")
+
+    def forbidden(*_: object) -> None:
+        message = "torch stepped"
+        raise AssertionError(message)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", forbidden)
+    slopes = cases.slopes_of(session.model, 1)
+    cases.go(session, slopes)
+    session._masters.kernel = None
+    with pytest.raises(AssertionError, match="torch stepped"):
+        cases.go(session, slopes)
+
+
+def test_the_bound_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a rate that is wrong by 2**-15, or a clip by 2**-12, is noticed."""
+    session = cases.start(cases.SGD, "fp32")
+    slopes = cases.slopes_of(session.model, 1, 64.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "numbers", lambda value: value * (1 + 2.0**-15))
+        with pytest.raises(AssertionError):
+            assert_follows(session, cases.SGD, "fp32", slopes)
+    session = cases.start(cases.SGD, "split", clip_grad_norm=64.0)
+    original = session._updates._coefficient
+    session._updates._coefficient = lambda: original() * (1 + 2.0**-12)  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        assert_follows(session, cases.SGD, "split", slopes)
+
+
+@every_form
+@pytest.mark.parametrize("make", [cases.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("clip", [0.25, 1e6, math.inf])
+def test_norm_is_torchs(make: Make, form: str, clip: float) -> None:
+    """Law: `grad_norm` is the fp64 norm of the gradients; a large limit changes none.
+
+    Within one rounding a number of fp32 where torch adds up squares.
+    """
+    session, free = (cases.start(make, form, clip_grad_norm=c) for c in (clip, None))
+    for number in range(3):
+        slopes = cases.slopes_of(session.model, number)
+        report = cases.go(session, slopes)
+        silent = cases.go(free, slopes)
+        exact = math.sqrt(
+            sum(s.double().square().sum().item() for s in slopes.values())
+        )
+        count = sum(s.numel() for s in slopes.values())
+        assert report.grad_norm == pytest.approx(exact, rel=count * 2.0**-24)
+        assert silent.grad_norm is None
+    assert same(cases.everything(session), cases.everything(free)) == (clip > 1)
+
+
+def test_norm_of_scaled_gradients() -> None:
+    """Law: the norm is that of unscaled gradients, whatever the loss scale."""
+    sessions = [
+        cases.start(cases.SGD, "split", clip_grad_norm=0.5, loss_scale=scale)
+        for scale in (1.0, 1024.0)
+    ]
+    slopes = cases.slopes_of(sessions[0].model, 1)
+    one, other = (cases.go(session, slopes) for session in sessions)
+    # Powers of two: no bit may differ.
+    assert one.grad_norm == other.grad_norm
+    assert same(*(session.weights() for session in sessions))
+
+
+@every_form
+@pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAMW])
+def test_layout_may_change(make: Make, form: str) -> None:
+    """Law: `model.to(memory_format=...)` after `prepare` moves no number.
+
+    A kernel goes by memory; what is kept beside a weight must lie as the weight does.
+    """
+    sessions = [cases.start(make, form) for _ in range(2)]
+    for number in range(4):
+        if number == 2:
+            before = cases.everything(sessions[0])
+            sessions[0].model.to(memory_format=torch.contiguous_format)
+            conv = sessions[0].model.conv
+            conv.weight.data = conv.weight.data.contiguous()
+            assert conv.weight.is_contiguous()
+            assert same(cases.everything(sessions[0]), before)
+        slopes = cases.slopes_of(sessions[0].model, 2 * number)
+        for session in sessions:
+            cases.go(session, slopes)
+    one, other = (session.weights() for session in sessions)
+    if form in {"fp32", "split"}:
+        assert same(one, other)
+        return
+    # Random bits go by place in memory, so here the form's rounding may differ.
+    for name, value in one.items():
+        bound = 2 * (KEPT[form] + ROUNDED[form]) * (value.abs() + 0.1)
+        assert bool(((value - other[name]).abs() <= 2 * bound).all()), name
+
+
+@every_form
+def test_originals_may_lie_otherwise(form: str) -> None:
+    """Law: fp32 values to begin with count by place, not by memory."""
+    torch.manual_seed(0)
+    original = torch.randn(4, 6).t()
+    weight = nn.Parameter(original.bfloat16().contiguous())
+    assert weight.stride() != original.stride()
+    optimizer = torch.optim.SGD([weight], 1.0)
+    masters = MasterWeights(optimizer, {weight: original.clone()}, form=form)
+    weight.grad = torch.ones_like(weight)
+    masters.update(torch.ones(()))
+    (held,) = cases.adopted(optimizer)
+    off = (masters.truth(held) - (original - 1)).abs()
+    # Stored twice: before the step, and after it.
+    limit = 2 * ROUNDED[form] * (original.abs() + 1)
+    assert bool((off <= limit).all())
+
+
+def test_state_is_kept_as_torch_keeps_it() -> None:
+    """Law: SGD without momentum keeps no state, and plain torch loads the rest."""
+    for make in (cases.SGD, cases.MOMENTUM, cases.ADAM, cases.ADAMW):
+        session = cases.start(make, "fp32")
+        for number in range(2):
+            cases.go(session, cases.slopes_of(session.model, number + 1))
+        twin = cases.Twin(make, session)
+        twin.step({n: [torch.ones_like(p)] for n, p in twin.params.items()})
+        held = session.optimizer.state_dict()["state"]
+        assert bool(held) == (make is not cases.SGD)
+
+
+class Odd(nn.Module):
+    """A weight of any make, and one more."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.more = nn.Parameter(torch.randn(3))
+
+    forward = cases.Mixed.forward
+
+
+@every_form
+@pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAMW])
+@pytest.mark.parametrize(
+    ("weight", "known"),
+    [
+        (torch.randn(4, 3).t(), True),
+        (torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last), True),
+        (torch.randn(2, 3, 4).permute(2, 0, 1), True),
+        (torch.randn(8, 3)[::2], False),
+        (torch.randn(()), True),
+        (torch.randn(0, 3), True),
+        (torch.randn(1, 3).t(), True),
+    ],
+    ids=[
+        "transposed",
+        "channels_last",
+        "permuted",
+        "gaps",
+        "scalar",
+        "empty",
+        "column",
+    ],
+)
+def test_layouts(make: Make, form: str, weight: Tensor, *, known: bool) -> None:
+    """Law: a weight with gaps has no kernel, all others have; both are torch's step."""
+    low = Odd(weight.bfloat16() if known else weight.clone())
+    if not known:
+        gaps = torch.zeros(8, 3, dtype=torch.bfloat16)[::2]
+        low = low.bfloat16()
+        low.weight.data = gaps.copy_(weight)
+    optimizer = make(low.parameters())
+    masters = MasterWeights(optimizer, form=form)
+    assert (masters.kernel is not None) == known
+    if known:
+        assert low.weight.stride() == weight.stride()
+    else:
+        assert "side by side" in masters.describe()
+    twin = copy.deepcopy(low).float()
+    reference = make(twin.parameters())
+    slopes = {n: torch.ones_like(p) for n, p in low.named_parameters()}
+    for param, other in zip(low.parameters(), twin.parameters(), strict=True):
+        param.grad = torch.ones_like(param)
+        other.grad = torch.ones_like(other)
+    if known:
+        masters.update(torch.ones(()))
+    else:
+        masters.step()
+    reference.step()
+    for held, other in zip(cases.adopted(optimizer), twin.parameters(), strict=True):
+        # One step: some roundings of fp32, and what the form takes.
+        limit = 40 * 2.0**-24 * (other.abs() + 1) + ROUNDED[form] * (other.abs() + 1)
+        assert bool(((masters.truth(held) - other).abs() <= limit).all()), slopes.keys()
+
+
+def test_expanded_weights_are_refused_by_torch() -> None:
+    """Law: a weight that shares memory with itself fails aloud, as in torch."""
+    for form in cases.FORMS:
+        weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16).expand(3))
+        optimizer = torch.optim.SGD([weight], 0.5)
+        with pytest.raises(RuntimeError, match="single memory location"):
+            publish(optimizer, weight, form)
+
+
+def publish(optimizer: torch.optim.Optimizer, weight: Tensor, form: str) -> None:
+    """Take a step that has to write to the weight."""
+    masters = MasterWeights(optimizer, form=form)
+    assert masters.kernel is None
+    weight.grad = torch.ones(3, dtype=torch.bfloat16)
+    masters.step()

@@ -1,0 +1,338 @@
+"""Weights that others write to, placeholders that nobody may, states that are loaded.
+
+In: sessions over masters. Out: masters that follow an edit, and say so; no word over
+ordinary training; runs that go on to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import master_cases as cases
+import pytest
+import torch
+from small_training import same
+from torch import nn
+
+from halfstep.master import MasterWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from halfstep.session import Session
+
+every_form = pytest.mark.parametrize("form", cases.FORMS)
+every_lean = pytest.mark.parametrize("form", cases.LEAN)
+TOLD = "weights were changed outside the optimizer"
+
+
+def trained(form: str, steps: int = 2, **more: Any) -> Session:
+    """Return a session that has trained for a few steps."""
+    session = cases.start(cases.ADAMW, form, **more)
+    for number in range(steps):
+        cases.go(session, cases.slopes_of(session.model, number))
+    return session
+
+
+def loaded(session: Session) -> None:
+    """Load other weights into the model."""
+    held = session.model.state_dict()
+    session.model.load_state_dict({k: v + 0.5 for k, v in held.items()})
+
+
+def clamped(session: Session) -> None:
+    """Clamp a weight, as a GAN's critic does."""
+    with torch.no_grad():
+        session.model.linear.weight.clamp_(-0.125, 0.125)
+
+
+def copied(session: Session) -> None:
+    """Copy other numbers into a weight."""
+    with torch.no_grad():
+        session.model.conv.weight.copy_(torch.full((2, 3, 2, 2), 0.75))
+
+
+def swapped(session: Session) -> None:
+    """Swap weights with an average of them, and leave them."""
+    with torch.no_grad():
+        for param in session.model.parameters():
+            param.copy_(param * 0.5 + 0.25)
+
+
+EDITS: dict[str, Callable[[Session], None]] = {
+    "load_state_dict": loaded,
+    "clamp_": clamped,
+    "copy_": copied,
+    "swap": swapped,
+}
+
+
+@every_form
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("release", [True, False])
+def test_masters_follow(
+    form: str, edit: Callable[[Session], None], *, kernel: bool, release: bool
+) -> None:
+    """Law: the next step starts from the edited weights; a loss of bits is told."""
+    session = trained(form, release_gradients=release)
+    if not kernel:
+        session._masters.kernel = None
+    session.optimizer.param_groups[0]["lr"] = 0.0  # and so no weight decay
+    edit(session)
+    found = copy.deepcopy(session.model.state_dict())
+    slopes = cases.slopes_of(session.model, 1)
+    if form == "stochastic":
+        cases.go(session, slopes)  # nothing is kept that could be lost
+    else:
+        with pytest.warns(UserWarning, match=TOLD):
+            cases.go(session, slopes)
+    assert same(dict(session.model.state_dict()), dict(found))
+    changed = session.weights()
+    for name, value in found.items():
+        assert torch.equal(changed[name].to(value.dtype), value), name
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_only_what_was_changed_follows(*, release: bool) -> None:
+    """Law: with fp32 masters one edited number is one that is lost, and one is told."""
+    session = trained("fp32", release_gradients=release)
+    masters = session._masters
+    before = {n: v.clone() for n, v in session.weights().items()}
+    session.optimizer.param_groups[0]["lr"] = 0.0
+    with torch.no_grad():
+        session.model.linear.weight[2, 1] = 7.0
+    with pytest.warns(UserWarning, match=r"\(1 numbers\)"):
+        cases.go(session, cases.slopes_of(session.model, 1))
+    before["linear.weight"][2, 1] = 7.0
+    assert same(session.weights(), before)
+    # The truth has more bits than the weights show, or this says nothing.
+    (held,) = (s for s in masters.slots.values() if s.weight.shape == (6, 5))
+    assert not torch.equal(held.master, held.weight.float())
+
+
+@every_form
+def test_an_edit_that_is_not_seen(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: without looking at versions, fp32 masters would undo an edit in silence."""
+    session = trained(form)
+    session.optimizer.param_groups[0]["lr"] = 0.0
+    monkeypatch.setattr(MasterWeights, "refresh", lambda _: None)
+    with torch.no_grad():
+        session.model.linear.weight.fill_(7.0)
+    cases.go(session, cases.slopes_of(session.model, 1))
+    undone = bool((session.model.linear.weight != 7.0).any())
+    assert undone == (form == "fp32")
+
+
+def ordinary(session: Session, number: int) -> None:
+    """Do what runs do between steps, and what must not be taken for an edit."""
+    session.model.eval()
+    with torch.no_grad(), session.autocast():
+        session.model(cases.slopes_of(session.model, number))
+    session.model.train()
+    session.weights()
+    session.memory()
+    session.explain()
+    state = copy.deepcopy(session.state_dict())
+    if number % 3 == 2:
+        session.load_state_dict(state)
+    session.optimizer.state_dict()
+    session.model.state_dict()
+    session.model.zero_grad()
+
+
+@every_form
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_no_false_alarm(
+    form: str, accumulate: int, clip: float | None, *, kernel: bool
+) -> None:
+    """Law: no warning over ordinary training, skipped steps and added groups."""
+    model = cases.Mixed()
+    later = [*model.conv.parameters()]
+    first = [p for n, p in model.named_parameters() if not n.startswith("conv")]
+    session = cases.prepare(
+        model,
+        torch.optim.AdamW(first, 0.01),
+        master=form,
+        accumulate=accumulate,
+        clip_grad_norm=clip,
+    )
+    session.scheduler = torch.optim.lr_scheduler.StepLR(session.optimizer, 2, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(6):
+            if not kernel:
+                session._masters.kernel = None
+            slopes = cases.slopes_of(model, number)
+            if number == 3:
+                next(iter(slopes.values())).fill_(torch.nan)
+            cases.go(session, *[slopes] * accumulate)
+            ordinary(session, number)
+            if number == 4:
+                session.optimizer.add_param_group({"params": later})
+                model.zero_grad()
+
+
+@every_form
+def test_no_false_alarm_where_gradients_are_released(form: str) -> None:
+    """Law: updates inside the backward pass are no edits, nor is a look in between."""
+    session = cases.start(cases.ADAMW, form, release_gradients=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(4):
+            slopes = cases.slopes_of(session.model, number)
+            with session.autocast():
+                loss = session.model(slopes)
+            session.backward(loss)
+            with torch.no_grad(), session.autocast():
+                session.model(slopes)
+            before = cases.everything(session)[:3]
+            session.step()
+            assert same(cases.everything(session)[:3], before)
+            ordinary(session, number)
+
+
+@every_lean
+def test_placeholders(form: str) -> None:
+    """Law: between steps a lean master reads as NaN, takes no memory and no writes."""
+    session = trained(form)
+    for param in session._masters.slots:
+        assert bool(param.isnan().all())
+        assert param.untyped_storage().nbytes() == 4
+        assert param.dtype == torch.float32
+        with torch.no_grad(), pytest.raises(RuntimeError, match="single memory"):
+            param.add_(1.0)
+    truths = session.weights().values()
+    assert all(bool(torch.isfinite(truth).all()) for truth in truths)
+
+
+def test_masters_that_are_shared_follow_an_edit() -> None:
+    """Law: weights loaded before a model is wrapped in DDP are the ones it starts from.
+
+    As on the first rank, which gives what it has: then nothing is rounded off either.
+    """
+    session = trained("fp32")
+    masters = session._masters
+    exact = session.weights()["conv.weight"].clone()
+    with torch.no_grad():
+        session.model.linear.weight.fill_(7.0)
+    masters.share(lambda _: None)
+    assert bool((session.weights()["linear.weight"] == 7.0).all())
+    assert torch.equal(session.weights()["conv.weight"], exact)
+
+
+@every_form
+@pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAM, cases.NADAM])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_resumed_is_uninterrupted(form: str, make: Any, *, kernel: bool) -> None:
+    """Law: a fresh session goes on to the bit, random rounding included.
+
+    Through a file, after a skipped step, with other random numbers drawn in between.
+    """
+    whole = cases.start(make, form, clip_grad_norm=2.0)
+    other = cases.start(make, form, cases.Mixed(), clip_grad_norm=2.0)
+    for session in (whole, other):
+        if not kernel:
+            session._masters.kernel = None
+    for number in range(3):
+        cases.go(whole, cases.slopes_of(whole.model, number))
+    spoilt = cases.slopes_of(whole.model, 9)
+    spoilt["conv.bias"].fill_(torch.inf)
+    assert cases.go(whole, spoilt).skipped
+    cases.go(other, cases.slopes_of(other.model, 7))
+    file = io.BytesIO()
+    torch.save(whole.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    torch.manual_seed(99)
+    assert same(cases.everything(whole), cases.everything(other))
+    for number in range(4, 8):
+        for session in (whole, other):
+            cases.go(session, cases.slopes_of(session.model, number))
+        assert same(cases.everything(whole), cases.everything(other))
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_two_pairs_of_one_sum(*, kernel: bool) -> None:
+    """Law: of two pairs of bf16 that have one sum, a resumed run finds the same.
+
+    1 + 2**-8 + 2**-18 is stored as 1 + 2**-7 and -2**-8, as the rest has 8 bits; their
+    sum alone, 1 + 2**-8, would be stored as 1 and 2**-8.
+    """
+    sides = []
+    for value in (1 + 2.0**-8 + 2.0**-18, 0.0):
+        model = nn.Linear(2, 2, bias=False)
+        model.weight.data.fill_(value)
+        session = cases.start(cases.SGD, "kahan", model)
+        if not kernel:
+            session._masters.kernel = None
+        sides.append(session)
+    whole, other = sides
+    assert bool((whole.model.weight == 1 + 2.0**-7).all())
+    other.load_state_dict(copy.deepcopy(whole.state_dict()))
+    assert same(cases.everything(whole), cases.everything(other))
+
+
+@pytest.mark.parametrize("name", ["kahan", "stochastic"])
+def test_a_lost_clock_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the test above fails where the step of random numbers is not kept."""
+    whole, other = trained(name), cases.start(cases.ADAMW, name)
+    monkeypatch.setattr(MasterWeights, "resume", lambda *_: None)
+    other.load_state_dict(copy.deepcopy(whole.state_dict()))
+    for session in (whole, other):
+        cases.go(session, cases.slopes_of(session.model, 5))
+    kept = [cases.everything(session)[:3] for session in (whole, other)]
+    assert not same(*kept)
+
+
+@every_form
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_loaded_state_is_not_shared(form: str, *, kernel: bool) -> None:
+    """Law: two sessions in one process, one loaded from the other, train apart."""
+    one, other = trained(form), cases.start(cases.ADAMW, form)
+    if not kernel:
+        one._masters.kernel = other._masters.kernel = None
+    other.load_state_dict(one.state_dict())
+    before = cases.everything(one)
+    assert same(before, cases.everything(other))
+    cases.go(other, cases.slopes_of(other.model, 5))
+    assert same(cases.everything(one), before)
+    cases.go(one, cases.slopes_of(one.model, 5))
+    assert same(cases.everything(one), cases.everything(other))
+
+
+@every_form
+@pytest.mark.parametrize("target", cases.FORMS)
+def test_a_state_crosses_forms(form: str, target: str) -> None:
+    """Law: another form takes over what it can hold, moments in its own dtype."""
+    one, other = trained(form), cases.start(cases.ADAMW, target)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    loss = {"kahan": 2.0**-17, "stochastic": 2.0**-7}.get(target, 0.0)
+    for name, value in one.weights().items():
+        own = 0.0 if "norm" in name else loss
+        assert bool(((other.weights()[name] - value).abs() <= own * value.abs()).all())
+    for held in other._masters.slots:
+        state = other.optimizer.state[held]
+        low = torch.bfloat16 if target in {"kahan", "stochastic"} else torch.float32
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == low
+    cases.go(other, cases.slopes_of(other.model, 5))
+
+
+def test_a_later_seed_is_another_run() -> None:
+    """Law: the seed of random rounding decides, and torch's own does not."""
+    found = []
+    for seed, others in ((0, 1), (0, 2), (5, 1)):
+        torch.manual_seed(others)
+        weight = nn.Parameter(torch.full((64,), 1.25, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([weight], 2.0**-9)
+        masters = MasterWeights(optimizer, form="stochastic", seed=seed)
+        weight.grad = torch.ones_like(weight)
+        masters.step()
+        found.append(weight.detach().clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])

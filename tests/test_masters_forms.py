@@ -1,0 +1,302 @@
+"""Every form of masters under every optimizer of torch, beside torch's own in fp32."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import master_cases as cases
+import pytest
+import torch
+from small_training import same
+from torch import Tensor, nn
+
+from halfstep.master import MasterWeights, kahan, piecewise, split, stochastic
+
+if TYPE_CHECKING:
+    from master_cases import Make
+
+    from halfstep.master.form import Clock
+    from halfstep.session import Session
+
+every_form = pytest.mark.parametrize("form", cases.FORMS)
+every_lean = pytest.mark.parametrize("form", cases.LEAN)
+every_optimizer = pytest.mark.parametrize("name", cases.OPTIMIZERS)
+
+
+def stored(form: str, truth: Tensor, clock: Clock, number: int) -> list[Tensor]:
+    """Return the weight that a truth becomes, and what is kept beside it."""
+    low = torch.empty_like(truth, dtype=torch.bfloat16)
+    if form == "fp32":
+        return [truth.bfloat16(), truth]
+    if form == "split":
+        rest = torch.empty_like(truth, dtype=torch.int16)
+        split.encode_(truth, low, rest)
+        return [low, rest]
+    if form == "kahan":
+        rest = torch.empty_like(low)
+        kahan.encode_(truth, low, rest)
+        return [low, rest]
+    stochastic.round_(truth, low, clock.sixteen(number, 0, truth))
+    return [low]
+
+
+def moments(
+    form: str, state: dict[str, Tensor], clock: Clock, slot_number: int, like: Tensor
+) -> dict[str, Tensor]:
+    """Return an fp32 optimizer's state as a form keeps it."""
+    kept = dict(state)
+    if form not in {"kahan", "stochastic"}:
+        return kept
+    number = 0
+    for key, value in state.items():
+        if key == "step" or value.shape != like.shape:
+            continue
+        number += 1
+        low = torch.empty_like(value, dtype=torch.bfloat16)
+        stochastic.round_(value, low, clock.sixteen(slot_number, number, value))
+        kept[key] = low
+    return kept
+
+
+def assert_step(
+    session: Session, make: Make, form: str, *slopes: dict[str, Tensor]
+) -> None:
+    """Take one step; assert that it is torch's own in fp32, and the form's rounding."""
+    seen = cases.Watched(session.model)
+    twin = cases.Twin(make, session)
+    masters = session._masters
+    clock = masters.clock
+    assert cases.go(session, *slopes).applied
+    twin.step(seen.seen, session.clip_grad_norm)
+    for name, held in cases.by_name(session).items():
+        right, slot = twin.params[name], masters.slots.get(held)
+        state = twin.optimizer.state.get(right, {})
+        if slot is None:
+            assert torch.equal(held, right), name
+            assert same(session.optimizer.state.get(held, {}), dict(state)), name
+            continue
+        got = [slot.weight.detach()]
+        if slot.extra is not None:
+            got.append(slot.extra)
+        if name not in seen.seen and form == "stochastic":
+            # Rounding what bf16 holds changes nothing, whatever was drawn.
+            assert torch.equal(right, slot.weight.float())
+        for mine, yours in zip(
+            got, stored(form, right.detach(), clock, slot.number), strict=True
+        ):
+            assert same(mine, yours), (name, form)
+        rounded = moments(form, dict(state), clock, slot.number, slot.weight)
+        if name not in seen.seen:
+            rounded = {k: v.to(rounded[k].dtype) for k, v in state.items()}
+        assert same(dict(session.optimizer.state.get(held, {})), rounded), name
+
+
+@every_optimizer
+@every_form
+@cases.windows
+def test_a_step_is_torchs_own(
+    name: str,
+    form: str,
+    accumulate: int,
+    clip: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: each step is torch's own in fp32 from what is stored, then one rounding.
+
+    Bit for bit, in pieces of a few numbers, with a parameter missing now and then.
+    """
+    monkeypatch.setattr(piecewise, "PIECE", 20)
+    make = cases.OPTIMIZERS[name]
+    model = cases.model_for(name)
+    more = {"accumulate": accumulate, "clip_grad_norm": clip}
+    session = cases.start(make, form, model, **more)
+    session._masters.kernel = None
+    for number in range(3):
+        seeds = range(number * accumulate, (number + 1) * accumulate)
+        assert_step(session, make, form, *(cases.slopes_of(model, s) for s in seeds))
+
+
+def test_a_wrong_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the comparison above fails for random bits of another step."""
+    session = cases.start(cases.ADAMW, "kahan")
+    session._masters.kernel = None
+    whole = piecewise.narrow_states
+
+    def late(*args: object) -> None:
+        clock = type(session._masters.clock)(0, 7)
+        whole(*args[:3], clock)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(piecewise, "narrow_states", late)
+    with pytest.raises(AssertionError):
+        assert_step(session, cases.ADAMW, "kahan", cases.slopes_of(session.model, 1))
+
+
+@pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAM, cases.ADAMW])
+@pytest.mark.parametrize("way", ["kernel", "optimizer"])
+def test_split_is_fp32(make: Make, way: str) -> None:
+    """Law: after 100 steps of a session both exact forms hold the same, to the bit."""
+    follow(make, way, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [cases.SGD, cases.MOMENTUM, cases.ADAM, cases.ADAMW])
+@pytest.mark.parametrize("way", ["kernel", "optimizer"])
+def test_split_is_fp32_for_long(make: Make, way: str) -> None:
+    """Law: after 1,000 steps too."""
+    follow(make, way, 1000)
+
+
+def follow(make: Make, way: str, steps: int) -> None:
+    """Assert that split halves and fp32 masters, given the same, stay the same."""
+    sessions = [cases.start(make, form, clip_grad_norm=2.0) for form in cases.FORMS[:2]]
+    for session in sessions:
+        assert session._masters.kernel is not None
+        if way == "optimizer":
+            session._masters.kernel = None
+    for number in range(steps):
+        slopes = cases.slopes_of(sessions[0].model, number)
+        for session in sessions:
+            cases.go(session, slopes)
+    one, other = sessions
+    assert same(one.weights(), other.weights())
+    assert same(one.optimizer.state_dict(), other.optimizer.state_dict())
+    for slot in other._masters.slots.values():
+        truth = other._masters.truth(slot.master)
+        low, rest = stored("split", truth, other._masters.clock, 0)
+        assert same([slot.weight.detach(), slot.extra], [low, rest])
+
+
+@pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAM, cases.ADAMW])
+def test_split_masters_by_themselves(make: Make) -> None:
+    """Law: the same through `MasterWeights.step` alone, after 1,000 steps."""
+    torch.manual_seed(1)
+    first = torch.randn(4, 3).bfloat16(), torch.randn(5).bfloat16()
+    sides = []
+    for form in cases.FORMS[:2]:
+        params = [nn.Parameter(value.clone()) for value in first]
+        optimizer = make(params)
+        sides.append((params, optimizer, MasterWeights(optimizer, form=form)))
+    for _ in range(1000):
+        slopes = [torch.randn_like(value) for value in first]
+        for params, optimizer, masters in sides:
+            for param, slope in zip(params, slopes, strict=True):
+                param.grad = slope.clone()
+            masters.step()
+            optimizer.zero_grad()
+    (_, one, plain), (_, other, halves) = sides
+    pairs = zip(cases.adopted(one), cases.adopted(other), strict=True)
+    assert all(torch.equal(plain.truth(a), halves.truth(b)) for a, b in pairs)
+    assert same(one.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("way", ["kernel", "optimizer"])
+def test_drift_of_kahan(way: str) -> None:
+    """Law: SGD with kahan is off by less than 2**-17 of the largest weight a step.
+
+    SGD's updates do not depend on the weight, so roundings only add up: of the sum of
+    both halves, and one of fp32 in each of the two runs.
+    """
+    steps, rate = 200, cases.SGD
+    sessions = [cases.start(rate, form) for form in ("fp32", "kahan")]
+    first = [session.weights() for session in sessions]
+    largest = 0.0
+    for number in range(steps):
+        slopes = cases.slopes_of(sessions[0].model, number)
+        for session in sessions:
+            if way == "optimizer":
+                session._masters.kernel = None
+            cases.go(session, slopes)
+        found = sessions[0].weights().values()
+        largest = max(largest, *(value.abs().max().item() for value in found))
+    bound = (steps + 1) * (2.0**-17 + 2 * 2.0**-24) * largest * 1.01
+    for name, exact in sessions[0].weights().items():
+        off = (sessions[1].weights()[name] - exact).abs().max().item()
+        assert off <= bound, name
+    # And it is not the fp32 form by another name, nor 16 bits alone.
+    assert not same(*(session.weights() for session in sessions))
+    assert bound < steps * 2.0**-9 * largest
+    assert same(first[0].keys(), first[1].keys())
+
+
+@pytest.mark.parametrize("way", ["kernel", "optimizer"])
+def test_drift_of_stochastic(way: str) -> None:
+    """Law: random rounding is right on average: six sigma over many weights.
+
+    A step rounds with variance at most ulp**2 / 4, whatever the value; 256 of them,
+    averaged over 4096 weights, have a sigma of 16 / 64 / 2 ulp.
+    """
+    steps, numel = 256, 4096
+    weight = nn.Parameter(torch.full((numel,), 1.25, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], 2.0**-12)
+    masters = MasterWeights(optimizer, form="stochastic")
+    for _ in range(steps):
+        weight.grad = torch.ones_like(weight)
+        if way == "kernel":
+            masters.update(torch.ones(()))
+        else:
+            masters.step()
+        optimizer.zero_grad()
+        weight.grad = None
+    ulp = 2.0**-7
+    exact = 1.25 - steps * 2.0**-12
+    sigma = math.sqrt(steps / numel) / 2 * ulp
+    mean = weight.double().mean().item()
+    assert abs(mean - exact) < 6 * sigma
+    # Rounding to nearest would not have moved at all: that must be out of bounds.
+    assert abs(1.25 - exact) > 6 * sigma
+    assert weight.unique().numel() > 2
+
+
+@every_lean
+def test_matrices_are_seen_as_matrices(form: str) -> None:
+    """Law: an optimizer finds each lean master in its weight's shape and layout."""
+    shapes = []
+
+    class Peek(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for param in cases.adopted(self):
+                if param.grad is not None:
+                    shapes.append((param.shape, param.stride(), param.grad.shape))
+                    assert bool(torch.isfinite(param).all())
+            super().step(closure)
+
+    model = cases.Mixed()
+    session = cases.start(lambda params: Peek(params, 0.1), form, model)
+    slopes = cases.slopes_of(model, 1)
+    cases.go(session, slopes)
+    held = [p for name, p in model.named_parameters() if name in slopes]
+    assert shapes == [(p.shape, p.stride(), p.shape) for p in held]
+
+
+@pytest.mark.parametrize("form", cases.FORMS)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (1, 1, 1)])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "asgd"])
+def test_odd_shapes(form: str, shape: tuple[int, ...], name: str) -> None:
+    """Law: scalars and empty tensors follow a plain fp32 loop, counters included.
+
+    SGD's roundings in a lean form only add up: 2**-17 of a weight of 1 a step with
+    kahan, an ulp of 2**-7 at random. Elsewhere moments are rounded, counters never.
+    """
+    weight = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+    twin = nn.Parameter(torch.ones(shape))
+    make = cases.OPTIMIZERS[name]
+    optimizer, reference = make([weight]), make([twin])
+    masters = MasterWeights(optimizer, form=form)
+    steps = 20
+    for _ in range(steps):
+        weight.grad, twin.grad = torch.ones_like(weight), torch.ones_like(twin)
+        masters.step()
+        optimizer.zero_grad()
+        reference.step()
+    (held,) = cases.adopted(optimizer)
+    truth = masters.truth(held)
+    if form in {"fp32", "split"}:
+        assert torch.equal(truth, twin)
+        assert same(optimizer.state_dict(), reference.state_dict())
+    elif weight.numel() and name == "sgd":
+        loss = 2.0**-17 + 2.0**-23 if form == "kahan" else 2.0**-7
+        assert (truth - twin).abs().max() <= steps * loss
+    for key, value in reference.state.get(twin, {}).items():
+        if key in {"step", "mu_product", "eta", "mu"} and not value.dim():
+            assert torch.equal(optimizer.state[held][key], value), key

@@ -1,0 +1,388 @@
+"""Optimizers that must step themselves: of others, watched, patched; and their groups.
+
+In: masters over them, in every form. Out: the weights of a plain fp32 loop.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import master_cases as cases
+import pytest
+import torch
+from small_training import same
+from torch import Tensor, nn
+
+from halfstep.master import MasterWeights, piecewise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from master_cases import Make
+
+    from halfstep.session import Session
+
+every_form = pytest.mark.parametrize("form", cases.FORMS)
+every_exact = pytest.mark.parametrize("form", cases.FORMS[:2])
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step over a few numbers at a time, where that is allowed."""
+    monkeypatch.setattr(piecewise, "PIECE", 8)
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer of others: its rate falls with a counter that each group keeps."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step, and count it, once for each group."""
+        del closure
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / group["count"])
+
+
+def follow(
+    make: Make, form: str, steps: int = 4, **more: Any
+) -> tuple[Session, cases.Twin]:
+    """Train beside a twin, which starts once and is given the same gradients."""
+    session = cases.start(make, form, **more)
+    twin = cases.Twin(make, session)
+    seen = cases.Watched(session.model)
+    for number in range(steps):
+        cases.go(session, cases.slopes_of(session.model, number))
+        twin.step(seen.seen)
+        seen.clear()
+    return session, twin
+
+
+def assert_same(session: Session, twin: cases.Twin) -> None:
+    """Assert that an exact form holds the twin's numbers, to the bit."""
+    truths = session.weights()
+    assert all(torch.equal(truths[n], p) for n, p in twin.params.items())
+
+
+@every_form
+def test_a_counter_of_each_group(form: str) -> None:
+    """Law: another's optimizer steps once a step, and not once a piece."""
+    session, twin = follow(Counting, form)
+    assert session.optimizer.param_groups[0]["count"] == 4
+    if form in cases.FORMS[:2]:
+        assert_same(session, twin)
+
+
+@every_exact
+def test_a_counter_that_counts_pieces_is_noticed(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: the test above fails where lean forms step over pieces."""
+    monkeypatch.setattr(piecewise, "by_parameter", lambda _: True)
+    session, _ = follow(Counting, form)
+    counted = session.optimizer.param_groups[0]["count"]
+    assert (counted == 4) == (form == "fp32")
+
+
+@every_form
+@pytest.mark.parametrize("make", [cases.ADAMW, torch.optim.RMSprop])
+def test_step_hooks(form: str, make: Make) -> None:
+    """Law: hooks run once a step, and see all masters in fp32, before and after."""
+    session = cases.start(make, form)
+    calls: list[str] = []
+
+    def look(word: str, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        calls.append(word)
+        for param in cases.adopted(optimizer):
+            if param.grad is not None:
+                assert param.dtype == torch.float32
+                assert bool(torch.isfinite(param).all())
+
+    twin = cases.Twin(make, session)
+    seen = cases.Watched(session.model)
+    session.optimizer.register_step_pre_hook(partial(look, "before"))
+    session.optimizer.register_step_post_hook(partial(look, "after"))
+    for number in range(3):
+        cases.go(session, cases.slopes_of(session.model, number))
+        twin.step(seen.seen)
+        seen.clear()
+    assert calls == ["before", "after"] * 3
+    if form in cases.FORMS[:2]:
+        assert_same(session, twin)
+    assert "step hooks" in session._masters.describe()
+
+
+@every_form
+def test_a_patched_step(form: str) -> None:
+    """Law: a step that somebody has replaced is called, once a step."""
+    session = cases.start(cases.ADAMW, form)
+    whole, calls = session.optimizer.step, []
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return whole(*args, **kwargs)
+
+    session.optimizer.step = step  # type: ignore[method-assign]
+    for number in range(3):
+        cases.go(session, cases.slopes_of(session.model, number))
+    assert len(calls) == 3
+    assert "replaced" in session._masters.describe()
+
+
+@every_form
+def test_a_rate_that_is_a_tensor(form: str) -> None:
+    """Law: a rate in a tensor is read at each step; powers of two keep each bit."""
+    sessions = [
+        cases.start(partial(torch.optim.SGD, lr=lr), form)
+        for lr in (torch.tensor(0.25), 0.25)
+    ]
+    for number in range(3):
+        slopes = cases.slopes_of(sessions[0].model, number)
+        for session in sessions:
+            cases.go(session, slopes)
+        assert same(*(session.weights() for session in sessions))
+        sessions[0].optimizer.param_groups[0]["lr"].mul_(0.5)
+        sessions[1].optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@every_form
+def test_differentiable(form: str) -> None:
+    """Law: what torch refuses to do in place fails in its words; the weights stay."""
+    session = cases.start(partial(cases.SGD, differentiable=True), form)
+    before = cases.everything(session)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        cases.go(session, cases.slopes_of(session.model, 1))
+    assert same(cases.everything(session), before)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "steps": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+    "warm-up": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.25, total_iters=3),
+}
+
+
+@every_exact
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAMW, cases.NADAM])
+@pytest.mark.parametrize("way", ["session's", "user's"])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_schedules(form: str, name: str, make: Make, way: str, *, kernel: bool) -> None:
+    """Law: no warning about the order, and the rates of a plain loop."""
+    session = cases.start(make, form)
+    if not kernel:
+        session._masters.kernel = None
+    twin = cases.Twin(make, session)
+    schedule = SCHEDULES[name](session.optimizer)
+    reference = SCHEDULES[name](twin.optimizer)
+    if way == "session's":
+        session.scheduler = schedule
+    seen = cases.Watched(session.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(5):
+            cases.go(session, cases.slopes_of(session.model, number))
+            if way == "user's":
+                schedule.step()
+            twin.step(seen.seen)
+            seen.clear()
+            reference.step()
+            assert schedule.get_last_lr() == reference.get_last_lr()
+    if not kernel:
+        assert_same(session, twin)
+
+
+@every_form
+@pytest.mark.parametrize("kernel", [True, False])
+def test_groups_have_rates_of_their_own(form: str, *, kernel: bool) -> None:
+    """Law: groups keep their rates; fp32 norms of the same group move in fp32."""
+    model = cases.Mixed()
+    groups = [
+        {"params": [*model.linear.parameters(), *model.norm.parameters()]},
+        {"params": [*model.conv.parameters()], "lr": 0.25},
+        {"params": [model.other.weight], "lr": 0.0},
+    ]
+    session = cases.prepare(model, torch.optim.SGD(groups, 1.0), master=form)
+    if not kernel:
+        session._masters.kernel = None
+    before = session.weights()
+    before = {name: value.clone() for name, value in before.items()}
+    slopes = {n: torch.ones_like(p) for n, p in model.named_parameters()}
+    cases.go(session, slopes)
+    rates = {"linear": 1.0, "norm": 1.0, "conv": 0.25, "other": 0.0}
+    loss = {"fp32": 0.0, "split": 0.0, "kahan": 2.0**-17, "stochastic": 2.0**-7}[form]
+    for name, value in session.weights().items():
+        right = before[name] - rates[name.split(".")[0]]
+        own = 0.0 if "norm" in name else loss
+        assert bool(((value - right).abs() <= own * right.abs()).all()), name
+    assert model.norm.weight.dtype == torch.float32
+    assert [len(g["params"]) for g in session.optimizer.param_groups] == [4, 2, 1]
+
+
+@every_form
+@pytest.mark.parametrize("kernel", [True, False])
+def test_groups_added_after_prepare(form: str, *, kernel: bool) -> None:
+    """Law: low and fp32 parameters of a later group join in; nobody is warned."""
+    model = cases.Mixed()
+    later = [*model.conv.parameters(), *model.norm.parameters()]
+    first = [p for p in model.parameters() if not any(p is other for other in later)]
+    session = cases.prepare(model, torch.optim.SGD(first, 1.0), master=form)
+    cases.go(session, cases.slopes_of(model, 1))
+    assert model.conv.weight.dtype == torch.bfloat16
+    model.zero_grad()  # whose parameters the optimizer did not have
+    session.optimizer.add_param_group({"params": later, "lr": 0.5})
+    before = {n: p.detach().float().clone() for n, p in model.named_parameters()}
+    if not kernel:
+        session._masters.adopt()
+        session._masters.kernel = None
+    slopes = {n: torch.ones_like(p) for n, p in model.named_parameters()}
+    cases.go(session, slopes)
+    for name in ("conv.weight", "conv.bias", "norm.weight", "norm.bias"):
+        off = session.weights()[name] - (before[name] - 0.5)
+        own = 0.0 if "norm" in name else 2.0**-7 * 2
+        limit = {"fp32": 0.0, "split": 0.0}.get(form, own)
+        assert off.abs().max() <= limit, name
+    assert len(session._masters.slots) == len([*model.parameters()]) - 2
+
+
+@every_form
+@pytest.mark.parametrize("kernel", [True, False])
+def test_zero_grad_by_hand(form: str, *, kernel: bool) -> None:
+    """Law: whoever zeroes gradients, and however, the next step counts its own."""
+    sessions = [cases.start(cases.SGD, form) for _ in range(2)]
+    for number in range(3):
+        slopes = cases.slopes_of(sessions[0].model, number)
+        for session in sessions:
+            if not kernel:
+                session._masters.kernel = None
+            cases.go(session, slopes)
+        sessions[0].optimizer.zero_grad(set_to_none=False)
+        sessions[0].model.zero_grad(set_to_none=bool(number % 2))
+    assert same(*(cases.everything(session) for session in sessions))
+
+
+@every_form
+def test_zero_grad_to_zeros(form: str) -> None:
+    """Law: zeros in place of nothing, between steps of `MasterWeights`, add nothing."""
+    truths = []
+    for to_none in (True, False):
+        weight = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([weight], 0.25)
+        masters = MasterWeights(optimizer, form=form)
+        for _ in range(3):
+            weight.grad = torch.ones_like(weight)
+            masters.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        truths.append(masters.truth(cases.adopted(optimizer)[0]))
+    assert torch.equal(*truths)
+    assert truths[0].tolist() == [0.25] * 5
+
+
+@every_form
+@pytest.mark.parametrize("kernel", [True, False])
+def test_frozen_tied_and_unused(form: str, *, kernel: bool) -> None:
+    """Law: a frozen or unused weight keeps every bit; a tied one has one master."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4, bias=False)
+            self.two = nn.Linear(4, 4, bias=False)
+            self.two.weight = self.one.weight
+            self.frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+            self.unused = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.tanh(self.one(x)))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Tied()
+    session = cases.start(cases.MOMENTUM, form, model)
+    if not kernel:
+        session._masters.kernel = None
+    twin = cases.Twin(cases.MOMENTUM, session)
+    seen = cases.Watched(model)
+    before = {n: v.clone() for n, v in session.weights().items()}
+    for _ in range(2):
+        with session.autocast():
+            loss = model(torch.randn(8, 4)).square().mean()
+        session.backward(loss)
+        session.step()
+        twin.step(seen.seen)
+        seen.clear()
+    after = session.weights()
+    assert len(session._masters.slots) == 5
+    for name, value in after.items():
+        if name.startswith(("frozen", "unused")):
+            assert torch.equal(value, before[name])
+        else:
+            assert not torch.equal(value, before[name])
+    if form in cases.FORMS[:2] and not kernel:
+        assert_same(session, twin)
+
+
+def sparse_slopes(count: int) -> Iterator[Tensor]:
+    """Return rows to look up, with one twice."""
+    for number in range(count):
+        yield torch.tensor([number, 3, 3, number + 2])
+
+
+@every_form
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_sparse_embeddings(form: str, accumulate: int) -> None:
+    """Law: sparse gradients train rows as dense ones do, in fp32 sums."""
+
+    class Table(nn.Module):
+        def __init__(self, *, sparse: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(8, 3, sparse=sparse)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            slopes = torch.tensor([1.0, 2.0, 4.0])
+            return (self.table(rows).float() * slopes).sum()  # type: ignore[no-any-return]
+
+    found = []
+    for sparse in (True, False):
+        model = Table(sparse=sparse)
+        session = cases.start(cases.SGD, form, model, accumulate=accumulate)
+        session._masters.kernel = None
+        for rows in sparse_slopes(2 * accumulate):
+            with session.autocast():
+                loss = model(rows)
+            session.backward(loss)
+            session.step()
+        found.append(session.weights())
+    # Whole numbers add up exactly; torch subtracts a row that comes twice twice. So
+    # fp32 rounds below 4 up to six times a step on each side, and then the form does.
+    loss = {"kahan": 2.0**-17, "stochastic": 2.0**-7}.get(form, 0.0)
+    limit = 2 * 2 * 4 * (6 * 2.0**-24 + loss)
+    one, other = (weights["table.weight"] for weights in found)
+    assert (one - other).abs().max() <= limit
+
+
+@every_form
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0), (1, 1)])
+def test_sparse_and_dense_add_up(form: str, order: tuple[int, int]) -> None:
+    """Law: micro-batches may leave sparse and dense gradients, in any order."""
+    weight = nn.Parameter(torch.ones(4, 2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    masters = MasterWeights(optimizer, form=form)
+    table = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
+    table(torch.tensor([1])).sum().backward()
+    kinds = [table.weight.grad, torch.ones(4, 2, dtype=torch.bfloat16)]
+    for kind in order:
+        weight.grad = kinds[kind].clone()
+        masters.fold()
+    masters.step()
+    row = [torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.ones(4)]
+    right = 1 - 0.5 * sum(row[kind] for kind in order)
+    (held,) = cases.adopted(optimizer)
+    assert torch.equal(masters.truth(held)[:, 0], right)

@@ -1,0 +1,187 @@
+"""The compiled kernels: every bit pattern, other builds of them, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernel_twin as twin
+import pytest
+import torch
+
+from halfstep.errors import UserError
+from halfstep.master import build, native
+from halfstep.master.arithmetic import Item, Sgd
+from halfstep.master.native import Kernels
+
+ASCENT = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
+"""Adds the gradient to the weight."""
+STILL = Sgd(0.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
+"""Leaves the truth alone, and publishes it."""
+
+
+@pytest.fixture(scope="module", params=["own", "portable"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Return kernels for this processor, and such without its special words."""
+    twin.ready(native)
+    extra = ("-DHALFSTEP_PORTABLE",) if request.param == "portable" else ()
+    job = build.Job(native.SOURCE, native.works, extra)
+    return Kernels.of(job.ready(build.find())[0])
+
+
+def all_bits() -> torch.Tensor:
+    """Return each 16-bit pattern, int16."""
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+
+
+def edges() -> torch.Tensor:
+    """Return fp32 numbers: each high half with low halves at which roundings turn.
+
+    fp16 rounds at bit 12 of a normal number and higher up for subnormal ones; the high
+    halves that bf16 does not have vary those bits.
+    """
+    low = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001]
+    low += [0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFF]
+    high = all_bits().to(torch.int32) << 16
+    return torch.cat([high | word for word in low]).view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_gradient(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Law: each of the 65,536 gradients is read as what torch reads."""
+    gradient = all_bits().view(dtype)
+    weight = torch.zeros(gradient.shape)
+    item = Item(weight, gradient, None, (), None, first=True, index=0)
+    kernels.update([item], ASCENT, "plain", 1.0, (0, 0))
+    assert twin.same_bits(weight, 0 + gradient.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_rounding(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Law: masters are published as torch rounds them: subnormal, tied, too large."""
+    master = edges()
+    weight = torch.zeros(master.shape, dtype=dtype)
+    gradient = torch.zeros(master.shape, dtype=dtype)
+    item = Item(weight, gradient, master, (), None, first=True, index=0)
+    kernels.update([item], STILL, "fp32", 1.0, (0, 0))
+    assert twin.same_bits(master, edges())
+    assert twin.same_bits(weight, edges().to(dtype))
+
+
+@pytest.mark.parametrize("form", ["split", "kahan", "stochastic"])
+def test_every_encoding(kernels: Kernels, form: str) -> None:
+    """Law: each form rounds numbers at all edges as its room of torch operations."""
+    truth = 0 + edges()
+    item = twin.make(ASCENT, form, sizes=((truth.numel(),),))[0]
+    item.weight.zero_()
+    if item.extra is not None:
+        item.extra.zero_()
+    item.gradient = truth
+    fp32 = Item(truth, truth, None, (), None, first=True, index=0)
+    wanted = twin.in_form(fp32, item, form, (7, 8))
+    kernels.update([item], ASCENT, form, 1.0, (7, 8))
+    for got, right in zip(twin.held(item), wanted, strict=True):
+        assert twin.same_bits(got, right)
+
+
+@pytest.mark.parametrize("form", ["split", "kahan"])
+def test_every_decoding(kernels: Kernels, form: str) -> None:
+    """Law: each weight with each kind of rest is decoded as by torch operations.
+
+    With pairs that nothing encodes, too: somebody may have set weights to zero.
+    """
+    rests = [0, 1, 0x3F80, 0x7FFF, 0x8000 - (1 << 16), 0xBF80 - (1 << 16), -1]
+    high = all_bits().repeat(len(rests)).view(torch.bfloat16)
+    extra = torch.tensor(rests, dtype=torch.int16).repeat_interleave(1 << 16)
+    extra = extra if form == "split" else extra.view(torch.bfloat16)
+    nothing = torch.zeros(high.shape)
+    item = Item(high, nothing, extra, (), None, first=True, index=0)
+    fp32 = twin.plainly(item, form)
+    wanted = twin.in_form(fp32, item, form, (0, 0))
+    kernels.update([item], STILL, form, 1.0, (0, 0))
+    for got, right in zip(twin.held(item), wanted, strict=True):
+        assert twin.same_bits(got, right)
+
+
+def test_one_thread(kernels: Kernels) -> None:
+    """Law: without a runtime of torch's, one thread computes the same bits."""
+    alone = Kernels(kernels.library, None)
+    items = twin.make(twin.AMSGRAD, "stochastic", sizes=((70001,), (5,)))
+    twin.next_step(items, torch.bfloat16, 0)
+    mine = twin.copied(items)
+    with twin.using_threads(2):
+        kernels.update(items, twin.AMSGRAD, "stochastic", 0.5, (1, 2))
+        alone.update(mine, twin.AMSGRAD, "stochastic", 0.5, (1, 2))
+        gradients = [item.gradient for item in items]
+        both = [k.look(gradients, norm=True)[1].item() for k in (kernels, alone)]
+    assert both[0] == both[1]
+    for one, other in zip(items, mine, strict=True):
+        for left, right in zip(twin.held(one), twin.held(other), strict=True):
+            assert twin.same_bits(left, right)
+
+
+def test_large_numbers_of_a_clock(kernels: Kernels) -> None:
+    """Law: seeds, steps and indices count modulo 2**64, negative ones too."""
+    item = twin.make(twin.SGD, "stochastic", sizes=((99,),))[0]
+    item.gradient, item.index = torch.randn(99), 2**40 + 1
+    clock = (-3, 2**64 + 5)
+    fp32 = twin.plainly(item, "stochastic")
+    kernels.update([fp32], twin.SGD, "plain", 1.0, clock)
+    wanted = twin.in_form(fp32, item, "stochastic", clock)
+    kernels.update([item], twin.SGD, "stochastic", 1.0, clock)
+    assert twin.same_bits(item.weight, wanted[0])
+
+
+def test_many_small_tensors(kernels: Kernels) -> None:
+    """Law: threads share a thousand tensors, none is left out, none taken twice."""
+    items = twin.make(twin.SGD, "plain", sizes=[(size,) for size in range(1000)])
+    twin.next_step(items, torch.float32, 0)
+    before = [item.weight.clone() for item in items]
+    with twin.using_threads(2):
+        kernels.update(items, ASCENT, "plain", 1.0, (0, 0))
+    for item, weight in zip(items, before, strict=True):
+        assert torch.equal(item.weight, weight + item.gradient)
+
+
+def test_refusals() -> None:
+    """Law: what C would read as something else is refused, with its number."""
+    twin.ready(native)
+    one = torch.tensor(1.0)
+
+    def refused(change: Any, rule: Any = twin.ADAMW, form: str = "split") -> str:
+        items = twin.make(rule, form, sizes=((6,), (8,)))
+        twin.next_step(items, torch.bfloat16, 0)
+        change(items[1])
+        before = [held.clone() for held in twin.held(items[0])]
+        with pytest.raises(UserError) as caught:
+            native.update(items, rule, form, inverse=one, clock=(0, 0))
+        for now, then in zip(twin.held(items[0]), before, strict=True):
+            assert twin.same_bits(now, then)
+        return str(caught.value)
+
+    def put(name: str, value: Any) -> Any:
+        return lambda item: setattr(item, name, value)
+
+    assert refused(put("gradient", torch.ones(8, dtype=torch.float64))) == (
+        "gradient 1 is torch.float64 on cpu; compiled kernels take torch.float32 or "
+        "torch.bfloat16 or torch.float16 on cpu."
+    )
+    assert "weight 1 is torch.float16" in refused(put("weight", torch.ones(8).half()))
+    assert "another size" in refused(put("gradient", torch.ones(7)))
+    assert refused(put("extra", torch.ones(7, dtype=torch.int16))) == (
+        "extra of parameter 1 has 14 bytes, not 16. Load or make the state again."
+    )
+    assert refused(put("extra", None)) == "extra: 1 of 2 parameters have one; make it."
+    low = torch.ones(8, dtype=torch.bfloat16)
+    assert refused(put("states", (torch.ones(8), low))).startswith(
+        "state 1 of parameter 1 has 16 bytes, not 32."
+    )
+    assert "state 1: 1 of 2" in refused(put("states", (torch.ones(8),)))
+    double = torch.ones((), dtype=torch.float64)
+    assert "step of parameter 1 has 8 bytes, not 4" in refused(put("step", double))
+    assert "step: 1 of 2" in refused(put("step", None))
+    gaps = torch.ones(16, dtype=torch.bfloat16)[::2]
+    assert "A weight has gaps" in refused(put("weight", gaps))
+    with pytest.raises(UserError, match=r"gradient 0 is torch\.int32"):
+        native.look([torch.ones(3, dtype=torch.int32)], norm=True)
+    with pytest.raises(UserError, match=r"gradient 0 is torch\.float32 on meta"):
+        native.look([torch.ones(3, device="meta")], norm=True)

@@ -1,0 +1,372 @@
+"""Updates inside the backward pass, beside the ordinary step."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import master_cases as cases
+import pytest
+import torch
+from small_training import same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+from halfstep import machine
+from halfstep.errors import UserError
+from halfstep.release import Release
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from master_cases import Make
+
+    from halfstep.session import Session
+    from halfstep.stats import StepReport
+
+every_form = pytest.mark.parametrize("form", cases.FORMS)
+RMSPROP: Make = partial(torch.optim.RMSprop, lr=0.01, momentum=0.5)
+MAKES = {
+    "sgd": cases.SGD,
+    "momentum": cases.MOMENTUM,
+    "adamw": cases.ADAMW,
+    "rmsprop": RMSPROP,
+}
+every_make = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+
+
+class Chain(nn.Module):
+    """Layers in a row; the middle ones share a weight, and may be checkpointed.
+
+    Args:
+        segments: None; or whether checkpoints are reentrant.
+        tied: The middle layers share a weight.
+    """
+
+    def __init__(self, *, segments: bool | None = None, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        if tied:
+            self.layers[2].weight = self.layers[1].weight
+        self.norm = nn.LayerNorm(6)
+        self.segments = segments
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        for layer in self.layers:
+            run = nn.Sequential(layer, nn.Tanh())
+            if self.segments is None:
+                x = run(x)
+            else:
+                x = checkpoint(run, x, use_reentrant=self.segments)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def batch(seed: int, fill: float | None = None) -> Tensor:
+    """Return inputs; they need gradients, for checkpoints that are reentrant."""
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+    if fill is not None:
+        x.fill_(fill)
+    return x.requires_grad_()
+
+
+def go(session: Session, seed: int) -> StepReport:
+    """Run a step of a chain."""
+    with session.autocast():
+        out = session.model(batch(seed)).float()
+        loss = (out - torch.linspace(-1, 1, 6)).square().mean()
+    session.backward(loss)
+    return session.step()
+
+
+def pair(make: Make, form: str, **more: Any) -> list[Session]:
+    """Return a session that releases gradients, and an ordinary one."""
+    return [
+        cases.start(make, form, Chain(**more), release_gradients=release)
+        for release in (True, False)
+    ]
+
+
+@every_form
+@every_make
+@pytest.mark.parametrize("segments", [None, False])
+def test_equals_the_ordinary_step(
+    form: str, make: Make, *, segments: bool | None
+) -> None:
+    """Law: weights, moments, counters and clock are the ordinary step's, to the bit.
+
+    With a tied weight, and with segments that are computed again.
+    """
+    released, plain = pair(make, form, segments=segments)
+    kernel = released._masters.kernel is not None
+    assert kernel == (make is not RMSPROP)
+    for seed in range(4):
+        assert go(released, seed).applied
+        assert go(plain, seed).applied
+        assert same(cases.everything(released), cases.everything(plain))
+    assert released.steps_applied == plain.steps_applied == 4
+
+
+@every_form
+@pytest.mark.parametrize("segments", [None, True])
+def test_reentrant_checkpoints(form: str, *, segments: bool | None) -> None:
+    """Law: reentrant segments that share no weight make no difference either."""
+    released, plain = pair(cases.ADAMW, form, segments=segments, tied=False)
+    for seed in range(3):
+        go(released, seed)
+        go(plain, seed)
+    assert same(cases.everything(released), cases.everything(plain))
+
+
+def test_reentrant_checkpoints_that_share_a_weight() -> None:
+    """Law: a second gradient of one weight in one step is refused, not applied."""
+    released, _ = pair(cases.SGD, "split", segments=True)
+    with pytest.raises(UserError, match="second gradient after its update") as raised:
+        go(released, 0)
+    assert "use_reentrant=False" in str(raised.value)
+    assert len(str(raised.value).split()) <= 35
+
+
+@pytest.mark.parametrize("release", [True, False])
+@every_make
+def test_gradients_are_gone(make: Make, *, release: bool) -> None:
+    """Law: after each parameter's update not one gradient is held, in any dtype."""
+    session = cases.start(make, "split", Chain(), release_gradients=release)
+    go(session, 0)
+    held: list[int] = []
+
+    def count(_: Tensor) -> None:
+        params = [*session.model.parameters(), *cases.adopted(session.optimizer)]
+        held.append(len({id(p) for p in params if p.grad is not None}))
+
+    for param in session.model.parameters():
+        param.register_post_accumulate_grad_hook(count)
+    go(session, 1)
+    params = len([*session.model.parameters()])
+    assert len(held) == params
+    # Without release they pile up: that is what the count can see.
+    assert max(held) == (0 if release else params)
+
+
+@every_form
+@every_make
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_bad_gradient_leaves_its_parameter_alone(
+    form: str, make: Make, value: float
+) -> None:
+    """Law: it alone stays, with state and counter; others move; the report names it."""
+    released, plain = pair(make, form)
+    for session in (released, plain):
+        go(session, 0)
+    names = [name for name, _ in released.model.named_parameters()]
+    before = cases.everything(released)
+    bad = names.index("layers.0.weight")
+    hook = dict(released.model.named_parameters())[names[bad]].register_hook(
+        lambda gradient: gradient.index_fill(0, torch.tensor([1]), value)
+    )
+    report = go(released, 1)
+    hook.remove()
+    go(plain, 1)
+    assert report.left_out == (names[bad],)
+    assert report.applied
+    weights, extras, states, clock = cases.everything(released)
+    right = cases.everything(plain)
+    for index, name in enumerate(names):
+        source = before if index == bad else right
+        assert same(weights[index], source[0][index]), name
+        assert same(states[name], source[2][name]), name
+    low = [n for n in names if "norm" not in n]
+    for index, name in enumerate(low):
+        source = before if name == names[bad] else right
+        assert same([extras[index]], [source[1][index]])
+    assert clock == right[3]
+    assert go(released, 2).left_out == ()
+
+
+def test_a_guard_that_sleeps_is_noticed() -> None:
+    """Law: a gradient that nobody looks at spoils its weight, and this sees it."""
+    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    kernel = session._masters.kernel
+
+    class Blind:
+        words, on_device = "blind", False
+        update = staticmethod(kernel.update)
+
+        @staticmethod
+        def look(
+            gradients: Sequence[Tensor], *, norm: bool
+        ) -> tuple[Tensor, Tensor | None]:
+            del gradients, norm
+            return torch.zeros(()), None
+
+    session._masters.kernel = Blind()  # type: ignore[assignment]
+    weight = session.model.layers[0].weight
+    weight.register_hook(lambda gradient: gradient * math.nan)
+    assert go(session, 0).left_out == ()
+    assert bool(weight.isnan().any())
+
+
+def test_fifty_in_a_row_end_the_run() -> None:
+    """Law: a run whose gradients are never all finite ends after 50 steps."""
+    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    session.model.layers[3].bias.register_hook(lambda gradient: gradient * math.inf)
+    for _ in range(49):
+        assert go(session, 0).left_out == ("layers.3.bias",)
+    with pytest.raises(hs.LossScaleCollapse, match=r"layers\.3\.bias"):
+        go(session, 0)
+
+
+def test_a_good_step_begins_a_new_count() -> None:
+    """Law: 50 in all, but not in a row, do not end a run."""
+    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    weight = session.model.layers[3].bias
+    for number in range(60):
+        hook = weight.register_hook(lambda gradient: gradient * math.nan)
+        if number % 20 == 19:
+            hook.remove()
+        assert bool(go(session, number).left_out) == (number % 20 != 19)
+        hook.remove()
+
+
+@every_form
+@every_make
+def test_norm(form: str, make: Make) -> None:
+    """Law: with `clip_grad_norm=math.inf` the norm is the ordinary step's.
+
+    Both add fp64 sums of squares, in another order: one rounding of each parameter.
+    The optimizer that steps itself has torch's norm in fp32 beside it: one of each
+    number.
+    """
+    released, plain = (
+        cases.start(
+            make,
+            form,
+            Chain(),
+            release_gradients=release,
+            clip_grad_norm=math.inf,
+        )
+        for release in (True, False)
+    )
+    count = sum(p.numel() for p in plain.model.parameters())
+    for seed in range(2):
+        ours, right = go(released, seed).grad_norm, go(plain, seed).grad_norm
+        assert ours == pytest.approx(right, rel=(count + 4) * 2.0**-24)
+    silent = cases.start(make, form, Chain(), release_gradients=True)
+    assert go(silent, 0).grad_norm is None
+
+
+EXCLUDED: dict[str, dict[str, Any]] = {
+    "a loss scale": {"loss_scale": 8.0},
+    "clip_grad_norm": {"clip_grad_norm": 1.0},
+    "accumulate=2": {"accumulate": 2},
+    "drop_bad_microbatch": {"drop_bad_microbatch": True},
+    "retries": {"retries": 1},
+    "lost_updates_every": {"lost_updates_every": 5},
+    "process_group": {"process_group": object()},
+}
+
+
+@pytest.mark.parametrize("why", EXCLUDED)
+def test_exclusions(why: str) -> None:
+    """Law: what needs all gradients at once is refused, and named."""
+    with pytest.raises(UserError, match=why) as raised:
+        cases.start(
+            cases.SGD, "split", Chain(), release_gradients=True, **EXCLUDED[why]
+        )
+    assert str(raised.value).startswith("release_gradients=True")
+    assert len(str(raised.value).split()) <= 35
+
+
+def test_dynamic_scales_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: fp16 as it comes has a loss scale; without one it may be released."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    model = Chain()
+    make = partial(hs.prepare, level="O2", dtype="fp16", release_gradients=True)
+    with pytest.raises(UserError, match="a loss scale: use dtype='bf16'"):
+        make(model, cases.SGD(model.parameters()))
+    session = make(model, cases.SGD(model.parameters()), loss_scale="none")
+    assert go(session, 0).applied
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of somebody's."""
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_optimizers_that_count_steps(*, late: bool) -> None:
+    """Law: one that is not torch's, or is watched, is refused; later hooks too."""
+    model = Chain()
+    with pytest.raises(UserError, match="Own might count each as a step"):
+        cases.start(partial(Own, lr=0.1), "fp32", model, release_gradients=True)
+    model = Chain()
+    optimizer = cases.SGD(model.parameters())
+    calls: list[int] = []
+    if late:
+        session = cases.prepare(model, optimizer, release_gradients=True)
+        go(session, 0)
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    act = partial(cases.prepare, model, optimizer, release_gradients=True)
+    if late:
+        act = partial(go, session, 1)
+    with pytest.raises(UserError, match="has step hooks"):
+        act()
+    assert not calls
+
+
+def test_a_second_backward_is_refused() -> None:
+    """Law: weights have moved; another backward pass would see both old and new."""
+    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    with session.autocast():
+        losses = [session.model(batch(seed)).float().mean() for seed in (0, 1)]
+    session.backward(losses[0])
+    before = cases.everything(session)
+    with pytest.raises(UserError, match=r"session\.step\(\) before the next"):
+        session.backward(losses[1])
+    assert same(cases.everything(session), before)
+    assert session.step().applied
+
+
+def test_without_a_gradient() -> None:
+    """Law: a loss that reaches no parameter is refused, as in the ordinary step."""
+    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    with session.autocast():
+        loss = batch(0).sum()
+    session.backward(loss)
+    with pytest.raises(RuntimeError, match="no parameter of the optimizer"):
+        session.step()
+
+
+@every_form
+def test_groups_frozen_and_unused(form: str) -> None:
+    """Law: groups added later are released too; frozen and unused weights stay."""
+    sessions = []
+    for release in (True, False):
+        model = Chain()
+        model.layers[0].weight.requires_grad_(requires_grad=False)
+        later = [*model.layers[3].parameters()]
+        first = [p for p in model.parameters() if not any(p is q for q in later)]
+        optimizer = cases.ADAMW(first)
+        session = cases.prepare(
+            model, optimizer, master=form, release_gradients=release
+        )
+        go(session, 0)
+        model.zero_grad()
+        optimizer.add_param_group({"params": later, "lr": 0.5})
+        for seed in (1, 2):
+            go(session, seed)
+        assert all(param.grad is None for param in model.parameters())
+        sessions.append(session)
+    assert same(*(cases.everything(session) for session in sessions))
+
+
+def test_a_look_is_a_part_of_release() -> None:
+    """Law: nothing is left of a step in a `Release` once it has ended."""
+    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    go(session, 0)
+    release = session._release
+    assert isinstance(release, Release)
+    assert not release.count
+    assert not release.left_out

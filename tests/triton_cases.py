@@ -1,0 +1,378 @@
+"""Fused updates by Triton's kernels beside one operation of torch after the other.
+
+In: a device. Out: cases, each of which raises where the two differ in a bit.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfstep.master import kahan, split, stochastic
+from halfstep.master import triton_kernels as tk
+from halfstep.master.arithmetic import Adam, Item, Rule, Sgd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU = torch.device("cpu")
+CLOCK = (12345678901234567890, 7)
+CANARY = 8
+"""Numbers beyond each tensor that nobody may write."""
+NUMEL = (1, 7, 0, 1023, 1024, 1025, 3000)
+GRADIENTS = (BF16, FP16, FP32)
+WEIGHTS = {
+    "plain": (FP32,),
+    "fp32": (BF16, FP16),
+    "split": (BF16,),
+    "kahan": (BF16,),
+    "stochastic": (BF16,),
+}
+SGD = Sgd(0.1, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
+ADAM = Adam(
+    *(1e-2, 0.9, 0.999, 1e-8, 0.0), decoupled=False, amsgrad=False, maximize=False
+)
+RULES: dict[str, Rule] = {
+    "sgd": SGD,
+    "momentum": replace(SGD, momentum=0.9, dampening=0.3, maximize=True),
+    "nesterov": replace(SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": replace(ADAM, weight_decay=0.1, beta1=0.0),
+    "adamw": replace(ADAM, weight_decay=0.1, decoupled=True, maximize=True),
+    "amsgrad": replace(ADAM, amsgrad=True),
+}
+SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, -3.4e38, 1e-30, 65520.0]
+
+
+def guarded(values: Tensor, offset: int, device: torch.device) -> Tensor:
+    """Return values in memory that begins off a multiple of 16 and ends in canaries."""
+    memory = torch.full((offset + len(values) + CANARY,), 3, dtype=values.dtype)
+    memory = memory.to(device)
+    memory[offset : len(memory) - CANARY] = values.to(device)
+    return memory[offset : len(memory) - CANARY]
+
+
+def canaries(tensor: Tensor) -> Tensor:
+    """Return what lies beyond a tensor."""
+    end = tensor.storage_offset() + len(tensor)
+    return tensor.as_strided((CANARY,), (1,), end)
+
+
+def item_of(
+    form: str, rule: Rule, numel: int, dtypes: tuple[torch.dtype, ...], index: int
+) -> Item:
+    """Return an item with special numbers in it, on the CPU; odd ones lie askew."""
+    torch.manual_seed(index)
+    lean = form in ("kahan", "stochastic")
+    truth, gradient = torch.randn(numel), torch.randn(numel)
+    if numel > len(SPECIAL):
+        truth[: len(SPECIAL)] = torch.tensor(SPECIAL)
+        gradient[-len(SPECIAL) :] = torch.tensor(SPECIAL)
+    weight, extra = torch.empty(numel, dtype=dtypes[0]), None
+    if form == "split":
+        extra = torch.empty(numel, dtype=torch.int16)
+        split.encode_(truth, weight, extra)
+    elif form == "kahan":
+        extra = torch.empty(numel, dtype=BF16)
+        kahan.encode_(truth, weight, extra)
+    else:
+        extra = truth.clone() if form == "fp32" else None
+        weight.copy_(truth)
+    count = 2 + rule.amsgrad if isinstance(rule, Adam) else int(rule.momentum != 0)
+    first = bool(isinstance(rule, Sgd) and index % 2)
+    states = [torch.rand(numel) for _ in range(count)]
+    if first:
+        states = [torch.full_like(state, torch.nan) for state in states]
+    offset = index % 2
+    move = partial(guarded, offset=offset, device=CPU)
+    return Item(
+        move(weight),
+        move(gradient.to(dtypes[1])),
+        None if extra is None else move(extra),
+        tuple(move(state.to(BF16 if lean else FP32)) for state in states),
+        torch.tensor(10.0**index) if isinstance(rule, Adam) else None,
+        first=first,
+        index=index,
+    )
+
+
+def items_of(form: str, rule: Rule) -> list[Item]:
+    """Return items of all sizes, dtypes and alignments that one update may meet."""
+    dtypes = list(product(WEIGHTS[form], GRADIENTS))
+    return [
+        item_of(form, rule, numel, dtypes[index % len(dtypes)], index)
+        for index, numel in enumerate(NUMEL)
+    ]
+
+
+def moved(item: Item, device: torch.device) -> Item:
+    """Return a copy of an item on a device, guarded alike."""
+    offset = item.weight.storage_offset()
+    move = partial(guarded, offset=offset, device=device)
+    return replace(
+        item,
+        weight=move(item.weight),
+        gradient=move(item.gradient),
+        extra=None if item.extra is None else move(item.extra),
+        states=tuple(move(state) for state in item.states),
+        step=None if item.step is None else item.step.to(device),
+    )
+
+
+def parts(item: Item) -> dict[str, Tensor]:
+    """Return what an item is made of, by name."""
+    named = {"weight": item.weight, "gradient": item.gradient}
+    named |= {} if item.extra is None else {"extra": item.extra}
+    named |= {} if item.step is None else {"step": item.step}
+    return named | {f"state {n}": state for n, state in enumerate(item.states)}
+
+
+def fp32(number: float) -> Tensor:
+    """Round a double once."""
+    return torch.tensor(number, dtype=torch.float64).float()
+
+
+def truth_of(item: Item, form: str) -> Tensor:
+    """Return an item's truth, as torch's operations decode it."""
+    truth = item.weight.float() if item.extra is None else item.extra.float()
+    if form == "split":
+        split.decode_(item.weight, item.extra, truth)
+    elif form == "kahan":
+        kahan.decode_(item.weight, item.extra, truth)
+    return truth
+
+
+def sgd(rule: Sgd, item: Item, g: Tensor, w: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return weight and momentum after torch.optim.SGD, each operation rounded."""
+    new: list[Tensor] = []
+    if rule.weight_decay:
+        g = g + fp32(rule.weight_decay) * w
+    if rule.momentum:
+        kept, taken = fp32(rule.momentum), fp32(1 - rule.dampening)
+        new = [g if item.first else kept * item.states[0].float() + taken * g]
+        g = g + kept * new[0] if rule.nesterov else new[0]
+    return w - fp32(rule.lr) * g, new
+
+
+def adam(rule: Adam, item: Item, g: Tensor, w: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return weight and moments after torch.optim.Adam, each operation rounded."""
+    t = float(item.step)  # type: ignore[arg-type]
+    m, v, *most = (state.float() for state in item.states)
+    if rule.decoupled:
+        w = w * fp32(1 - rule.lr * rule.weight_decay)
+    elif rule.weight_decay:
+        g = g + fp32(rule.weight_decay) * w
+    m = m + fp32(1 - rule.beta1) * (g - m)
+    v = fp32(rule.beta2) * v + fp32(1 - rule.beta2) * g * g
+    new = [m, v, *(torch.maximum(old, v) for old in most)]
+    # torch's own root in fp32 may be off by an ulp; rounded from double it is not.
+    root = new[-1].double().sqrt().float() / fp32((1 - rule.beta2**t) ** 0.5)
+    size = fp32(rule.lr / (1 - rule.beta1**t))
+    return w - size * (m / (root + fp32(rule.eps))), new
+
+
+def oracle(item: Item, rule: Rule, form: str, inverse: Tensor) -> None:
+    """Update an item with one operation of torch after the other."""
+    words = [stochastic.key(*CLOCK, item.index, stream) for stream in (0, 1)]
+    drawn = [stochastic.random16(word, len(item.weight), CPU) for word in words]
+    for_weight, *for_states = (*drawn[0], *drawn[1])
+    w, g = truth_of(item, form), item.gradient.float() * inverse
+    g = -g if rule.maximize else g
+    if isinstance(rule, Sgd):
+        w, new = sgd(rule, item, g, w)
+    else:
+        w, new = adam(rule, item, g, w)
+    for state, value, sixteen in zip(item.states, new, for_states, strict=False):
+        if state.dtype == BF16:
+            stochastic.round_(value, state, sixteen)
+        else:
+            state.copy_(value)
+    if form == "split":
+        split.encode_(w, item.weight, item.extra)
+    elif form == "kahan":
+        kahan.encode_(w, item.weight, item.extra)
+    elif form == "stochastic":
+        stochastic.round_(w, item.weight, for_weight)
+    else:
+        item.weight.copy_(w)
+        if item.extra is not None:
+            item.extra.copy_(w)
+
+
+def same(ours: Tensor, other: Tensor, where: str, nan: Tensor | None = None) -> None:
+    """Assert equality to the bit, but for the payload of NaN."""
+    ours = ours.cpu()
+    either = ours.isnan() & other.isnan()
+    if nan is not None:
+        either |= nan
+    bits = torch.int32 if ours.element_size() == 4 else torch.int16
+    wrong = ((ours.view(bits) != other.view(bits)) & ~either).nonzero().flatten()
+    assert not len(wrong), (
+        f"{where}: {len(wrong)} of {len(ours)}, first {int(wrong[0])}: "
+        f"{ours[wrong[0]]}, not {other[wrong[0]]}"
+    )
+
+
+def check_update(form: str, name: str, skip: float, device: torch.device) -> None:
+    """Compare an update of all items with the oracle's, to the bit."""
+    rule = RULES[name]
+    expected = items_of(form, rule)
+    ours = [moved(item, device) for item in expected]
+    inverse = torch.tensor(2.0**-3)
+    found = torch.tensor(skip, device=device)
+    tk.update(
+        *(ours, rule, form), inverse=inverse.to(device), clock=CLOCK, found_inf=found
+    )
+    for item, twin in zip(ours, expected, strict=True):
+        if not skip and len(twin.weight):
+            oracle(twin, rule, form, inverse)
+        nan = twin.weight.isnan()
+        for part, tensor in parts(item).items():
+            where = f"{form} {name} {part} of {len(nan)}"
+            # The low half of a NaN is payload.
+            lost = nan if form == "split" and part == "extra" else None
+            same(tensor.view(-1), parts(twin)[part].view(-1), where, lost)
+            if part != "step":
+                assert bool((canaries(tensor) == 3).all()), f"{where}: beyond the end"
+
+
+def check_split(device: torch.device) -> None:
+    """Take every high half through an update that changes nothing."""
+    torch.manual_seed(0)
+    high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
+    low = torch.randint(0, 1 << 16, high.shape, dtype=torch.int32)
+    edges = [torch.full_like(low, edge) for edge in (0, 0x7FFF, 0x8000, 0xFFFF)]
+    master = torch.cat([high | part for part in (low, *edges)]).view(FP32)
+    weight = torch.empty(len(master), dtype=BF16)
+    extra = torch.empty(len(master), dtype=torch.int16)
+    split.encode_(master, weight, extra)
+    item = Item(weight, torch.zeros_like(weight), extra, (), None, first=True, index=0)
+    ours = moved(item, device)
+    one = torch.ones((), device=device)
+    tk.update([ours], SGD, "split", inverse=one, clock=CLOCK, found_inf=one - one)
+    nan = master.isnan()
+    same(ours.weight, weight, "weight")
+    assert ours.extra is not None
+    same(ours.extra, extra, "remainder", nan)
+    same(truth_of(moved(ours, CPU), "split"), master, "master")
+
+
+def check_edges(device: torch.device) -> None:
+    """Round beyond the largest bf16, and decode zeros that somebody else wrote."""
+    numel = 1500
+    largest = torch.full((numel,), torch.finfo(BF16).max, dtype=BF16)
+    largest[::2] *= -1
+    beyond = -largest.float() / 32
+    zeros = torch.zeros(numel, dtype=BF16)
+    below = torch.full((numel,), -5, dtype=torch.int16)
+    one = torch.ones((), device=device)
+    for form, twin in (
+        ("stochastic", Item(largest, beyond, None, (), None, first=False, index=1)),
+        ("split", Item(zeros, zeros.clone(), below, (), None, first=False, index=1)),
+    ):
+        ours = moved(twin, device)
+        tk.update([ours], SGD, form, inverse=one, clock=CLOCK, found_inf=one - one)
+        oracle(twin, SGD, form, torch.ones(()))
+        for part, tensor in parts(twin).items():
+            same(parts(ours)[part], tensor, f"{form} {part}")
+        assert bool(ours.weight.isfinite().all())
+
+
+def check_look(device: torch.device) -> None:
+    """Find each of the bad numbers, and add squares as fp64 would."""
+    for dtype, numel, bad in product(GRADIENTS, (1, 4096, 9001), (None, 0, -1)):
+        for value in (torch.inf, -torch.inf, torch.nan):
+            torch.manual_seed(numel)
+            whole = [guarded(torch.randn(n).to(dtype), n % 2, device) for n in (5, 0)]
+            whole.append(guarded(torch.randn(numel).to(dtype), numel % 2, device))
+            exact = sum(float(g.double().square().sum()) for g in whole)
+            if bad is not None:
+                whole[-1][bad] = value
+            alone, nothing = tk.look(whole, norm=False)
+            found, total = tk.look(whole, norm=True)
+            assert alone == found == float(bad is not None)
+            assert nothing is None
+            assert found.dtype == FP32
+            assert found.shape == ()
+            assert total is not None
+            if bad is None:
+                # Each of n sums of positive numbers rounds once: 2**-53 of them.
+                assert abs(float(total) - exact) <= (numel + 5) * 2.0**-52 * exact
+                again = tk.look(whole, norm=True)[1]
+                assert torch.equal(total, again)  # type: ignore[arg-type]
+    huge = torch.tensor([[1e30, 2e-30], [3e38, 0.0]], device=device)
+    found, total = tk.look([huge.t(), huge.half()[1:, 1]], norm=True)
+    assert found == 0
+    assert float(total) == pytest.approx(9e76)  # type: ignore[arg-type]
+
+
+def check_launches(device: torch.device) -> None:
+    """Count launches, and see that no number of the rule is an argument."""
+    seen: list[tuple[str, list[Any], dict[str, Any]]] = []
+    true = tk._code()
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                plain = [arg for arg in args if not torch.is_tensor(arg)]
+                seen.append((self.name, plain, kwargs))
+                true[self.name][grid](*args, **kwargs)
+
+            return launch
+
+    one = torch.ones((), device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tk, "_code", lambda: {name: Counted(name) for name in true})
+        for lr in (0.0, 1.0, 1, 16, 0.3):
+            rule = replace(ADAM, lr=lr)
+            items = [item_of("split", rule, 8, (BF16, BF16), 2 * n) for n in range(9)]
+            ours = [moved(item, device) for item in items]
+            tk.update(ours, rule, "split", inverse=one, clock=CLOCK, found_inf=one)
+            tk.look([item.gradient for item in ours], norm=True)
+    assert [name for name, *_ in seen[:3]] == ["correct", "update", "look"]
+    assert all(seen[n] == seen[n % 3] for n in range(len(seen)))
+    assert len(seen) == 15
+
+
+def check_nothing(_: torch.device) -> None:
+    """Fail, so that a failure is known to be seen."""
+    same(torch.ones(2), torch.zeros(2), "a twin")
+
+
+CASES: dict[str, Callable[[torch.device], None]] = {
+    **{
+        f"{form} {rule}": partial(check_update, form, rule, 0.0)
+        for form, rule in product(WEIGHTS, RULES)
+    },
+    **{
+        f"{form} {rule} skipped": partial(check_update, form, rule, 1.0)
+        for form, rule in product(WEIGHTS, ("nesterov", "amsgrad"))
+    },
+    "split": check_split,
+    "edges": check_edges,
+    "look": check_look,
+    "launches": check_launches,
+}
+
+
+def verdicts() -> dict[str, str]:
+    """Run all cases here; return what each raised, or nothing."""
+    said = {}
+    for name, case in {**CASES, "fails": check_nothing}.items():
+        try:
+            case(CPU)
+        except Exception:  # noqa: BLE001 -- one must not hide the others
+            said[name] = traceback.format_exc()
+        else:
+            said[name] = ""
+    return said
