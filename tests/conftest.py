@@ -13,6 +13,9 @@ from halfstep import machine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Programs that a test runs; they import what it puts there.
+collect_ignore = ["apex_programs"]
+
 # A busy machine may take any time over one example; a slow test is no wrong one.
 settings.register_profile("halfstep", deadline=None)
 settings.load_profile("halfstep")

@@ -243,15 +243,15 @@ class Session:
             left_out=tuple(culprit.name for culprit in found),
         )
 
-    def _gradients(self) -> list[tuple[str, Tensor]]:
-        """Return the named gradients of the step, averaged over processes."""
+    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Return parameters and gradients of the step, averaged over processes."""
         self._exchange.finish(self.model)
         found = self._updates.gradients(folded=self.accumulate > 1)
         if not self._attempted:
             shards.check_held(self._bare, map(self._masters.stored, self._params()))
         if not found and self._group is None:
             raise self._no_gradient()
-        return [(self._name(param), gradient) for param, gradient in found]
+        return found
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -265,15 +265,15 @@ class Session:
         return RuntimeError(message)
 
     def _report(
-        self, gradients: list[tuple[str, Tensor]], agreement: Agreement
+        self, gradients: list[tuple[Tensor, Tensor]], agreement: Agreement
     ) -> StepReport:
         """Take down what clipping and clearing will destroy."""
         norm, found_inf = self._updates.norm, agreement.wait()
         culprits: Callable[[], tuple[Culprit, ...]] = tuple
         if self._updates.skips_on_device:
-            culprits = seen_later(gradients)
+            culprits = seen_later(self._named(gradients))
         elif found_inf:
-            culprits = partial(tuple, non_finite(gradients))
+            culprits = partial(tuple, non_finite(self._named(gradients)))
         self._attempted += 1
         self._skipped += found_inf
         return StepReport(
@@ -285,6 +285,9 @@ class Session:
             culprits=culprits,
             dropped=self._passes.dropped(),
         )
+
+    def _named(self, found: list[tuple[Tensor, Tensor]]) -> list[tuple[str, Tensor]]:
+        return [(self._name(param), gradient) for param, gradient in found]
 
     def _name(self, param: Tensor) -> str:
         shape = f"a parameter of shape {tuple(param.shape)}"

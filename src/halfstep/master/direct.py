@@ -132,108 +132,162 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
     )
 
 
-def update(
-    kernel: Kernel,
-    optimizer: Optimizer,
-    slots: dict[Tensor, Slot],
-    order: dict[Tensor, int],
-    form: Form,
-    *,
-    inverse: Tensor,
-    clock: Clock,
-    found_inf: Tensor | None = None,
-    only: Tensor | None = None,
-) -> None:
-    """Update all parameters that have a gradient.
+class Direct:
+    """Updates the parameters of one optimizer with a kernel.
 
     Args:
         kernel: From `choose`.
         optimizer: Over masters and fp32 parameters; its state is kept as it keeps it.
-        slots: Of the masters.
-        order: Parameter of the optimizer -> its number.
         form: Of the masters.
-        inverse: What gradients are multiplied by. fp32, shape ().
-        clock: For random rounding.
-        found_inf: 1.0 if nothing must change, shape (); for kernels on a device.
-        only: The one parameter of the optimizer to update; default: all.
+        slots: Of the masters, also those that come later.
+        numbers: Parameter of the optimizer -> its number, likewise.
     """
-    moved: list[Tensor] = []
-    for group in optimizer.param_groups:
-        if only is not None and not any(param is only for param in group["params"]):
-            continue
-        rule = rule_of(optimizer, group)
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        optimizer: Optimizer,
+        form: Form,
+        slots: dict[Tensor, Slot],
+        numbers: dict[Tensor, int],
+    ) -> None:
+        self.kernel = kernel
+        self._optimizer = optimizer
+        self._form = form
+        self._slots = slots
+        self._numbers = numbers
+        self._items: dict[Tensor, Item] = {}
+
+    def update(
+        self,
+        group: dict[str, Any],
+        params: Iterable[Tensor],
+        *,
+        inverse: Tensor,
+        clock: Clock,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Update those parameters of a group that have a gradient.
+
+        Args:
+            group: Of the optimizer: with which numbers.
+            params: Of that group.
+            inverse: What gradients are multiplied by. fp32, shape ().
+            clock: For random rounding.
+            found_inf: 1.0 if nothing must change, shape (); for kernels on a device.
+        """
+        rule = rule_of(self._optimizer, group)
         assert rule is not None, "choose() has refused"  # noqa: S101
-        kinds: dict[str, list[Item]] = {form.name: [], _PLAIN: []}
-        for param in group["params"] if only is None else [only]:
-            slot = slots.get(param)
-            gradient = param.grad
-            if slot is not None and slot.weight.grad is not None:
-                gradient = slot.weight.grad
-            if gradient is None:
+        low: list[Item] = []
+        plain: list[Item] = []
+        for param in params:
+            item = self._item(rule, param)
+            if item is not None:
+                (low if param in self._slots else plain).append(item)
+        for name, items in ((self._form.name, low), (_PLAIN, plain)):
+            if not items:
                 continue
-            weight = param if slot is None else slot.weight
-            states = torch.float32 if slot is None else form.states
-            if slot is not None:
-                slot.lie_alike()
-            item = _item(
-                optimizer,
-                rule,
-                param,
-                weight,
-                gradient,
-                states,
-                on_device=kernel.on_device,
-            )
-            item.extra = None if slot is None else _flat(slot.extra, weight)
-            item.index = order[param]
-            kinds[_PLAIN if slot is None else form.name].append(item)
-            moved.append(weight)
-        for name, items in kinds.items():
-            if items:
-                _count(items, found_inf)
-                now = (clock.seed, clock.step)
-                more = {"found_inf": found_inf} if kernel.on_device else {}
-                kernel.update(items, rule, name, inverse=inverse, clock=now, **more)
-    torch.autograd.graph.increment_version(moved)
-    if only is None:
-        hooks.tell(optimizer)
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+            _count(items, found_inf)
+            now = (clock.seed, clock.step)
+            more = {"found_inf": found_inf} if self.kernel.on_device else {}
+            self.kernel.update(items, rule, name, inverse=inverse, clock=now, **more)
+            for item in items:
+                item.first = False
+                item.gradient = item.weight  # nothing must keep the gradient alive
+            torch.autograd.graph.increment_version([item.weight for item in items])
+
+    def _item(self, rule: Rule, param: Tensor) -> Item | None:
+        """Return what the kernel needs for a parameter; None without a gradient."""
+        slot = self._slots.get(param)
+        weight = param if slot is None else slot.weight
+        gradient = weight.grad
+        if gradient is None and slot is not None:
+            gradient = param.grad
+        if gradient is None:
+            return None
+        keys = _state_keys(rule)
+        held = self._optimizer.state[param] if keys else {}
+        item = self._items.get(param)
+        if item is None or not _fits(item, weight, slot, held, keys):
+            dtype = torch.float32 if slot is None else self._form.states
+            on_device = self.kernel.on_device
+            first = _make_state(rule, held, weight, dtype, on_device=on_device)
+            item = self._items[param] = _made(rule, weight, slot, held, first=first)
+            item.index = self._numbers[param]
+        alike = weight.is_contiguous() and gradient.is_contiguous()
+        item.gradient = gradient if alike else _slope(gradient, weight)
+        return item
 
 
-def _item(
-    optimizer: Optimizer,
-    rule: Rule,
-    param: Tensor,
+def _fits(
+    item: Item,
     weight: Tensor,
-    gradient: Tensor,
+    slot: Slot | None,
+    held: dict[str, Any],
+    keys: tuple[str, ...],
+) -> bool:
+    """Say whether an item of an earlier step still speaks of the same memory.
+
+    Why: to look at four tensors costs a third of what making an item does, and a model
+    has a thousand.
+    """
+    return (
+        item.weight is weight
+        and item.extra is (None if slot is None else slot.extra)
+        and weight.is_contiguous()
+        and len(keys) == len(item.states)
+        and all(held.get(key) is state for key, state in zip(keys, item.states))  # noqa: B905
+        and held.get("step") is item.step
+    )
+
+
+def _make_state(
+    rule: Rule,
+    held: dict[str, Any],
+    weight: Tensor,
     dtype: torch.dtype,
     *,
     on_device: bool,
-) -> Item:
-    """Return what a kernel needs for one parameter; make its state on first use."""
+) -> bool:
+    """Make an optimizer's state on first use, or bring it into the form's dtype.
+
+    Returns:
+        Whether it is the first use.
+    """
     keys = _state_keys(rule)
-    held = optimizer.state[param] if keys else {}
     first = not held or (bool(keys) and held.get(keys[0]) is None)
     # A kernel on a device counts there, as torch's fused optimizers do.
     home = weight.device if on_device else torch.device("cpu")
-    if first and keys:
-        if isinstance(rule, Adam):
-            held["step"] = torch.zeros((), dtype=torch.float32, device=home)
-        for key in keys:
-            held[key] = torch.zeros_like(weight, dtype=dtype)
-    if "step" in held and held["step"].device != home:
+    if first and isinstance(rule, Adam):
+        held["step"] = torch.zeros((), dtype=torch.float32, device=home)
+    elif "step" in held and held["step"].device != home:
         held["step"] = held["step"].to(home)
     for key in keys:
-        if key not in held:
-            held[key] = torch.zeros_like(weight, dtype=dtype)  # amsgrad set later
-        elif held[key].dtype != dtype or held[key].stride() != weight.stride():
-            # A state that was loaded, or comes from another form.
-            held[key] = torch.empty_like(weight, dtype=dtype).copy_(held[key])
+        state = held.get(key)
+        if state is None:  # amsgrad may have been set later
+            held[key] = torch.zeros_like(weight, dtype=dtype)
+        elif state.dtype != dtype or state.stride() != weight.stride():
+            held[key] = torch.empty_like(weight, dtype=dtype).copy_(state)
+    return first
+
+
+def _made(
+    rule: Rule, weight: Tensor, slot: Slot | None, held: dict[str, Any], *, first: bool
+) -> Item:
+    """Return an item without its gradient."""
+    if slot is not None:
+        slot.lie_alike()
+    flat = _flat(weight, weight)
+    extra = None if slot is None or slot.extra is None else _flat(slot.extra, weight)
+    states = tuple(_flat(held[key], weight) for key in _state_keys(rule))
+    return Item(flat, flat, extra, states, held.get("step"), first, 0)
+
+
+def _slope(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return a gradient's numbers in the order of the weight's memory."""
     if gradient.stride() != weight.stride():
         gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
-    states = tuple(_flat(held[key], weight) for key in keys)
-    flat, slope = _flat(weight.detach(), weight), _flat(gradient, weight)
-    return Item(flat, slope, None, states, held.get("step"), first, 0)  # type: ignore[arg-type]
+    return _flat(gradient, weight)
 
 
 def _state_keys(rule: Rule) -> tuple[str, ...]:
@@ -243,11 +297,11 @@ def _state_keys(rule: Rule) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *more)
 
 
-def _flat(tensor: Tensor | None, like: Tensor) -> Tensor | None:
+def _flat(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor's memory in order, where its shape runs through it otherwise."""
-    if tensor is None or like.is_contiguous():
+    if like.is_contiguous():
         return tensor
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _count(items: list[Item], found_inf: Tensor | None) -> None:

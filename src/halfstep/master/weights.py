@@ -7,14 +7,16 @@ with gradients folded up to it and updated weights published down.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep import hooks
 from halfstep.formats import is_low
 from halfstep.master import direct, piecewise
 from halfstep.master import form as forms
+from halfstep.master.direct import Direct
 from halfstep.master.folding import fold, fold_on_arrival
 from halfstep.master.form import Clock, Slot
 from halfstep.master.piecewise import absent
@@ -81,6 +83,8 @@ class MasterWeights:
         """What updates weights straight from 16-bit gradients, where there is one."""
         self.how = ""
         """That kernel in words, or why there is none."""
+        self._direct: Direct | None = None
+        self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._versions: list[int] = []
         self._groups = 0
         self._folds_in_backward: bool | None = None
@@ -110,6 +114,7 @@ class MasterWeights:
                     value = (originals or {}).get(param, param.detach())
                     held = group["params"][index] = self._adopted(param, value.float())
                 self.numbers.setdefault(held, len(self.numbers))
+                self._group_of[held] = group
         held_by_model = [self.stored(param) for param in self.numbers]
         self.kernel, self.how = direct.choose(self.optimizer, held_by_model)
         self.written()
@@ -232,20 +237,22 @@ class MasterWeights:
                 this step; default: all of them.
         """
         assert self.kernel is not None, "there is no kernel"  # noqa: S101
+        if self._direct is None or self._direct.kernel is not self.kernel:
+            parts = self.optimizer, self.form, self.slots, self.numbers
+            self._direct = Direct(self.kernel, *parts)
         if only is None:
             self.refresh()
-        direct.update(
-            self.kernel,
-            self.optimizer,
-            self.slots,
-            self.numbers,
-            self.form,
-            inverse=inverse,
-            clock=self.clock,
-            found_inf=found_inf,
-            only=only,
-        )
+            work = [(group, group["params"]) for group in self.optimizer.param_groups]
+        else:
+            work = [(self._group_of[only], [only])]
+        for group, params in work:
+            self._direct.update(
+                group, params, inverse=inverse, clock=self.clock, found_inf=found_inf
+            )
+        # What torch's own step would have told.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         if only is None:
+            hooks.tell(self.optimizer)
             self.tick()
 
     @torch.no_grad()
