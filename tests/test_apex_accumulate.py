@@ -308,3 +308,23 @@ def test_clipping(level: str) -> None:
     torch.testing.assert_close(norm, torch.tensor(2.0**-6), rtol=2.0**-8, atol=0)
     values = [g.abs().max() for g in gradients(optimizer)]
     assert all(value < 2.0**-5 for value in values)
+
+
+def test_a_pass_outside_scale_loss() -> None:
+    """Law: masters that no gradient reached refuse to step; a proper pass mends it."""
+    net, optimizer = start("O2")
+    before = net.weight.detach().clone()
+    loss_of(net, 0).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(amp.AmpError, match="never went through amp"):
+        optimizer.step()
+    assert torch.equal(net.weight, before)
+    optimizer.zero_grad()
+    optimizer.step()  # nothing has a gradient: nothing to refuse
+    backward(net, optimizer, 0)
+    optimizer.step()
+    assert not torch.equal(net.weight, before)
+    optimizer.zero_grad()
+    backward(net, optimizer, 0)
+    # Another optimizer's pass may leave its own; this one's are there.
+    loss_of(net, 1).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()

@@ -325,16 +325,6 @@ def test_called_twice() -> None:
     assert not torch.equal(net.layer.bias, before)
 
 
-def test_says_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: verbosity 1 prints level and options, 0 nothing."""
-    start("O3", verbosity=1, loss_scale=8)
-    said = capsys.readouterr().out
-    assert said.startswith("Selected optimization level O3")
-    assert "loss_scale             : 8.0" in said
-    start("O3", verbosity=0)
-    assert capsys.readouterr().out == ""
-
-
 def test_not_initialised() -> None:
     """Law: scale_loss says what is missing: initialize, an optimizer, a loss."""
     net = Net()

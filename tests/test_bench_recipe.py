@@ -128,6 +128,8 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["accelerate"] == (*[None] * 7, "not installed")
     assert rows["O2-kahan"] == (*[None] * 7, "refused")
     assert "O2-kahan refused: of bf16 only" in table.notes
+    why = "x pure: empty, since pure did not run: not among --contenders"
+    assert [note for note in table.notes if "empty, since" in note] == [why]
     assert any("of 17 steps" in note for note in table.notes)
     assert any("OMP_WAIT_POLICY=PASSIVE" in note for note in table.notes)
     there = ["torch.amp", "torch.amp-kept", "O2"]
@@ -137,6 +139,33 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
         *((name, 5) for name in turns),
         *((name, "closed") for name in ["O2-kahan", *there[::-1]]),
     ]
+
+
+def test_baselines_that_did_not_run() -> None:
+    """Law: each column of "-" has its reason under the table, +- with the first."""
+    times = measure.Times({"O2": [1.0], "pure": [1.0]})
+    first, second = recipe.unmeasured(times, {"torch.amp-kept": "of glibc only"})
+    why = "torch.amp did not run: not among --contenders"
+    assert first == f"x torch.amp and +-: empty, since {why}"
+    why = "torch.amp-kept did not run: of glibc only"
+    assert second == f"x torch.amp-kept: empty, since {why}"
+
+
+def test_help_tells_who_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: the help has a line for each contender, and wraps; flags say of what."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.run(["bench", "recipe", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("contenders:")
+    named = [line.split(maxsplit=1) for line in lines[start + 1 :]]
+    assert [name for name, _ in named] == list(commands.PEERS)
+    assert max(len(line) for line in lines) <= 80
+    text = " ".join(" ".join(lines).split())
+    for noun in ("linear layers, with", "what updates the weights", "16-bit format"):
+        assert noun in text
 
 
 def test_tunables_are_added() -> None:

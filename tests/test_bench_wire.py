@@ -53,6 +53,17 @@ def test_names() -> None:
     assert wire.BASELINE in commands.WIRES
 
 
+def test_columns_have_names_of_their_own(table: Table) -> None:
+    """Law: no two columns are called the same but for spaces; ratios say of what."""
+    assert len({name.strip() for name in table.columns}) == len(table.columns)
+    assert table.columns[2:6] == (
+        "bytes sent",
+        "sent x O0",
+        "in collectives",
+        "collectives x O0",
+    )
+
+
 def test_payload_by_hand(table: Table) -> None:
     """Law: a step sends each gradient once, in 4 bytes at O0 and O1 and in 2 at O2."""
     rows = {(row[0], row[1]): row for row in table.rows}

@@ -87,7 +87,7 @@ LAYER = {
     "record": 5,
     "steering": 5,
     "carry": 6,
-    "explain": 6,
+    "explain": 8,
     "functions": 6,
     "scopes": 6,
     "steered": 7,
@@ -97,6 +97,7 @@ LAYER = {
     "forward": 9,
     # The one room that knows the core, and the face.
     "exchange": 9,
+    "arriving": 10,
     "footprint": 9,
     "shards": 9,
     "lost": 9,

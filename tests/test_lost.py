@@ -14,6 +14,8 @@ from halfstep import lost
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from master_cases import Make
 
     from halfstep.session import Session
@@ -31,7 +33,9 @@ def held(session: Session) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def by_hand(
-    session: Session, slopes: dict[str, Tensor], stride: int = 1
+    session: Session,
+    slopes: dict[str, Tensor],
+    pick: Callable[[str, Tensor], Tensor] = lambda _, flat: flat,
 ) -> tuple[list[int], lost.Lost]:
     """Take a step; return numbers with a gradient, and which stayed; and the count."""
     before = held(session)
@@ -39,11 +43,11 @@ def by_hand(
     after = held(session)
     counts = [0, 0, 0]
     for name, slope in slopes.items():
-        moves = (slope != 0).reshape(-1)[::stride]
+        moves = pick(name, (slope != 0).reshape(-1))
         counts[0] += int(moves.sum())
         for place in (0, 1):
             same = before[place][name] == after[place][name]
-            counts[1 + place] += int((same.reshape(-1)[::stride] & moves).sum())
+            counts[1 + place] += int((pick(name, same.reshape(-1)) & moves).sum())
     (found,) = session.lost_updates()
     return counts, found
 
@@ -68,15 +72,27 @@ def test_counts(word: str, make: Make, clip: float | None) -> None:
 
 
 def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: of a large group every so many numbers count; transposed ones by place."""
+    """Law: of a large group numbers drawn once count, the same in each step."""
     monkeypatch.setattr(lost, "SAMPLE", 20)
     session = cases.start(TINY, "split", lost_updates_every=1)
-    total = sum(param.numel() for param in session.model.parameters())
-    stride = -(-total // 20)
-    assert stride > 2
+    counter = session._lost
+    assert counter is not None
+    cases.go(session, cases.slopes_of(session.model, 0))
+    masters = session._masters
+    names = {id(p): name for name, p in session.model.named_parameters()}
+    drawn = {
+        names[id(masters.stored(param))]: places
+        for param, places in counter._drawn.items()
+    }
+    looked = sum(places.numel() for places in drawn.values())
+    assert abs(looked - 20) <= len(drawn)  # each is rounded, and has one at least
+
+    def pick(name: str, flat: Tensor) -> Tensor:
+        return flat[drawn[name]]
+
     slopes = cases.slopes_of(session.model, 1)
     slopes["other.weight"] = torch.eye(4, 3).bfloat16()
-    counts, found = by_hand(session, slopes, stride)
+    counts, found = by_hand(session, slopes, pick)
     assert found.counts.tolist() == counts
 
 
@@ -119,9 +135,9 @@ def test_every_so_many_steps(
     copies: list[int] = []
     whole = lost._some
 
-    def some(tensor: Tensor, stride: int) -> Tensor:
+    def some(tensor: Tensor, places: Tensor | None) -> Tensor:
         copies.append(1)
-        return whole(tensor, stride)
+        return whole(tensor, places)
 
     monkeypatch.setattr(lost, "_some", some)
     session = cases.start(cases.SGD, "split", lost_updates_every=every)

@@ -234,7 +234,7 @@ def test_originals_may_lie_otherwise(form: str) -> None:
     weight = nn.Parameter(original.bfloat16().contiguous())
     assert weight.stride() != original.stride()
     optimizer = torch.optim.SGD([weight], 1.0)
-    masters = MasterWeights(optimizer, {weight: original.clone()}, form=form)
+    masters = MasterWeights(optimizer, {weight: original.clone()}, master=form)
     weight.grad = torch.ones_like(weight)
     masters.update(torch.ones(()))
     (held,) = cases.adopted(optimizer)
@@ -298,7 +298,7 @@ def test_layouts(make: Make, form: str, weight: Tensor, *, known: bool) -> None:
         low = low.bfloat16()
         low.weight.data = gaps.copy_(weight)
     optimizer = make(low.parameters())
-    masters = MasterWeights(optimizer, form=form)
+    masters = MasterWeights(optimizer, master=form)
     assert (masters.kernel is not None) == known
     if known:
         assert low.weight.stride() == weight.stride()
@@ -332,7 +332,7 @@ def test_expanded_weights_are_refused_by_torch() -> None:
 
 def publish(optimizer: torch.optim.Optimizer, weight: Tensor, form: str) -> None:
     """Take a step that has to write to the weight."""
-    masters = MasterWeights(optimizer, form=form)
+    masters = MasterWeights(optimizer, master=form)
     assert masters.kernel is None
     weight.grad = torch.ones(3, dtype=torch.bfloat16)
     masters.step()

@@ -330,7 +330,7 @@ def test_a_later_seed_is_another_run() -> None:
         torch.manual_seed(others)
         weight = nn.Parameter(torch.full((64,), 1.25, dtype=torch.bfloat16))
         optimizer = torch.optim.SGD([weight], 2.0**-9)
-        masters = MasterWeights(optimizer, form="stochastic", seed=seed)
+        masters = MasterWeights(optimizer, master="stochastic", seed=seed)
         weight.grad = torch.ones_like(weight)
         masters.step()
         found.append(weight.detach().clone())

@@ -176,7 +176,7 @@ def test_split_masters_by_themselves(make: Make) -> None:
     for form in cases.FORMS[:2]:
         params = [nn.Parameter(value.clone()) for value in first]
         optimizer = make(params)
-        sides.append((params, optimizer, MasterWeights(optimizer, form=form)))
+        sides.append((params, optimizer, MasterWeights(optimizer, master=form)))
     for _ in range(1000):
         slopes = [torch.randn_like(value) for value in first]
         for params, optimizer, masters in sides:
@@ -229,7 +229,7 @@ def test_drift_of_stochastic(way: str) -> None:
     steps, numel = 256, 4096
     weight = nn.Parameter(torch.full((numel,), 1.25, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([weight], 2.0**-12)
-    masters = MasterWeights(optimizer, form="stochastic")
+    masters = MasterWeights(optimizer, master="stochastic")
     for _ in range(steps):
         weight.grad = torch.ones_like(weight)
         if way == "kernel":
@@ -282,7 +282,7 @@ def test_odd_shapes(form: str, shape: tuple[int, ...], name: str) -> None:
     twin = nn.Parameter(torch.ones(shape))
     make = cases.OPTIMIZERS[name]
     optimizer, reference = make([weight]), make([twin])
-    masters = MasterWeights(optimizer, form=form)
+    masters = MasterWeights(optimizer, master=form)
     steps = 20
     for _ in range(steps):
         weight.grad, twin.grad = torch.ones_like(weight), torch.ones_like(twin)

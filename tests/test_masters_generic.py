@@ -275,7 +275,7 @@ def test_zero_grad_to_zeros(form: str) -> None:
     for to_none in (True, False):
         weight = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
         optimizer = torch.optim.SGD([weight], 0.25)
-        masters = MasterWeights(optimizer, form=form)
+        masters = MasterWeights(optimizer, master=form)
         for _ in range(3):
             weight.grad = torch.ones_like(weight)
             masters.step()
@@ -374,7 +374,7 @@ def test_sparse_and_dense_add_up(form: str, order: tuple[int, int]) -> None:
     """Law: micro-batches may leave sparse and dense gradients, in any order."""
     weight = nn.Parameter(torch.ones(4, 2, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([weight], 0.5)
-    masters = MasterWeights(optimizer, form=form)
+    masters = MasterWeights(optimizer, master=form)
     table = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
     table(torch.tensor([1])).sum().backward()
     kinds = [table.weight.grad, torch.ones(4, 2, dtype=torch.bfloat16)]

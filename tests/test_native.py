@@ -168,20 +168,60 @@ def test_refusals() -> None:
     assert "weight 1 is torch.float16" in refused(put("weight", torch.ones(8).half()))
     assert "another size" in refused(put("gradient", torch.ones(7)))
     assert refused(put("extra", torch.ones(7, dtype=torch.int16))) == (
-        "extra of parameter 1 has 14 bytes, not 16. Load or make the state again."
+        "extra of parameter 1 has 7 numbers, not 8. Load or make the state again."
     )
     assert refused(put("extra", None)) == "extra: 1 of 2 parameters have one; make it."
     low = torch.ones(8, dtype=torch.bfloat16)
     assert refused(put("states", (torch.ones(8), low))).startswith(
-        "state 1 of parameter 1 has 16 bytes, not 32."
+        "state 1 of parameter 1 is torch.bfloat16 on cpu; compiled kernels take torch.f"
     )
     assert "state 1: 1 of 2" in refused(put("states", (torch.ones(8),)))
     double = torch.ones((), dtype=torch.float64)
-    assert "step of parameter 1 has 8 bytes, not 4" in refused(put("step", double))
+    assert "step of parameter 1 is torch.float64" in refused(put("step", double))
     assert "step: 1 of 2" in refused(put("step", None))
     gaps = torch.ones(16, dtype=torch.bfloat16)[::2]
     assert "A weight has gaps" in refused(put("weight", gaps))
+    # Of the right size in bytes, each of them.
+    for other, words in (
+        (torch.ones(8, dtype=torch.int32), "is torch.int32 on cpu"),
+        (torch.ones(8, device="meta"), "is torch.float32 on meta"),
+        (torch.ones(1).expand(8), "has gaps or lazy signs"),
+        (torch._neg_view(torch.ones(8)), "has gaps or lazy signs"),
+    ):
+        good = torch.ones(8)
+        assert words in refused(put("states", (other, good)))
+        assert words in refused(put("extra", other), form="fp32")
+        assert words in refused(put("weight", other), twin.SGD, "plain")
+    assert "is torch.int32" in refused(put("step", torch.ones((), dtype=torch.int32)))
+    assert "on meta" in refused(put("step", torch.ones((), device="meta")))
     with pytest.raises(UserError, match=r"gradient 0 is torch\.int32"):
         native.look([torch.ones(3, dtype=torch.int32)], norm=True)
     with pytest.raises(UserError, match=r"gradient 0 is torch\.float32 on meta"):
         native.look([torch.ones(3, device="meta")], norm=True)
+
+
+def test_lazy_signs(kernels: Kernels) -> None:
+    """Law: a gradient whose sign is yet to be turned is read as torch reads it."""
+    number = torch.tensor([1 + 2j, 3 - 4j, -5 + 6j])
+    gradient = torch._neg_view(torch.tensor([2.0, -4.0, 6.0]))
+    assert gradient.is_neg()
+    assert number.conj().imag.is_neg(), "autograd of complex numbers gives such"
+    weight = torch.zeros(3)
+    item = Item(weight, gradient, None, (), None, first=True, index=0)
+    kernels.update([item], ASCENT, "plain", 1.0, (0, 0))
+    assert torch.equal(weight, torch.tensor([-2.0, 4.0, -6.0]))
+    assert kernels.look([gradient], norm=True)[1] == 56
+
+
+def test_self_check_in_any_mood(kernels: Kernels) -> None:
+    """Law: neither a default dtype nor flushed subnormals make the check fail."""
+    torch.set_default_dtype(torch.float64)
+    flushed = torch.set_flush_denormal(True)
+    try:
+        assert not flushed or build.flushes()
+        assert native.works(kernels.library)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_default_dtype(torch.float32)
+    assert not build.flushes()
+    assert native.works(kernels.library)

@@ -50,7 +50,7 @@ def _gpu(
     monkeypatch.setattr(late.Late, "send", lambda *_: None)
     # The kernels of a CPU read memory, which fake tensors have none of.
     monkeypatch.setattr(Updates, "_has_kernel", False)
-    monkeypatch.setattr(preparing, "cautions", lambda *_: ())
+    monkeypatch.setattr(preparing, "cautions", lambda *_, **__: ())
     with FakeTensorMode():
         yield
 

@@ -255,6 +255,6 @@ def test_states_that_do_not_fit() -> None:
     with pytest.raises(RuntimeError) as half:
         session.state_dict()
     assert str(half.value) == (
-        "session.state_dict() after 1 of 2 micro-batches would lose their gradients; "
-        "call it after a full step."
+        "session.state_dict() after 1 of 2 micro-batches, or a backward pass, would "
+        "lose their gradients; call it after a full step."
     )

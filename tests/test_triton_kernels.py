@@ -143,6 +143,7 @@ def test_refusals() -> None:
     """Law: tensors that the kernel would misread are refused, with what is right."""
     good = item_of("split", ADAM, 4, (BF16, BF16), 2)
     wide, long = torch.zeros(4, 2)[:, 0], torch.zeros(5, dtype=BF16)
+    lazy = torch._neg_view(torch.zeros(4))
     assert good.step is not None
     for change, words in (
         ({"extra": None}, "Item 2 has a weight of torch.bfloat16 and None beside it"),
@@ -151,6 +152,7 @@ def test_refusals() -> None:
         ({"gradient": long}, "of shape (5,)"),
         ({"states": (good.states[0], wide)}, "strides (2,); it must be contiguous"),
         ({"states": (wide.contiguous(), wide.to(BF16))}, "must be all fp32 or all"),
+        ({"states": (good.states[0], lazy)}, "lazy signs; it must be contiguous"),
         ({"step": good.step.double()}, "counts steps in torch.float64"),
         ({"gradient": good.gradient.double()}, "The gradient is torch.float64"),
         ({"gradient": good.gradient.to("meta")}, "a tensor on meta"),

@@ -45,6 +45,7 @@ RULES: dict[str, Rule] = {
     "momentum": replace(SGD, momentum=0.9, dampening=0.3, maximize=True),
     "nesterov": replace(SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
     "adam": replace(ADAM, weight_decay=0.1, beta1=0.0),
+    "near": replace(ADAM, beta1=0.3),
     "adamw": replace(ADAM, weight_decay=0.1, decoupled=True, maximize=True),
     "amsgrad": replace(ADAM, amsgrad=True),
 }
@@ -169,7 +170,10 @@ def adam(rule: Adam, item: Item, g: Tensor, w: Tensor) -> tuple[Tensor, list[Ten
         w = w * fp32(1 - rule.lr * rule.weight_decay)
     elif rule.weight_decay:
         g = g + fp32(rule.weight_decay) * w
-    m = m + fp32(1 - rule.beta1) * (g - m)
+    if rule.beta1 <= 0.5:
+        m = g - (g - m) * fp32(rule.beta1)
+    else:
+        m = m + fp32(1 - rule.beta1) * (g - m)
     v = fp32(rule.beta2) * v + fp32(1 - rule.beta2) * g * g
     new = [m, v, *(torch.maximum(old, v) for old in most)]
     # torch's own root in fp32 may be off by an ulp; rounded from double it is not.
@@ -285,6 +289,39 @@ def check_edges(device: torch.device) -> None:
         assert bool(ours.weight.isfinite().all())
 
 
+def check_mean(device: torch.device) -> None:
+    """Take Adam's first moment from its nearer end, as torch.optim.Adam does."""
+    one = torch.ones((), device=device)
+    for beta1 in (0.0, 0.3, 0.5, 0.9):
+        rule = replace(ADAM, beta1=beta1)
+        # Much larger than the gradient: from the far end little of it would be left.
+        mean, gradient = 1e8 * torch.randn(1500), torch.randn(1500)
+        torch_s = torch.nn.Parameter(torch.ones(1500))
+        torch_s.grad = gradient.clone()
+        adam = torch.optim.Adam([torch_s], betas=(beta1, rule.beta2))
+        state = {"step": torch.tensor(1.0), "exp_avg": mean.clone()}
+        adam.state[torch_s] = state | {"exp_avg_sq": torch.ones(1500)}
+        adam.step()
+        states, step = (mean, torch.ones(1500)), torch.tensor(2.0)
+        twin = Item(torch.ones(1500), gradient, None, states, step, False, 0)  # noqa: FBT003
+        ours = moved(twin, device)
+        tk.update([ours], rule, "plain", inverse=one, clock=CLOCK, found_inf=one - one)
+        got, wanted = ours.states[0].cpu(), adam.state[torch_s]["exp_avg"]
+        # One side may contract product and sum; each side rounds the sum.
+        part = (gradient - mean).abs() * min(beta1, 1 - beta1)
+        assert bool(((got - wanted).abs() <= 2.0**-23 * (part + wanted.abs())).all())
+        assert beta1 or torch.equal(got, gradient)
+
+
+def check_lazy(device: torch.device) -> None:
+    """Read a gradient whose sign is yet to be turned."""
+    one = torch.ones((), device=device)
+    item = Item(one.repeat(9), one.repeat(9), None, (), None, first=True, index=0)
+    item.gradient = torch._neg_view(2 * item.gradient)
+    tk.update([item], SGD, "plain", inverse=one, clock=CLOCK, found_inf=one - one)
+    assert torch.equal(item.weight.cpu(), 1 + fp32(SGD.lr) * torch.full((9,), 2.0))
+
+
 def check_look(device: torch.device) -> None:
     """Find each of the bad numbers, and add squares as fp64 would."""
     for dtype, numel, bad in product(GRADIENTS, (1, 4096, 9001), (None, 0, -1)):
@@ -360,6 +397,8 @@ CASES: dict[str, Callable[[torch.device], None]] = {
     },
     "split": check_split,
     "edges": check_edges,
+    "mean": check_mean,
+    "lazy": check_lazy,
     "look": check_look,
     "launches": check_launches,
 }

@@ -60,7 +60,7 @@ def choose(level: str, dtype: str | torch.dtype, device: str) -> Choice:
 
 
 def cautions(
-    choice: Choice, optimizer: torch.optim.Optimizer, device: str
+    choice: Choice, optimizer: torch.optim.Optimizer, device: str, *, masters: bool
 ) -> list[str]:
     """Return what speaks against a choice that was asked for, a line each.
 
@@ -68,9 +68,10 @@ def cautions(
         choice: Level and format.
         optimizer: Its epsilon may round to zero in 16-bit state.
         device: "cpu" or "cuda".
+        masters: There are master weights, whose state is not in `choice`'s format.
     """
     found = [machine.emulation_warning(choice.format.name, device)]
-    if choice.level.low_weights and not choice.level.masters:
+    if choice.level.low_weights and not masters:
         for group in optimizer.param_groups:
             epsilon = group.get("eps")
             if (

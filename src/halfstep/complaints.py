@@ -155,3 +155,59 @@ def refuse_gradients(optimizers: Iterable[Optimizer]) -> None:
                     "scaler.backward() for every loss."
                 )
                 raise RuntimeError(message)
+
+
+def retries_under_ddp() -> UserError:
+    """Session: retries, and a model in DDP."""
+    message = (
+        "retries run a backward pass again, whose gradients DDP would not "
+        "average: it does so once for each forward pass. Set retries=0."
+    )
+    return UserError(message)
+
+
+def released_twice() -> UserError:
+    """Session: a second backward pass where gradients are released."""
+    message = (
+        "release_gradients=True updates weights in each backward pass: call "
+        "session.step() before the next. Add losses up into one."
+    )
+    return UserError(message)
+
+
+def step_without_backward(steps: int) -> RuntimeError:
+    """Session: `step` with nothing to do after so many steps."""
+    message = (
+        "session.step() was called without a backward pass since the last; "
+        f"{steps} steps are done. Call session.backward(loss) first; "
+        "to sum over 4 batches, set accumulate=4 in prepare()."
+    )
+    return RuntimeError(message)
+
+
+def state_in_window(micro: int, accumulate: int) -> RuntimeError:
+    """Session: a state asked for with gradients under way."""
+    message = (
+        f"session.state_dict() after {micro} of {accumulate} "
+        "micro-batches, or a backward pass, would lose their gradients; call "
+        "it after a full step."
+    )
+    return RuntimeError(message)
+
+
+def session_copied() -> UserError:
+    """Session: `copy.deepcopy` or pickle."""
+    message = (
+        "a Session cannot be copied or pickled; save session.state_dict() and load "
+        "it into a session over a copy of the model."
+    )
+    return UserError(message)
+
+
+def no_gradient() -> RuntimeError:
+    """Session: a step without any gradient."""
+    message = (
+        "no parameter of the optimizer has a gradient: is the loss computed "
+        "from session.model, and do its parameters require gradients?"
+    )
+    return RuntimeError(message)

@@ -106,6 +106,10 @@ class Exchange:
         self._owed = self._local and not apart
         self._fresh = False
 
+    def drop(self) -> None:
+        """Forget what was left to average: its gradients are gone."""
+        self._owed = False
+
     def settle(self, model: nn.Module) -> None:
         """Average what has been kept to each rank, for it is looked at now."""
         if self._local or self._owed:

@@ -5,6 +5,7 @@ In: a prepared model, its choice and policy. Out: a `Table`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from halfstep import formats, optable
@@ -18,8 +19,43 @@ if TYPE_CHECKING:
     from torch import nn
 
     from halfstep.choice import Choice
+    from halfstep.scaler import LossScaler
 
 _COLUMNS = ("module", "count", "parameters", "stored", "runs in", "why")
+
+
+def explained(
+    model: nn.Module,
+    choice: Choice,
+    policy: Policy,
+    device: str,
+    *,
+    ran: Table | None,
+    scaler: LossScaler,
+    masters: Sequence[str],
+) -> Table:
+    """Return what ran how, if that was recorded, or else what is stored how.
+
+    Args:
+        model: Prepared: stored as its level says.
+        choice: Level and format.
+        policy: Rules that put modules apart.
+        device: "cpu", "cuda", "mps" or "xpu".
+        ran: Operations that were recorded.
+        scaler: Of the loss.
+        masters: Lines on what is kept beside weights, and how they are updated.
+    """
+    rule = scaler.rule
+    moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
+    notes = (
+        f"level {choice}: {choice.reason}",
+        f"policy: {policy}",
+        *masters,
+        f"loss scale: {scaler.state.scale.item():g}, {moves}",
+    )
+    if ran is not None:
+        return replace(ran, notes=(*ran.notes, *notes))
+    return precision_table(model, choice, policy, device, notes)
 
 
 def precision_table(

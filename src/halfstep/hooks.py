@@ -6,22 +6,43 @@ us where we update weights in torch's place; and whether anybody else wants to k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from torch.optim import Optimizer
+class Guard:
+    """Looks at each step of an optimizer before it is taken.
 
-_own: list[Callable[[Optimizer, Any, Any], None]] = []
+    Args:
+        look: May raise.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def __call__(self, *_: object) -> None:
+        """Be the hook."""
+        self._look()
+
+
+Hook = Callable[[Optimizer, Any, Any], None]
+
+_own: list[Hook] = []
 
 
 def after_each_step(hook: Callable[[Optimizer, Any, Any], None]) -> None:
     """Tell a function of ours from now on which optimizer has stepped."""
     _own.append(hook)
     torch_optimizer.register_optimizer_step_post_hook(hook)
+
+
+def guard(optimizer: Optimizer, look: Callable[[], None]) -> None:
+    """Call a function of ours before each step that an optimizer takes itself."""
+    hook = Guard(look)
+    optimizer.register_step_pre_hook(hook)
 
 
 def tell(optimizer: Optimizer) -> None:
@@ -38,4 +59,5 @@ def others(optimizer: Optimizer) -> bool:
         torch_optimizer._global_optimizer_pre_hooks,  # noqa: SLF001
         torch_optimizer._global_optimizer_post_hooks,  # noqa: SLF001
     )
-    return any(hook not in _own for table in tables for hook in table.values())
+    hooks = [hook for table in tables for hook in table.values()]
+    return any(hook not in _own and not isinstance(hook, Guard) for hook in hooks)

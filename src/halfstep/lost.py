@@ -76,6 +76,7 @@ class Counter:
         """One for each parameter group, from the last count."""
         self._masters = masters
         self._steps = 0
+        self._drawn: dict[Tensor, Tensor] = {}
 
     @contextlib.contextmanager
     def around(self, report: StepReport) -> Iterator[None]:
@@ -95,7 +96,7 @@ class Counter:
 
     def _looks(self) -> list[list[tuple[Tensor, ...]]]:
         return [
-            [self._look(param, stride) for param, stride in params]
+            [self._look(param, places) for param, places in params]
             for params in self._sampled()
         ]
 
@@ -119,23 +120,44 @@ class Counter:
                 total = torch.stack([count.to(home) for count in counts]).sum(0)
                 yield Lost(step, group, total, random)
 
-    def _sampled(self) -> list[list[tuple[Tensor, int]]]:
-        """Return for each group its parameters, and every how many numbers to look."""
+    def _sampled(self) -> list[list[tuple[Tensor, Tensor | None]]]:
+        """Return for each group its parameters, and which numbers to look at."""
         found = []
         for group in self._masters.optimizer.param_groups:
-            params = [p for p in group["params"] if p.requires_grad]
-            stride = -(-sum(param.numel() for param in params) // SAMPLE) or 1
-            found.append([(param, stride) for param in params])
+            params = [
+                param
+                for param in group["params"]
+                if self._masters.stored(param).requires_grad
+            ]
+            total = sum(param.numel() for param in params)
+            share = min(1.0, SAMPLE / max(total, 1))
+            found.append([(param, self._places(param, share)) for param in params])
         return found
 
+    def _places(self, param: Tensor, share: float) -> Tensor | None:
+        """Return which numbers of a parameter are looked at, drawn once; None: all.
+
+        Why drawn: every hundredth number of a matrix may be one column of it.
+        """
+        if share >= 1 or not param.numel():
+            return None
+        count = max(1, round(share * _local(param).numel()))
+        kept = self._drawn.get(param)
+        if kept is None or kept.numel() != count:
+            generator = torch.Generator().manual_seed(len(self._drawn))
+            numel = _local(param).numel()
+            kept = torch.randint(numel, (count,), generator=generator).to(param.device)
+            self._drawn[param] = kept
+        return kept
+
     @torch.no_grad()
-    def _look(self, param: Tensor, stride: int) -> tuple[Tensor, ...]:
+    def _look(self, param: Tensor, places: Tensor | None) -> tuple[Tensor, ...]:
         """Return truth, weight, and whether there is a gradient, of a sample."""
         slot = self._masters.slots.get(param)
-        weight = _some(param if slot is None else slot.weight, stride)
+        weight = _some(param if slot is None else slot.weight, places)
         truth = weight
         if slot is not None:
-            extra = None if slot.extra is None else _some(slot.extra, stride)
+            extra = None if slot.extra is None else _some(slot.extra, places)
             truth = torch.empty_like(weight, dtype=torch.float32)
             self._masters.form.decode_(weight, extra, truth)
         gradient = param.grad
@@ -144,14 +166,20 @@ class Counter:
         if gradient is None or gradient.layout != torch.strided:
             moves = torch.zeros_like(weight, dtype=torch.bool)
         else:
-            moves = _some(gradient, stride) != 0
+            moves = _some(gradient, places) != 0
         return truth, weight, moves
 
 
-def _some(tensor: Tensor, stride: int) -> Tensor:
-    """Return every so many numbers of a tensor, copied."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach().reshape(-1)[::stride].clone()
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; any other as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _some(tensor: Tensor, places: Tensor | None) -> Tensor:
+    """Return some numbers of a tensor, or all, copied."""
+    flat = _local(tensor).detach().reshape(-1)
+    return flat.clone() if places is None else flat[places]
 
 
 def table(found: tuple[Lost, ...]) -> Table:

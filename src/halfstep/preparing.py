@@ -17,6 +17,7 @@ from halfstep.master import form as forms
 from halfstep.policy import Policy
 from halfstep.scaler import ScaleRule
 from halfstep.session import Session
+from halfstep.updating import require_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,8 +94,7 @@ def prepare(
         UserError: If a word is unknown, a number out of range, or shards do not fit.
     """
     require("accumulate", accumulate, accumulate >= 1, "at least 1 micro-batch a step")
-    clip = clip_grad_norm
-    require("clip_grad_norm", clip, clip is None or clip > 0, "above 0, or None")
+    require_norm(clip_grad_norm)
     require("retries", retries, retries >= 0, "0 or more tries of a backward pass")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -102,11 +102,11 @@ def prepare(
         raise UserError(message)
     kind = device.type
     choice = level if isinstance(level, Choice) else choose(level, dtype, kind)
-    for caution in cautions(choice, optimizer, kind):
+    kept = _masters(master, choice)
+    for caution in cautions(choice, optimizer, kind, masters=kept is not None):
         warnings.warn(caution, stacklevel=2)
     if loss_scale == "auto":
         loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
-    kept = _masters(master, choice)
     rules = Policy.parse(policy) if isinstance(policy, str) else policy
     released = release_gradients
     shards.check(model, optimizer, choice, rules, master=master, release=released)

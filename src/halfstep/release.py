@@ -47,7 +47,7 @@ def check(
     if rule.init_scale != 1 or rule.backoff_factor != 1:
         why = "a loss scale: use dtype='bf16', or loss_scale='none'"
     elif clip is not None and clip != torch.inf:
-        why = "clip_grad_norm: the norm is known only after the last gradient"
+        check_norm(clip)
     elif accumulate > 1:
         why = f"accumulate={accumulate}: gradients would have to stay"
     elif agreed:
@@ -56,6 +56,21 @@ def check(
         why = "drop_bad_microbatch, retries and lost_updates_every"
     if why:
         message = f"release_gradients=True updates inside backward; it excludes {why}."
+        raise UserError(message)
+
+
+def check_norm(clip: float | None) -> None:
+    """Refuse to clip.
+
+    Raises:
+        UserError: If it is asked for.
+    """
+    if clip is not None and clip != torch.inf:
+        message = (
+            f"release_gradients=True updates inside backward; it excludes "
+            f"clip_grad_norm={clip}: the norm is known only after the last gradient. "
+            "math.inf only measures."
+        )
         raise UserError(message)
 
 
@@ -98,7 +113,7 @@ class Release:
         self._squares: Tensor | None = None
         self._norm = norm
         self._hooked: set[Tensor] = set()
-        self._at_once = True
+        self._at_once = False
 
     @property
     def count(self) -> int:
@@ -119,15 +134,23 @@ class Release:
             # Otherwise the weights were changed by this step's own updates.
             self.masters.refresh()
         for param in self._params():
-            if param not in self._hooked and param.requires_grad:
+            weight = self.masters.stored(param)
+            if param not in self._hooked and weight.requires_grad:
                 self._hooked.add(param)
-                weight = self.masters.stored(param)
                 use = partial(self._on_arrival, param)
                 weight.register_post_accumulate_grad_hook(use)  # type: ignore[no-untyped-call]
 
     def _params(self) -> list[Tensor]:
         groups = self.masters.optimizer.param_groups
         return [param for group in groups for param in group["params"]]
+
+    def pause(self) -> None:
+        """Leave gradients of other passes alone."""
+        self._at_once = False
+
+    def drop(self) -> None:
+        """Forget which weights the step under way has updated."""
+        self.left_out, self._squares, self.used = [], None, set()
 
     def use_all(self) -> None:
         """Use what is there after a backward pass whose gradients travelled."""
@@ -160,7 +183,10 @@ class Release:
         ):
             kernel = None
         look = chunked.look if kernel is None else kernel.look
-        found, square = look([gradient], norm=self._norm)
+        numbers = gradient
+        if gradient.is_sparse:
+            numbers = gradient.coalesce().values()
+        found, square = look([numbers], norm=self._norm)
         if found:
             self.left_out.append(param)
         else:

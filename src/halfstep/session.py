@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from halfstep import convert, distributed, footprint, session_state, shards
-from halfstep.errors import UserError
+from halfstep import (
+    complaints,
+    convert,
+    distributed,
+    footprint,
+    release,
+    session_state,
+    shards,
+)
+from halfstep.arriving import Arrivals
 from halfstep.exchange import Exchange
-from halfstep.explain import precision_table
+from halfstep.explain import explained
 from halfstep.forward import Regions
 from halfstep.lost import Counter
 from halfstep.release import Release
@@ -28,7 +35,7 @@ from halfstep.scaler.passes import Passes
 from halfstep.scaler.scales import Scales
 from halfstep.schedule import Schedule
 from halfstep.stats import Culprit, StepReport, non_finite, seen_later
-from halfstep.updating import Updates
+from halfstep.updating import Updates, require_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -82,7 +89,7 @@ class Session:
         self._passes = Passes(
             self._scales, drop=drop_bad_microbatch, retries=retries, group=process_group
         )
-        self.accumulate = accumulate
+        self._accumulate = accumulate
         self._bare = model
         self._group = process_group
         self._names = {id(param): name for name, param in names}
@@ -100,6 +107,7 @@ class Session:
         self._release: Release | None = None
         if release_gradients:
             self._release = Release(self._masters, norm=clip_grad_norm is not None)
+        self._arrivals = Arrivals(self._masters, self._release, accumulate)
         self._lost: Counter | None = None
         if lost_updates_every is not None:
             self._lost = Counter(self._masters, lost_updates_every)
@@ -119,13 +127,9 @@ class Session:
         """
         if not self._attempted:
             shards.check_held(self._bare, map(self._masters.stored, self._params()))
+        self._masters.adopt()  # writes to weights, so not after the forward pass
         apart = self._passes.apart
         local = self._exchange.begin(self.model, self._micro, apart=apart)
-        alone = not distributed.is_data_parallel(self.model)
-        if self._release is not None:
-            self._release.begin(at_once=alone)
-        elif self.accumulate > 1:
-            self._masters.fold_in_backward(on=alone)
         region = self._regions.open(record=record)
         with local, region:
             yield region
@@ -140,24 +144,18 @@ class Session:
                 DDP each needs a forward pass of its own.
         """
         if self._passes.keeps_graphs and distributed.is_data_parallel(self.model):
-            message = (
-                "retries run a backward pass again, whose gradients DDP would not "
-                "average: it does so once for each forward pass. Set retries=0."
-            )
-            raise UserError(message)
+            raise complaints.retries_under_ddp()
         if self._release is not None and self._loss is not None:
-            message = (
-                "release_gradients=True updates weights in each backward pass: call "
-                "session.step() before the next. Add losses up into one."
-            )
-            raise UserError(message)
+            raise complaints.released_twice()
         scaler = self._scales.of(name, self._device)
         scaler.begin(loss, self._name)
+        again = self._loss is not None and not self._passes.apart
         self._loss = loss.detach()
 
         def backward(keep: bool) -> None:
             scaled = scaler.scale(loss / self.accumulate)
-            with self._regions.folding(scaled):
+            arrivals = self._arrivals.during(self.model, again=again)
+            with self._regions.folding(scaled), arrivals:
                 scaled.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
 
         def settle() -> None:
@@ -168,8 +166,6 @@ class Session:
         self._exchange.passed(apart=self._passes.apart)
         if self._passes.keeps_graphs:
             let_go(loss)
-        if self._release is not None and distributed.is_data_parallel(self.model):
-            self._release.use_all()
 
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
@@ -195,12 +191,7 @@ class Session:
     def _ends_window(self) -> bool:
         """Take in one micro-batch; say whether it was the last of its step."""
         if self._loss is None:
-            message = (
-                "session.step() was called without a backward pass since the last; "
-                f"{self._attempted} steps are done. Call session.backward(loss) first; "
-                "to sum over 4 batches, set accumulate=4 in prepare()."
-            )
-            raise RuntimeError(message)
+            raise complaints.step_without_backward(self._attempted)
         if self.accumulate > 1:
             self._masters.fold()
         self._micro += 1
@@ -225,21 +216,25 @@ class Session:
 
     def _released(self) -> StepReport:
         """Say what was updated while the backward pass ran."""
-        release = self._release
-        assert release is not None  # noqa: S101
-        if not release.count:
-            raise self._no_gradient()
-        left_out, norm = release.finish()
+        releasing = self._release
+        assert releasing is not None  # noqa: S101
+        if not releasing.count:
+            raise complaints.no_gradient()
+        count = releasing.count
+        left_out, norm = releasing.finish()
         self._updates.clear()
         self._micro, self._loss = 0, None
         self._attempted += 1
+        self._skipped += len(left_out) == count
         found = [Culprit(self._name(param), inf=True, nan=True) for param in left_out]
         bad = torch.full((), float(bool(left_out)), device=self._device)
         self._scales.move(bad, lambda: tuple(found))
         return StepReport(
             self._attempted,
             complete=True,
+            found_inf=len(left_out) == count,
             norm=lambda: norm,
+            culprits=lambda: tuple(found),
             left_out=tuple(culprit.name for culprit in found),
         )
 
@@ -250,19 +245,11 @@ class Session:
         if not self._attempted:
             shards.check_held(self._bare, map(self._masters.stored, self._params()))
         if not found and self._group is None:
-            raise self._no_gradient()
+            raise complaints.no_gradient()
         return found
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    @staticmethod
-    def _no_gradient() -> RuntimeError:
-        message = (
-            "no parameter of the optimizer has a gradient: is the loss computed "
-            "from session.model, and do its parameters require gradients?"
-        )
-        return RuntimeError(message)
 
     def _report(
         self, gradients: list[tuple[Tensor, Tensor]], agreement: Agreement
@@ -294,12 +281,20 @@ class Session:
         return self._names.get(id(self._masters.stored(param)), shape)
 
     @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step."""
+        return self._accumulate
+
+    @property
     def clip_grad_norm(self) -> float | None:
         """Largest norm of all gradients; None neither clips nor takes the norm."""
         return self._updates.clip
 
     @clip_grad_norm.setter
     def clip_grad_norm(self, largest: float | None) -> None:
+        require_norm(largest)
+        if self._release is not None:
+            release.check_norm(largest)
         self._updates.clip = largest
 
     @property
@@ -327,21 +322,27 @@ class Session:
         After a region with `session.autocast(record=True)` each operation in it has a
         row; before, each type of module, with what it is stored and runs in.
         """
-        rule = self.scaler.rule
-        moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
-        notes = (
-            f"level {self.choice}: {self.choice.reason}",
-            f"policy: {self.policy}",
-            self._masters.note(),
-            f"update: {self._masters.describe()}",
-            f"loss scale: {self.scaler.state.scale.item():g}, {moves}",
+        return explained(
+            self._bare,
+            self.choice,
+            self.policy,
+            self._device.type,
+            ran=self._regions.table(),
+            scaler=self.scaler,
+            masters=(self._masters.note(), f"update: {self._masters.describe()}"),
         )
-        ran = self._regions.table()
-        if ran is not None:
-            return replace(ran, notes=(*ran.notes, *notes))
-        return precision_table(
-            self._bare, self.choice, self.policy, self._device.type, notes
-        )
+
+    def zero_grad(self) -> None:
+        """Forget all gradients of the step under way, folded and kept ones too."""
+        self._updates.clear()
+        self._exchange.drop()
+        if self._release is not None:
+            self._release.drop()
+        self._micro, self._loss = 0, None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: hooks would still belong to the original."""
+        raise complaints.session_copied()
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held now in weights, gradients, masters and moments."""
@@ -362,12 +363,8 @@ class Session:
             RuntimeError: In the middle of an accumulation window, whose gradients a
                 state does not hold.
         """
-        if self._micro:
-            message = (
-                f"session.state_dict() after {self._micro} of {self.accumulate} "
-                "micro-batches would lose their gradients; call it after a full step."
-            )
-            raise RuntimeError(message)
+        if self._micro or self._loss is not None:
+            raise complaints.state_in_window(self._micro, self.accumulate)
         return {
             **session_state.save(self._bare, self._masters, self.choice),
             "scales": self._scales.state_dict(),
@@ -392,8 +389,7 @@ class Session:
         if state["dtype"] == self.choice.format.name:
             # Another format needs another scale: 65536 is right for fp16 alone.
             self._scales.load_state_dict(state["scales"])
-        self._updates.clear()
-        self._micro, self._loss = 0, None
+        self.zero_grad()
         self._attempted = state["steps"]["attempted"]
         self._skipped.fill_(state["steps"]["skipped"])
         self._schedule.load_state_dict(state["schedule"], self.steps_applied)

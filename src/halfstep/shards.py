@@ -20,7 +20,7 @@ from halfstep.master.piecewise import narrow_all
 from halfstep.scopes import scopes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
 
@@ -233,7 +233,7 @@ def masters_of(
     optimizer: torch.optim.Optimizer,
     choice: Choice,
     form: Form | None,
-    originals: Mapping[nn.Parameter, Tensor],
+    originals: dict[nn.Parameter, Tensor],
 ) -> MasterWeights:
     """Return the master weights of a model, or what stands for them.
 
@@ -245,7 +245,7 @@ def masters_of(
         originals: Parameter now stored low -> its fp32 value before.
     """
     if form is not None:
-        return MasterWeights(optimizer, originals, form=form.name)
+        return MasterWeights(optimizer, originals, master=form.name)
     narrow_all(optimizer, originals)
     if choice.level.masters and is_sharded(model):
         return Shards(optimizer, _said(model, choice))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from halfstep import fused, late
+from halfstep import fused, hooks, late
+from halfstep.errors import UserError, require
 from halfstep.master import direct
 from halfstep.scaler.loss_scaler import one_over
 from halfstep.scaler.unscale import Agreement
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from halfstep.master import MasterWeights
     from halfstep.scaler.passes import Passes
     from halfstep.stats import StepReport
+
+
+def require_norm(clip: float | None) -> None:
+    """Refuse a largest norm that is none.
+
+    Raises:
+        UserError: If it is not above 0.
+    """
+    require("clip_grad_norm", clip, clip is None or clip > 0, "above 0, or None")
 
 
 class Updates:
@@ -52,7 +62,21 @@ class Updates:
         self._device = device
         self._inverse = torch.ones((), device=device)
         self._shown: Tensor | None = None
-        self._by_kernel = self._scaled = False
+        self._by_kernel = self._scaled = self._stepping = False
+        hooks.guard(masters.optimizer, self._guard)
+
+    def _guard(self) -> None:
+        """Refuse a step by hand, which would find no gradients in the masters."""
+        if self._stepping or self.masters.stepping:
+            return
+        slots = self.masters.slots.values()
+        if any(s.weight.grad is not None or s.master.grad is not None for s in slots):
+            message = (
+                "optimizer.step() was called while the session holds gradients of "
+                "16-bit weights: call session.step(), which unscales and clips them, "
+                "steps, and publishes the weights."
+            )
+            raise UserError(message)
 
     def gradients(self, *, folded: bool) -> list[tuple[Tensor, Tensor]]:
         """Return (parameter of the optimizer, gradient) for each that has one.
@@ -114,7 +138,11 @@ class Updates:
         elif self.skips_on_device:
             self._clip()
             self.masters.refresh()
-            fused.step(optimizer, found_inf)
+            self._stepping = True
+            try:
+                fused.step(optimizer, found_inf)
+            finally:
+                self._stepping = False
             self.masters.publish()
         elif report.applied:
             self._clip()

@@ -154,7 +154,8 @@ BENCHES = {
     "wire": Bench(
         "bytes that two processes exchange in a step, at each level",
         "Train a few linear layers in two processes over loopback, at each level and "
-        "with torch.amp; print what their sockets sent, and what gradients came to.",
+        "with torch.amp; print the bytes their sockets sent, and the bytes of the "
+        "tensors they all-reduced.",
         flags.add_wire,
         _wire,
     ),

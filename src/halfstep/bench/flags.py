@@ -6,10 +6,15 @@ In: parsers of argparse. Out: the same, with flags. Importing this loads no torc
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+_HELP_WIDTH = 78
+"""Columns of a help text that argparse does not wrap."""
 
 
 def _is_whole(word: str) -> bool:
@@ -81,23 +86,26 @@ FORMS = (
 )
 """How `bench optimizer` can keep weights."""
 
-PEERS = (
-    "fp32",
-    "torch.amp",
-    "torch.amp-kept",
-    "accelerate",
-    "fabric-mixed",
-    "fabric-true",
-    "naive-O2",
-    "pure",
-    "O1",
-    "O2",
-    "O2-kept",
-    "O2-split",
-    "O2-kahan",
-    "O2-stochastic",
-    "O3",
-)
+_PEERS = {
+    "fp32": "weights, gradients and products in fp32",
+    "torch.amp": "torch.autocast, and torch's GradScaler with fp16",
+    "torch.amp-kept": "the same; the C library's allocator keeps all memory",
+    "accelerate": "Hugging Face Accelerate, mixed_precision as --dtype",
+    "fabric-mixed": "Lightning Fabric, 16-bit products of fp32 weights",
+    "fabric-true": "Lightning Fabric, 16-bit weights without masters",
+    "naive-O2": "16-bit weights and fp32 masters by hand, copied each step",
+    "pure": "16-bit weights by hand: no masters, no loss scale",
+    "O1": "halfstep: fp32 weights, operations cast one by one",
+    "O2": "halfstep: 16-bit weights, fp32 masters",
+    "O2-kept": "the same; the C library's allocator keeps all memory",
+    "O2-split": "halfstep: bf16 weights and the 16 bits they lack of fp32",
+    "O2-kahan": "halfstep: bf16 weights and a bf16 rest of each update",
+    "O2-stochastic": "halfstep: 16-bit weights, updates rounded at random",
+    "O3": "halfstep: 16-bit weights without masters",
+}
+"""Contender of `bench recipe` -> what it is."""
+
+PEERS = tuple(_PEERS)
 """What `bench recipe` can train with."""
 
 
@@ -139,7 +147,7 @@ def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def _add_common(parser: argparse.ArgumentParser, rounds: int | None) -> None:
     """Add the flags of most benches."""
-    text = "(default bf16)"
+    text = "16-bit format (default bf16)"
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help=text)
     _add_place(parser, rounds)
 
@@ -180,7 +188,8 @@ def add_autocast(parser: argparse.ArgumentParser) -> None:
 def _add_network(parser: argparse.ArgumentParser, accumulate: int) -> None:
     """Add the sizes of the recipe's network, and of its micro-batches."""
     add = parser.add_argument
-    add("--layers", type=whole, default=3, metavar="N", help="(default 3)")
+    text = "linear layers, with ReLU between (default 3)"
+    add("--layers", type=whole, default=3, metavar="N", help=text)
     text = "inputs and outputs of each layer (default 4096)"
     add("--width", type=whole, default=4096, metavar="N", help=text)
     text = "examples of one micro-batch (default 512)"
@@ -247,10 +256,14 @@ def add_scaler(parser: argparse.ArgumentParser) -> None:
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `bench recipe`."""
+    """Add the flags of `bench recipe`, and what its contenders are."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = textwrap.fill(parser.description or "", _HELP_WIDTH)
+    lines = [f"  {name:<16}{text}" for name, text in _PEERS.items()]
+    parser.epilog = "\n".join(["contenders:", *lines])
     _add_network(parser, accumulate=1)
     add = parser.add_argument
-    text = "(default sgd)"
+    text = "what updates the weights (default sgd)"
     choices = ("sgd", "sgd-momentum", "adamw")
     add("--optimizer", choices=choices, default="sgd", help=text)
     text = "steps in one turn (default 3)"
@@ -319,7 +332,8 @@ def add_traces(parser: argparse.ArgumentParser) -> None:
 def add_wire(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench wire`."""
     add = parser.add_argument
-    add("--layers", type=whole, default=3, metavar="N", help="(default 3)")
+    text = "linear layers, with ReLU between (default 3)"
+    add("--layers", type=whole, default=3, metavar="N", help=text)
     text = "inputs and outputs of each layer (default 1024)"
     add("--width", type=whole, default=1024, metavar="N", help=text)
     text = "examples of one micro-batch (default 32)"
@@ -335,7 +349,7 @@ def add_wire(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,NAME",
         help=f"of {', '.join(WIRES)} (default all)",
     )
-    text = "(default bf16)"
+    text = "16-bit format (default bf16)"
     add("--dtype", choices=("bf16", "fp16"), default="bf16", help=text)
     text = "gloo is a CPU's (default cpu)"
     add("--device", choices=("cpu",), default="cpu", help=text)

@@ -99,6 +99,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         f"loss: of the last micro-batch of {steps} steps; same weights and batches",
         "a process each, with " + _shown(living.IDLE),
         *(f"{name} refused: {text}" for name, text in refusals.items()),
+        *unmeasured(times, why_not),
         *versions(present),
         *measure.conditions("recipe", device, arguments),
     )
@@ -162,6 +163,22 @@ def cells(times: measure.Times, name: str, last: Mapping[str, Any]) -> tuple[Cel
         last["peak_bytes"] / _MIB,
         last["loss"],
     )
+
+
+def unmeasured(times: measure.Times, why_not: Mapping[str, str]) -> list[str]:
+    """Return a note on each baseline that did not run, so that its column is empty.
+
+    Args:
+        times: Of all that ran.
+        why_not: Contender that was asked for, and did not run -> why.
+    """
+    notes = []
+    for name in BASELINES:
+        if name not in times.rounds:
+            why = why_not.get(name, "not among --contenders")
+            spread = " and +-" if name == BASELINES[0] else ""
+            notes.append(f"x {name}{spread}: empty, since {name} did not run: {why}")
+    return notes
 
 
 def versions(names: Iterable[str]) -> list[str]:

@@ -27,9 +27,9 @@ _COLUMNS = (
     "contender",
     "micro-batches",
     "bytes sent",
-    f"x {BASELINE}",
+    f"sent x {BASELINE}",
     "in collectives",
-    f"x {BASELINE} ",
+    f"collectives x {BASELINE}",
     "calls",
     "ranks equal",
 )

@@ -12,25 +12,34 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
+import sys
 import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 VARIABLE = "HALFSTEP_COMPILER"
-"""Names the compiler; "none" does without compiled kernels."""
+"""Names the compiler, as CC does; "none" does without compiled kernels."""
 
 USUAL = ("cc", "gcc", "clang")
 
 FLAGS = (
     "-std=gnu11",
     "-O3",
+    # CC may hold words that change results, or that end or change the whole process.
+    "-fno-sanitize=all",
+    "-fno-fast-math",
+    "-fno-unsafe-math-optimizations",
+    "-fno-finite-math-only",
     # a * b + c in two roundings, as torch's arithmetic is written down.
     "-ffp-contract=off",
     # Without it sqrtf may set errno, and stays scalar.
@@ -43,11 +52,20 @@ FLAGS = (
 OWN = (("-march=native",), ("-mcpu=native",), ())
 """Words for this very processor, as compilers know them; the first that works."""
 
-PATIENCE = 120.0
+PATIENCE = 30.0
 """Seconds after which a compiler counts as stuck."""
+GREETING = 10.0
+"""Seconds in which it is to say its version."""
 
-_CPU = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+_CPUINFO = Path("/proc/cpuinfo")
+_CPU = {
+    *("model name", "flags"),
+    *("Features", "CPU implementer", "CPU part", "CPU variant"),
+    # POWER, RISC-V, s390.
+    *("cpu", "machine", "isa", "uarch", "features"),
+}
 _SHOWN = 160
+_OPEN = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NoLibraryError(Exception):
@@ -68,7 +86,7 @@ def find() -> Compiler:
     Raises:
         NoLibraryError: If there is none, or the user wants none.
     """
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(VARIABLE, "").strip()
     if named == "none":
         message = f"{VARIABLE}=none"
         raise NoLibraryError(message)
@@ -76,8 +94,8 @@ def find() -> Compiler:
         message = f"no compiled kernels on {platform.system()}"
         raise NoLibraryError(message)
     if named:
-        return _asked((named,), f"{VARIABLE}={named}")
-    own = tuple(shlex.split(os.environ.get("CC", "")))
+        return _asked(_words(VARIABLE, named), f"{VARIABLE}={named}")
+    own = _words("CC", os.environ.get("CC", ""))
     candidates = [own] if own else []
     why = []
     for command in [*candidates, *((name,) for name in USUAL)]:
@@ -89,53 +107,87 @@ def find() -> Compiler:
     raise NoLibraryError(message)
 
 
+def _words(variable: str, value: str) -> tuple[str, ...]:
+    """Split a variable as a shell would."""
+    try:
+        return tuple(shlex.split(value))
+    except ValueError as error:
+        message = f"{variable}={value}: {error}"
+        raise NoLibraryError(message) from error
+
+
 def _asked(command: tuple[str, ...], name: str) -> Compiler:
     program = shutil.which(command[0])
     if program is None:
         message = f"{name}: no such program"
         raise NoLibraryError(message)
-    said = _run((program, *command[1:], "--version"), name)
+    said = _run((program, *command[1:], "--version"), name, GREETING)
     return Compiler((program, *command[1:]), said.partition("\n")[0].strip())
 
 
-def _run(command: tuple[str, ...], name: str) -> str:
+def _run(command: tuple[str, ...], name: str, patience: float) -> str:
     """Return what a command says.
 
     Raises:
         NoLibraryError: If it fails, or does not end.
     """
     try:
-        # The user's own compiler, as make would call it.
-        done = subprocess.run(  # noqa: S603
-            command,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=PATIENCE,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        said, complaint, status = _output(command, patience)
+    except subprocess.TimeoutExpired as error:
+        message = f"{name}: no answer in {patience:g} s"
+        raise NoLibraryError(message) from error
+    except OSError as error:
         message = f"{name}: {error}"
         raise NoLibraryError(message) from error
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["nothing"]
+    if status:
+        lines = (complaint.strip() or said.strip()).splitlines() or ["nothing"]
         # Of a compiler's complaints the first error is the one that matters.
-        line = next((line for line in said if "error" in line), said[-1])
-        status = f"{name} failed with status {done.returncode}"
-        message = f"{status}: {line.strip()[:_SHOWN]}"
+        line = next((line for line in lines if "error" in line), lines[-1])
+        message = f"{name} failed with status {status}: {line.strip()[:_SHOWN]}"
         raise NoLibraryError(message)
-    return done.stdout
+    return said
+
+
+def _output(command: tuple[str, ...], patience: float) -> tuple[str, str, int]:
+    """Return the output of a command, its complaints, and its status."""
+    # The user's own compiler, as make would call it.
+    with subprocess.Popen(  # noqa: S603
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            said, complaint = process.communicate(timeout=patience)
+        except BaseException:
+            # With what it has started: ccache, cc1.
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return said, complaint, process.returncode
+
+
+def features() -> list[str]:
+    """Return what the system says of its processors, each line once."""
+    try:
+        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    told = (line for line in lines if line.partition(":")[0].strip() in _CPU)
+    return list(dict.fromkeys(told))
 
 
 def processor() -> str:
     """Return what tells this processor from others for which code may be compiled."""
-    words = [platform.machine(), platform.processor()]
-    with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        first = text.partition("\n\n")[0].splitlines()
-        words += [line for line in first if line.partition(":")[0].strip() in _CPU]
-    return "\n".join(words)
+    return "\n".join([platform.machine(), platform.processor(), *features()])
+
+
+def flushes() -> bool:
+    """Say whether this thread takes subnormal numbers for zero."""
+    return sys.float_info.min / 2 == 0
 
 
 def folder() -> Path:
@@ -145,29 +197,46 @@ def folder() -> Path:
     return root / "halfstep" / "compiled"
 
 
-def private(place: Path) -> None:
-    """Make a folder that nobody else can write to.
+def private(place: Path) -> Path:
+    """Make a folder that nobody else can write to or exchange.
 
     Why: whoever can put a library there runs code as this user.
+
+    Returns:
+        The folder without links: what was looked at is what will be used.
 
     Raises:
         NoLibraryError: If it cannot be made, or is not this user's alone.
     """
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # With parents=True the mode would be of the last one alone.
+        for path in (*reversed(place.parents), place):
+            if not path.exists():
+                path.mkdir(mode=0o700, exist_ok=True)
         facts = place.lstat()
+        place = place.resolve(strict=True)
+        above = [(parent, parent.stat()) for parent in place.parents]
     except (OSError, RuntimeError) as error:
         message = f"{place}: {error}"
         raise NoLibraryError(message) from error
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
         message = f"{place} is not a folder of this user"
         raise NoLibraryError(message)
-    if facts.st_mode & 0o022:
+    if facts.st_mode & _OPEN:
         message = f"{place} can be written to by others: chmod 700 it"
         raise NoLibraryError(message)
     if not os.access(place, os.W_OK | os.X_OK):
         message = f"{place} cannot be written to"
         raise NoLibraryError(message)
+    for parent, facts in above:
+        if facts.st_uid not in {0, os.getuid()}:
+            message = f"{parent}, above the cache, belongs to another user"
+            raise NoLibraryError(message)
+        # As in /tmp, nobody moves there what is another's.
+        if facts.st_mode & _OPEN and not facts.st_mode & stat.S_ISVTX:
+            message = f"{parent}, above the cache, is open to others: chmod go-w it"
+            raise NoLibraryError(message)
+    return place
 
 
 @contextmanager
@@ -208,7 +277,7 @@ class Job:
         ]
         files = sorted([self.source, *self.source.parent.glob("*.h")])
         texts = [_digest(file.read_bytes()) for file in files]
-        return _digest("\0".join(parts + texts).encode())
+        return _digest("\0".join(parts + texts).encode(errors="surrogateescape"))
 
     def compile(self, compiler: Compiler, place: Path) -> Path:
         """Compile into a folder of this process; return the library.
@@ -217,11 +286,12 @@ class Job:
             NoLibraryError: If the compiler fails.
         """
         out = place / "kernels.so"
-        why = None
-        for own in OWN:
+        name, why = shlex.join(compiler.command), None
+        # Where the cache cannot tell processors apart, the code must run on each.
+        for own in OWN if features() else ((),):
             words = (*FLAGS, *self.extra, *own, str(self.source), "-o", str(out), "-lm")
             try:
-                _run((*compiler.command, *words), shlex.join(compiler.command))
+                _run((*compiler.command, *words), name, PATIENCE)
             except NoLibraryError as error:
                 if isinstance(error.__cause__, subprocess.TimeoutExpired):
                     raise
@@ -229,7 +299,7 @@ class Job:
             else:
                 if out.exists():
                     return out
-                message = f"{shlex.join(compiler.command)} wrote nothing"
+                message = f"{name} wrote nothing"
                 raise NoLibraryError(message)
         raise NoLibraryError(str(why)) from why
 
@@ -250,10 +320,16 @@ class Job:
         Raises:
             NoLibraryError: If it cannot be loaded, or computes something else.
         """
+        flushed = flushes()
         try:
             library = ctypes.CDLL(str(file))
+            if flushes() != flushed:
+                # Start-up code that some words of CC link in did it.
+                torch.set_flush_denormal(flushed)
+                message = "what it compiled makes zero of subnormal numbers everywhere"
+                raise NoLibraryError(message)
             works = self.works(library)
-        except (OSError, AttributeError) as error:
+        except (OSError, AttributeError, MemoryError) as error:
             message = f"{file.name}: {error}"
             raise NoLibraryError(message) from error
         if not works:
@@ -279,15 +355,20 @@ class Job:
         """
         place = None
         try:
-            place = folder()
-            private(place)
+            place = private(folder())
             known = self.kept(compiler, place)
             if known is not None:
                 return known, ""
         except (NoLibraryError, OSError, RuntimeError) as error:
             place, why = None, str(error)
-        with tempfile.TemporaryDirectory(prefix="halfstep-") as scratch:
-            built = self.compile(compiler, Path(scratch))
+        try:
+            scratch = tempfile.TemporaryDirectory(
+                prefix="halfstep-", ignore_cleanup_errors=True
+            )
+        except OSError as error:
+            raise NoLibraryError(str(error)) from error
+        with scratch as name:
+            built = self.compile(compiler, Path(name))
             if place is not None:
                 try:
                     self.keep(built, compiler, place)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from halfstep.master.form import Clock, Form, Slot
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _PLAIN = "plain"
 """The word for fp32 parameters of the same optimizer, which need no master."""
 
@@ -55,7 +56,7 @@ def choose(optimizer: Optimizer, params: Iterable[Tensor]) -> tuple[Kernel | Non
     held = list(params)
     devices = {str(param.device) for param in held}
     why = ""
-    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+    if type(optimizer) not in _KNOWN:
         why = "only the arithmetic of SGD, Adam and AdamW is built in"
     elif not held:
         why = "it has no parameters"
@@ -70,6 +71,10 @@ def choose(optimizer: Optimizer, params: Iterable[Tensor]) -> tuple[Kernel | Non
     if why:
         return None, why
     kernel = _on(held[0].device)
+    dampened = (group.get("dampening") for group in optimizer.param_groups)
+    if kernel is not None and kernel.on_device and any(dampened):
+        # Whether a step filled the momentum is known on the device alone.
+        return None, "dampening, and steps that are skipped on the device"
     return kernel, kernel.words if kernel else f"no kernel for {held[0].device}"
 
 
@@ -90,7 +95,8 @@ def hindrance(optimizer: Optimizer) -> str:
         return "it has step hooks"
     if "step" in vars(optimizer) and not is_counted(optimizer):
         return "its step was replaced"
-    if any(rule_of(optimizer, group) is None for group in optimizer.param_groups):
+    groups = optimizer.param_groups if type(optimizer) in _KNOWN else ()
+    if any(rule_of(optimizer, group) is None for group in groups):
         return "differentiable=True, or a rate on a device"
     return ""
 
@@ -187,10 +193,18 @@ class Direct:
         for name, items in ((self._form.name, low), (_PLAIN, plain)):
             if not items:
                 continue
-            _count(items, found_inf)
             now = (clock.seed, clock.step)
             more = {"found_inf": found_inf} if self.kernel.on_device else {}
-            self.kernel.update(items, rule, name, inverse=inverse, clock=now, **more)
+            taken = 1.0 if found_inf is None else 1.0 - found_inf
+            steps = [item.step for item in items if item.step is not None]
+            _add(steps, taken)
+            try:
+                self.kernel.update(
+                    items, rule, name, inverse=inverse, clock=now, **more
+                )
+            except BaseException:
+                _add(steps, -taken)  # it refuses before it changes anything
+                raise
             for item in items:
                 item.first = False
                 item.gradient = item.weight  # nothing must keep the gradient alive
@@ -206,7 +220,7 @@ class Direct:
         if gradient is None:
             return None
         keys = _state_keys(rule)
-        held = self._optimizer.state[param] if keys else {}
+        held = self._optimizer.state.setdefault(param, {}) if keys else {}
         item = self._items.get(param)
         if item is None or not _fits(item, weight, slot, held, keys):
             dtype = torch.float32 if slot is None else self._form.states
@@ -260,13 +274,18 @@ def _make_state(
     home = weight.device if on_device else torch.device("cpu")
     if first and isinstance(rule, Adam):
         held["step"] = torch.zeros((), dtype=torch.float32, device=home)
-    elif "step" in held and held["step"].device != home:
-        held["step"] = held["step"].to(home)
+    elif "step" in held:
+        # Users set plain numbers, and torch itself has kept integers once.
+        held["step"] = torch.as_tensor(held["step"], dtype=torch.float32, device=home)
     for key in keys:
         state = held.get(key)
         if state is None:  # amsgrad may have been set later
             held[key] = torch.zeros_like(weight, dtype=dtype)
-        elif state.dtype != dtype or state.stride() != weight.stride():
+        elif (state.dtype, state.device, state.stride()) != (
+            dtype,
+            weight.device,
+            weight.stride(),
+        ):
             held[key] = torch.empty_like(weight, dtype=dtype).copy_(state)
     return first
 
@@ -304,12 +323,10 @@ def _flat(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _count(items: list[Item], found_inf: Tensor | None) -> None:
-    """Count a step of Adam for each item, unless it is skipped."""
-    steps = [item.step for item in items if item.step is not None]
+def _add(steps: list[Tensor], number: Tensor | float) -> None:
+    """Count steps of Adam, or take one back."""
     if steps:
-        taken = 1.0 if found_inf is None else 1.0 - found_inf
-        torch._foreach_add_(steps, taken)
+        torch._foreach_add_(steps, number)
 
 
 def usable(gradients: Iterable[Tensor]) -> bool:
@@ -318,5 +335,6 @@ def usable(gradients: Iterable[Tensor]) -> bool:
         type(gradient) in (torch.Tensor, torch.nn.Parameter)
         and gradient.layout == torch.strided
         and gradient.dtype in _FLOATS
+        and not gradient.is_neg()
         for gradient in gradients
     )

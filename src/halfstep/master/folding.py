@@ -6,7 +6,8 @@ freed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from halfstep.master.form import Slot
 
@@ -32,7 +34,8 @@ def fold_on_arrival(slot: Slot, wanted: Callable[[], bool]) -> None:
         if wanted():
             fold(slot)
 
-    if slot.weight.requires_grad:
+    if slot.weight.requires_grad and not slot.hooked:
+        slot.hooked = True
         slot.weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
 
@@ -55,3 +58,15 @@ def fold(slot: Slot) -> None:
         slot.master.grad = slot.buffer.copy_(gradient).detach()
     else:
         add_(total, gradient)
+
+
+def clear_together(optimizer: Optimizer, clear: Callable[[], None]) -> None:
+    """Let `optimizer.zero_grad` also clear the 16-bit gradients behind its masters."""
+    own = optimizer.zero_grad
+
+    @wraps(own)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        own(*args, **kwargs)
+        clear()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

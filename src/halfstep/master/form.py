@@ -7,7 +7,7 @@ and puts it together again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,26 @@ from halfstep.errors import UserError
 from halfstep.master import kahan, split, stochastic
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor, nn
+
+
+_PART = 1 << 18
+"""Numbers worked on at once: what is made on the way, 8 bytes for each, stays small."""
+
+
+def _in_parts(*tensors: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:  # noqa: ANN401
+    """Yield the place where a part begins, and that part of each tensor, or None."""
+    held = [tensor for tensor in tensors if tensor is not None]
+    size = held[0].numel()
+    if size <= _PART or not all(tensor.is_contiguous() for tensor in held):
+        yield 0, tensors
+        return
+    flat = [None if tensor is None else tensor.view(-1) for tensor in tensors]
+    for start in range(0, size, _PART):
+        parts = (t if t is None else t[start : start + _PART] for t in flat)
+        yield start, tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +45,30 @@ class Clock:
     step: int
     """Updates so far; the same on every rank, and kept in checkpoints."""
 
-    def sixteen(self, index: int, number: int, like: Tensor) -> Tensor:
+    def sixteen(self, index: int, number: int, like: Tensor, start: int = 0) -> Tensor:
         """Return 16 random bits for each number of a tensor, int32.
 
         Args:
             index: Of the parameter.
             number: 0 for the weight, 1 and on for the optimizer's state tensors.
             like: On the device, and as long.
+            start: Place of its first number in the parameter.
         """
         stream, half = divmod(number, 2)
         key = stochastic.key(self.seed, self.step, index, stream)
-        return stochastic.random16(key, like.numel(), like.device)[half]
+        return stochastic.random16(key, like.numel(), like.device, start)[half]
+
+    def round_(self, index: int, number: int, values: Tensor, low: Tensor) -> None:
+        """Round fp32 numbers to bf16 at random; `low` is written.
+
+        Args:
+            index: Of the parameter.
+            number: As for `sixteen`.
+            values: fp32.
+            low: bf16, of the same shape.
+        """
+        for start, (part, out) in _in_parts(values, low):
+            stochastic.round_(part, out, self.sixteen(index, number, part, start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +116,6 @@ class Form:
             extra.copy_(truth)
             weight.copy_(truth)
 
-    @staticmethod
-    def random_(truth: Tensor, low: Tensor, sixteen: Tensor) -> None:
-        """Round fp32 numbers to bf16 at random; `low` is written."""
-        stochastic.round_(truth, low, sixteen)
-
     def decode_(self, weight: Tensor, extra: Tensor | None, truth: Tensor) -> None:
         """Put fp32 numbers together; `truth` is written."""
         if extra is None:
@@ -113,19 +140,42 @@ class Slot:
     """What is kept beside the weight."""
     number: int
     """Of the parameter, for random rounding."""
+    dtype: torch.dtype
+    """The weight's when it was adopted."""
+    hooked: bool = False
+    """Its gradients are looked after as they arrive."""
     buffer: Tensor | None = None
     """Where fp32 gradients are added up, kept from step to step."""
 
+    def check(self) -> None:
+        """Refuse a weight whose dtype was changed.
+
+        Raises:
+            UserError: With what to do instead.
+        """
+        if self.weight.dtype != self.dtype:
+            message = (
+                f"a weight of shape {tuple(self.weight.shape)} became "
+                f"{self.weight.dtype} after prepare, which stored it as {self.dtype}: "
+                "leave the model's dtype alone, and export session.weights()."
+            )
+            raise UserError(message)
+
     def decode_(self, form: Form, truth: Tensor) -> None:
         """Write the fp32 truth to a tensor."""
-        form.decode_(self.weight.detach(), self.extra, truth)
+        self.check()
+        tensors = truth, self.weight.detach(), self.extra
+        for _, (part, weight, extra) in _in_parts(*tensors):
+            form.decode_(weight, extra, part)
 
     def encode_(self, form: Form, truth: Tensor, clock: Clock) -> None:
         """Take the fp32 truth from a tensor."""
-        bits = None
-        if self.extra is None:
-            bits = clock.sixteen(self.number, 0, truth)
-        form.encode_(truth, self.weight.detach(), self.extra, bits)
+        tensors = truth, self.weight.detach(), self.extra
+        for start, (part, weight, extra) in _in_parts(*tensors):
+            bits = None
+            if extra is None:
+                bits = clock.sixteen(self.number, 0, part, start)
+            form.encode_(part, weight, extra, bits)
 
     def lie_alike(self) -> None:
         """Lay out what is kept as the weight is laid out: kernels go by memory.
@@ -139,6 +189,19 @@ class Slot:
         self.extra = torch.empty_like(self.weight, dtype=extra.dtype).copy_(extra)
         if extra.dtype == torch.float32:
             self.master.data = self.extra
+
+    def reread(self, form: Form, clock: Clock) -> int:
+        """Take the weight for the truth; return how many numbers had changed."""
+        weight = self.weight.detach()
+        wide = weight.float()
+        if form.lean:
+            # What is kept belonged to other weights, and nobody knows to which.
+            self.encode_(form, wide, clock)
+            return 0 if self.extra is None else wide.numel()
+        low = self.master.detach().to(weight.dtype)
+        other = low.view(torch.int16) != weight.view(torch.int16)
+        self.master.copy_(torch.where(other, wide, self.master))
+        return int(other.sum())
 
 
 FP32 = Form("fp32", "fp32 masters, exact", torch.float32, torch.float32)

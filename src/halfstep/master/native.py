@@ -7,9 +7,10 @@ in one pass over memory. `available` says whether there are kernels, `describe` 
 from __future__ import annotations
 
 import ctypes
+import math
 from array import array
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +20,10 @@ from torch import Tensor
 
 from halfstep.errors import UserError
 from halfstep.master import build
-from halfstep.master.arithmetic import Item, Sgd
+from halfstep.master.arithmetic import Adam, Item, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-
-    from halfstep.master.arithmetic import Adam
 
 SOURCE = Path(__file__).with_name("kernels.c")
 
@@ -37,8 +36,8 @@ WEIGHTS = {
     "stochastic": LOW[:1],
 }
 """Form -> dtypes of weights."""
-EXTRA = {"fp32": 4, "split": 2, "kahan": 2}
-"""Form -> bytes of what is kept beside a number."""
+EXTRA = {"fp32": torch.float32, "split": torch.int16, "kahan": torch.bfloat16}
+"""Form -> dtype of what is kept beside the weight."""
 LEAN = ("kahan", "stochastic")
 """Forms whose moments are bf16."""
 
@@ -54,7 +53,7 @@ _address = Tensor.data_ptr
 _numel = Tensor.numel
 _contiguous = Tensor.is_contiguous
 _dtype = attrgetter("dtype")
-_bytes = attrgetter("nbytes")
+_negated = Tensor.is_neg
 _on_cpu = attrgetter("is_cpu")
 
 
@@ -231,10 +230,10 @@ class Kernels:
 
 
 def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return tensors whose numbers lie side by side; autograd gives others, too."""
-    if all(map(_contiguous, tensors)):
+    """Return tensors without gaps and lazy signs; autograd gives others, too."""
+    if all(map(_contiguous, tensors)) and not any(map(_negated, tensors)):
         return tensors
-    return [tensor.contiguous() for tensor in tensors]
+    return [tensor.resolve_neg().contiguous() for tensor in tensors]
 
 
 def _kinds(
@@ -243,45 +242,52 @@ def _kinds(
     """Return dtypes; refuse tensors that C would read as something else.
 
     Args:
-        tensors: On one device.
+        tensors: Any.
         what: They are, for people.
-        dtypes: That C knows here.
+        dtypes: That C knows.
 
     Raises:
-        UserError: If one has another dtype, or they are not on the CPU.
+        UserError: If one has another dtype or device, gaps, or a sign to be turned.
     """
     kinds = list(map(_dtype, tensors))
-    if set(kinds).issubset(dtypes) and all(map(_on_cpu, tensors[:1])):
-        return kinds
-    index = next((i for i, kind in enumerate(kinds) if kind not in dtypes), 0)
-    right = " or ".join(str(dtype) for dtype in dtypes)
-    message = (
-        f"{what} {index} is {kinds[index]} on {tensors[index].device.type}; compiled "
-        f"kernels take {right} on cpu."
-    )
-    raise UserError(message)
+    if not (set(kinds).issubset(dtypes) and all(map(_on_cpu, tensors))):
+        bad = (not t.is_cpu or t.dtype not in dtypes for t in tensors)
+        index = next(i for i, wrong in enumerate(bad) if wrong)
+        message = (
+            f"{what} {index} is {kinds[index]} on {tensors[index].device.type}; "
+            f"compiled kernels take {' or '.join(map(str, dtypes))} on cpu."
+        )
+        raise UserError(message)
+    if _whole(tensors) is not tensors:
+        message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
+        raise UserError(message)
+    return kinds
 
 
-def _addresses(tensors: Sequence[Tensor], what: str, sizes: list[int]) -> map[int]:
+def _addresses(
+    tensors: Sequence[Tensor], what: str, dtype: torch.dtype, numels: list[int]
+) -> map[int]:
     """Return addresses of tensors; refuse those that do not hold what C would read.
 
     Args:
         tensors: One for each item, or fewer.
         what: They are, for people.
-        sizes: In bytes, for each item.
+        dtype: Of each.
+        numels: For each item.
 
     Raises:
-        UserError: If one is missing, or of another size.
+        UserError: If one is missing, of another size, or not what C would read.
     """
-    found = list(map(_bytes, tensors))
-    if len(found) != len(sizes):
-        message = f"{what}: {len(found)} of {len(sizes)} parameters have one; make it."
+    found = list(map(_numel, tensors))
+    if len(found) != len(numels):
+        message = f"{what}: {len(found)} of {len(numels)} parameters have one; make it."
         raise UserError(message)
-    if found != sizes:
-        index = next(i for i, size in enumerate(found) if size != sizes[i])
+    _kinds(tensors, f"{what} of parameter", (dtype,))
+    if found != numels:
+        index = next(i for i, size in enumerate(found) if size != numels[i])
         message = (
-            f"{what} of parameter {index} has {found[index]} bytes, not "
-            f"{sizes[index]}. Load or make the state again."
+            f"{what} of parameter {index} has {found[index]} numbers, not "
+            f"{numels[index]}. Load or make the state again."
         )
         raise UserError(message)
     return map(_address, tensors)
@@ -324,31 +330,26 @@ def _table(
     if list(map(_numel, gradients)) != numels:
         message = "A gradient has another size than its weight: give it its own."
         raise UserError(message)
-    if not all(map(_contiguous, weights)):
-        message = "A weight has gaps: compiled kernels take contiguous tensors."
-        raise UserError(message)
     nothing = [0] * len(items)
-    narrow, wide = ([width * numel for numel in numels] for width in (2, 4))
     # A list grows faster than an array does.
     table = [*numels, *map(_address, weights), *map(_address, gradients)]
     if form in EXTRA:
         extras = [item.extra for item in items if item.extra is not None]
-        sizes = wide if EXTRA[form] == 4 else narrow  # noqa: PLR2004 -- bytes
-        table.extend(_addresses(extras, "extra", sizes))
+        table.extend(_addresses(extras, "extra", EXTRA[form], numels))
     else:
         table.extend(nothing)
+    kept = torch.bfloat16 if form in LEAN else torch.float32
     count = _states(rule)
     for number in range(count):
         states = [item.states[number] for item in items if len(item.states) > number]
-        sizes = narrow if form in LEAN else wide
-        table.extend(_addresses(states, f"state {number}", sizes))
+        table.extend(_addresses(states, f"state {number}", kept, numels))
     table.extend(nothing * (STATES - count))
     if isinstance(rule, Sgd):
         table.extend(nothing)
         table.extend([item.index << 1 | item.first for item in items])
     else:
         steps = [item.step for item in items if item.step is not None]
-        table.extend(_addresses(steps, "step", [4] * len(items)))
+        table.extend(_addresses(steps, "step", torch.float32, [1] * len(items)))
         table.extend([item.index << 1 for item in items])
     table.extend(codes)
     return array("q", table)
@@ -379,14 +380,19 @@ def _needed() -> Kernels:
 
 
 def works(library: ctypes.CDLL) -> bool:
-    """Try a library on an update and a look whose results are known."""
-    weight = torch.tensor([1.0, 2.0, -4.0])
-    item = Item(
-        weight, torch.tensor([2.0, 2.0, 4.0]), None, (), None, first=True, index=0
-    )
-    rule = Sgd(0.25, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
+    """Try what a compiler's flags may break: subnormal numbers, and NaN compared."""
+    make = partial(torch.tensor, dtype=torch.float32, device="cpu")
+    tiny = 2.0**-140
+    weight, gradient = make([1.0, 2.0, -4.0, 2 * tiny]), make([2.0, 2.0, 4.0, 8 * tiny])
+    item = Item(weight, gradient, None, (), None, first=True, index=0)
+    sgd = Sgd(0.25, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
     kernels = Kernels.of(library)
-    kernels.update([item], rule, "plain", 0.5, (0, 0))
+    kernels.update([item], sgd, "plain", 0.5, (0, 0))
     found, total = kernels.look([weight], norm=True)
-    right = weight.tolist() == [0.75, 1.75, -4.5]
-    return right and not found and total.item() == 0.75**2 + 1.75**2 + 4.5**2
+    right = weight.tolist() == [0.75, 1.75, -4.5, 0.0 if build.flushes() else tiny]
+    right &= not found and total.item() == 0.75**2 + 1.75**2 + 4.5**2
+    item.gradient, item.step = make([1.0, math.nan, 1.0, 1.0]), make(1.0)
+    item.states = gradient * 0, gradient * 0, make([1.0, 1.0, math.nan, 1.0])
+    adam = Adam(0.25, 0.5, 0.5, 1.0, 0.0, decoupled=False, amsgrad=True, maximize=False)
+    kernels.update([item], adam, "plain", 1.0, (0, 0))
+    return right and item.states[2].isnan().tolist() == [False, True, True, False]

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from halfstep.master.weights import MasterWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
     from torch import Tensor, nn
 
@@ -19,10 +17,12 @@ if TYPE_CHECKING:
 class NoMasters(MasterWeights):
     """The same where the optimizer updates the model's own parameters."""
 
+    keeps = False
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
 
-    def adopt(self, originals: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+    def adopt(self, originals: dict[nn.Parameter, Tensor] | None = None) -> None:
         """Leave parameters as they are."""
 
     def describe(self) -> str:

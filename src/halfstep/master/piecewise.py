@@ -80,8 +80,10 @@ def by_parameter(optimizer: Optimizer) -> bool:
 
 
 def is_counted(optimizer: Optimizer) -> bool:
-    """Say whether a learning-rate scheduler has wrapped `optimizer.step`."""
-    return bool(getattr(optimizer.step, "_wrapped_by_lr_sched", False))
+    """Say whether a learning-rate scheduler, and nobody else, has wrapped its step."""
+    step = vars(optimizer).get("step")
+    counted = getattr(step, "_wrapped_by_lr_sched", False)
+    return counted and getattr(step, "__wrapped__", None) is type(optimizer).step
 
 
 def _pieces(
@@ -166,7 +168,7 @@ def narrow_states(
             state[key] = held.to(form.states)
         else:
             low = torch.empty_like(held, dtype=form.states)
-            form.random_(held, low, clock.sixteen(slot.number, number, held))
+            clock.round_(slot.number, number, held, low)
             state[key] = low
 
 

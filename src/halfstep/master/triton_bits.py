@@ -32,7 +32,7 @@ KEEP: Any = 2
 TAKE: Any = 3
 """1 - dampening, or 1 - beta2."""
 MEAN_TAKE: Any = 4
-"""1 - beta1."""
+"""1 - beta1; beta1 where FAR."""
 EPS: Any = 5
 MEAN_LOG: Any = 6
 """Of beta1."""
@@ -63,6 +63,8 @@ DECOUPLED: Any = 2
 NESTEROV: Any = 4
 AMSGRAD: Any = 8
 MAXIMIZE: Any = 16
+FAR: Any = 32
+"""Adam's mean lies nearer to the gradient than to the old mean."""
 
 # Of floating-point formats.
 INFINITE: Any = 0x7F800000

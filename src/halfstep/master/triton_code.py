@@ -26,6 +26,7 @@ from halfstep.master.triton_bits import (
     DECAYS,
     DECOUPLED,
     EPS,
+    FAR,
     FILLED,
     FUNCTIONS,
     GRADIENT,
@@ -142,7 +143,11 @@ def adam(
             g = g + number(table, DECAY) * w
     mean = wide(get(line, STATE, states, at, mask, aligned), states)
     square = wide(get(line, STATE + 1, states, at, mask, aligned), states)
-    mean = mean + number(table, MEAN_TAKE) * (g - mean)
+    # torch.lerp goes from the nearer end.
+    if FAR & flags:
+        mean = g - (g - mean) * number(table, MEAN_TAKE)
+    else:
+        mean = mean + number(table, MEAN_TAKE) * (g - mean)
     square = number(table, KEEP) * square + number(table, TAKE) * g * g
     more = bits
     if states == "bf16":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -99,6 +100,8 @@ def update(
         UserError: If an item's tensors do not fit the form.
     """
     device = inverse.device
+    # What is resolved here must live until the kernels are launched.
+    items = [_resolved(item) for item in items]
     groups: dict[Kind, list[list[int]]] = {}
     for item in items:
         if item.weight.numel():
@@ -156,7 +159,7 @@ def look(gradients: Sequence[Tensor], *, norm: bool) -> tuple[Tensor, Tensor | N
     groups: dict[tuple[str, bool], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            flat = gradient.contiguous()
+            flat = gradient.resolve_neg().contiguous()
             aligned = flat.data_ptr() % _ALIGNED == 0
             groups.setdefault((_word(flat, "gradient"), aligned), []).append(flat)
     code = _code()
@@ -241,7 +244,7 @@ def _numbers(rule: Rule) -> list[int]:
             shrink if rule.decoupled else rule.weight_decay,
             rule.beta2,
             1 - rule.beta2,
-            1 - rule.beta1,
+            1 - (1 - rule.beta1) if _far(rule) else 1 - rule.beta1,
             rule.eps,
             _log(rule.beta1),
             _log(rule.beta2),
@@ -253,12 +256,23 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
 
 
+def _far(rule: Adam) -> bool:
+    return rule.beta1 <= 0.5  # noqa: PLR2004 -- a half
+
+
 def _flags(rule: Rule) -> int:
     """Return what is compiled into the kernel, as bits that `triton_bits` names."""
     flags = (rule.weight_decay != 0) | rule.maximize << 4
     if isinstance(rule, Sgd):
         return flags | rule.nesterov << 2
-    return flags | rule.decoupled << 1 | rule.amsgrad << 3
+    return flags | rule.decoupled << 1 | rule.amsgrad << 3 | _far(rule) << 5
+
+
+def _resolved(item: Item) -> Item:
+    """Return an item whose gradient has its sign in memory; autograd may be lazy."""
+    if not item.gradient.is_neg():
+        return item
+    return replace(item, gradient=item.gradient.resolve_neg())
 
 
 def _line(
@@ -285,10 +299,12 @@ def _line(
     tensors = (gradient, weight, *item.states, *(() if extra is None else (extra,)))
     numel = weight.numel()
     for tensor in tensors:
-        if tensor.numel() != numel or not tensor.is_contiguous():
+        whole = tensor.is_contiguous() and not tensor.is_neg()
+        if tensor.numel() != numel or not whole:
+            lazy = "lazy signs" if tensor.is_neg() else f"strides {tensor.stride()}"
             message = (
                 f"Item {item.index} has a tensor of shape {tuple(tensor.shape)} and "
-                f"strides {tensor.stride()}; it must be contiguous, of {numel} numbers."
+                f"{lazy}; it must be contiguous, of {numel} numbers."
             )
             raise UserError(message)
         if tensor.device != device:

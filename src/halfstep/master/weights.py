@@ -6,6 +6,7 @@ with gradients folded up to it and updated weights published down.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,12 @@ from halfstep.formats import is_low
 from halfstep.master import direct, piecewise
 from halfstep.master import form as forms
 from halfstep.master.direct import Direct
-from halfstep.master.folding import fold, fold_on_arrival
+from halfstep.master.folding import clear_together, fold, fold_on_arrival
 from halfstep.master.form import Clock, Slot
 from halfstep.master.piecewise import absent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator
 
     from halfstep.master.direct import Kernel
 
@@ -40,9 +41,9 @@ class MasterWeights:
 
     Args:
         optimizer: Over 16-bit parameters, fp32 ones, or both; fp32 ones are left.
-        originals: Parameter -> fp32 values to begin with, where they are known;
-            otherwise the master starts from the 16-bit weight.
-        form: "fp32", "split", "kahan" or "stochastic": what is kept beside a weight.
+        originals: Parameter -> fp32 values to begin with, where they are known; they
+            are taken out of it. Otherwise the master starts from the 16-bit weight.
+        master: "fp32", "split", "kahan" or "stochastic": what is kept beside a weight.
         seed: Of random rounding. It must be the same on every rank, or replicas
             drift apart; so the default does not ask torch.
 
@@ -64,16 +65,19 @@ class MasterWeights:
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1.
     """
 
+    keeps = True
+    """16-bit parameters get masters."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        originals: Mapping[nn.Parameter, Tensor] | None = None,
+        originals: dict[nn.Parameter, Tensor] | None = None,
         *,
-        form: str = "fp32",
+        master: str = "fp32",
         seed: int = 0,
     ) -> None:
         self.optimizer = optimizer
-        self.form = forms.kept(form)
+        self.form = forms.kept(master)
         self.clock = Clock(seed, 0)
         self.slots: dict[Tensor, Slot] = {}
         """Master -> all that belongs to it, in the order they were adopted."""
@@ -85,10 +89,13 @@ class MasterWeights:
         """That kernel in words, or why there is none."""
         self._direct: Direct | None = None
         self._group_of: dict[Tensor, dict[str, Any]] = {}
+        self.stepping = False
+        """The optimizer steps because we say so."""
         self._versions: list[int] = []
-        self._groups = 0
-        self._folds_in_backward: bool | None = None
+        self._folds_in_backward = False
         self.adopt(originals)
+        if self.keeps:
+            clear_together(optimizer, self.clear)
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -96,23 +103,24 @@ class MasterWeights:
         return [(slot.weight, slot.master) for slot in self.slots.values()]
 
     @torch.no_grad()
-    def adopt(self, originals: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+    def adopt(self, originals: dict[nn.Parameter, Tensor] | None = None) -> None:
         """Give masters to those 16-bit parameters of the optimizer that have none.
 
         Args:
-            originals: As for the class; masters take over these tensors.
+            originals: As for the class; masters take these tensors out of it.
         """
-        if len(self.optimizer.param_groups) == self._groups:
+        groups = self.optimizer.param_groups
+        if all(param in self.numbers for group in groups for param in group["params"]):
             return
         self.refresh()
-        self._groups = len(self.optimizer.param_groups)
         for group in self.optimizer.param_groups:
             for index, param in enumerate(group["params"]):
                 held = param
                 if is_low(param.dtype):
                     forms.check(self.form, param.dtype)
-                    value = (originals or {}).get(param, param.detach())
+                    value = (originals or {}).pop(param, param.detach())
                     held = group["params"][index] = self._adopted(param, value.float())
+                    del value  # lean forms need it no more, and the next is large too
                 self.numbers.setdefault(held, len(self.numbers))
                 self._group_of[held] = group
         held_by_model = [self.stored(param) for param in self.numbers]
@@ -127,14 +135,12 @@ class MasterWeights:
             master = nn.Parameter(absent(param), requires_grad=param.requires_grad)
         else:
             master = nn.Parameter(truth, requires_grad=param.requires_grad)
-            extra = master.detach()
-        slot = Slot(param, master, extra, number)
+            extra = master
+        slot = Slot(param, master, extra, number, param.dtype)
         if self.form.lean:
             slot.encode_(self.form, truth, self.clock)
         self.slots[master] = slot
         self.numbers[master] = number
-        if self._folds_in_backward is not None:
-            fold_on_arrival(slot, self._wants_at_once)
         if param in self.optimizer.state:
             self.optimizer.state[master] = self.optimizer.state.pop(param)
             piecewise.narrow_states(self.optimizer, slot, self.form, None)
@@ -198,14 +204,12 @@ class MasterWeights:
         Args:
             on: Not under DDP, which averages gradients after that.
         """
-        if self._folds_in_backward is None and on:
-            for slot in self.slots.values():
-                fold_on_arrival(slot, self._wants_at_once)
-        if self._folds_in_backward is not None or on:
-            self._folds_in_backward = on
+        self._folds_in_backward = on
+        for slot in self.slots.values() if on else ():
+            fold_on_arrival(slot, self._wants_at_once)
 
     def _wants_at_once(self) -> bool:
-        return bool(self._folds_in_backward)
+        return self._folds_in_backward
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return (parameter of the optimizer, its gradient), folded or not yet."""
@@ -213,6 +217,8 @@ class MasterWeights:
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         for param in params:
             slot = self.slots.get(param)
+            if slot is not None and slot.master.grad is not None:
+                fold(slot)  # what came later belongs to the same sum
             gradient = param.grad if slot is None else slot.weight.grad
             if gradient is None:
                 gradient = param.grad
@@ -262,7 +268,8 @@ class MasterWeights:
         if slot is not None:
             fold(slot)
         lean = self.slots.values() if self.form.lean else ()
-        piecewise.step(self.optimizer, lean, self.form, self.clock, only=param)
+        with self._told():
+            piecewise.step(self.optimizer, lean, self.form, self.clock, only=param)
         if slot is not None and not self.form.lean:
             slot.weight.copy_(slot.master)
 
@@ -293,9 +300,9 @@ class MasterWeights:
             # Weights that were loaded after adoption. Not said: wrapping in DDP writes
             # to weights too. Lean forms keep what is off by less than rounding.
             for slot in self._changed():
-                self._reread(slot)
+                slot.reread(self.form, self.clock)
         first([slot.weight.detach() for slot in slots])
-        first([slot.extra for slot in slots if slot.extra is not None])
+        first([slot.extra.detach() for slot in slots if slot.extra is not None])
         self.written()
 
     def clear(self) -> None:
@@ -308,12 +315,21 @@ class MasterWeights:
         """Fold gradients, let the optimizer step over the masters, and publish them."""
         self.fold()
         self.refresh()
-        if self.form.lean:
-            slots = self.slots.values()
-            piecewise.step(self.optimizer, slots, self.form, self.clock)
-        else:
-            self.optimizer.step()
+        with self._told():
+            if self.form.lean:
+                slots = self.slots.values()
+                piecewise.step(self.optimizer, slots, self.form, self.clock)
+            else:
+                self.optimizer.step()
         self.publish()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -361,7 +377,9 @@ class MasterWeights:
         model, and a master that does not know would undo it at the next step. An
         edit through `.data` is not seen: torch does not count it.
         """
-        changed = sum(self._reread(slot) for slot in self._changed())
+        for slot in self.slots.values():
+            slot.check()
+        changed = sum(slot.reread(self.form, self.clock) for slot in self._changed())
         self.written()
         if changed:
             message = (
@@ -375,15 +393,3 @@ class MasterWeights:
         """Return those whose weights were written to since they were published."""
         pairs = zip(self.slots.values(), self._versions, strict=True)
         return [slot for slot, was in pairs if slot.weight._version != was]  # noqa: SLF001
-
-    def _reread(self, slot: Slot) -> int:
-        """Take a weight for its master; return how many numbers had changed."""
-        wide = slot.weight.detach().float()
-        if self.form.lean:
-            # What is kept belonged to other weights, and nobody knows to which.
-            slot.encode_(self.form, wide, self.clock)
-            return 0 if slot.extra is None else wide.numel()
-        low = slot.master.detach().to(slot.weight.dtype)
-        other = low.view(torch.int16) != slot.weight.detach().view(torch.int16)
-        slot.master.copy_(torch.where(other, wide, slot.master))
-        return int(other.sum())

@@ -7,12 +7,46 @@ In: a program written for `from apex import amp`. Out: the same program after
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from types import ModuleType
+from typing import Any
 
-import halfstep.compat.apex.amp
-import halfstep.compat.apex.fp16_utils
-import halfstep.compat.apex.optimizers
-import halfstep.compat.apex.parallel  # noqa: F401 -- `apex.parallel` is what callers write
+from halfstep.compat.apex import amp, fp16_utils, optimizers, parallel
+from halfstep.compat.apex.casts import Handle
+from halfstep.compat.apex.scaling import AmpScaler
+from halfstep.compat.apex.state import STATE, AmpState, maybe_print
+
+__all__ = ["amp", "fp16_utils", "install", "optimizers", "parallel"]
+
+_ROOMS = {
+    "amp": amp,
+    "fp16_utils": fp16_utils,
+    "optimizers": optimizers,
+    "parallel": parallel,
+}
+_FP16_NAMES = {name: getattr(fp16_utils, name) for name in fp16_utils.__all__}
+_INSIDE: dict[str, dict[str, Any]] = {
+    "amp._amp_state": {
+        "_amp_state": STATE,
+        "AmpState": AmpState,
+        "master_params": amp.master_params,
+        "maybe_print": maybe_print,
+    },
+    "amp.frontend": {
+        "initialize": amp.initialize,
+        "state_dict": amp.state_dict,
+        "load_state_dict": amp.load_state_dict,
+    },
+    "amp.handle": {
+        "AmpHandle": Handle,
+        "scale_loss": amp.scale_loss,
+        "disable_casts": amp.disable_casts,
+    },
+    "amp.scaler": {"LossScaler": AmpScaler},
+    "fp16_utils.fp16_optimizer": _FP16_NAMES,
+    "fp16_utils.fp16util": _FP16_NAMES,
+    "fp16_utils.loss_scaler": _FP16_NAMES,
+}
+"""Module inside one of apex's -> what programs import from there."""
 
 
 def install() -> None:
@@ -21,5 +55,13 @@ def install() -> None:
     For programs that cannot be edited: call it before they are imported.
     """
     sys.modules["apex"] = sys.modules[__name__]
-    for name in ("amp", "fp16_utils", "optimizers", "parallel"):
-        sys.modules[f"apex.{name}"] = import_module(f"{__name__}.{name}")
+    for name, room in _ROOMS.items():
+        sys.modules[f"apex.{name}"] = room
+    for path, names in _INSIDE.items():
+        module = ModuleType(f"apex.{path}", f"`{path}` of apex, as far as it is here.")
+        vars(module).update(names)
+        sys.modules[module.__name__] = module
+        parent, _, name = path.partition(".")
+        # apex too hides its module `_amp_state` behind the object in it.
+        if not hasattr(_ROOMS[parent], name):
+            setattr(_ROOMS[parent], name, module)

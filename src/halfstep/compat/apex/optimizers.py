@@ -1,7 +1,7 @@
 """apex's fused optimizers whose arithmetic torch has too.
 
-In: apex's arguments. Out: torch's optimizer with the same update; what torch cannot do
-is refused, not approximated.
+In: apex's arguments. Out: torch's optimizer with the same update, a subclass that adds
+nothing; what torch cannot do is refused, not approximated.
 """
 
 from __future__ import annotations
@@ -17,21 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
+_DECOUPLED = "decoupled_weight_decay"
+"""torch's word for `adam_w_mode`, an option of each group since torch 2.7."""
 
-def FusedAdam(  # noqa: N802 -- apex's name
-    params: ParamsT,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
-    capturable: bool = False,
-    master_weights: bool = False,
-) -> torch.optim.Optimizer:
-    """Return torch's AdamW, or Adam where `adam_w_mode` is False.
+
+class FusedAdam(torch.optim.AdamW):
+    """torch's AdamW, with the decay of Adam where `adam_w_mode` is False.
 
     Args:
         params: As for torch.
@@ -39,7 +30,7 @@ def FusedAdam(  # noqa: N802 -- apex's name
         bias_correction: False is refused.
         betas: As for torch.
         eps: As for torch.
-        adam_w_mode: Decay shrinks the weight itself.
+        adam_w_mode: Decay shrinks the weight itself; False needs torch 2.7.
         weight_decay: As for torch.
         amsgrad: True is refused, as by apex.
         set_grad_none: Not used: torch's `zero_grad` does so by default.
@@ -49,25 +40,48 @@ def FusedAdam(  # noqa: N802 -- apex's name
     Raises:
         AmpError: If something is asked for that torch has not.
     """
-    del set_grad_none
-    refused = {"bias_correction": not bias_correction, "amsgrad": amsgrad}
-    _refuse("FusedAdam", refused | {"master_weights": master_weights})
-    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    return kind(params, lr, betas, eps, weight_decay, capturable=capturable)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        del set_grad_none
+        refused = {"bias_correction": not bias_correction, "amsgrad": amsgrad}
+        _refuse("FusedAdam", refused | {"master_weights": master_weights})
+        super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable)
+        if not adam_w_mode:
+            if _DECOUPLED not in self.defaults:
+                message = (
+                    f"FusedAdam: adam_w_mode={adam_w_mode!r} needs torch 2.7 or later, "
+                    f"this is {torch.__version__}: use torch.optim.Adam."
+                )
+                raise AmpError(message)
+            self.defaults[_DECOUPLED] = False
+            self._keep_mode()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Load; the mode stays, which AdamW would set back to its own."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._keep_mode()
+
+    def _keep_mode(self) -> None:
+        if _DECOUPLED in self.defaults:
+            for group in self.param_groups:
+                group[_DECOUPLED] = self.defaults[_DECOUPLED]
 
 
-def FusedSGD(  # noqa: N802 -- apex's name
-    params: ParamsT,
-    lr: float = 1e-3,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    wd_after_momentum: bool = False,
-    materialize_master_grads: bool = True,
-    set_grad_none: bool = False,
-) -> torch.optim.Optimizer:
-    """Return torch's SGD.
+class FusedSGD(torch.optim.SGD):
+    """torch's SGD.
 
     Args:
         params: As for torch.
@@ -83,22 +97,28 @@ def FusedSGD(  # noqa: N802 -- apex's name
     Raises:
         AmpError: If something is asked for that torch has not.
     """
-    del materialize_master_grads, set_grad_none
-    _refuse("FusedSGD", {"wd_after_momentum": wd_after_momentum})
-    return torch.optim.SGD(
-        params, lr, momentum, dampening, weight_decay, nesterov=nesterov
-    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        del materialize_master_grads, set_grad_none
+        _refuse("FusedSGD", {"wd_after_momentum": wd_after_momentum})
+        super().__init__(
+            params, lr, momentum, dampening, weight_decay, nesterov=nesterov
+        )
 
 
-def FusedAdagrad(  # noqa: N802 -- apex's name
-    params: ParamsT,
-    lr: float = 1e-2,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
-    set_grad_none: bool = True,
-    adagrad_w_mode: bool = False,
-) -> torch.optim.Optimizer:
-    """Return torch's Adagrad.
+class FusedAdagrad(torch.optim.Adagrad):
+    """torch's Adagrad.
 
     Args:
         params: As for torch.
@@ -111,9 +131,19 @@ def FusedAdagrad(  # noqa: N802 -- apex's name
     Raises:
         AmpError: If something is asked for that torch has not.
     """
-    del set_grad_none
-    _refuse("FusedAdagrad", {"adagrad_w_mode": adagrad_w_mode})
-    return torch.optim.Adagrad(params, lr, weight_decay=weight_decay, eps=eps)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        del set_grad_none
+        _refuse("FusedAdagrad", {"adagrad_w_mode": adagrad_w_mode})
+        super().__init__(params, lr, weight_decay=weight_decay, eps=eps)
 
 
 def FusedLAMB(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401, N802

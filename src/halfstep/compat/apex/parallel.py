@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.nn import SyncBatchNorm
+from torch.nn import SyncBatchNorm as _TorchSyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel as _TorchDDP
 
 from halfstep.compat.apex.state import AmpError
@@ -91,6 +91,47 @@ class DistributedDataParallel(_TorchDDP):
         )
 
 
+class SyncBatchNorm(_TorchSyncBatchNorm):
+    """torch's batch norm over all ranks, for arguments of apex's.
+
+    Args:
+        num_features: As for torch.
+        eps: As for torch.
+        momentum: As for torch.
+        affine: As for torch.
+        track_running_stats: As for torch.
+        process_group: Ranks that share statistics; default all.
+        channel_last: Not used: torch looks at the memory format itself.
+        fuse_relu: True is refused.
+
+    Raises:
+        AmpError: If it should apply ReLU too.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,  # noqa: ANN401
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        del channel_last
+        if fuse_relu:
+            message = (
+                f"SyncBatchNorm: fuse_relu={fuse_relu!r} has no counterpart in "
+                "torch's, which applies no ReLU: leave it out, and put nn.ReLU() "
+                "behind the layer."
+            )
+            raise AmpError(message)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, process_group
+        )
+
+
 def convert_syncbn_model(
     module: nn.Module,
     process_group: Any = None,  # noqa: ANN401
@@ -104,7 +145,11 @@ def convert_syncbn_model(
         channel_last: Not used: torch looks at the memory format itself.
     """
     del channel_last
-    converted: nn.Module = SyncBatchNorm.convert_sync_batchnorm(  # type: ignore[no-untyped-call]
+    converted: nn.Module = _TorchSyncBatchNorm.convert_sync_batchnorm(  # type: ignore[no-untyped-call]
         module, process_group
     )
+    for part in converted.modules():
+        if type(part) is _TorchSyncBatchNorm:
+            # torch makes its own class whichever it is asked of; ours adds no state.
+            part.__class__ = SyncBatchNorm
     return converted

@@ -26,6 +26,15 @@ _ROWS: dict[str, tuple[Any, ...]] = {
 LEVELS = {name: Properties(True, name, *row) for name, row in _ROWS.items()}  # noqa: FBT003
 
 
+_BRIEFS = {
+    "O0": "Pure FP32 training.",
+    "O1": "Insert automatic casts around Pytorch functions and Tensor methods.",
+    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
+    "O3": "Pure FP16 training.",
+}
+"""apex's own words, which programs look for in logs."""
+
+
 def chosen(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
     """Return a level's properties with a user's overrides.
 
@@ -51,13 +60,20 @@ def chosen(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
 
 
 def lines(properties: Properties) -> list[str]:
-    """Return what apex prints of a level."""
-    options = [f"{name:<22} : {value}" for name, value in asdict(properties).items()]
+    """Return what apex prints of a level, chosen and perhaps overridden."""
+    name = str(properties.opt_level)
     return [
-        f"Selected optimization level {properties.opt_level}",
+        f"Selected optimization level {name}:  {_BRIEFS[name]}",
+        "Defaults for this optimization level are:",
+        *_options(LEVELS[name]),
+        "Processing user overrides (additional kwargs that are not None)...",
         "After processing overrides, optimization options are:",
-        *options,
+        *_options(properties),
     ]
+
+
+def _options(properties: Properties) -> list[str]:
+    return [f"{name:<22} : {value}" for name, value in asdict(properties).items()]
 
 
 def _no_level(word: object) -> str:

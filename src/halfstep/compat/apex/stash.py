@@ -161,12 +161,14 @@ class Stash:
         """Run the optimizer's own step, unless a gradient was not finite.
 
         Raises:
-            AmpError: If a closure is given, or gradients are still scaled.
+            AmpError: If a closure is given, gradients are still scaled, or none went
+                through `scale_loss`.
             LossScaleCollapse: If skipping has gone on for too long.
         """
         for scaler in list(self.unchecked):
             scaler.settle()
         self._refuse_scaled()
+        self._refuse_bare()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None and (self.pairs or STATE.scales):
             message = (
@@ -196,6 +198,17 @@ class Stash:
                 "optimizer.step() was called while its gradients are still scaled by "
                 f"{self._pending:g}: the last scale_loss before a step must leave "
                 "delay_unscale=False."
+            )
+            raise AmpError(message)
+
+    def _refuse_bare(self) -> None:
+        """Refuse a step that would do nothing, since no gradient reached a master."""
+        left = sum(param.grad is not None for param, _ in self.pairs)
+        if left and all(master.grad is None for _, master in self.pairs):
+            message = (
+                f"gradients never went through amp.scale_loss: {left} weights have "
+                "one, no master has. Call backward() in `with amp.scale_loss(loss, "
+                "optimizer) as scaled_loss:`."
             )
             raise AmpError(message)
 

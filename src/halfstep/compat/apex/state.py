@@ -80,6 +80,11 @@ def say(message: str, *, first_rank_only: bool = False) -> None:
         sys.stdout.write(f"{message}\n")
 
 
+def maybe_print(msg: object, rank0: bool = False) -> None:
+    """Print as amp does; with `rank0` on the first rank only."""
+    say(str(msg), first_rank_only=rank0)
+
+
 def refuse(message: str) -> None:
     """Raise; or print, where `hard_override` is set.
 

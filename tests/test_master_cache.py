@@ -1,0 +1,239 @@
+"""What is kept of compiled kernels, for which processor, and where it may lie."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from compilers import compiled, counting, needs_compiler, own_cache
+
+from halfstep.master import build, native
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["own_cache"]
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="compilers are for POSIX")
+
+
+def only(folder: Path) -> Path:
+    """Return the one file of a folder."""
+    (file,) = folder.iterdir()
+    return file
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["kept", "not kept"])
+def test_no_temporary_folder(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, name: str
+) -> None:
+    """Law: where no folder can be had to compile in, that is the reason."""
+    if name == "not kept":
+        cache.mkdir(parents=True, mode=0o700)
+        cache.chmod(0o777)
+
+    def nowhere(*_: object, **__: object) -> None:
+        message = "No usable temporary directory found"
+        raise FileNotFoundError(message)
+
+    monkeypatch.setattr(build.tempfile, "TemporaryDirectory", nowhere)
+    assert not native.available()
+    assert "No usable temporary directory found" in native.describe()
+
+
+@needs_compiler
+def test_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
+    """Law: a second process finds what the first compiled."""
+    compiler, log = counting(tmp_path)
+    monkeypatch.setenv(build.VARIABLE, compiler)
+    assert native.available()
+    assert compiled(log) == 1
+    assert native.available()
+    assert compiled(log) == 1
+    assert stat.S_IMODE(only(cache).stat().st_mode) & 0o077 == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut", "changed", "named well"])
+def test_damaged_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path, damage: str
+) -> None:
+    """Law: a damaged file is replaced, and its successor is used."""
+    compiler, log = counting(tmp_path)
+    monkeypatch.setenv(build.VARIABLE, compiler)
+    # Not loaded in this process: a file that is mapped must not be cut.
+    job = build.Job(native.SOURCE, native.works)
+    found = build.find()
+    build.private(cache)
+    built = job.compile(found, tmp_path)
+    file = job.keep(built, found, cache)
+    whole = file.read_bytes()
+    if damage == "named well":
+        file.unlink()
+        built.write_bytes(b"garbage")
+        job.keep(built, found, cache)
+    else:
+        cut = whole[: len(whole) // 2]
+        file.write_bytes(cut if damage == "cut" else cut + b"x" + whole[len(cut) + 1 :])
+    assert native.available()
+    assert compiled(log) == 2
+    assert only(cache).read_bytes() == whole
+
+
+@needs_compiler
+def test_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Law: another source, header, compiler, flag or processor is another library."""
+    for file in native.SOURCE.parent.glob("*.[ch]"):
+        shutil.copy(file, tmp_path)
+    source = tmp_path / native.SOURCE.name
+    compiler = build.Compiler(("cc",), "cc 1")
+    keys = [build.Job(source, native.works).key(compiler)]
+    assert keys[0] == build.Job(native.SOURCE, native.works).key(compiler)
+    keys.append(build.Job(source, native.works, ("-g",)).key(compiler))
+    keys.append(build.Job(source, native.works).key(build.Compiler(("cc",), "cc 2")))
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "processor", lambda: "another")
+        keys.append(build.Job(source, native.works).key(compiler))
+    for file in (source, tmp_path / "bits.h"):
+        file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+        keys.append(build.Job(source, native.works).key(compiler))
+    assert len(set(keys)) == len(keys)
+
+
+@needs_compiler
+def test_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: where nothing can be kept, kernels are compiled each time, and say so."""
+    place = tmp_path / "cache"
+    place.mkdir()
+    (place / "halfstep").write_text("in the way", encoding="utf-8")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(build.tempfile, "tempdir", str(temporary))
+    assert native.available()
+    assert "compiled in each process: " in native.describe()
+    assert not list(temporary.iterdir())
+
+
+@needs_compiler
+def test_open_cache(cache: Path) -> None:
+    """Law: a folder that others can write to is not used: they could put code there."""
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    assert native.available()
+    assert "can be written to by others: chmod 700 it" in native.describe()
+    assert not list(cache.iterdir())
+
+
+@needs_compiler
+def test_foreign_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a folder that belongs to another user is not used, nor a link to one."""
+    cache.mkdir(parents=True, mode=0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
+        assert "is not a folder of this user" in native.describe()
+    cache.rename(cache.with_name("elsewhere"))
+    cache.symlink_to(cache.with_name("elsewhere"))
+    assert "is not a folder of this user" in native.describe()
+
+
+@needs_compiler
+def test_folders_above(cache: Path) -> None:
+    """Law: a cache is used only where nobody else could exchange a folder above it."""
+    before = os.umask(0o002)
+    try:
+        assert "in each process" not in native.describe()
+    finally:
+        os.umask(before)
+    made = (cache, cache.parent, cache.parent.parent)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700] * 3
+    cache.parent.chmod(0o1777)
+    assert "in each process" not in native.describe(), "sticky, as /tmp is"
+    cache.parent.chmod(0o770)
+    assert native.available()
+    assert f"{cache.parent}, above the cache, is open to others" in native.describe()
+    cache.parent.chmod(0o700)
+    assert "in each process" not in native.describe()
+
+
+def test_foreign_folder_above(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a cache under another user's folder is not used; root may own one."""
+    build.private(cache)
+    true = type(cache).stat
+
+    def owned_by(user: int) -> None:
+        def given(path: Path, **words: bool) -> os.stat_result:
+            facts = list(true(path, **words))
+            facts[stat.ST_UID] = user if path == cache.parent else facts[stat.ST_UID]
+            return os.stat_result(facts)
+
+        monkeypatch.setattr(type(cache), "stat", given)
+
+    owned_by(0)
+    build.private(cache)
+    owned_by(os.getuid() + 4321)
+    with pytest.raises(build.NoLibraryError, match="belongs to another user"):
+        build.private(cache)
+
+
+def test_links_above(tmp_path: Path) -> None:
+    """Law: a link above the cache is followed once: what was checked is used."""
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    used = build.private(tmp_path / "link" / "halfstep")
+    assert used == (tmp_path / "real" / "halfstep").resolve()
+
+
+def test_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Law: each kind of processor is told by its own lines; an unknown one is not."""
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(build, "_CPUINFO", info)
+    assert not build.features()
+    lines = {
+        "processor\t: 0\nisa\t\t: rv64imafdcv\nuarch\t\t: sifive,u74\n": 2,
+        "processor\t: 0\ncpu\t\t: POWER9\n\nmachine\t\t: PowerNV\n": 2,
+        "features\t: esan3 zarch vx\n": 1,
+        "CPU part\t: 0xd0c\nCPU variant\t: 0x3\n" * 4: 2,
+        "BogoMIPS\t: 50.00\n": 0,
+    }
+    names = set()
+    for text, count in lines.items():
+        info.write_text(text, encoding="utf-8")
+        assert len(build.features()) == count
+        names.add(build.processor())
+    assert len(names) == len(lines)
+
+
+@needs_compiler
+def test_unknown_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Law: for a processor that cannot be told from others, code is for all of them."""
+    compiler, log = counting(tmp_path)
+    monkeypatch.setenv(build.VARIABLE, compiler)
+    monkeypatch.setattr(build, "_CPUINFO", tmp_path / "nothing")
+    assert native.available()
+    assert compiled(log) == 1
+    assert "=native" not in log.read_text(encoding="utf-8")
+
+
+PROGRAM = """
+from halfstep.master import native
+print(native.describe())
+"""
+
+
+@needs_compiler
+def test_race(cache: Path) -> None:
+    """Law: processes that compile at once all get kernels, and leave one file."""
+    command = [sys.executable, "-c", PROGRAM]
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    said = {process.communicate(timeout=120)[0] for process in started}
+    assert len(said) == 1
+    assert said.pop().startswith("compiled with ")
+    assert only(cache).suffix == ".so"

@@ -1,0 +1,399 @@
+"""What users do between a session's calls: nothing may go wrong in silence.
+
+In: sessions at O2, and loops that reach around them. Out: the training of a session
+that was left in peace; or a refusal that names what would be right.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import master_cases as cases
+import pytest
+import torch
+from small_training import same
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from halfstep.session import Session
+
+FORMS = ("fp32", "split", "stochastic")
+every_form = pytest.mark.parametrize("form", FORMS)
+every_window = pytest.mark.parametrize("accumulate", [1, 2])
+every_kernel = pytest.mark.parametrize("kernel", [True, False])
+
+
+def backward(session: Session, slopes: dict[str, Tensor]) -> None:
+    """Run a micro-batch of `cases.Mixed`, without its step."""
+    with session.autocast():
+        loss = session.model(slopes)
+    session.backward(loss)
+
+
+def window(session: Session, first: int) -> None:
+    """Run a whole step of `cases.Mixed`."""
+    for number in range(session.accumulate):
+        report = cases.go(session, cases.slopes_of(session.model, first + number))
+    assert report.applied
+
+
+def short(error: pytest.ExceptionInfo[Exception]) -> bool:
+    """Say whether a refusal can be read at one glance."""
+    return len(str(error.value).split()) <= 35
+
+
+def critic() -> nn.Sequential:
+    """Return the D of a GAN."""
+    torch.manual_seed(1)
+    inside = nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1)
+    return nn.Sequential(*inside)
+
+
+def gan(level: str, *, fool: bool, clear: bool = True, **more: Any) -> float:
+    """Return the norm of D's gradients in its own step.
+
+    Args:
+        level: Of D; G is at O1.
+        fool: Run G's pass through D first, and one of D's own that is given up.
+        clear: Call D's `optimizer.zero_grad` between.
+        **more: For D's session.
+    """
+    torch.manual_seed(2)
+    maker, judge = nn.Linear(4, 8), critic()
+    real, noise = torch.randn(6, 8), torch.randn(6, 4)
+    begin = partial(hs.prepare, dtype="bf16")
+    g = begin(maker, cases.SGD(maker.parameters()), "O1")
+    d = begin(judge, cases.SGD(judge.parameters()), level, clip_grad_norm=1e9, **more)
+    if fool:
+        with d.autocast():
+            d.backward(judge(real).float().mean())
+        with d.autocast():
+            loss = -judge(maker(noise)).float().sum()
+        g.backward(loss)
+        assert all(param.grad is not None for param in judge.parameters())
+    held = [*judge.parameters(), *cases.adopted(d.optimizer)]
+    if clear:
+        d.optimizer.zero_grad()
+        assert all(param.grad is None for param in held)
+    for _ in range(d.accumulate):
+        with d.autocast():
+            fake = judge(maker(noise).detach()).float()
+            loss = (fake - judge(real).float()).square().mean()
+        d.backward(loss)
+        report = d.step()
+    assert report.grad_norm is not None
+    return report.grad_norm
+
+
+@every_form
+@every_window
+def test_a_gan(form: str, accumulate: int, any_machine: None) -> None:
+    """Law: `optimizer.zero_grad()` clears what passes left, folded or not.
+
+    D's own step has then the norm that it has without them, to the bit, and that of O1
+    as near as bf16 goes: each of four modules rounds once forward and once backward,
+    by 2**-9; weights that are rounded at random, in two of them, by 2**-7.
+    """
+    del any_machine
+    run = partial(gan, master=form, accumulate=accumulate)
+    norm = run("O2", fool=True)
+    assert norm == run("O2", fool=False)
+    near = partial(pytest.approx, rel=8 * 2.0**-9 + 2 * 2.0**-7)
+    assert norm == near(gan("O1", fool=True))
+    assert norm != near(run("O2", fool=True, clear=False))
+
+
+@every_form
+@every_kernel
+def test_a_window_is_forgotten(form: str, *, kernel: bool) -> None:
+    """Law: after `session.zero_grad()` a step is what it is without what came before.
+
+    Whether a pass, a folded micro-batch, or both came before.
+    """
+    for given_up in ("pass", "micro", "both"):
+        sessions = [cases.start(cases.ADAMW, form, accumulate=2) for _ in range(2)]
+        for session in sessions:
+            if not kernel:
+                session._masters.kernel = None
+        ours = sessions[0]
+        if given_up != "pass":
+            cases.go(ours, cases.slopes_of(ours.model, 7))
+        if given_up != "micro":
+            backward(ours, cases.slopes_of(ours.model, 8))
+        held = [*ours.model.parameters(), *cases.adopted(ours.optimizer)]
+        assert any(param.grad is not None for param in held)
+        ours.zero_grad()
+        assert all(param.grad is None for param in held)
+        with pytest.raises(RuntimeError, match="without a backward pass"):
+            ours.step()
+        for session in sessions:
+            window(session, 1)
+        assert same(*map(cases.everything, sessions))
+
+
+def plainly(model: nn.Module, slopes: dict[str, Tensor]) -> None:
+    """Run somebody's own backward pass."""
+    model(slopes).backward()
+
+
+def elsewhere(model: nn.Module, slopes: dict[str, Tensor]) -> None:
+    """Run the pass of another session, of a model before this one."""
+    before = nn.Linear(1, 1)
+    other = cases.start(cases.SGD, "fp32", before)
+    with other.autocast():
+        loss = model(slopes) + before(torch.ones(1, 1)).float().sum()
+    other.backward(loss)
+    other.step()
+
+
+@every_form
+@pytest.mark.parametrize("run", [plainly, elsewhere])
+@pytest.mark.parametrize("inside", [True, False])
+def test_passes_of_others(
+    form: str, run: Callable[[nn.Module, dict[str, Tensor]], None], *, inside: bool
+) -> None:
+    """Law: what another pass leaves stays on the model, and is folded into nothing."""
+    sessions = [cases.start(cases.ADAMW, form, accumulate=2) for _ in range(2)]
+    ours = sessions[0]
+    for session in sessions:
+        window(session, 1)
+        if inside:
+            cases.go(session, cases.slopes_of(session.model, 3))
+    slots = ours._masters.slots
+    folded = copy.deepcopy([slot.master.grad for slot in slots.values()])
+    weights = {id(slot.weight) for slot in slots.values()}
+    named = dict(ours.model.named_parameters())
+    slopes = {n: torch.ones_like(p) for n, p in named.items() if id(p) in weights}
+    run(ours.model, slopes)
+    assert same([slot.master.grad for slot in slots.values()], folded)
+    for name, slope in slopes.items():
+        assert same(named[name].grad, slope)
+        named[name].grad = None
+    for session in sessions:
+        if inside:
+            cases.go(session, cases.slopes_of(session.model, 4))
+        window(session, 5)
+    assert same(*map(cases.everything, sessions))
+
+
+@every_form
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("scheduler", ["before", "after", None])
+def test_a_step_that_was_replaced(
+    form: str, scheduler: str | None, *, late: bool
+) -> None:
+    """Law: a user's `optimizer.step` is called once a step, and never for a skip.
+
+    Whether a schedule was made before it was replaced, or after.
+    """
+    model = cases.Mixed()
+    optimizer = cases.ADAMW(model.parameters())
+    calls: list[int] = []
+    schedule = partial(torch.optim.lr_scheduler.ConstantLR, optimizer, factor=0.5)
+
+    def replace() -> None:
+        if scheduler == "before":
+            schedule()
+        own = optimizer.step
+
+        def step(_: Any, *args: Any, **more: Any) -> Any:
+            calls.append(1)
+            return own(*args, **more)
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        if scheduler == "after":
+            schedule()
+
+    if not late:
+        replace()
+    session = cases.prepare(model, optimizer, master=form)
+    if late:
+        replace()
+    for number in range(3):
+        assert cases.go(session, cases.slopes_of(model, number)).applied
+        assert len(calls) == number + 1
+    bad = cases.slopes_of(model, 1, scale=math.inf)
+    assert cases.go(session, bad).skipped
+    assert len(calls) == 3
+
+
+@every_form
+@every_window
+def test_many_losses(form: str, accumulate: int) -> None:
+    """Law: losses of one step add up in fp32: 1 + 300 * 1/300 is 2.
+
+    In bf16 it is 1 for ever: 1/300 is less than half an ulp there.
+    """
+    one = torch.ones((), dtype=torch.bfloat16)
+    assert one + one / 300 == one
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.LayerNorm(1))
+    session = cases.start(
+        cases.SGD, form, model, accumulate=accumulate, clip_grad_norm=math.inf
+    )
+    for _ in range(accumulate):
+        for slope in (1.0, *[1 / 300] * 300):
+            with session.autocast():
+                loss = (model[0].weight * slope).float().sum()
+            session.backward(loss)
+        report = session.step()
+    assert report.grad_norm == pytest.approx(2.0, rel=2.0**-8)
+
+
+@every_form
+@pytest.mark.parametrize(("cast", "word"), [("half", "float16"), ("float", "float32")])
+def test_a_model_that_was_cast(form: str, cast: str, word: str) -> None:
+    """Law: weights of another dtype are refused wherever masters meet them."""
+    session = cases.start(cases.ADAMW, form)
+    window(session, 1)
+    getattr(session.model, cast)()
+    told = partial(pytest.raises, UserError, match=f"became torch.{word} after prepare")
+    for act in (session.weights, session.state_dict, partial(window, session, 2)):
+        with told() as raised:
+            act()
+        assert short(raised)
+
+
+@pytest.mark.parametrize("make", [cases.SGD, cases.ADAMW, cases.NADAM])
+@every_kernel
+def test_masters_in_other_memory(make: cases.Make, *, kernel: bool) -> None:
+    """Law: fp32 masters may get other memory; the weights still are what they say."""
+    sessions = [cases.start(make, "fp32") for _ in range(2)]
+    for session in sessions:
+        if not kernel:
+            session._masters.kernel = None
+        window(session, 1)
+    for master in cases.adopted(sessions[0].optimizer):
+        master.data = master.data.clone()
+    for session in sessions:
+        window(session, 2)
+        window(session, 3)
+        truths = session.weights()
+        for name, weight in session.model.named_parameters():
+            assert torch.equal(truths[name].to(weight.dtype), weight), name
+    assert same(sessions[0].weights(), sessions[1].weights())
+    assert same(*map(cases.everything, sessions))
+
+
+@pytest.mark.parametrize("form", ["fp32", "none"])
+def test_a_dead_column(form: str) -> None:
+    """Law: counts are of a sample of the whole tensor, whatever its shape.
+
+    One input of 64 is dead; every 64th number of the matrix is its column. The share
+    is that of all numbers within 2 points: a sample of 65536 is off by 0.2 of one.
+    """
+    norm, wide = nn.LayerNorm(64), nn.Linear(64, 65536)
+    with torch.no_grad():
+        norm.weight[0] = 0.0
+    model = nn.Sequential(norm, wide)
+    make = partial(torch.optim.SGD, lr=2.0**-13)
+    session = cases.start(make, form, model, lost_updates_every=1)
+    before = wide.weight.detach().clone()
+    factors = torch.randn(65536)
+    moves = torch.zeros_like(before, dtype=torch.bool)
+
+    def watch(gradient: Tensor) -> None:
+        moves.copy_(gradient != 0)
+
+    wide.weight.register_hook(watch)
+    with session.autocast():
+        loss = (model(torch.randn(1, 64)).float() * factors).sum()
+    session.backward(loss)
+    session.step()
+    assert not moves[:, 0].any()
+    assert bool(moves[:, 1:].any(0).all())
+    (found,) = session.lost_updates()
+    stays = int(((wide.weight == before) & moves).sum()) / int(moves.sum())
+    assert 0.1 < stays < 0.9
+    assert found.unpublished == pytest.approx(stays, abs=0.02)
+    size = sum(param.numel() for param in model.parameters())
+    looked = 2**16 / size * int(moves.sum())
+    assert float(found.counts[0]) == pytest.approx(looked, rel=0.05)
+
+
+@every_form
+@pytest.mark.parametrize("name", cases.OPTIMIZERS)
+def test_every_optimizer_is_explained(form: str, name: str) -> None:
+    """Law: `explain` says how each of torch's optimizers updates, before and after."""
+    session = cases.start(cases.OPTIMIZERS[name], form, cases.model_for(name))
+    word = type(session.optimizer).__name__
+    for number in range(2):
+        notes = session.explain().notes
+        assert any(f"update: {word}" in note for note in notes), notes
+        window(session, number)
+
+
+@every_form
+@every_window
+@pytest.mark.parametrize("make", [cases.ADAMW, cases.NADAM])
+@pytest.mark.parametrize("schedule", ["before", "after", None])
+def test_a_step_by_hand(
+    form: str, accumulate: int, make: cases.Make, schedule: str | None
+) -> None:
+    """Law: `optimizer.step()` is refused while gradients wait; nothing has changed."""
+    sessions = []
+    for _ in range(2):
+        model = cases.Mixed()
+        optimizer = make(model.parameters())
+        attach = partial(torch.optim.lr_scheduler.ConstantLR, optimizer, factor=0.5)
+        if schedule == "before":
+            attach()
+        more = {"master": form, "accumulate": accumulate}
+        sessions.append(cases.prepare(model, optimizer, **more))
+        if schedule == "after":
+            attach()
+        window(sessions[-1], 1)
+    ours = sessions[0]
+    for session in sessions:
+        backward(session, cases.slopes_of(session.model, 3))
+    before = cases.everything(ours)
+    with pytest.raises(UserError, match=r"session\.step\(\)") as raised:
+        ours.optimizer.step()
+    assert short(raised)
+    assert same(cases.everything(ours), before)
+    for session in sessions:
+        session.step()
+        for number in range(accumulate - 1):
+            cases.go(session, cases.slopes_of(session.model, 4 + number))
+    assert same(*map(cases.everything, sessions))
+    assert ours.steps_applied == 2
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+def test_a_step_by_hand_without_masters(level: str, any_machine: None) -> None:
+    """Law: where the optimizer holds the model's own weights, it steps as it did."""
+    del any_machine
+    model = cases.Mixed()
+    session = hs.prepare(model, cases.SGD(model.parameters()), level)
+    before = model.linear.weight.detach().clone()
+    backward(session, cases.slopes_of(model, 1))
+    session.optimizer.step()
+    assert not torch.equal(model.linear.weight, before)
+
+
+@every_form
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_no_copies(form: str, act: Callable[[Session], object]) -> None:
+    """Law: a copy, whose hooks would be the original's, is refused."""
+    with pytest.raises(UserError, match=r"session\.state_dict\(\)") as raised:
+        act(cases.start(cases.SGD, form))
+    assert short(raised)
+
+
+@pytest.mark.parametrize(("level", "more"), [("O2", {"master": "none"}), ("O3", {})])
+def test_epsilon_in_fp16(level: str, more: dict[str, Any], any_machine: None) -> None:
+    """Law: an epsilon that fp16 rounds to 0 is told wherever state is in fp16."""
+    del any_machine
+    model = cases.Mixed()
+    adam = torch.optim.AdamW(model.parameters(), eps=1e-8)
+    with pytest.warns(UserWarning, match="eps=1e-08 rounds to 0 in fp16"):
+        hs.prepare(model, adam, level, dtype="fp16", **more)
