@@ -145,6 +145,13 @@ def masters(model: nn.Module) -> None:
     optimizer.step()
     kept.publish()
     assert_type(kept.pairs, list[tuple[nn.Parameter, nn.Parameter]])
+    lean = hs.MasterWeights(optimizer, master="split", seed=1)
+    lean.step()
+    session = hs.prepare(model, optimizer, "O2", master="kahan", lost_updates_every=100)
+    assert_type([lost.share for lost in session.lost_updates()], list[float | None])
+    assert_type(session.memory(), dict[str, int])
+    assert_type(hs.machine.keep_memory(), bool)
+    hs.prepare(model, optimizer, "O2", master="split", release_gradients=True)
 
 
 def refused(model: nn.Module) -> None:
