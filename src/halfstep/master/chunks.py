@@ -14,6 +14,7 @@ import torch
 
 from halfstep.master import quick, stochastic
 from halfstep.master.arithmetic import Sgd
+from halfstep.master.form import EXTRA, LOW_STATES
 from halfstep.master.quick import scratch
 
 if TYPE_CHECKING:
@@ -28,11 +29,6 @@ CHUNK = 1 << 16
 
 CHUNK_ELSEWHERE = 1 << 22
 """On a device, where an operation takes as long to start as on millions of numbers."""
-
-EXTRA = {"fp32": torch.float32, "split": torch.int16, "kahan": torch.bfloat16}
-"""Form -> dtype of what is kept beside a number."""
-LEAN = ("kahan", "stochastic")
-"""Forms whose moments are bf16."""
 
 _WORD = 0xFFFFFFFF
 
@@ -131,7 +127,7 @@ class Chunk:
 
     def write(self, clock: tuple[int, int]) -> None:
         """Put back what was updated."""
-        if self.form not in LEAN:
+        if self.form not in LOW_STATES:
             for kept, state in zip(self.numbers.states, self.states, strict=True):
                 self._back(kept, state)
             self._publish(None)

@@ -15,6 +15,7 @@ import torch
 from halfstep import hooks
 from halfstep.master import chunked, native, triton_kernels
 from halfstep.master.arithmetic import Adam, Item, Rule, Sgd, numbers
+from halfstep.master.form import PLAIN
 from halfstep.master.piecewise import is_counted
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_PLAIN = "plain"
-"""The word for fp32 parameters of the same optimizer, which need no master."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +189,7 @@ class Direct:
             item = self._item(rule, param)
             if item is not None:
                 (low if param in self._slots else plain).append(item)
-        for name, items in ((self._form.name, low), (_PLAIN, plain)):
+        for name, items in ((self._form.name, low), (PLAIN, plain)):
             if not items:
                 continue
             now = (clock.seed, clock.step)

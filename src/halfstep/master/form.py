@@ -225,6 +225,18 @@ STOCHASTIC = Form(
 )
 FORMS = {form.name: form for form in (FP32, SPLIT, KAHAN, STOCHASTIC)}
 
+PLAIN = "plain"
+"""The word of kernels for fp32 parameters of the same optimizer, without masters."""
+WEIGHTS: dict[str, tuple[torch.dtype, ...]] = {PLAIN: (torch.float32,)} | {
+    form.name: (torch.bfloat16,) if form.lean else (torch.bfloat16, torch.float16)
+    for form in FORMS.values()
+}
+"""Form -> dtypes of weights."""
+EXTRA = {form.name: form.extra for form in FORMS.values() if form.extra is not None}
+"""Form -> dtype of what is kept beside a weight."""
+LOW_STATES = tuple(f.name for f in FORMS.values() if f.states == torch.bfloat16)
+"""Forms whose moments are bf16."""
+
 NONE = "none"
 """The word for no masters: the optimizer updates 16-bit weights as they are."""
 

@@ -21,25 +21,12 @@ from torch import Tensor
 from halfstep.errors import UserError
 from halfstep.master import build
 from halfstep.master.arithmetic import Adam, Item, Sgd
+from halfstep.master.form import EXTRA, LOW_STATES, WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 SOURCE = Path(__file__).with_name("kernels.c")
-
-LOW = (torch.bfloat16, torch.float16)
-WEIGHTS = {
-    "plain": (torch.float32,),
-    "fp32": LOW,
-    "split": LOW[:1],
-    "kahan": LOW[:1],
-    "stochastic": LOW[:1],
-}
-"""Form -> dtypes of weights."""
-EXTRA = {"fp32": torch.float32, "split": torch.int16, "kahan": torch.bfloat16}
-"""Form -> dtype of what is kept beside the weight."""
-LEAN = ("kahan", "stochastic")
-"""Forms whose moments are bf16."""
 
 # As in kernels.c.
 FORMS = {"plain": 0, "fp32": 1, "split": 3, "kahan": 4, "stochastic": 5}
@@ -338,7 +325,7 @@ def _table(
         table.extend(_addresses(extras, "extra", EXTRA[form], numels))
     else:
         table.extend(nothing)
-    kept = torch.bfloat16 if form in LEAN else torch.float32
+    kept = torch.bfloat16 if form in LOW_STATES else torch.float32
     count = _states(rule)
     for number in range(count):
         states = [item.states[number] for item in items if len(item.states) > number]

@@ -21,6 +21,7 @@ import torch
 from halfstep.errors import UserError
 from halfstep.master import stochastic
 from halfstep.master.arithmetic import Adam, Item, Rule, Sgd
+from halfstep.master.form import EXTRA, WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,15 +40,6 @@ _OLDEST = (7, 5)
 """Compute capability from which Triton compiles."""
 
 _KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-_FORMS: dict[str, tuple[tuple[torch.dtype, ...], torch.dtype | None]] = {
-    "fp32": ((torch.bfloat16, torch.float16), torch.float32),
-    "split": ((torch.bfloat16,), torch.int16),
-    "kahan": ((torch.bfloat16,), torch.bfloat16),
-    "stochastic": ((torch.bfloat16,), None),
-    "plain": ((torch.float32,), None),
-}
-"""Form -> what weights may be, and what is kept beside them."""
-
 Kind = tuple[str, str, str, bool]
 """Dtypes of weight, gradient and state, and whether all memory is aligned."""
 
@@ -280,7 +272,7 @@ def _line(
 ) -> tuple[Kind, list[int]]:
     """Return what kernel an item needs, and its line, once it is known to fit."""
     weight, extra, gradient = item.weight, item.extra, item.gradient
-    allowed, beside = _FORMS[form]
+    allowed, beside = WEIGHTS[form], EXTRA.get(form)
     kept = None if extra is None else extra.dtype
     if weight.dtype not in allowed or kept is not beside:
         message = (
