@@ -69,7 +69,7 @@ LAYER = {
     "master.build": 1,
     "master.stochastic": 1,
     "master.form": 2,
-    "master.folding": 3,
+    "master.folding": 4,
     "master.piecewise": 3,
     "master.quick": 2,
     "master.chunks": 3,

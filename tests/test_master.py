@@ -322,3 +322,22 @@ def test_none_at_all() -> None:
     assert torch.equal(weight, before)
     assert none.stored(weight) is weight
     assert none.pairs == []
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("numel", [1 << 16, (1 << 16) + 7])
+def test_large_sums_are_added_up_exactly(low: torch.dtype, numel: int) -> None:
+    """Law: what a kernel adds up is what torch does, to the bit, inf and NaN too."""
+    param = nn.Parameter(torch.zeros(numel, dtype=low))
+    masters = MasterWeights(torch.optim.SGD([param], lr=0.1))
+    total = torch.zeros(numel)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        part = (torch.randn(numel, generator=generator) * 100).to(low)
+        part[5], part[6] = torch.inf, torch.nan
+        param.grad = part.clone()
+        total += part
+        masters.fold()
+    (master,) = adopted(masters.optimizer)
+    assert master.grad is not None
+    torch.testing.assert_close(master.grad, total, rtol=0, atol=0, equal_nan=True)

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.fold import add_
+from halfstep.master import native
+from halfstep.master.arithmetic import Item, Sgd
+from halfstep.master.form import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,8 +59,29 @@ def fold(slot: Slot) -> None:
         if slot.buffer is None:
             slot.buffer = torch.empty_like(slot.weight, dtype=torch.float32)
         slot.master.grad = slot.buffer.copy_(gradient).detach()
+    elif _suits_kernel(total, gradient):
+        item = Item(total, gradient, None, (), None, first=False, index=0)
+        one = torch.ones(())
+        native.update([item], _SUM, PLAIN, inverse=one, clock=(0, 0))
+        torch.autograd.graph.increment_version(total)
     else:
         add_(total, gradient)
+
+
+_SUM = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
+"""A step of SGD at a rate of -1 adds the gradient to the weight, in one pass."""
+_LARGE = 1 << 16
+"""Numbers from which it pays to call a kernel."""
+
+
+def _suits_kernel(total: Tensor, part: Tensor) -> bool:
+    return (
+        total.is_cpu
+        and total.numel() >= _LARGE
+        and total.is_contiguous()
+        and part.is_contiguous()
+        and native.available()
+    )
 
 
 def clear_together(optimizer: Optimizer, clear: Callable[[], None]) -> None:
