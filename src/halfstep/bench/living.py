@@ -116,8 +116,10 @@ def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
     """
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
-        for line in sys.stdin:
-            print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+        # Python's own buffer would be emptied last, behind the words of an error.
+        with contextlib.redirect_stdout(sys.stderr):
+            for line in sys.stdin:
+                print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
 
 def resident(device: str) -> int:
