@@ -370,3 +370,21 @@ def test_a_look_is_a_part_of_release() -> None:
     assert isinstance(release, Release)
     assert not release.count
     assert not release.left_out
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_rates_after_loading(*, kernel: bool) -> None:
+    """Law: a state that was loaded brings new groups; their rates are what counts."""
+    session = cases.start(cases.ADAMW, "split", Chain(), release_gradients=True)
+    if not kernel:
+        session._masters.kernel = None
+    go(session, 0)
+    session.load_state_dict(session.state_dict())
+    before = {name: t.clone() for name, t in session.weights().items()}
+    for group in session.optimizer.param_groups:
+        group["lr"] = 0.0
+    go(session, 1)
+    assert same(session.weights(), before)
+    session.optimizer.param_groups[0]["lr"] = 0.5
+    go(session, 2)
+    assert not same(session.weights(), before)

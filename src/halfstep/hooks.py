@@ -33,7 +33,7 @@ Hook = Callable[[Optimizer, Any, Any], None]
 _own: list[Hook] = []
 
 
-def after_each_step(hook: Callable[[Optimizer, Any, Any], None]) -> None:
+def after_each_step(hook: Hook) -> None:
     """Tell a function of ours from now on which optimizer has stepped."""
     _own.append(hook)
     torch_optimizer.register_optimizer_step_post_hook(hook)
@@ -41,8 +41,7 @@ def after_each_step(hook: Callable[[Optimizer, Any, Any], None]) -> None:
 
 def guard(optimizer: Optimizer, look: Callable[[], None]) -> None:
     """Call a function of ours before each step that an optimizer takes itself."""
-    hook = Guard(look)
-    optimizer.register_step_pre_hook(hook)
+    optimizer.register_step_pre_hook(Guard(look))
 
 
 def tell(optimizer: Optimizer) -> None:

@@ -106,7 +106,7 @@ class Counter:
         before: list[list[tuple[Tensor, ...]]],
         after: list[list[tuple[Tensor, ...]]],
     ) -> Iterator[Lost]:
-        random = self._masters.form.name == "stochastic" and bool(self._masters.slots)
+        random = self._masters.form.extra is None
         for group, (old, new) in enumerate(zip(before, after, strict=True)):
             counts = []
             for was, now in zip(old, new, strict=True):

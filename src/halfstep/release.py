@@ -7,7 +7,7 @@ once, and the parameters whose gradients could not be used.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from halfstep.master import MasterWeights
+    from halfstep.master.direct import Kernel
     from halfstep.scaler import ScaleRule
 
 
@@ -46,8 +47,6 @@ def check(
     why = ""
     if rule.init_scale != 1 or rule.backoff_factor != 1:
         why = "a loss scale: use dtype='bf16', or loss_scale='none'"
-    elif clip is not None and clip != torch.inf:
-        check_norm(clip)
     elif accumulate > 1:
         why = f"accumulate={accumulate}: gradients would have to stay"
     elif agreed:
@@ -57,6 +56,7 @@ def check(
     if why:
         message = f"release_gradients=True updates inside backward; it excludes {why}."
         raise UserError(message)
+    check_norm(clip)
 
 
 def check_norm(clip: float | None) -> None:
@@ -112,6 +112,8 @@ class Release:
         """Parameters of the optimizer whose gradients came since the last step."""
         self._squares: Tensor | None = None
         self._norm = norm
+        self._kernel: Kernel | None = None
+        self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._hooked: set[Tensor] = set()
         self._at_once = False
 
@@ -128,21 +130,22 @@ class Release:
         """
         self._at_once = at_once
         # A step hook may have come after `prepare`.
-        check_optimizer(self.masters.optimizer)
+        optimizer = self.masters.optimizer
+        check_optimizer(optimizer)
         self.masters.adopt()
+        hindered = bool(direct.hindrance(optimizer))
+        self._kernel = None if hindered else self.masters.kernel
+        # Loading a state gives an optimizer groups of its own anew.
+        self._group_of = {p: g for g in optimizer.param_groups for p in g["params"]}
         if not self.used:
             # Otherwise the weights were changed by this step's own updates.
             self.masters.refresh()
-        for param in self._params():
+        for param in self._group_of:
             weight = self.masters.stored(param)
             if param not in self._hooked and weight.requires_grad:
                 self._hooked.add(param)
                 use = partial(self._on_arrival, param)
                 weight.register_post_accumulate_grad_hook(use)  # type: ignore[no-untyped-call]
-
-    def _params(self) -> list[Tensor]:
-        groups = self.masters.optimizer.param_groups
-        return [param for group in groups for param in group["params"]]
 
     def pause(self) -> None:
         """Leave gradients of other passes alone."""
@@ -154,7 +157,7 @@ class Release:
 
     def use_all(self) -> None:
         """Use what is there after a backward pass whose gradients travelled."""
-        for param in self._params():
+        for param in self._group_of:
             weight = self.masters.stored(param)
             if weight.grad is not None:
                 self._use(param, weight)
@@ -177,11 +180,8 @@ class Release:
             )
             raise UserError(message)
         self.used.add(param)
-        masters, kernel = self.masters, self.masters.kernel
-        if kernel is not None and (
-            direct.hindrance(masters.optimizer) or not direct.usable([gradient])
-        ):
-            kernel = None
+        masters = self.masters
+        kernel = self._kernel if direct.usable([gradient]) else None
         look = chunked.look if kernel is None else kernel.look
         numbers = gradient
         if gradient.is_sparse:
@@ -197,7 +197,8 @@ class Release:
                 masters.step_over(param)
             else:
                 one = torch.ones((), device=weight.device)
-                masters.update(one, found_inf=found, only=param)
+                only = self._group_of[param], param
+                masters.update(one, found_inf=found, only=only)
         weight.grad = param.grad = None
 
     def finish(self) -> tuple[list[Tensor], Tensor | None]:

@@ -62,12 +62,12 @@ class Updates:
         self._device = device
         self._inverse = torch.ones((), device=device)
         self._shown: Tensor | None = None
-        self._by_kernel = self._scaled = self._stepping = False
+        self._by_kernel = self._scaled = False
         hooks.guard(masters.optimizer, self._guard)
 
     def _guard(self) -> None:
         """Refuse a step by hand, which would find no gradients in the masters."""
-        if self._stepping or self.masters.stepping:
+        if self.masters.stepping:
             return
         slots = self.masters.slots.values()
         if any(s.weight.grad is not None or s.master.grad is not None for s in slots):
@@ -138,11 +138,8 @@ class Updates:
         elif self.skips_on_device:
             self._clip()
             self.masters.refresh()
-            self._stepping = True
-            try:
+            with self.masters.told():
                 fused.step(optimizer, found_inf)
-            finally:
-                self._stepping = False
             self.masters.publish()
         elif report.applied:
             self._clip()

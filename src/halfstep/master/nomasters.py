@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from halfstep.master.weights import MasterWeights
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 
@@ -18,9 +17,6 @@ class NoMasters(MasterWeights):
     """The same where the optimizer updates the model's own parameters."""
 
     keeps = False
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
 
     def adopt(self, originals: dict[nn.Parameter, Tensor] | None = None) -> None:
         """Leave parameters as they are."""

@@ -88,7 +88,6 @@ class MasterWeights:
         self.how = ""
         """That kernel in words, or why there is none."""
         self._direct: Direct | None = None
-        self._group_of: dict[Tensor, dict[str, Any]] = {}
         self.stepping = False
         """The optimizer steps because we say so."""
         self._versions: list[int] = []
@@ -122,7 +121,6 @@ class MasterWeights:
                     held = group["params"][index] = self._adopted(param, value.float())
                     del value  # lean forms need it no more, and the next is large too
                 self.numbers.setdefault(held, len(self.numbers))
-                self._group_of[held] = group
         held_by_model = [self.stored(param) for param in self.numbers]
         self.kernel, self.how = direct.choose(self.optimizer, held_by_model)
         self.written()
@@ -232,15 +230,15 @@ class MasterWeights:
         inverse: Tensor,
         *,
         found_inf: Tensor | None = None,
-        only: Tensor | None = None,
+        only: tuple[dict[str, Any], Tensor] | None = None,
     ) -> None:
         """Unscale, update and publish in one pass, with `kernel`.
 
         Args:
             inverse: What gradients are multiplied by. fp32, shape ().
             found_inf: 1.0 if nothing must change, shape (); for a kernel on a device.
-            only: The one parameter of the optimizer to update, of those that make up
-                this step; default: all of them.
+            only: A group of the optimizer and its one parameter to update, of those
+                that make up this step; default: all of them.
         """
         assert self.kernel is not None, "there is no kernel"  # noqa: S101
         if self._direct is None or self._direct.kernel is not self.kernel:
@@ -250,7 +248,7 @@ class MasterWeights:
             self.refresh()
             work = [(group, group["params"]) for group in self.optimizer.param_groups]
         else:
-            work = [(self._group_of[only], [only])]
+            work = [(only[0], [only[1]])]
         for group, params in work:
             self._direct.update(
                 group, params, inverse=inverse, clock=self.clock, found_inf=found_inf
@@ -268,7 +266,7 @@ class MasterWeights:
         if slot is not None:
             fold(slot)
         lean = self.slots.values() if self.form.lean else ()
-        with self._told():
+        with self.told():
             piecewise.step(self.optimizer, lean, self.form, self.clock, only=param)
         if slot is not None and not self.form.lean:
             slot.weight.copy_(slot.master)
@@ -315,7 +313,7 @@ class MasterWeights:
         """Fold gradients, let the optimizer step over the masters, and publish them."""
         self.fold()
         self.refresh()
-        with self._told():
+        with self.told():
             if self.form.lean:
                 slots = self.slots.values()
                 piecewise.step(self.optimizer, slots, self.form, self.clock)
@@ -324,7 +322,8 @@ class MasterWeights:
         self.publish()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def told(self) -> Iterator[None]:
+        """Open the region in which the optimizer steps because we say so."""
         self.stepping = True
         try:
             yield

@@ -195,7 +195,7 @@ class Handle:
                     f"use {name}_with_logits, or amp.register_float_function(torch, "
                     "'sigmoid') before amp.initialize, or amp.init(allow_banned=True)."
                 )
-                raise NotImplementedError(message)
+                raise NotImplementedError(message)  # apex's class, too
             return function(*args, **kwargs)
 
         return run
@@ -210,7 +210,7 @@ class Handle:
                     f"{name} writes into a {tensor.dtype} tensor, and must compute in "
                     "fp32: use the form that returns a new tensor."
                 )
-                raise NotImplementedError(message)
+                raise NotImplementedError(message)  # apex's class, too
             return function(tensor, *args, **kwargs)
 
         return run
