@@ -33,9 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep measured rates away from the user's own."""
+    """Keep measured rates, and rows and tokens, away from the user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HALFSTEP_CACHE", str(tmp_path_factory.mktemp("rows")))
         yield
 
 

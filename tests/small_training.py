@@ -7,19 +7,28 @@ states.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from halfstep import machine
-from halfstep.train import text
+from halfstep import checkpoint, machine
+from halfstep.train import page, text
+from halfstep.train.folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     import pytest
+
+TIMED = {
+    *("seconds", "examples_per_s", "train_seconds", "evaluate_seconds"),
+    *("save_seconds", "tokenise_seconds", "peak_memory_bytes", "padded_share"),
+}
+"""What of records and summaries is of one process alone, not of what was learned."""
 
 
 def small_and_measured(patch: pytest.MonkeyPatch) -> None:
@@ -28,6 +37,11 @@ def small_and_measured(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
     rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
     patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+
+
+def without_figures(patch: pytest.MonkeyPatch) -> None:
+    """Leave the page blank: drawing takes longer than all the training here."""
+    patch.setattr(page, "page", lambda *_: "<html></html>")
 
 
 @contextlib.contextmanager
@@ -58,6 +72,55 @@ def letters(
         size = draw.randint(*lengths)
         rows.append(("".join(draw.choices(alphabets[label], k=size)), label))
     return rows
+
+
+def write_letters(
+    path: Path,
+    count: int = 100,
+    *alphabets: str,
+    lengths: tuple[int, int] = (3, 20),
+) -> Path:
+    """Write texts and their classes, as `letters` makes them; return the path.
+
+    Args:
+        path: A file of JSON, or a folder for one called letters.json.
+        count: How many texts.
+        alphabets: The characters of each class; two by default.
+        lengths: The shortest text and the longest.
+    """
+    if path.is_dir():
+        path = path / "letters.json"
+    rows = letters(count, *(alphabets or ("abcxy", "defxy")), lengths=lengths)
+    path.write_text(json.dumps(rows), encoding="utf-8")
+    return path
+
+
+def timeless(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records without what time told."""
+    return [{k: v for k, v in each.items() if k not in TIMED} for each in records]
+
+
+def steps_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of steps, those of evaluations and times left out."""
+    return timeless(each for each in records if "event" not in each)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Hold that two runs left the same model, metrics, summary and checkpoints."""
+    for name in ("model/model.safetensors", "model/tokenizer.json"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    folders = RunFolder(one), RunFolder(other)
+    metrics = [timeless(folder.records()) for folder in folders]
+    assert metrics[0] == metrics[1]
+    told = [json.loads((path / "summary.json").read_text()) for path in (one, other)]
+    mine, others = timeless(told)
+    assert mine == others
+    assert folders[0].steps() == folders[1].steps()
+    for step in folders[0].steps():
+        states = [checkpoint.load(folder.checkpoint_path(step)) for folder in folders]
+        assert same(states[0].weights, states[1].weights), step
+        assert same(states[0].state, states[1].state), step
+        assert states[0].notes == states[1].notes, step
 
 
 def same(one: Any, other: Any) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 2**20
+SCORES = ("loss", "accuracy", "macro_f1", "macro_precision", "macro_recall", "mcc")
 
 
 @pytest.fixture(autouse=True)
@@ -224,7 +225,7 @@ def test_a_test_split_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the task of a run that takes a moment."""
-    monkeypatch.setattr(result, "page", lambda *_: "<html></html>")
+    monkeypatch.setattr(result.page, "page", lambda _: "<html></html>")
     return {"data": texts(tmp_path), "model": "mini", "epochs": 1, "device": "cpu"}
 
 
@@ -250,7 +251,9 @@ def test_one_run(
     assert [r["step"] for r in records if "event" in r] == [summary["steps"]]
     assert came_to == {
         "accuracy": summary["dev"]["accuracy"],
+        "scores": {k: summary["dev"][k] for k in SCORES},
         "dev_loss": summary["dev"]["loss"],
+        "skipped": summary["skipped"],
         "seconds": summary["train_seconds"],
         "peak_bytes": summary["peak_memory_bytes"],
     }
@@ -297,7 +300,7 @@ REFUSALS = {
     "--share 1": "argument --share: '1' must be a number from 0 to below 1",
     "--share 0 --data letters.json": "dev_share must lie between 0 and 1,",
     "--data nothing.json": "nothing.json",
-    "--limit 1 --data letters.json": "limit must be 2 or more,",
+    "--limit 1 --data letters.json": "--limit must be 2 or more,",
 }
 
 

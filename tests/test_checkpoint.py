@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from halfstep import checkpoint
-from halfstep.checkpoint import CheckpointError, follow, load, point, save
+from halfstep import sealed
+from halfstep.checkpoint import CheckpointError, load, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -221,7 +221,7 @@ def crash_at(
 WRITING = [
     (torch, "save", 1),
     (safetensors.torch, "save_file", 1),
-    (checkpoint, "_digest", 2),
+    (sealed, "digest", 2),
     *((os, "fsync", call) for call in (1, 2, 3, 4)),
 ]
 
@@ -274,42 +274,27 @@ def test_notes_that_are_no_json(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# Pointers
+# Replaced
 
 
-def test_pointer(kept: Path) -> None:
-    """Law: a pointer names its checkpoint, wherever the folder is moved to."""
-    pointer = kept.parent / "last.json"
-    point(pointer, kept.parent / "older")
-    point(pointer, kept)
-    assert follow(pointer) == kept
-    moved = kept.parent.rename(kept.parent.with_name("moved"))
-    assert load(follow(moved / "last.json")).notes == NOTES
-    assert sorted(path.name for path in moved.iterdir()) == ["kept", "last.json"]
+def test_replaced(kept: Path) -> None:
+    """Law: what is replaced stays until the new one is whole, be it anything."""
+    (kept.parent / "file").touch()
+    (kept.parent / "link").symlink_to("nowhere")
+    for name in ("kept", "file", "link", "new"):
+        save(kept.parent / name, {}, {"name": name}, {}, replace=True)
+        assert load(kept.parent / name).state == {"name": name}
+    names = sorted(path.name for path in kept.parent.iterdir())
+    assert names == ["file", "kept", "link", "new"]
 
 
-def test_pointer_survives_a_failure(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", [1, 4])
+def test_failure_while_replacing(
+    call: int, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: a pointer that could not be moved still names what it named."""
-    pointer = kept.parent / "last.json"
-    point(pointer, kept)
-    crash_at(1, monkeypatch, os, "fsync")
+    """Law: a replacement that fails leaves what was there."""
+    crash_at(call, monkeypatch, os, "fsync")
     with pytest.raises(Crash):
-        point(pointer, kept.parent / "newer")
-    assert follow(pointer) == kept
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3", '"kept"'])
-def test_damaged_pointer(content: str, tmp_path: Path) -> None:
-    """Law: a pointer that names nothing is refused."""
-    pointer = tmp_path / "last.json"
-    with pytest.raises(CheckpointError) as caught:
-        follow(pointer)
-    assert str(caught.value) == (
-        f"there is no checkpoint here: {pointer} does not exist."
-    )
-    pointer.write_text(content, encoding="utf-8")
-    with pytest.raises(CheckpointError) as caught:
-        follow(pointer)
-    assert str(caught.value) == f"{pointer} is damaged: it does not name a checkpoint."
+        save(kept, {}, {"new": 1}, {}, replace=True)
+    assert load(kept).notes == NOTES
+    assert [path.name for path in kept.parent.iterdir()] == ["kept"]

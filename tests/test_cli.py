@@ -19,7 +19,7 @@ import halfstep
 from halfstep import LossScaleCollapse, cli, machine
 from halfstep.train import run as room
 from halfstep.train import text
-from halfstep.train.config import TrainConfig
+from halfstep.train.config import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +35,7 @@ EVERY = [
 RATES = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
 RUN = ("--epochs", "1", "--level", "O0", "--out", "run")
+INTERRUPTED = "interrupted; what `train` had saved can be gone on with by --resume"
 SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
 
 
@@ -134,10 +135,11 @@ def test_help_of_train_names_every_setting(capsys: pytest.CaptureFixture[str]) -
     """Law: there is no hidden setting."""
     assert leave("train", "--help") == 0
     out = capsys.readouterr().out
-    for name in TrainConfig().data_dict():
-        assert f"--{name.replace('_', '-')} " in out
-    assert "--resume" in out
-    assert "--overwrite" in out
+    for name, setting in SETTINGS.items():
+        flag = f"--{name.replace('_', '-')} "
+        assert (flag if setting.metadata["flag"] else f"\n  {name} ") in out
+    for mode in ("--check", "--resume", "--overwrite"):
+        assert f"{mode} " in out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +192,7 @@ def test_train(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nQuality on dev\n" in out
     assert out.endswith("\nreport: run/report.html\n")
     page = (here / "run" / "report.html").read_text(encoding="utf-8")
-    for words in ("halfstep run: letters", "Quality on dev", "O0 fp32", "Settings"):
+    for words in ("halfstep run: letters", "By label, on dev", "O0 fp32", "batch_size"):
         assert words in page
 
 
@@ -201,6 +203,7 @@ def test_overwrite_and_resume(here: Path, capsys: pytest.CaptureFixture[str]) ->
     before = weights.read_bytes()
     assert leave("train", "--resume", "--out", "run") == 0
     assert weights.read_bytes() == before
+    assert leave("train", "--resume", "--config", "run/resolved.toml") == 0
     assert "from step 2" in capsys.readouterr().out
     assert leave(*TRAIN, *RUN, "--seed", "1", "--overwrite") == 0
     assert weights.read_bytes() != before
@@ -235,7 +238,7 @@ def test_warnings_stay_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (KeyboardInterrupt(), 130, "interrupted; `train` goes on with --resume"),
+        (KeyboardInterrupt(), 130, INTERRUPTED),
         (LossScaleCollapse("50 steps\noverflowed."), 1, "50 steps overflowed."),
         (OSError(28, "No space left on device", "run/x"), 2, "[Errno 28] No space lef"),
     ],
@@ -257,6 +260,35 @@ def test_a_run_that_fails(
     assert complaint(capsys.readouterr().err).startswith(line)
 
 
+def test_interrupted_before_it_began(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: Ctrl-C while words are read leaves one line too."""
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_parser", fail)
+    assert leave("--version") == 130
+    assert complaint(capsys.readouterr().err) == INTERRUPTED
+
+
+@pytest.mark.parametrize("words", ["--version", "train --help", "predict x y"])
+def test_reading_words_is_light(words: str, here: Path) -> None:
+    """Law: words are read without torch; the last is the twin that loads it."""
+    program = (
+        "import sys\nfrom halfstep import cli\ntry:\n    cli.run(sys.argv[1:])\n"
+        "finally:\n    print([*{'torch', 'numpy'} & {*sys.modules}], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words.split()],
+        cwd=here,
+        capture_output=True,
+        check=True,
+    )
+    assert done.stderr.endswith(b"[]\n") == (words != "predict x y")
+
+
 def test_defects_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: an error that is ours comes through as it is."""
 
@@ -271,15 +303,22 @@ def test_defects_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("beside")
 def test_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: predictions are a row a text, and data on request."""
-    assert leave("predict", "run", "abc", "def", "--json", "found.json") == 0
+    """Law: predictions are a row a text, or an object a line in a file."""
+    assert leave("predict", "run", "abc", "def") == 0
     out, err = capsys.readouterr()
     assert err == ""
     title, head, _, *rows = out.splitlines()
     assert title == "Predictions"
     assert head.split() == ["label", "p(0)", "p(1)", "text"]
     assert [row.split()[-1] for row in rows] == ["abc", "def"]
-    assert json.loads((here / "found.json").read_text())[0]["title"] == title
+    assert leave("predict", "run", "abc", "def", "--json", "found.jsonl") == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("2 texts, ")
+    written = (here / "found.jsonl").read_text(encoding="utf-8")
+    found = [json.loads(line) for line in written.splitlines()]
+    assert [each["text"] for each in found] == ["abc", "def"]
+    assert [each["label"] for each in found] == [row.split()[0] for row in rows]
 
 
 @pytest.mark.usefixtures("beside")
@@ -297,7 +336,7 @@ def test_predict_from_standard_input(
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        (b"abc\n\xff\n", "standard input is not UTF-8 at byte 4."),
+        (b"abc\n\xff\n", "standard input line 2 is not UTF-8 at byte 0."),
         (b"\n \n", "standard input holds no text; give one a line."),
         (b"", "standard input holds no text; give one a line."),
     ],

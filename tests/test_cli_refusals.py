@@ -111,6 +111,14 @@ REFUSALS = {
         "argument --epochs: invalid int value: 'many'; see halfstep train --help",
     ),
     "out of range": ([*TRAIN, "--dropout", "1"], "--dropout 1.0 must be at least 0 an"),
+    "vast": (
+        [*TRAIN, "--epochs", "9" * 20],
+        f"--epochs {'9' * 20} must be from 1 to 2147483647.",
+    ),
+    "empty parts": (
+        [*TRAIN, "--accumulate", "64"],
+        "--accumulate 64 is more than --batch-size 32: some micro-batches would hold",
+    ),
     "both modes": (
         [*TRAIN, "--resume", "--overwrite"],
         "argument --overwrite: not allowed with argument --resume; see halfstep train",
@@ -147,7 +155,7 @@ REFUSALS = {
     ),
     "labels": (
         [*TRAIN, "--labels", "only"],
-        "label_names must be two or more different names, not ('only',).",
+        "--labels only: name two or more labels, each once.",
     ),
     "no data": (
         ["train", "--data", "nothing.csv"],
@@ -237,7 +245,7 @@ def test_damaged_settings(refused: Any, begun: Path) -> None:
     saved = json.loads(config.read_text())
     config.write_text(json.dumps(saved | {"epochs": "many"}))
     assert refused("train", "--resume", "--out", "run") == (
-        "config.json: epochs is 'many'; it must be of type int | None."
+        "config.json: epochs is 'many'; it must be a whole number."
     )
     config.write_text("{")
     assert refused("train", "--resume", "--out", "run") == (

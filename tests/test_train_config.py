@@ -1,69 +1,79 @@
-"""Settings: each one a flag, each refusal in full, and what resuming makes of them."""
+"""Settings: each refusal in full, and what resuming makes of them."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from small_training import letters, one_thread, same, small_and_measured
+from train_settings import OTHERS, TOGETHER
 
 from halfstep import checkpoint
 from halfstep.errors import UserError
-from halfstep.policy import Policy
-from halfstep.train import result
-from halfstep.train.config import TrainConfig, add_flags, resumed, typed
-from halfstep.train.loop import Trainer
+from halfstep.train import page
+from halfstep.train.config import (
+    BEST_BY,
+    SETTINGS,
+    TrainConfig,
+    called,
+    resumed,
+)
+from halfstep.train.loop import Clock, Trainer
 from halfstep.train.run import run
 
-# Away from its default, in range, and what stands for it on the command line.
-OTHERS: dict[str, Any] = {
-    "data": "posts.csv",
-    "labels": "no,yes",
-    "limit": 100,
-    "dev_share": 0.25,
-    "max_length": 64,
-    "model": "small",
-    "dropout": 0.5,
-    "mask_tokens": 0.0,
-    "level": "O1",
-    "dtype": "fp16",
-    "loss_scale": "1024",
-    "master": "split",
-    "policy": "torch + module:classifier=fp32",
-    "epochs": 7,
-    "batch_size": 8,
-    "accumulate": 2,
-    "lr": 0.001,
-    "weight_decay": 0.0,
-    "warmup": 0.0,
-    "clip": 0.5,
-    "eval_every": 10,
-    "seed": 3,
-    "device": "cpu",
-    "out": "runs/other",
-}
+if TYPE_CHECKING:
+    from halfstep.train.feed import Work
+    from halfstep.train.folder import RunFolder
 
+COUNT = "must be from 1 to 2147483647."
+VAST = 99999999999999999999
+COUNTS = (
+    *("epochs", "batch-size", "accumulate", "eval-every", "limit", "patience", "keep"),
+)
 REFUSED = [
+    *((name.replace("-", "_"), VAST, f"--{name} {VAST} {COUNT}") for name in COUNTS),
+    ("max_length", 2**20 + 1, "--max-length 1048577 must be from 3 to 1048576."),
+    ("workers", 1025, "--workers 1025 must be from 0 to 1024."),
+    (
+        "accumulate",
+        33,
+        (
+            "--accumulate 33 is more than --batch-size 32: some micro-batches would "
+            "hold no text."
+        ),
+    ),
+    ("out", " ", "--out   must be a folder: not blank, and without NUL."),
+    ("out", "a\0b", "--out 'a\\x00b' must be a folder: not blank, and without NUL."),
+    (
+        "data",
+        "a\0b",
+        "--data 'a\\x00b' must be a file or a folder: not blank, and without NUL.",
+    ),
+    *(
+        (
+            "model",
+            wrong,
+            f"--model {shown} must be a name or a folder: not blank, and without NUL.",
+        )
+        for wrong, shown in (("", ""), (" ", " "), ("a\0b", "'a\\x00b'"))
+    ),
     ("dropout", 1.0, "--dropout 1.0 must be at least 0 and below 1."),
     ("dropout", -0.1, "--dropout -0.1 must be at least 0 and below 1."),
     ("mask_tokens", 1.5, "--mask-tokens 1.5 must be at least 0 and below 1."),
     ("warmup", float("nan"), "--warmup nan must be at least 0 and below 1."),
-    ("epochs", 0, "--epochs 0 must be at least 1."),
-    ("batch_size", 0, "--batch-size 0 must be at least 1."),
-    ("accumulate", -2, "--accumulate -2 must be at least 1."),
-    ("eval_every", 0, "--eval-every 0 must be at least 1."),
-    ("limit", 0, "--limit 0 must be at least 1."),
+    ("epochs", 0, f"--epochs 0 {COUNT}"),
+    ("batch_size", 0, f"--batch-size 0 {COUNT}"),
+    ("accumulate", -2, f"--accumulate -2 {COUNT}"),
+    ("eval_every", 0, f"--eval-every 0 {COUNT}"),
+    ("limit", 0, f"--limit 0 {COUNT}"),
     ("lr", 0.0, "--lr 0.0 must be above 0 and finite."),
     ("lr", float("nan"), "--lr nan must be above 0 and finite."),
     ("clip", float("inf"), "--clip inf must be above 0 and finite."),
     ("weight_decay", -0.1, "--weight-decay -0.1 must be at least 0 and finite."),
     ("weight_decay", float("inf"), "--weight-decay inf must be at least 0 and finite."),
-    ("max_length", 2, "--max-length 2 must be at least 3."),
+    ("max_length", 2, "--max-length 2 must be from 3 to 1048576."),
     ("seed", -1, "--seed -1 must be at least 0 and below 4294967296."),
     ("seed", 2**32, "--seed 4294967296 must be at least 0 and below 4294967296."),
     (
@@ -72,44 +82,83 @@ REFUSED = [
         "--master fp16 must be one of fp32, split, kahan, stochastic, none.",
     ),
     ("device", "tpu", "--device tpu must be one of auto, cpu, cuda."),
+    ("task", "tag", "--task tag must be one of classify, ner."),
+    ("parallel", "fsdp", "--parallel fsdp must be one of ddp, fsdp2."),
+    ("label_smoothing", 1.0, "--label-smoothing 1.0 must be at least 0 and below 1."),
+    ("layer_decay", 0.0, "--layer-decay 0.0 must be above 0 and at most 1."),
+    ("layer_decay", 1.1, "--layer-decay 1.1 must be above 0 and at most 1."),
+    ("patience", 0, f"--patience 0 {COUNT}"),
+    ("keep", 0, f"--keep 0 {COUNT}"),
+    ("workers", -1, "--workers -1 must be from 0 to 1024."),
+    (
+        "freeze",
+        "a.*,, b",
+        (
+            "--freeze a.*,, b must be patterns with commas between them, none of them "
+            "empty."
+        ),
+    ),
+    (
+        "freeze",
+        " ",
+        "--freeze   must be patterns with commas between them, none of them empty.",
+    ),
+    (
+        "labels",
+        "no,",
+        "--labels no, must be names with commas between them, none of them empty.",
+    ),
+    *(
+        (
+            "class_weights",
+            wrong,
+            (
+                f"--class-weights {wrong} must be balanced, or finite numbers above 0 "
+                "with commas between them."
+            ),
+        )
+        for wrong in ("even", "1,0", "1,-2", "1,nan", "1,inf", "1,,2", "1,balanced", "")
+    ),
+    (
+        "best_by",
+        "f1",
+        (
+            "best_by f1 is no score of --task classify; choose one of macro_f1, "
+            "accuracy, loss."
+        ),
+    ),
 ]
 
-
-def parse(*words: str) -> dict[str, Any]:
-    """Return the settings that words on the command line stand for."""
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    return typed(parser.parse_args(words))
-
-
-def flag(name: str) -> str:
-    """Return the flag of a setting."""
-    return "--" + name.replace("_", "-")
-
-
-def test_every_setting_is_a_flag() -> None:
-    """Law: each setting has a flag of its name, and words become its type."""
-    assert OTHERS.keys() == {setting.name for setting in fields(TrainConfig)}
-    for name, value in OTHERS.items():
-        assert value != getattr(TrainConfig(), name), name
-        given = parse(flag(name), str(value))
-        assert given == {name: value}
-        assert type(given[name]) is type(value)
-
-
-def test_nothing_typed() -> None:
-    """Law: a flag that is not typed leaves no trace."""
-    assert parse() == {}
-
-
-def test_help_states_defaults() -> None:
-    """Law: the help of a flag whose default is a word or a number names it."""
-    for setting in fields(TrainConfig):
-        said = setting.metadata["help"]
-        assert said
-        if setting.default is not None and setting.default != "torch":
-            pattern = rf"default {re.escape(str(setting.default))}\b"
-            assert re.search(pattern, said), setting.name
+NOT_TOGETHER = [
+    (
+        {"task": "ner", "class_weights": "1,2"},
+        (
+            "--class-weights 1,2 is for --task classify; ner has no classes of texts: "
+            "leave it out."
+        ),
+    ),
+    (
+        {"task": "ner", "class_weights": "balanced"},
+        (
+            "--class-weights balanced is for --task classify; ner has no classes of "
+            "texts: leave it out."
+        ),
+    ),
+    (
+        {"task": "ner", "best_by": "accuracy"},
+        "best_by accuracy is no score of --task ner; choose one of f1, macro_f1, loss.",
+    ),
+    *(
+        (
+            {"parallel": "fsdp2", "master": form},
+            (
+                f"--master {form} does not go with --parallel fsdp2, whose fp32 parts "
+                "are the masters already: leave --master out."
+            ),
+        )
+        for form in ("split", "kahan", "stochastic", "none")
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "value", "message"), REFUSED)
@@ -120,51 +169,103 @@ def test_refusals(name: str, value: object, message: str) -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(("settings", "message"), NOT_TOGETHER)
+def test_settings_that_exclude_each_other(
+    settings: dict[str, Any], message: str
+) -> None:
+    """Law: each alone is taken; together they are refused, with what to do."""
+    for name, value in settings.items():
+        if value != "accuracy":  # alone, it is a score of classify
+            TrainConfig(**{name: value})
+    with pytest.raises(UserError) as caught:
+        TrainConfig(**settings)
+    assert str(caught.value) == message
+
+
+def test_what_settings_come_to() -> None:
+    """Law: lists are cut at commas, spaces dropped; a score fits its task."""
+    assert TrainConfig(labels=" no, yes ").label_names == ("no", "yes")
+    assert TrainConfig(freeze="a.*, *.b").frozen == ("a.*", "*.b")
+    assert TrainConfig(class_weights=" 1,2.5 ").weights == (1.0, 2.5)
+    assert not TrainConfig(class_weights="1,2.5").balanced
+    balanced = TrainConfig(class_weights=" balanced ")
+    assert (balanced.balanced, balanced.weights) == (True, None)
+    plain = TrainConfig()
+    assert (plain.label_names, plain.frozen, plain.weights) == (None, (), None)
+    assert not plain.balanced
+    for task, scores in BEST_BY.items():
+        assert TrainConfig(task=task).best_score == scores[0]
+        for score in scores:
+            assert TrainConfig(task=task, best_by=score).best_score == score
+
+
 def test_edges_are_in_range() -> None:
     """Law: the least and the most that a message allows are taken."""
+    TrainConfig(layer_decay=1.0, label_smoothing=0.0, workers=0, keep=1, patience=1)
     TrainConfig(dropout=0.0, warmup=0.0, mask_tokens=0.999, weight_decay=0.0)
     TrainConfig(epochs=1, batch_size=1, accumulate=1, eval_every=1, max_length=3)
-    TrainConfig(seed=2**32 - 1, limit=1)
+    TrainConfig(seed=2**32 - 1, limit=1, accumulate=8, batch_size=8)
+    TrainConfig(**{name.replace("-", "_"): 2**31 - 1 for name in COUNTS})  # type: ignore[arg-type]
+    TrainConfig(max_length=2**20, workers=1024)
 
 
-def test_round_trip() -> None:
+def test_each_setting_has_another_value() -> None:
+    """Law: `OTHERS` holds each setting, away from its default, and all are tried."""
+    assert list(OTHERS) == list(SETTINGS)
+    for name, value in OTHERS.items():
+        assert value != getattr(TrainConfig(), name), name
+    assert TOGETHER[0].keys() | TOGETHER[1].keys() == OTHERS.keys()
+
+
+@pytest.mark.parametrize("others", TOGETHER)
+def test_round_trip(others: dict[str, Any]) -> None:
     """Law: every setting, away from its default, survives config.json."""
-    config = TrainConfig(**OTHERS)
+    config = TrainConfig(**others)
     saved = json.loads(json.dumps(config.data_dict()))
     assert resumed(saved, {}) == config
 
 
-def test_resuming_with_the_same_words() -> None:
+@pytest.mark.parametrize("others", TOGETHER)
+def test_resuming_with_the_same_words(others: dict[str, Any]) -> None:
     """Law: typing what the run was started with is no contradiction."""
-    saved = TrainConfig(**OTHERS).data_dict()
-    assert resumed(saved, dict(OTHERS)) == TrainConfig(**OTHERS)
+    saved = TrainConfig(**others).data_dict()
+    assert resumed(saved, dict(others)) == TrainConfig(**others)
 
 
-@pytest.mark.parametrize("name", [name for name in OTHERS if name != "out"])
+MAY_CHANGE = ("out", "keep", "workers", "tensorboard", "parallel")
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS.keys() - MAY_CHANGE))
 def test_resuming_with_other_words(name: str) -> None:
     """Law: no setting may change in mid-run; both values are named."""
     saved = TrainConfig().data_dict()
+    kept = "default" if saved[name] is None else saved[name]
     with pytest.raises(UserError) as caught:
         resumed(saved, {name: OTHERS[name]})
     assert str(caught.value) == (
-        f"{flag(name)} {OTHERS[name]} differs from this run's {saved[name]}; resume "
-        "without it, or start anew with another --out."
+        f"{called(SETTINGS[name])} {OTHERS[name]} differs from this run's {kept}; "
+        "resume without it, or start anew with another --out."
     )
 
 
-def test_a_run_may_move() -> None:
-    """Law: `out` alone may differ, since a folder can be moved."""
-    saved = TrainConfig(out="runs/old").data_dict()
-    assert resumed(saved, {"out": "runs/new"}).out == "runs/new"
-    assert resumed(saved, {}).out == "runs/old"
+@pytest.mark.parametrize("name", MAY_CHANGE)
+def test_a_run_may_move(name: str) -> None:
+    """Law: what decides nothing that is learned may be told anew, or left as it was."""
+    saved = TrainConfig(**{name: OTHERS[name]}).data_dict()
+    other = SETTINGS[name].default
+    assert getattr(resumed(saved, {name: other}), name) == other
+    assert getattr(resumed(saved, {}), name) == OTHERS[name]
 
 
-def test_settings_of_an_older_version() -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_settings_of_an_older_version(name: str) -> None:
     """Law: a setting that the saved run lacks has its default."""
-    saved = TrainConfig(**OTHERS).data_dict()
-    del saved["clip"]
-    assert resumed(saved, {}).clip == TrainConfig.clip
-    assert resumed(saved, {"clip": 1.0}).clip == 1.0
+    for others in TOGETHER:
+        saved = TrainConfig(**others).data_dict()
+        del saved[name]
+        default = SETTINGS[name].default
+        assert getattr(resumed(saved, {}), name) == default
+        assert getattr(resumed(saved, {name: default}), name) == default
 
 
 @pytest.mark.parametrize(
@@ -172,11 +273,14 @@ def test_settings_of_an_older_version() -> None:
     [
         ("epoch", 3, "config.json holds 'epoch', not a setting; nearest: epochs."),
         ("zzz", 3, "config.json holds 'zzz', not a setting; nearest: none."),
-        ("epochs", "3", "config.json: epochs is '3'; it must be of type int | None."),
-        ("seed", None, "config.json: seed is None; it must be of type int."),
-        ("lr", [1], "config.json: lr is [1]; it must be of type float | None."),
-        ("data", 3, "config.json: data is 3; it must be of type str | None."),
-        ("epochs", -1, "--epochs -1 must be at least 1."),
+        ("epochs", "3", "config.json: epochs is '3'; it must be a whole number."),
+        ("seed", None, "config.json: seed is None; it must be a whole number."),
+        ("lr", [1], "config.json: lr is [1]; it must be a number."),
+        ("data", 3, "config.json: data is 3; it must be a word."),
+        ("keep", True, "config.json: keep is True; it must be a whole number."),
+        ("clip", False, "config.json: clip is False; it must be a number."),
+        ("compile", 1, "config.json: compile is 1; it must be true or false."),
+        ("epochs", -1, f"--epochs -1 {COUNT}"),
     ],
 )
 def test_damaged_settings(name: str, value: object, message: str) -> None:
@@ -191,23 +295,16 @@ def test_whole_numbers_are_numbers() -> None:
     assert resumed(TrainConfig().data_dict() | {"clip": 1, "lr": None}, {}).clip == 1
 
 
-def test_a_policy_file_is_read_at_once(tmp_path: Path) -> None:
-    """Law: a run keeps the rules, not the name of a file that may change."""
-    path = tmp_path / "rules.toml"
-    made = Policy.parse("lean + op:softmax=fp32")
-    made.save(path)
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    given = typed(parser.parse_args(["--policy", str(path)]))
-    assert given["policy"] == "lean + op:softmax=fp32"
-    assert resumed(TrainConfig(**given).data_dict(), given).policy == str(made)
+def newest(folder: RunFolder) -> checkpoint.Checkpoint:
+    """Return the last checkpoint of a run."""
+    return checkpoint.load(folder.checkpoint_path(folder.steps()[0]))
 
 
 @pytest.fixture
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return settings of a run of a few steps, whose report is its lead alone."""
     small_and_measured(monkeypatch)
-    monkeypatch.setattr(result, "page", lambda _title, _sections, lead: lead)
+    monkeypatch.setattr(page, "page", lambda told: told.lead)
     source = tmp_path / "letters.json"
     source.write_text(json.dumps(letters(20, "de", "ab", lengths=(3, 9))))
     return {
@@ -228,8 +325,7 @@ def test_masters(
     """Law: masters are of the form asked for, and all that is written says so."""
     with one_thread():
         done = run(short | {"master": master})
-    saved = checkpoint.load(done.folder.last())
-    assert saved.state["masters"]["form"] == saved.notes["master"] == master
+    assert newest(done.folder).state["masters"]["form"] == master
     assert done.summary["master"] == done.folder.settings()["master"] == master
     said = f"evel O2 bf16, master weights {master}: level O2 was asked for"
     out, err = capsys.readouterr()
@@ -242,7 +338,7 @@ def test_no_masters_to_speak_of(short: dict[str, Any]) -> None:
     with one_thread():
         done = run(short | {"level": "O1"})
     assert done.summary["master"] == "none"
-    assert checkpoint.load(done.folder.last()).notes["master"] == "none"
+    assert newest(done.folder).state["masters"]["form"] == "none"
     lead = (done.folder.path / "report.html").read_text()
     assert lead.startswith("Level O1 bf16: level O1 was asked for. ")
 
@@ -278,24 +374,24 @@ def test_resumed_masters(
     What another form would make of its checkpoint is not tried: it is refused.
     """
     given = short | {"master": master, "epochs": 2, "eval_every": 1}
-    clean = Trainer._train_step
+    clean = Trainer.train_step
 
-    def stop(self: Trainer, number: int, *rest: Any) -> dict[str, Any]:
-        if number == 3:
+    def stop(self: Trainer, work: Work, clock: Clock) -> dict[str, Any]:
+        if work.number == 3:
             raise KeyboardInterrupt
-        return clean(self, number, *rest)
+        return clean(self, work, clock)
 
     with one_thread():
         straight = run(given | {"out": short["out"] + "-straight"}).folder
-        monkeypatch.setattr(Trainer, "_train_step", stop)
+        monkeypatch.setattr(Trainer, "train_step", stop)
         with pytest.raises(KeyboardInterrupt):
             run(given)
-        monkeypatch.setattr(Trainer, "_train_step", clean)
+        monkeypatch.setattr(Trainer, "train_step", clean)
         other = "--master fp32 differs from this run's " + master
         with pytest.raises(UserError, match=other):
             run({"out": short["out"], "master": "fp32"}, resume=True)
         again = run({"out": short["out"]}, resume=True).folder
-    one, two = (checkpoint.load(folder.last()) for folder in (straight, again))
-    assert one.state["run"]["step"] == 4
+    one, two = newest(straight), newest(again)
+    assert one.notes["step"] == two.notes["step"] == 4
     assert same(one.weights, two.weights)
     assert same(one.state, two.state)

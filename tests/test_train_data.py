@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.errors import UserError
-from halfstep.train.data import Corpus, Example, Row, _drawn_splits, load
+from halfstep.train.data import Corpus, Split, _drawn_splits, load
+from halfstep.train.store import open_store
 
 LONGEST_MESSAGE = 35
 
@@ -19,6 +22,7 @@ LONGEST_MESSAGE = 35
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages name the path as given; a relative one makes them whole literals."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
 
 
 def write(name: str, labels: str) -> Path:
@@ -40,8 +44,18 @@ def corpus(
 ) -> Corpus:
     """Load with settings that suit small files."""
     return load(
-        path, label_names=label_names, limit=limit, dev_share=dev_share, seed=seed
+        path,
+        task="classify",
+        label_names=label_names,
+        limit=limit,
+        dev_share=dev_share,
+        seed=seed,
     )
+
+
+def pairs(split: Split) -> list[tuple[str, int]]:
+    """Return text and class of each example."""
+    return list(zip(split.texts(), split.labels().tolist(), strict=True))
 
 
 def refusal(
@@ -83,13 +97,11 @@ def test_a_directory_is_taken_as_it_is() -> None:
     Path("posts/train.csv").write_text("x,b\ny,a\nx,b\n", encoding="utf-8")
     write("posts/notes.csv", "q q")
     write("posts/train.old.csv", "q q")
-    assert corpus(path) == Corpus(
-        name="posts",
-        labels=("a", "b"),
-        train=(Example("x", 1), Example("y", 0), Example("x", 1)),
-        dev=(Example("t0", 0), Example("t1", 1)),
-        test=(Example("t0", 1),),
-    )
+    got = corpus(path)
+    assert (got.name, got.task, got.labels) == ("posts", "classify", ("a", "b"))
+    assert pairs(got.train) == [("x", 1), ("y", 0), ("x", 1)]
+    assert pairs(got.dev) == [("t0", 0), ("t1", 1)]
+    assert pairs(got.test) == [("t0", 1)]
 
 
 def test_a_directory_may_mix_suffixes_and_lack_test() -> None:
@@ -97,7 +109,8 @@ def test_a_directory_may_mix_suffixes_and_lack_test() -> None:
     write("posts/dev.csv", "0 1")
     Path("posts/train.JSONL").write_text('["x", 1]\n["y", "0"]\n', encoding="utf-8")
     got = corpus(Path("posts"))
-    assert (got.train, got.test) == ((Example("x", 1), Example("y", 0)), ())
+    assert pairs(got.train) == [("x", 1), ("y", 0)]
+    assert (len(got.test), pairs(got.test)) == (0, [])
 
 
 def test_the_working_directory_has_a_name(tmp_path: Path) -> None:
@@ -114,33 +127,33 @@ def test_the_working_directory_has_a_name(tmp_path: Path) -> None:
 )
 def test_a_file_is_cut_in_two(number: int, dev_share: float, seed: int) -> None:
     """Law: dev is round(n * dev_share), 1 to n - 1; together the rows, each once."""
-    rows = [Row("x", "a", line, f"posts.csv line {line}") for line in range(number)]
-    splits = _drawn_splits(rows, dev_share, seed)
-    assert list(splits) == ["train", "dev", "test"]
+    Path("posts.csv").write_text("x,a\n" * number, encoding="utf-8")
+    store = open_store(Path("posts.csv"), "classify", None)
+    whole = Split(store, np.arange(number), np.zeros(1, np.int64))
+    splits = _drawn_splits(whole, dev_share, seed)
+    assert list(splits) == ["train", "dev"]
     assert len(splits["dev"]) == min(max(round(number * dev_share), 1), number - 1)
-    drawn = splits["train"] + splits["dev"]
-    assert sorted(row.line for row in drawn) == list(range(number))
-    assert splits["test"] == []
-    assert splits == _drawn_splits(rows, dev_share, seed)
+    drawn = [*splits["train"].rows, *splits["dev"].rows]
+    assert sorted(drawn) == list(range(number))
+    again = _drawn_splits(whole, dev_share, seed)
+    assert [*again["train"].rows, *again["dev"].rows] == drawn
 
 
 def test_the_seed_draws_the_split() -> None:
     """Law: the split is the one of random.Random(seed), and another seed differs."""
     path = write("posts.csv", "0 1 " * 50)
     got = corpus(path, seed=7)
-    assert [example.text for example in got.dev] == shuffled(7, 100)[:20]
-    assert [example.text for example in got.train] == shuffled(7, 100)[20:]
-    assert corpus(path, seed=8).dev != got.dev
-    assert {example.text for example in got.dev} != {f"t{row}" for row in range(20)}
+    assert list(got.dev.texts()) == shuffled(7, 100)[:20]
+    assert list(got.train.texts()) == shuffled(7, 100)[20:]
+    assert pairs(corpus(path, seed=8).dev) != pairs(got.dev)
+    assert set(got.dev.texts()) != {f"t{row}" for row in range(20)}
 
 
 def test_limit_takes_the_first_rows() -> None:
     """Law: a file counts as its first rows; in a directory only train is cut."""
     path = write("posts.csv", "0 1 " * 10 + "2 2 2 2")
     got = corpus(path, limit=20)
-    assert {example.text for example in got.train + got.dev} == {
-        f"t{row}" for row in range(20)
-    }
+    assert {*got.train.texts(), *got.dev.texts()} == {f"t{row}" for row in range(20)}
     assert got.labels == ("0", "1")
     assert len(corpus(path, limit=1000).train) + len(corpus(path).dev) == 24
     fixed = corpus(folder("a b a b", "a b a", "b b b"), limit=2)
@@ -153,7 +166,7 @@ def test_limit_takes_the_first_rows() -> None:
         ("2 0 2", None, ("0", "1", "2"), [2, 0, 2]),
         ("02 0 2", None, ("0", "1", "2"), [2, 0, 2]),
         ("1 0 1", ("no", "yes", "maybe"), ("no", "yes", "maybe"), [1, 0, 1]),
-        ("sad angry like", None, ("angry", "like", "sad"), [2, 0, 1]),
+        ("sad angry like sad", None, ("angry", "like", "sad"), [2, 0, 1, 2]),
         ("sad like sad", ("sad", "like", "happy"), ("sad", "like", "happy"), [0, 1, 0]),
         ("10 9 9", None, tuple(str(number) for number in range(11)), [10, 9, 9]),
     ],
@@ -167,7 +180,7 @@ def test_labels_become_ids(
     """Law: numbers are ids; words are sorted; given names fix number and order."""
     got = corpus(folder(labels, labels), label_names=label_names)
     assert got.labels == names
-    assert [example.label for example in got.train] == ids
+    assert got.train.labels().tolist() == ids
 
 
 FEELINGS = ("other", "like", "sad", "disgust", "angry", "happy")
@@ -304,7 +317,7 @@ def test_a_path_to_nothing_is_refused() -> None:
 def test_a_small_limit_is_refused(limit: int) -> None:
     """Law: fewer than two rows make no train and dev."""
     assert refusal(write("posts.csv", "a b"), limit=limit) == (
-        f"limit must be 2 or more, a row each for train and dev, not {limit}."
+        f"--limit must be 2 or more, a row each for train and dev, not {limit}."
     )
 
 
@@ -320,5 +333,59 @@ def test_a_dev_share_that_is_no_part_is_refused(dev_share: float) -> None:
 def test_label_names_that_name_too_little_are_refused(names: tuple[str, ...]) -> None:
     """Law: names are at least two and differ."""
     assert refusal(write("posts.csv", "a b"), label_names=names) == (
-        f"label_names must be two or more different names, not {names}."
+        f"--labels {','.join(names)}: name two or more labels, each once."
     )
+
+
+def test_any_rows_make_a_split() -> None:
+    """Law: rows come in any order and any number of times."""
+    whole = corpus(folder("a b c a", "a b c")).train
+    some = Split(whole.store, np.array([3, 1, 1, 2]), whole.ids)
+    assert pairs(some) == [("t3", 0), ("t1", 1), ("t1", 1), ("t2", 2)]
+    assert some.labels().dtype == np.int64
+    assert [some.text(i) for i in range(4)] == list(some.texts())
+    assert some.where(3) == "posts/train.csv line 3"
+
+
+def test_a_fault_in_the_drawn_order_names_its_own_line() -> None:
+    """Law: the row that is named is one with the label that train lacks."""
+    path = write("posts.csv", "a b " * 9 + "c d")
+    for seed in range(30):
+        dev = shuffled(seed, 20)[:4]
+        first = next((text for text in dev if text in {"t18", "t19"}), None)
+        if first is None:
+            assert len(corpus(path, seed=seed).dev) == 4
+            continue
+        line, label = (19, "c") if first == "t18" else (20, "d")
+        with pytest.raises(UserError) as caught:
+            corpus(path, seed=seed)
+        assert str(caught.value).startswith(
+            f"posts.csv line {line}: label '{label}' of dev is absent from train;"
+        )
+
+
+def test_the_fingerprint_is_that_of_the_examples() -> None:
+    """Law: only a text, a label, their order or names change it, not the place."""
+    path = write("posts.csv", "a b a b")
+    mark = corpus(path).fingerprint
+    assert len(mark) == 64
+    path.write_text("\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    assert corpus(path).fingerprint == mark
+    assert corpus(path.rename("other.csv")).fingerprint == mark
+    assert corpus(Path("other.csv"), label_names=("b", "a")).fingerprint != mark
+    assert corpus(Path("other.csv"), seed=1).fingerprint != mark
+    for labels in ("a b b a", "b a b a", "a b a b a"):
+        assert corpus(write("posts.csv", labels)).fingerprint != mark
+    path.write_text("t0,a\nt1,b\nt2,a\nT3,b\n", encoding="utf-8")
+    assert corpus(path).fingerprint != mark
+
+
+def test_an_edited_file_is_read_anew() -> None:
+    """Law: the content decides, though name, size and time are as they were."""
+    path = write("posts.csv", "a b a b")
+    before = path.stat()
+    assert corpus(path).labels == ("a", "b")
+    write("posts.csv", "a c a c")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    assert corpus(path).labels == ("a", "c")

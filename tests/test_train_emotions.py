@@ -17,6 +17,7 @@ from halfstep.train import data
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 SPLITS = ("train", "dev", "test")
 CLASSES = {"other", "like", "sad", "disgust", "angry", "happy"}
@@ -150,11 +151,16 @@ def test_index_misses_nothing(sentences: list[str]) -> None:
     }
 
 
-def test_loads() -> None:
+def test_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: without a path, `load` returns these rows, labelled by their class."""
-    corpus = data.load(None, label_names=None, limit=None, dev_share=0.08, seed=0)
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path))
+    corpus = data.load(
+        None, task="classify", label_names=None, limit=None, dev_share=0.08, seed=0
+    )
     assert corpus.name == "emotions"
     assert set(corpus.labels) == CLASSES
     for split in SPLITS:
-        loaded = [(e.text, corpus.labels[e.label]) for e in getattr(corpus, split)]
+        found = getattr(corpus, split)
+        labels = [corpus.labels[label] for label in found.labels()]
+        loaded = list(zip(found.texts(), labels, strict=True))
         assert loaded == list(rows(split))

@@ -1,33 +1,42 @@
-"""Quality against hand-made counts, and predictions that count each example once."""
+"""What a model says of a split: each example once, as one at a time; the baseline."""
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from processes import group_of_one
+from small_corpora import classified
 from torch import nn
 
 from halfstep.distributed import World
-from halfstep.train.batches import Encoded
-from halfstep.train.data import Example
-from halfstep.train.evaluate import EVAL_BATCH, baseline_accuracy, judge, predict
+from halfstep.train.encode import IGNORED, Encoded
+from halfstep.train.evaluate import EVAL_BATCH, baseline_accuracy, noted
+from halfstep.train.tasks import TASKS
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PAD = 0
-CPU = torch.device("cpu")
-LABELS = ("a", "b", "c")
+OUTPUTS = 3
+WORDS = 11
+ALONE = World(0, 1, torch.device("cpu"))
+EPS = torch.finfo(torch.float32).eps
 
 
 class Reader(nn.Module):
-    """A model whose logits are the first token of each text, and minus it."""
+    """A model whose logits hang on the tokens of a text, and on no padding."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: str) -> None:
         super().__init__()
-        self.config = SimpleNamespace(num_labels=2)
-        self.seen: list[list[int]] = []
+        self.config = SimpleNamespace(num_labels=OUTPUTS)
+        self.table = nn.Embedding(WORDS, OUTPUTS)
+        self.each = task == "ner"
+        self.texts = 0
         self.widths: list[int] = []
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
@@ -35,121 +44,158 @@ class Reader(nn.Module):
         assert not self.training
         assert not torch.is_grad_enabled()
         assert torch.equal(attention_mask.bool(), input_ids != PAD)
-        first = input_ids[:, 0]
-        self.seen.append(first.tolist())
+        self.texts += len(input_ids)
         self.widths.append(input_ids.shape[1])
-        return SimpleNamespace(logits=torch.stack([first, -first], -1).bfloat16())
+        logits = self.table(input_ids)
+        if not self.each:
+            logits = (logits * attention_mask[..., None]).sum(1)
+        return SimpleNamespace(logits=logits)
 
 
 def session_of(model: nn.Module) -> Any:
-    """Return what `predict` needs of a session."""
+    """Return what is needed of a session."""
     return SimpleNamespace(model=model, autocast=nullcontext)
 
 
-def numbered(count: int) -> Encoded:
-    """Return texts of 1 to 9 tokens; the first token is their number, from 1."""
-    ids = [[number] * (1 + number % 9) for number in range(1, count + 1)]
-    return Encoded.build(ids, [number % 2 for number in range(1, count + 1)])
+def ask(model: nn.Module, task: str, encoded: Encoded, world: World = ALONE) -> Any:
+    """Return what is noted of each example, and the mean loss."""
+    session = session_of(model)
+    return noted(session, TASKS[task], encoded, world, pad_id=PAD, multiple=4)
 
 
-def with_answers(*guesses: int) -> torch.Tensor:
-    """Return logits of three classes whose largest is the guess."""
-    return nn.functional.one_hot(torch.tensor(guesses), 3).float()
+def texts_of(count: int) -> list[list[int]]:
+    """Return texts of 1 to 9 tokens, none of them padding."""
+    drawn = torch.randint(1, WORDS, (count, 9)).tolist()
+    return [ids[: 1 + number % 9] for number, ids in enumerate(drawn)]
 
 
-def test_by_hand() -> None:
-    """Law: precision, recall, F1 and their mean are those of the textbook."""
-    truth = torch.tensor([0, 0, 0, 0, 1, 1, 2])
-    quality = judge(with_answers(0, 0, 0, 1, 1, 0, 1), truth, LABELS)
-    # a: 3 of 4 guesses right, 3 of 4 found. b: 1 of 3, 1 of 2. c: never guessed.
-    expected = [
-        ("a", 3 / 4, 3 / 4, 3 / 4, 4),
-        ("b", 1 / 3, 1 / 2, 2 / 5, 2),
-        ("c", 0.0, 0.0, 0.0, 1),
-    ]
-    for row, right in zip(quality.per_class, expected, strict=True):
-        assert row == (right[0], *map(pytest.approx, right[1:4]), right[4])
-    assert quality.accuracy == pytest.approx(4 / 7)
-    assert quality.macro_f1 == pytest.approx((3 / 4 + 2 / 5) / 3)
+def classes(count: int) -> Encoded:
+    """Return texts that have a class each."""
+    return Encoded.build(texts_of(count), [n % OUTPUTS for n in range(count)])
 
 
-def test_loss_by_hand() -> None:
-    """Law: the loss is the mean of minus the log of the true class's probability."""
-    shares = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]])
-    quality = judge(shares.log(), torch.tensor([0, 2]), LABELS)
-    assert quality.loss == pytest.approx((math.log(2) + math.log(8)) / 2)
+def tags(count: int) -> Encoded:
+    """Return texts whose tokens have a tag each, but for the first, and its target."""
+    made = Encoded.build(texts_of(count))
+    lengths = made.lengths
+    firsts = made.starts[:-1]
+    offsets = np.arange(len(made.ids), dtype=np.int32)[:, None] + np.array([0, 1])
+    offsets[firsts] = 0
+    stored = np.arange(len(made.ids)) % OUTPUTS
+    stored[firsts] = IGNORED
+    return Encoded(
+        made.ids,
+        made.starts,
+        made.rows,
+        tags=stored.astype(np.int16),
+        offsets=offsets.astype(np.int32),
+        stored_counts=(lengths - 1).astype(np.int32),
+        meaning=np.array([0, 1, 2, IGNORED]),
+    )
 
 
-def test_a_class_without_examples() -> None:
-    """Law: a class that the split lacks counts as zero, without a warning."""
-    quality = judge(with_answers(0, 1), torch.tensor([0, 1]), LABELS)
-    assert quality.per_class[2] == ("c", 0.0, 0.0, 0.0, 0)
-    assert quality.macro_f1 == pytest.approx(2 / 3)
-    assert quality.accuracy == 1.0
+def one_at_a_time(model: Any, task: str, encoded: Encoded) -> tuple[Any, float]:
+    """Return what is noted when each text is alone, without padding, and the loss."""
+    made = TASKS[task].blank(encoded, OUTPUTS)
+    losses = []
+    model.eval()
+    for number in range(len(encoded)):
+        index = np.array([number])
+        inputs = encoded.collate(index, PAD)
+        targets = inputs.pop("labels").flatten()
+        with torch.no_grad():
+            logits = model(**inputs).logits
+        TASKS[task].note(made, encoded, index, logits)
+        flat = logits.reshape(-1, OUTPUTS).double()
+        kept = targets != IGNORED
+        losses.append(
+            nn.functional.cross_entropy(flat[kept], targets[kept], reduction="none")
+        )
+    return made, float(torch.cat(losses).mean())
 
 
-def test_table() -> None:
-    """Law: the table ends with the mean of each column and the sum of examples."""
-    quality = judge(with_answers(0, 1, 0), torch.tensor([0, 1, 1]), LABELS)
-    table = quality.table("Quality on dev")
-    assert table.title == "Quality on dev"
-    assert table.columns == ("label", "precision", "recall", "F1", "examples")
-    assert table.rows[:3] == quality.per_class
-    name, precision, recall, f1, examples = table.rows[3]
-    assert (name, examples) == ("mean of classes", 3)
-    assert precision == pytest.approx((1 / 2 + 1 + 0) / 3)
-    assert recall == pytest.approx((1 + 1 / 2 + 0) / 3)
-    assert f1 == pytest.approx(quality.macro_f1)
-    assert f"accuracy {2 / 3:.4f}" in table.notes[0]
+@pytest.mark.parametrize("task", ["classify", "ner"])
+def test_as_one_at_a_time(task: str) -> None:
+    """Law: in batches the same is noted as of texts alone, and the mean is right."""
+    count = 2 * EVAL_BATCH + 5
+    encoded = classes(count) if task == "classify" else tags(count)
+    model = Reader(task).train()
+    found, loss = ask(model, task, encoded)
+    assert model.training
+    right, right_loss = one_at_a_time(model, task, encoded)
+    if task == "classify":
+        # Sums of at most nine numbers, padding's zeros between them.
+        torch.testing.assert_close(found, right, rtol=9 * EPS, atol=36 * EPS)
+    else:
+        assert torch.equal(found, right)
+        assert found.any()
+    assert loss == pytest.approx(right_loss, rel=EVAL_BATCH * 9 * EPS)
 
 
-@pytest.mark.parametrize("count", [1, 2, EVAL_BATCH, EVAL_BATCH + 1, 3 * EVAL_BATCH])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_example_once(count: int, size: int) -> None:
-    """Law: whatever the number of processes, each example is computed once.
+@pytest.mark.parametrize("count", [1, EVAL_BATCH, 3 * EVAL_BATCH + 1])
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_example_once(
+    count: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: whatever the number of processes, the sum over them is the whole.
 
-    Without a process group nothing is summed, so each process shows its own places.
+    Without a process group nothing is summed, so each process shows its own places;
+    and all run the model as often, for a sharded one waits for them.
     """
-    encoded = numbered(count)
-    summed = torch.zeros(count, 2)
-    seen: list[int] = []
+    encoded = classes(count)
+    model = Reader("classify")
+    whole, loss = ask(model, "classify", encoded)
+    parts: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        "halfstep.distributed.total", lambda part: parts.append(part) or part
+    )
+    calls = []
     for rank in range(size):
-        model = Reader().train()
-        logits, truth = predict(session_of(model), encoded, World(rank, size, CPU), PAD)
-        assert model.training
-        assert logits.dtype == torch.float32
-        assert torch.equal(truth, encoded.labels)
-        summed += logits
-        seen += [number for batch in model.seen for number in batch]
-    assert sorted(seen) == list(range(1, count + 1))
-    # bf16 holds whole numbers up to 256, and rounds larger ones.
-    first = torch.arange(1, count + 1).bfloat16().float()
-    assert torch.equal(summed, torch.stack([first, -first], -1))
+        model.widths.clear()
+        ask(model, "classify", encoded, World(rank, size, ALONE.device))
+        calls.append(len(model.widths))
+    assert len(set(calls)) == 1
+    assert torch.equal(sum(parts[::2]), whole)
+    assert sum((part != 0).any(-1).sum() for part in parts[::2]) == count
+    summed, targets = sum(parts[1::2]).tolist()
+    assert targets == count
+    assert summed / targets == pytest.approx(loss, rel=4 * EPS)
 
 
 def test_longest_first() -> None:
-    """Law: batches come longest first, so that memory peaks at the start."""
-    model = Reader()
-    predict(session_of(model), numbered(3 * EVAL_BATCH), World(0, 1, CPU), PAD)
+    """Law: batches come longest first, padded to the multiple that is asked for."""
+    model = Reader("classify")
+    ask(model, "classify", classes(3 * EVAL_BATCH))
     assert model.widths == sorted(model.widths, reverse=True)
     assert len(model.widths) == 3
+    assert {width % 4 for width in model.widths} == {0}
+
+
+def test_no_targets() -> None:
+    """Law: texts that have no token to tag have no loss, and no nan."""
+    _, loss = ask(Reader("ner"), "ner", tags(1))
+    assert loss == 0.0
 
 
 def test_the_bare_model_is_asked() -> None:
     """Law: a wrapper for data parallelism, which would wait for others, is left out."""
-    wrapper = nn.Module()
-    wrapper.module = Reader()
-    logits, _ = predict(session_of(wrapper), numbered(2), World(0, 1, CPU), PAD)
-    assert logits[:, 0].tolist() == [1, 2]
+    model = Reader("classify")
+    encoded = classes(2)
+    right, _ = ask(model, "classify", encoded)
+    with group_of_one():
+        wrapper = nn.parallel.DistributedDataParallel(model)
+        found, _ = ask(wrapper, "classify", encoded)
+    assert torch.equal(found, right)
 
 
-def test_baseline() -> None:
+def test_baseline(tmp_path: Path) -> None:
     """Law: the baseline learns what characters tell, and nothing else."""
-    train = [Example(text, label) for text, label in (("xxy", 0), ("zzw", 1))] * 5
-    test = [Example("yx", 0), Example("wz", 1)]
+    labels = ("x", "z")
+    train = classified(tmp_path / "a.jsonl", [("xxy", "x"), ("zzw", "z")] * 5, labels)
+    test = classified(tmp_path / "b.jsonl", [("yx", "x"), ("wz", "z")], labels)
+    flipped = classified(tmp_path / "c.jsonl", [("yx", "z"), ("wz", "x")], labels)
     assert baseline_accuracy(train, test) == 1.0
-    flipped = [Example(example.text, 1 - example.label) for example in test]
     assert baseline_accuracy(train, flipped) == 0.0
     # 1-grams alone cannot tell these; the order can.
-    ordered = [Example("abc", 0), Example("cba", 1)] * 5
-    assert baseline_accuracy(ordered, ordered[:2]) == 1.0
+    ordered = classified(tmp_path / "d.jsonl", [("abc", "x"), ("cba", "z")] * 5, labels)
+    assert baseline_accuracy(ordered, ordered) == 1.0

@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from halfstep import checkpoint
-from halfstep.checkpoint import CheckpointError
 from halfstep.errors import UserError
+from halfstep.train import launch
 from halfstep.train.config import TrainConfig
 from halfstep.train.folder import RunFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
-OWN = ("config.json", "metrics.jsonl", "summary.json", "report.html")
+FILES = ("metrics.jsonl", "summary.json", "report.html", "config.json")
+FOLDERS = ("checkpoints", "model", "tensorboard")
+NO_SPACE = OSError(28, "No space left on device")
 
 
 @pytest.fixture
@@ -30,18 +33,10 @@ def folder(tmp_path: Path) -> RunFolder:
     return found
 
 
-def save(folder: RunFolder, step: int, *, best: bool = False) -> None:
+def save(folder: RunFolder, step: int, **notes: int) -> None:
     """Save a checkpoint that tells its step."""
     number = torch.tensor(float(step))
-    folder.save(step, {"w": number}, {"step": step}, {"step": step}, best=best)
-
-
-def steps(folder: RunFolder) -> list[int]:
-    """Return the steps of the checkpoints that are there, hidden rests included."""
-    names = [each.name for each in (folder.path / "checkpoints").iterdir()]
-    return sorted(
-        int(name.removeprefix("step-")) for name in names if not name.endswith(".json")
-    )
+    folder.save(step, {"w": number}, {"step": step}, {"step": step} | notes)
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
@@ -52,21 +47,36 @@ def tree(root: Path) -> dict[str, bytes | None]:
     }
 
 
+def names(folder: RunFolder) -> set[str]:
+    """Return what is where checkpoints are, hidden rests included."""
+    return {each.name for each in (folder.path / "checkpoints").iterdir()}
+
+
+def called(steps: Iterable[int]) -> set[str]:
+    """Return the names of the checkpoints of some steps."""
+    return {f"step-{step:08d}" for step in steps}
+
+
+# Beginning
+
+
 def test_begin(tmp_path: Path) -> None:
-    """Law: a run begins with its settings and a place for checkpoints, parents made."""
+    """Law: a run begins with settings, its launch and a place for checkpoints."""
     folder = RunFolder(tmp_path / "a" / "b")
     folder.begin({"seed": 3, "data": None}, overwrite=False)
-    assert tree(folder.path).keys() == {"config.json", "checkpoints"}
+    assert tree(folder.path).keys() == {"config.json", "launch.json", "checkpoints"}
     assert folder.settings() == {"seed": 3, "data": None}
+    assert launch.read(folder.path / "launch.json") == launch.identity()
     assert folder.records() == []
+    assert folder.steps() == []
     assert not folder.has_checkpoint()
 
 
-@pytest.mark.parametrize("name", [*OWN, "checkpoints", "model"])
+@pytest.mark.parametrize("name", [*FILES, "launch.json", "resolved.toml", *FOLDERS])
 def test_a_run_is_not_written_over(tmp_path: Path, name: str) -> None:
     """Law: any trace of a run refuses another; nothing is changed."""
     held = tmp_path / name
-    held.write_text("x") if "." in name else held.mkdir()
+    (held if "." in name else held / "something").mkdir(parents=True)
     before = tree(tmp_path)
     with pytest.raises(UserError) as caught:
         RunFolder(tmp_path).begin({}, overwrite=False)
@@ -77,12 +87,24 @@ def test_a_run_is_not_written_over(tmp_path: Path, name: str) -> None:
     assert tree(tmp_path) == before
 
 
+def test_what_is_bare_is_no_run(tmp_path: Path) -> None:
+    """Law: empty folders and the identity of a launch stand in no run's way."""
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+    (tmp_path / "launch.json").write_text('{"run_id": null, "agent": "elsewhere 1"}')
+    folder = RunFolder(tmp_path)
+    folder.begin({"seed": 1}, overwrite=False)
+    assert tree(tmp_path).keys() == {"config.json", "launch.json", "checkpoints"}
+    assert launch.read(tmp_path / "launch.json") == launch.identity()
+
+
 def test_overwrite(folder: RunFolder) -> None:
     """Law: --overwrite removes the run and leaves everything that is not its own."""
     root = folder.path
-    save(folder, 1, best=True)
+    save(folder, 1)
     (root / "model").mkdir()
-    for name in (*OWN, "model/config.json", "notes.txt", ".hidden"):
+    (root / ".model.part").mkdir()
+    for name in (*FILES, "model/config.json", "notes.txt", ".hidden"):
         (root / name).write_text("old")
     (root / "config.json").write_text(json.dumps(asdict(TrainConfig())))
     (root / "plots").mkdir()
@@ -90,12 +112,29 @@ def test_overwrite(folder: RunFolder) -> None:
     folder.begin({"seed": 2}, overwrite=True)
     assert tree(root) == {
         "config.json": b'{\n "seed": 2\n}',
+        "launch.json": json.dumps(launch.identity()).encode(),
         "checkpoints": None,
         "notes.txt": b"old",
         ".hidden": b"old",
         "plots": None,
         "plots/metrics.jsonl": b"old",
     }
+
+
+@pytest.mark.parametrize("config", [None, "{", "[]", "{}", '{"model": 1, "level": 1}'])
+def test_overwrite_of_what_is_no_run(tmp_path: Path, config: str | None) -> None:
+    """Law: --overwrite removes nothing that no run of halfstep has written."""
+    (tmp_path / "metrics.jsonl").write_text("precious")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    before = tree(tmp_path)
+    with pytest.raises(UserError) as caught:
+        RunFolder(tmp_path).begin({}, overwrite=True)
+    assert str(caught.value) == (
+        f"--overwrite: {tmp_path} holds files of these names that are not a halfstep "
+        "run's; choose another --out."
+    )
+    assert tree(tmp_path) == before
 
 
 def test_no_folder_to_write(tmp_path: Path) -> None:
@@ -109,6 +148,9 @@ def test_no_folder_to_write(tmp_path: Path) -> None:
             "folder."
         )
     assert tree(tmp_path) == {"file": b"x"}
+
+
+# Settings and metrics
 
 
 def test_no_settings(tmp_path: Path) -> None:
@@ -128,6 +170,13 @@ def test_no_settings(tmp_path: Path) -> None:
         assert str(caught.value) == f"--resume: {config} is damaged: {fault}."
 
 
+def test_settings_are_text(folder: RunFolder) -> None:
+    """Law: config.json is JSON that a person can read, a setting a line."""
+    text = (folder.path / "config.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {"seed": 1}
+    assert len(text.splitlines()) == 3
+
+
 def test_metrics_round_trip(folder: RunFolder) -> None:
     """Law: records come back to the last bit; JSON has no inf and no NaN, but null."""
     records: list[dict[str, Any]] = [
@@ -138,24 +187,44 @@ def test_metrics_round_trip(folder: RunFolder) -> None:
         folder.log(record)
     records[1]["loss"] = None
     assert folder.records() == records
-    folder.log({"step": 3, "loss": float("nan")})
-    assert folder.records()[2] == {"step": 3, "loss": None}
+    folder.log({"step": 3, "loss": [float("nan"), {"a": -float("inf")}]})
+    assert folder.records()[2] == {"step": 3, "loss": [None, {"a": None}]}
     before = folder.metrics.read_bytes()
     folder.rewind(3)
     assert folder.metrics.read_bytes() == before
 
 
+@pytest.mark.parametrize("rewound", [True, False])
 @pytest.mark.parametrize("torn", ['{"st', '{"step": 3, "loss": 1.5', "\0\0\0\0", "{"])
-def test_a_torn_line(folder: RunFolder, torn: str) -> None:
-    """Law: a line that a crash cut is left out, and rewinding removes it."""
+def test_a_torn_line(folder: RunFolder, torn: str, *, rewound: bool) -> None:
+    """Law: a line that a crash cut is left out, and the next line replaces it."""
     for step in (1, 2):
         folder.log({"step": step})
     with folder.metrics.open("a") as file:
         file.write(torn)
     assert folder.records() == [{"step": 1}, {"step": 2}]
-    folder.rewind(2)
+    if rewound:
+        folder.rewind(2)
     folder.log({"step": 3})
     assert folder.records() == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", "3", '{"loss": 1}', '{"step": "1"}'])
+def test_a_damaged_line(folder: RunFolder, line: str) -> None:
+    """Law: a line that is whole and no record is named by its number."""
+    folder.metrics.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')
+    before = tree(folder.path)
+    for use in (folder.records, lambda: folder.rewind(1)):
+        with pytest.raises(UserError) as caught:
+            use()
+        assert str(caught.value) == (
+            f"{folder.metrics} line 2 is damaged: it is not a record of a step. "
+            "Remove the line, or start anew with another --out."
+        )
+    assert tree(folder.path) == before
+
+
+# Going back
 
 
 def test_rewind(folder: RunFolder) -> None:
@@ -178,79 +247,153 @@ def test_rewind_before_the_first_line(folder: RunFolder) -> None:
     assert folder.metrics.read_bytes() == b""
 
 
-def test_save_keeps_last_and_best(folder: RunFolder) -> None:
-    """Law: the newest and the best checkpoint stay, and no others."""
-    expected = {1: [1], 2: [1, 2], 3: [1, 3], 4: [4], 5: [4, 5], 6: [4, 6]}
-    for step, kept in expected.items():
-        save(folder, step, best=step in {1, 4})
-        assert steps(folder) == kept
-        assert folder.has_checkpoint()
-        assert checkpoint.load(folder.last()).state == {"step": step}
-        assert checkpoint.load(folder.best()).state == {"step": kept[0]}
+def test_rewind_sets_checkpoints_aside(folder: RunFolder) -> None:
+    """Law: later checkpoints no longer count; of two damaged ones the last is kept."""
+    for content in (3, 33):
+        for step in (1, 2):
+            save(folder, step)
+        save(folder, 3, turn=content)
+        folder.rewind(1)
+        assert folder.steps() == [1]
+        aside = {f"damaged-{name}" for name in called([2, 3])}
+        assert names(folder) == called([1]) | aside
+        last = folder.path / "checkpoints" / "damaged-step-00000003"
+        assert checkpoint.load(last).notes == {"step": 3, "turn": content}
 
 
-def test_save_removes_what_a_crash_left(folder: RunFolder) -> None:
-    """Law: a half-written checkpoint does not stay for ever."""
+def test_rewind_sweeps(folder: RunFolder) -> None:
+    """Law: what processes left that were killed while they wrote is removed."""
+    save(folder, 1)
+    for name in (".step-00000002.part-99", ".step-00000001.old-99", ".a.gone-7"):
+        (folder.path / "checkpoints" / name).mkdir()
+    (folder.path / ".model.part").mkdir()
+    folder.rewind(1)
+    assert names(folder) == called([1])
+    assert not (folder.path / ".model.part").exists()
+
+
+# Checkpoints
+
+
+def test_steps(folder: RunFolder) -> None:
+    """Law: the newest comes first by number, whole or not; other names do not count."""
+    for name in ("step-1", "astep-00000001", "step-00000001x", "damaged-step-00000004"):
+        (folder.path / "checkpoints" / name).mkdir()
+    for step in (9, 123456789, 10):
+        folder.checkpoint_path(step).mkdir()
+    assert folder.steps() == [123456789, 10, 9]
+    assert folder.has_checkpoint()
+    assert RunFolder(folder.path / "nowhere").steps() == []
+
+
+def test_save_replaces(folder: RunFolder) -> None:
+    """Law: a step saved again is the later one, alone; a half-written rest is gone."""
     part = folder.path / "checkpoints" / ".step-00000002.part-99"
     part.mkdir()
-    (part / "state.pt").write_bytes(b"half")
-    save(folder, 1, best=True)
-    assert steps(folder) == [1]
-
-
-@pytest.mark.parametrize("better", [True, False])
-@pytest.mark.parametrize("done", ["checkpoint", "best.json"])
-def test_a_crash_between_the_pointers(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, done: str, better: bool
-) -> None:
-    """Law: a run killed after its checkpoint or after one pointer resumes from before.
-
-    It comes to the same step again, and leaves the same last and best.
-    """
-    save(folder, 1, best=True)
-    point = checkpoint.point
-
-    def killed(pointer: Path, directory: Path) -> None:
-        if done == "checkpoint" or pointer.name == "last.json":
-            raise KeyboardInterrupt
-        point(pointer, directory)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "point", killed)
-        with pytest.raises(KeyboardInterrupt):
-            save(folder, 2, best=better)
-    assert checkpoint.load(folder.last()).state == {"step": 1}
-    save(folder, 2, best=better)
-    assert checkpoint.load(folder.last()).state == {"step": 2}
-    assert checkpoint.load(folder.best()).state == {"step": 2 if better else 1}
-    assert steps(folder) == ([2] if better else [1, 2])
+    for turn in (1, 2):
+        save(folder, 2, turn=turn)
+        assert names(folder) == called([2])
+        loaded = checkpoint.load(folder.checkpoint_path(2))
+        assert (loaded.state, loaded.notes) == ({"step": 2}, {"step": 2, "turn": turn})
+        assert torch.equal(loaded.weights["w"], torch.tensor(2.0))
 
 
 def test_a_crash_while_writing(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: an error in mid-checkpoint leaves the one before, whole and pointed to."""
-    save(folder, 1, best=True)
-    before = tree(folder.path)
+    """Law: an error in mid-checkpoint leaves the one before, whole, and says so."""
 
     def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise NO_SPACE
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
-        with pytest.raises(OSError, match="No space left"):
-            save(folder, 2, best=True)
-    assert tree(folder.path) == before
+    last = "No checkpoint is whole; mend that, then start anew."
+    for step in (1, 2):
+        before = tree(folder.path)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", full)
+            with pytest.raises(UserError) as caught:
+                save(folder, step)
+        assert str(caught.value) == (
+            f"{folder.checkpoint_path(step)} could not be written: No space left on "
+            f"device. {last}"
+        )
+        assert tree(folder.path) == before
+        save(folder, step)
+        last = (
+            f"The checkpoint of step {step} is whole; mend that, then go on with "
+            "--resume."
+        )
 
 
-def test_no_checkpoint(folder: RunFolder) -> None:
-    """Law: asking for a checkpoint that was never made names the missing file."""
-    with pytest.raises(CheckpointError) as caught:
-        folder.last()
-    pointer = folder.path / "checkpoints" / "last.json"
-    assert str(caught.value) == (
-        f"there is no checkpoint here: {pointer} does not exist."
+def test_newest(folder: RunFolder) -> None:
+    """Law: the newest is loaded; one that is damaged is named, the one before used."""
+    assert folder.newest(checkpoint.load) is None
+    for step in (1, 2, 10):
+        save(folder, step)
+    found = folder.newest(checkpoint.load)
+    assert found is not None
+    assert (found[0].state, found[1]) == ({"step": 10}, [])
+    state = folder.checkpoint_path(10) / "state.pt"
+    state.write_bytes(b"")
+    found = folder.newest(checkpoint.load)
+    assert found is not None
+    assert found[0].state == {"step": 2}
+    assert len(found[1]) == 1
+    assert found[1][0].startswith(
+        f"the checkpoint of step 10 is not used: checkpoint file {state} is truncated"
     )
+
+
+def test_newest_after_a_killed_replacement(folder: RunFolder) -> None:
+    """Law: a checkpoint that was moved to be replaced has its name again."""
+    save(folder, 1)
+    path = folder.checkpoint_path(1)
+    path.rename(path.with_name(f".{path.name}.old-99"))
+    found = folder.newest(checkpoint.load)
+    assert found is not None
+    assert (found[0].state, found[1]) == ({"step": 1}, [])
+    assert names(folder) == called([1])
+
+
+def test_checkpoints_that_are_lost(folder: RunFolder) -> None:
+    """Law: metrics of two evaluations and no checkpoint: the run is not begun anew."""
+    folder.log({"step": 1, "event": "eval"})
+    assert folder.newest(checkpoint.load) is None
+    folder.log({"step": 2, "event": "eval"})
+    with pytest.raises(UserError) as caught:
+        folder.newest(checkpoint.load)
+    assert str(caught.value) == (
+        f"{folder.path / 'checkpoints'} has lost its checkpoints: metrics.jsonl tells "
+        "of 2 evaluations. Restore them, or start anew with another --out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "kept"),
+    [(1, 2, {2, 5}), (2, 1, {1, 4, 5}), (1, 5, {5}), (9, 1, {1, 2, 3, 4, 5})],
+)
+def test_prune(folder: RunFolder, keep: int, best: int, kept: set[int]) -> None:
+    """Law: the newest stay, and the best that they name, and no others."""
+    for step in (1, 2, 3, 4, 5):
+        save(folder, step, best_step=min(step, best))
+    folder.prune(keep)
+    assert names(folder) == called(kept)
+    for step in kept:
+        assert checkpoint.load(folder.checkpoint_path(step)).state == {"step": step}
+
+
+def test_prune_and_damage(folder: RunFolder) -> None:
+    """Law: one whose manifest cannot be read is neither counted nor deleted."""
+    for step in (1, 2, 3):
+        save(folder, step)
+    (folder.checkpoint_path(3) / "manifest.json").write_text("{")
+    folder.prune(1)
+    assert names(folder) == called([2, 3])
+    with pytest.raises(UserError, match="keep"):
+        folder.prune(0)
+
+
+# The model
 
 
 def test_publish_model(folder: RunFolder) -> None:
@@ -264,22 +407,36 @@ def test_publish_model(folder: RunFolder) -> None:
         return SimpleNamespace(save_pretrained=save_pretrained)
 
     def broken(_: Path) -> None:
-        raise OSError(28, "No space left on device")
+        raise NO_SPACE
 
     folder.publish_model(writer("weights", "old"), writer("vocabulary", "old"))
     assert tree(folder.model) == {"weights": b"old", "vocabulary": b"old"}
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError) as caught:
         folder.publish_model(
             writer("weights", "new"), SimpleNamespace(save_pretrained=broken)
         )
+    assert str(caught.value) == (
+        f"{folder.model} could not be written: No space left on device. No checkpoint "
+        "is whole; mend that, then start anew."
+    )
     assert tree(folder.model) == {"weights": b"old", "vocabulary": b"old"}
+    assert not (folder.path / ".model.part").exists()
+    (folder.path / ".model.part").mkdir()
+    (folder.path / ".model.part" / "rest").write_text("of a killed process")
     folder.publish_model(writer("weights", "new"), writer("words", "new"))
     assert tree(folder.model) == {"weights": b"new", "words": b"new"}
     assert not (folder.path / ".model.part").exists()
 
 
-def test_settings_are_text(folder: RunFolder) -> None:
-    """Law: config.json is JSON that a person can read, a setting a line."""
-    text = (folder.path / "config.json").read_text(encoding="utf-8")
-    assert json.loads(text) == {"seed": 1}
-    assert len(text.splitlines()) == 3
+def test_write(folder: RunFolder) -> None:
+    """Law: a file is written in one piece; where it cannot be, the reason is told."""
+    folder.write("summary.json", "{}")
+    assert (folder.path / "summary.json").read_text() == "{}"
+    path = folder.path / "report.html"
+    path.mkdir()
+    with pytest.raises(UserError) as caught:
+        folder.write("report.html", "x")
+    assert str(caught.value) == (
+        f"{path} could not be written: Is a directory. No checkpoint is whole; mend "
+        "that, then start anew."
+    )

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from small_training import one_thread, small_and_measured, without_figures
 
-from halfstep import checkpoint, cli, machine
-from halfstep.train import result, text
+from halfstep import checkpoint, cli
+from halfstep.train import text
 from halfstep.train.folder import RunFolder
 from halfstep.train.run import run
 
@@ -22,10 +23,8 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """A small model gains nothing from a second thread, and waits for it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +42,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "batch_size": 8,
         "out": str(folder / "run"),
     }
-    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
-    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
-        patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
-        patch.setattr(result, "page", lambda *_: "<html></html>")
+        small_and_measured(patch)
+        without_figures(patch)
         run(settings)
         yield folder / "run"
 
@@ -57,6 +53,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def copy(finished: Path, tmp_path: Path) -> Path:
     """Return a copy of the run that a test may spoil."""
     return shutil.copytree(finished, tmp_path / "run")
+
+
+def last(run_folder: Path) -> Path:
+    """Return the only checkpoint of the run."""
+    folder = RunFolder(run_folder)
+    (step,) = folder.steps()
+    return folder.checkpoint_path(step)
 
 
 def cut(path: Path) -> None:
@@ -79,7 +82,6 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "bit in state": ("state.pt", flip, "is damaged: its SHA-256 is not "),
     "no state": ("state.pt", Path.unlink, "has no state.pt; it is not whole."),
     "no manifest": ("manifest.json", Path.unlink, "it has no manifest.json."),
-    "cut pointer": ("../last.json", cut, "is damaged: it does not name a checkpoint."),
 }
 
 
@@ -115,19 +117,19 @@ OTHER_DATA = (
 def test_damaged_checkpoints(
     copy: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """Law: a checkpoint that is not whole is refused in one line, and left alone."""
+    """Law: without a whole checkpoint nothing is gone on with, nor touched."""
     file, damage, fault = DAMAGE[name]
-    damage(RunFolder(copy).last() / file)
+    damage(last(copy) / file)
     line = refused(copy, capsys)
+    assert line.startswith(f"no checkpoint in {copy / 'checkpoints'} is whole (step-")
     assert fault in line
     assert str(copy) in line
 
 
 def test_foreign_checkpoint(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: a sound checkpoint of something else is refused."""
-    last = RunFolder(copy).last()
-    shutil.rmtree(last)
-    checkpoint.save(last, {"w": torch.ones(2)}, {"epoch": 3}, {})
+    foreign = {"w": torch.ones(2)}, {"epoch": 3}, {}
+    checkpoint.save(last(copy), *foreign, replace=True)
     assert refused(copy, capsys) == OTHER_DATA
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import UserError
-from halfstep.train.rows import Row, read
+from halfstep.train.rows import Row, is_number, read
 
 LONGEST_MESSAGE = 35
 
@@ -31,7 +31,7 @@ def rows_of(name: str, content: str | bytes) -> list[Row]:
     """Write a file and read it."""
     path = Path(name)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return read(path)
+    return list(read(path))
 
 
 def brief(rows: list[Row]) -> list[tuple[str, str, int]]:
@@ -112,7 +112,7 @@ def test_a_line_separator_inside_json_does_not_end_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "word", "is_number"),
+    ("label", "word", "number"),
     [
         ("3", "3", True),
         ('"3"', "3", True),
@@ -127,11 +127,11 @@ def test_a_line_separator_inside_json_does_not_end_a_line() -> None:
     ],
 )
 def test_whole_numbers_are_told_from_words(
-    label: str, word: str, *, is_number: bool
+    label: str, word: str, *, number: bool
 ) -> None:
     """Law: only ASCII decimal integers are numbers, and each has one form."""
     (row,) = rows_of("a.jsonl", f'["x", {label}]')
-    assert (row.label_word, row.is_number) == (word, is_number)
+    assert (row.label_word, is_number(row.label_word)) == (word, number)
 
 
 def test_texts_are_kept_as_they_are() -> None:
@@ -188,6 +188,7 @@ def test_forty_thousand_pairs_on_one_line() -> None:
 FORM = 'each line holds {"text": "...", "label": ...}.'
 ARRAY_FORM = 'each entry is ["text", label] or {"text": "...", "label": ...}.'
 CUT = "a character is cut in half (a lone surrogate); mend or drop the row."
+WANG = "\u738b" * 50
 NO_LABEL = "a label is a whole number or a word."
 
 
@@ -204,6 +205,11 @@ NO_LABEL = "a label is a whole number or a word."
             '"' + "x" * 50 + '"',
             f'"{"x" * 39}... is not a text and its label; {FORM}',
         ),
+        (
+            '["\\u738b\u200b\\ud83d\\n"]',
+            f'["\u738b\\u200b\\ud83d\\n"] is not a text and its label; {FORM}',
+        ),
+        (f'["{WANG}"]', f'["{WANG[:38]}... is not a text and its label; {FORM}'),
         ("[17, 1]", "text is 17; a text is a string."),
         ("[null, 1]", "text is null; a text is a string."),
         ('["", 1]', "text is blank; give it words or drop the row."),
@@ -222,6 +228,16 @@ def test_a_bad_entry_is_refused(line: str, fault: str) -> None:
     """Law: a row that is no text and label names its line, the fault and the cure."""
     content = '["fine", 0]\n\n' + line + "\n"
     assert refusal("posts.jsonl", content) == f"posts.jsonl line 3: {fault}"
+
+
+@pytest.mark.parametrize("key", ["text", "label", "\u738b", "id"])
+def test_a_key_twice_is_refused(key: str) -> None:
+    """Law: an object with a key twice is refused, at its line, whatever the key."""
+    entry = f'{{"{key}": "x", "text": "y", "label": 0, "{key}": "x"}}'
+    fault = f'key "{key}" stands twice in one object; keep one of them.'
+    assert refusal("a.jsonl", f'["fine", 0]\n\n{entry}\n') == f"a.jsonl line 3: {fault}"
+    array = f'[["fine\\n", 0],\n\n{entry}]'
+    assert refusal("a.json", array) == f"a.json line 3: {fault}"
 
 
 def test_the_message_of_the_manual() -> None:
@@ -279,6 +295,7 @@ QUOTES = (
     "written twice."
 )
 HEADER = "text and label are two columns; begin with a header row that names them."
+TWO_COLUMNS = "{} columns are named '{}'; rename all but one."
 BLANK = "text is blank; give it words or drop the row."
 
 
@@ -303,17 +320,19 @@ def cells(count: int, head: int, line: int, delimiter: str) -> str:
         ("a.csv", "text,label\n ,1\n", 2, BLANK),
         ("a.csv", 'x,1\n"y,2\nz,3\n', 2, f"unexpected end of data; {QUOTES}"),
         ("a.csv", '"so" he,1\n', 1, f"',' expected after '\"'; {QUOTES}"),
-        (
-            "a.csv",
-            "text,label\n" + "x" * 200_000 + ",1\n",
-            2,
-            f"field larger than field limit (131072); {QUOTES}",
-        ),
+        ("a.csv", "text,label,Text \nx,1,y\n", 1, TWO_COLUMNS.format(2, "text")),
+        ("a.tsv", "\nlabel\tlabel\ttext\tlabel\n", 2, TWO_COLUMNS.format(3, "label")),
     ],
 )
 def test_a_bad_table_is_refused(name: str, content: str, line: int, fault: str) -> None:
     """Law: a row that does not fit its table names its line, the fault and the cure."""
     assert refusal(name, content) == f"{name} line {line}: {fault}"
+
+
+def test_a_cell_may_be_long() -> None:
+    """Law: a text longer than what csv takes by itself is read whole."""
+    text = "x, " * 100_000
+    assert brief(rows_of("a.csv", f'text,label\n"{text}",1\n')) == [(text, "1", 2)]
 
 
 ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
@@ -377,11 +396,38 @@ def test_what_is_no_file_is_refused() -> None:
 def test_an_unreadable_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: what the system says against reading is passed on, not a traceback."""
 
-    def forbid(path: Path) -> bytes:
+    def forbid(path: Path, *_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     Path("a.csv").write_text("x,1\n", encoding="utf-8")
-    monkeypatch.setattr(Path, "read_bytes", forbid)
+    monkeypatch.setattr(Path, "open", forbid)
     with pytest.raises(UserError) as caught:
-        read(Path("a.csv"))
+        next(read(Path("a.csv")))
     assert str(caught.value) == "a.csv cannot be read: Permission denied."
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_rows_come_before_the_file_is_read(name: str) -> None:
+    """Law: no more of a file is held than its next row needs."""
+    good = '["x,y", "1"]\n' if name == "a.jsonl" else "x,y\n"
+    Path(name).write_bytes((good * 100_000).encode() + b"\xff\n")
+    rows = read(Path(name))
+    assert next(rows).line == 1
+    with pytest.raises(UserError, match=f"{name} line 100001 is not UTF-8"):
+        list(rows)
+
+
+def test_labels_of_other_types_are_told_apart() -> None:
+    """Law: `true` and 1.0 are no labels, also where 1 was one in the row before."""
+    for wrong in ("true", "1.0"):
+        message = refusal("a.jsonl", f'["x", 1]\n["y", {wrong}]\n')
+        assert message == f"a.jsonl line 2: label is {wrong}; {NO_LABEL}"
+
+
+def test_a_bad_text_is_refused_after_its_label_was_seen() -> None:
+    """Law: a label that was sound once does not carry the text of a later row."""
+    for text, fault in (("17", "text is 17; a text is a string."), ('" "', BLANK)):
+        message = refusal("a.jsonl", f'["x", "a"]\n[{text}, "a"]\n')
+        assert message == f"a.jsonl line 2: {fault}"
+    message = refusal("a.jsonl", '["x", "a"]\n["\\ud83d", "a"]\n')
+    assert message == f"a.jsonl line 2: {CUT}"

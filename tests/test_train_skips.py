@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from small_training import letters, one_thread, same, small_and_measured
+from small_training import (
+    one_thread,
+    same,
+    small_and_measured,
+    steps_of,
+    without_figures,
+    write_letters,
+)
 from torch import Tensor
 
 from halfstep import LossScaleCollapse
-from halfstep.train import result
-from halfstep.train.loop import Trainer, rate_factor
+from halfstep.train.loop import Trainer
+from halfstep.train.plan import rate_factor
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
@@ -36,17 +43,14 @@ def _one_thread() -> Iterator[None]:
 def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train a small size, draw no figures."""
     small_and_measured(monkeypatch)
-    monkeypatch.setattr(result, "page", lambda *_: "<html></html>")
+    without_figures(monkeypatch)
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of twelve steps on texts whose characters tell their class."""
-    rows = letters(100, "abcx", "defx", lengths=(3, 20))
-    source = tmp_path / "letters.json"
-    source.write_text(json.dumps(rows), encoding="utf-8")
     return {
-        "data": str(source),
+        "data": str(write_letters(tmp_path, 100, "abcx", "defx")),
         "dev_share": 0.1,
         "model": "mini",
         "lr": 3e-3,
@@ -56,11 +60,11 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def steps_of(settings: dict[str, Any], kind: str, **more: Any) -> list[dict[str, Any]]:
+def train(settings: dict[str, Any], kind: str, **more: Any) -> list[dict[str, Any]]:
     """Train; return the records of the steps."""
     level, dtype = kind.split()
-    found = run(settings | {"level": level, "dtype": dtype} | more).folder.records()
-    return [record for record in found if "event" not in record]
+    result = run(settings | {"level": level, "dtype": dtype} | more)
+    return steps_of(result.folder.records())
 
 
 def clone(state: Any) -> Any:
@@ -76,9 +80,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the loss of some optimizer steps inf."""
     clean = Trainer._loss
 
-    def loss(self: Trainer, indices: list[int]) -> Tensor:
-        bad = self.step_done + 1 in steps
-        return clean(self, indices) * (math.inf if bad else 1.0)
+    def loss(self: Trainer, part: dict[str, Tensor]) -> Tensor:
+        bad = self.standing.step + 1 in steps
+        return clean(self, part) * (math.inf if bad else 1.0)
 
     monkeypatch.setattr(Trainer, "_loss", loss)
 
@@ -93,7 +97,7 @@ def test_an_overflow_in_one_gradient(
     scale halves where it moves; the schedule stands still.
     """
     seen: dict[int, dict[str, Any]] = {}
-    step, loss, bad = Trainer._train_step, Trainer._loss, 5
+    step, loss, bad = Trainer.train_step, Trainer._loss, 5
 
     def snapshot(trainer: Trainer) -> dict[str, Any]:
         state = trainer.session.state_dict()
@@ -103,24 +107,24 @@ def test_an_overflow_in_one_gradient(
             group.pop("lr")  # set anew at the start of each step
         return clone(state)  # type: ignore[no-any-return]
 
-    def watched(self: Trainer, number: int, *rest: Any) -> dict[str, Any]:
-        seen[number] = snapshot(self)
-        record = step(self, number, *rest)
-        seen[number + 1] = snapshot(self)
+    def watched(self: Trainer, work: Any, *rest: Any) -> dict[str, Any]:
+        seen[work.number] = snapshot(self)
+        record = step(self, work, *rest)
+        seen[work.number + 1] = snapshot(self)
         return record
 
-    def hooked(self: Trainer, indices: list[int]) -> Tensor:
-        if self.step_done + 1 == bad:
+    def hooked(self: Trainer, part: dict[str, Tensor]) -> Tensor:
+        if self.standing.step + 1 == bad:
             weight = dict(self.session.model.named_parameters())[CULPRIT]
             handle = weight.register_hook(partial(torch.mul, other=math.inf))  # type: ignore[no-untyped-call]
             weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _: handle.remove()
             )
-        return loss(self, indices)
+        return loss(self, part)
 
-    monkeypatch.setattr(Trainer, "_train_step", watched)
+    monkeypatch.setattr(Trainer, "train_step", watched)
     monkeypatch.setattr(Trainer, "_loss", hooked)
-    steps = steps_of(settings, kind)
+    steps = train(settings, kind)
     assert [record["step"] for record in steps if record["skipped"]] == [bad]
     spoilt, after = steps[bad - 1], steps[bad]
     assert spoilt["found_inf_in"] == [CULPRIT]
@@ -144,7 +148,7 @@ def test_a_skipped_step_does_not_advance_the_schedule(
 ) -> None:
     """Law: the rate follows the steps that were applied, not those attempted."""
     poison(monkeypatch, 3, 4, 9)
-    found = steps_of(settings, kind, warmup=0.5)
+    found = train(settings, kind, warmup=0.5)
     assert [r["step"] for r in found if r["skipped"]] == [3, 4, 9]
     assert [r["skipped_total"] for r in found] == [0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3]
     applied = [0, 1, 2, 2, 2, 3, 4, 5, 6, 6, 7, 8]
@@ -166,7 +170,7 @@ def test_a_run_that_always_overflows(
     with pytest.raises(
         LossScaleCollapse, match=f"^{skips} steps in a row were skipped"
     ):
-        steps_of(settings, kind, epochs=20)
+        train(settings, kind, epochs=20)
     lines = (Path(settings["out"]) / "metrics.jsonl").read_text().splitlines()
     steps = [r for r in map(json.loads, lines) if "event" not in r]
     assert [r["skipped"] for r in steps] == [False, False, *[True] * (skips - 1)]

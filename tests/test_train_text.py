@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import unicodedata
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -22,17 +23,17 @@ from transformers import (
 from transformers.utils import logging
 
 from halfstep.errors import UserError
+from halfstep.train import encode as encoding
 from halfstep.train import text
-from halfstep.train.batches import Encoded
-from halfstep.train.run import run
-from halfstep.train.text import build, character_tokenizer, encode
+from halfstep.train.encode import Encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 PAD, UNKNOWN, START, END, MASK = range(5)
 LABELS = ("no", "yes")
+HEAD = "SequenceClassification"
 OWN_DROPOUT = 0.25
 
 
@@ -71,6 +72,38 @@ def bert(tmp_path: Path) -> Path:
     return folder
 
 
+def counting(texts: Sequence[str]) -> Callable[..., Counter[str]]:
+    """Return what counts the characters of texts, each cleaned first."""
+    return lambda clean: Counter("".join(map(clean, texts)))
+
+
+def never(clean: object) -> Counter[str]:
+    """Fail: a model from elsewhere has its own vocabulary."""
+    raise AssertionError(clean)
+
+
+def character_tokenizer(texts: Sequence[str], longest: int) -> Any:
+    """Return a tokenizer of the characters of some texts."""
+    return text.character_tokenizer(counting(texts), longest)
+
+
+def scratch(name: str, texts: Sequence[str], **words: Any) -> text.Network:
+    """Return a model from scratch, or a refusal, for two classes."""
+    given = {"head": HEAD, "max_length": 8, "dropout": None} | words
+    return text.build(name, counting(texts), LABELS, **given)
+
+
+def fetched(name: str | Path, **words: Any) -> text.Network:
+    """Return a model from a folder, for two classes."""
+    given = {"head": HEAD, "max_length": 128, "dropout": None} | words
+    return text.build(str(name), never, LABELS, **given)
+
+
+def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of each text."""
+    return [ids for ids, _ in encoding.tokens(tokenizer, texts)]
+
+
 def word_pieces() -> Any:
     """Return a WordPiece tokenizer of twelve pieces."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -90,7 +123,7 @@ def word_pieces() -> Any:
 def refusal(name: str | Path) -> str:
     """Return the message that refuses a model, checked for its form."""
     with pytest.raises(UserError) as caught:
-        build(str(name), ["aa"], LABELS, max_length=8, dropout=None)
+        fetched(name)
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith("The models built from scratch are tiny, small.")
@@ -161,7 +194,7 @@ def test_as_many_tokens_as_characters(written: str) -> None:
 def test_saved_and_loaded(tmp_path: Path) -> None:
     """Law: what AutoTokenizer loads beside a saved model encodes as before."""
     texts = ["Ａ b１", "bbaa11", "天 气", "天天气", "?", "x" * 40]
-    made = build("tiny", [*texts, *texts], LABELS, max_length=16, dropout=None)
+    made = scratch("tiny", [*texts, *texts], max_length=16)
     made.model.save_pretrained(tmp_path)  # type: ignore[operator]
     made.tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -176,7 +209,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 )
 def test_sizes(name: str, layers: int, width: int, inner: int) -> None:
     """Law: a size has the shape that its flag's help states, and fits its texts."""
-    made = build(name, ["abab"], LABELS, max_length=24, dropout=None)
+    made = scratch(name, ["abab"], max_length=24)
     assert made.from_scratch
     assert made.model.training
     config: Any = made.model.config
@@ -195,7 +228,7 @@ def test_sizes(name: str, layers: int, width: int, inner: int) -> None:
 
 def test_dropout_is_taken() -> None:
     """Law: --dropout is the dropout everywhere in a model from scratch."""
-    made = build("tiny", ["aa"], LABELS, max_length=8, dropout=0.0)
+    made = scratch("tiny", ["aa"], dropout=0.0)
     found = {m.p for m in made.model.modules() if isinstance(m, torch.nn.Dropout)}
     assert found == {0.0}
     made.model.eval()
@@ -207,17 +240,18 @@ def test_dropout_is_taken() -> None:
 @pytest.mark.parametrize("length", [3, 8, 13])
 def test_padding_has_positions(length: int) -> None:
     """Law: a batch may be padded beyond --max-length up to the next multiple of 8."""
-    made = build("tiny", ["ab" * 20], LABELS, max_length=length, dropout=None)
+    made = scratch("tiny", ["ab" * 20], max_length=length)
     encoded = Encoded.build(encode(made.tokenizer, ["ab" * 20, "a"]), [0, 1])
     assert max(encoded.lengths) == length
-    inputs = encoded.collate([0, 1], made.tokenizer.pad_token_id)
+    multiple = text.PAD_MULTIPLE
+    inputs = encoded.collate(np.arange(2), made.tokenizer.pad_token_id, multiple)
     inputs.pop("labels")
     assert made.model(**inputs).logits.shape == (2, 2)
 
 
 def test_a_model_from_a_folder(bert: Path) -> None:
     """Law: a saved model keeps weights, vocabulary and dropout; the head is new."""
-    made = build(str(bert), ["ignored"], LABELS, max_length=128, dropout=None)
+    made = fetched(bert)
     assert not made.from_scratch
     ids = [START, 5, 6, 10, 11, END]
     assert encode(made.tokenizer, ["playing ungood"]) == [ids]
@@ -237,7 +271,7 @@ def test_other_dropout_and_head(bert: Path, tmp_path: Path) -> None:
     other = tmp_path / "seven"
     BertForSequenceClassification(config).bfloat16().save_pretrained(other)
     word_pieces().save_pretrained(other)
-    made = build(str(other), ["ignored"], LABELS, max_length=128, dropout=0.5)
+    made = fetched(other, dropout=0.5)
     loaded: Any = made.model
     assert loaded.config.hidden_dropout_prob == 0.5
     assert loaded.config.num_labels == 2
@@ -250,38 +284,32 @@ def test_no_longer_than_the_positions(bert: Path, asked: int, length: int) -> No
 
     Of 20 positions 16 can be filled: a longer row would be padded to 24.
     """
-    made = build(str(bert), ["ignored"], LABELS, max_length=asked, dropout=None)
+    made = fetched(bert, max_length=asked)
     encoded = Encoded.build(encode(made.tokenizer, ["good bad " * 40]), [0])
-    assert encoded.lengths == [length]
-    inputs = encoded.collate([0], made.tokenizer.pad_token_id)
+    assert encoded.lengths.tolist() == [length]
+    multiple = text.PAD_MULTIPLE
+    inputs = encoded.collate(np.arange(1), made.tokenizer.pad_token_id, multiple)
     inputs.pop("labels")
     assert made.model(**inputs).logits.shape == (1, 2)
 
 
-def test_a_model_from_a_folder_trains(bert: Path, tmp_path: Path) -> None:
-    """Law: fine-tuning learns, and leaves a model that transformers loads."""
-    rows = [["good playing", "up"], ["bad played", "down"]] * 20
-    source = tmp_path / "posts.json"
-    source.write_text(json.dumps(rows), encoding="utf-8")
-    settings = {
-        "data": str(source),
-        "model": str(bert),
-        "out": str(tmp_path / "run"),
-        "level": "O2",
-        "dtype": "bf16",
-        "lr": 0.01,
-        "dropout": 0.0,
-        "epochs": 4,
-        "batch_size": 8,
-    }
-    result = run(settings)
-    losses = [r["loss"] for r in result.folder.records() if "event" not in r]
-    assert len(losses) == 4 * 5  # 37 texts of 40 in batches of 8
-    assert losses[-1] < losses[0] / 2
-    assert result.summary["dev"]["accuracy"] == 1.0
-    loaded = BertForSequenceClassification.from_pretrained(result.folder.model)
-    assert loaded.config.id2label == {0: "down", 1: "up"}
-    assert loaded.dtype == torch.float32
+def test_heads(bert: Path) -> None:
+    """Law: a head of tokens answers for each token, one of a text for the text."""
+    inputs = torch.tensor([[START, 5, 6, END]])
+    head = "TokenClassification"
+    for made in (scratch("tiny", ["ab" * 4], head=head), fetched(bert, head=head)):
+        assert type(made.model).__name__ == f"BertFor{head}"
+        assert made.model(inputs).logits.shape == (1, 4, 2)
+    assert fetched(bert).model(inputs).logits.shape == (1, 2)
+
+
+def test_what_is_missing_is_told(bert: Path) -> None:
+    """Law: loading names the weights that begin at random, and no others."""
+    *_, missing = text.load(bert, HEAD)
+    assert missing == ["classifier.bias", "classifier.weight"]
+    made = fetched(bert)
+    made.model.save_pretrained(bert)  # type: ignore[operator]
+    assert text.load(bert, HEAD)[2] == []
 
 
 def test_unknown_name() -> None:
@@ -312,12 +340,12 @@ def test_no_padding_token(bert: Path) -> None:
     tokenizer.pad_token = None
     tokenizer.save_pretrained(bert)
     with pytest.raises(UserError) as caught:
-        build(str(bert), ["aa"], LABELS, max_length=8, dropout=None)
+        fetched(bert)
     assert str(caught.value) == f"--model {bert}: its tokenizer has no padding token."
 
 
 def test_bars_come_back(bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Law: loading a folder draws no bars, and leaves those of others alone."""
-    build(str(bert), ["aa"], LABELS, max_length=8, dropout=None)
+    fetched(bert)
     assert logging.is_progress_bar_enabled()
     assert "%" not in capfd.readouterr().err

@@ -11,29 +11,24 @@ disk; reading refuses what is foreign, truncated or altered.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import pickle
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from halfstep import sealed
 from halfstep.errors import UserError
+from halfstep.sealed import MANIFEST, CheckpointError, why
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-SCHEMA = 1
-WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
+WEIGHTS, STATE = "weights.safetensors", "state.pt"
 
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be used, and why."""
+__all__ = ["Checkpoint", "CheckpointError", "load", "read_manifest", "save"]
 
 
 @dataclass(frozen=True)
@@ -51,49 +46,37 @@ def save(
     weights: Mapping[str, Tensor],
     state: Mapping[str, Any],
     notes: Mapping[str, Any],
+    *,
+    replace: bool = False,
 ) -> None:
     """Write a checkpoint; it appears under its name whole, or not at all.
 
     Why: a process may die at any byte. Files are written and flushed to disk under a
-    temporary name beside the target, and one rename makes them the checkpoint.
+    temporary name beside the target, and one rename makes them the checkpoint. What
+    processes killed while they wrote one of this name have left is removed.
 
     Args:
         directory: Must not exist yet; its parent is made if need be.
         weights: Name -> tensor. Tied tensors are stored once.
         state: Nested dicts, lists, tuples of tensors, numbers, strings.
         notes: Json-able.
+        replace: `directory` may exist. It is removed once the new one is on disk.
 
     Raises:
-        CheckpointError: If `directory` exists, or `state` holds anything else.
+        CheckpointError: If `directory` exists, `state` holds anything else, or the disk
+            is full, read-only or gone; nothing is left behind.
     """
-    if directory.exists():
-        message = f"{directory} exists; a checkpoint is never written over another."
-        raise CheckpointError(message)
-    part = directory.with_name(f".{directory.name}.part-{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
+
+    def fill(part: Path) -> dict[str, Any]:
         unique, aliases = _untie(weights)
         _safetensors().save_file(unique, part / WEIGHTS)
-        torch.save(dict(state), part / STATE)
+        # Into an open file: given a path, torch hides why it cannot be written.
+        with (part / STATE).open("wb") as file:
+            torch.save(dict(state), file)
         _check_loadable(part / STATE)
-        manifest: dict[str, Any] = {
-            "format": "halfstep checkpoint",
-            "schema": SCHEMA,
-            "files": {name: _digest(part / name) for name in (WEIGHTS, STATE)},
-            "aliases": aliases,
-            "notes": dict(notes),
-        }
-        manifest["seal"] = _seal(manifest)
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for name in (WEIGHTS, STATE, MANIFEST):
-            _flush(part / name)
-        _flush(part)
-        part.rename(directory)
-        _flush(directory.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+        return {"aliases": aliases, "notes": dict(notes)}
+
+    sealed.write(directory, sealed.PLAIN, fill, replace=replace)
 
 
 def load(directory: Path) -> Checkpoint:
@@ -107,36 +90,29 @@ def load(directory: Path) -> Checkpoint:
             schema; the text names the file.
     """
     manifest = read_manifest(directory)
-    for name, expected in manifest["files"].items():
-        path = directory / name
-        if not path.is_file():
-            message = f"checkpoint {directory} has no {name}; it is not whole."
-            raise CheckpointError(message)
-        found = _digest(path)
-        if found["bytes"] != expected["bytes"]:
-            message = (
-                f"checkpoint file {path} is truncated or altered: {found['bytes']} "
-                f"bytes, its manifest says {expected['bytes']}."
-            )
-            raise CheckpointError(message)
-        if found["sha256"] != expected["sha256"]:
-            message = (
-                f"checkpoint file {path} is damaged: its SHA-256 is not the one in "
-                f"{MANIFEST}. Resume from another checkpoint."
-            )
-            raise CheckpointError(message)
-    weights = _safetensors().load_file(directory / WEIGHTS)
-    for alias, name in manifest["aliases"].items():
-        weights[alias] = weights[name]
+    sealed.verify(directory, manifest)
     try:
+        weights = _safetensors().load_file(directory / WEIGHTS)
+        for alias, name in manifest["aliases"].items():
+            weights[alias] = weights[name]
         state = torch.load(directory / STATE, map_location="cpu", weights_only=True)
+        return Checkpoint(weights, state, manifest["notes"])
     except pickle.UnpicklingError as error:
         message = (
             f"checkpoint file {directory / STATE} holds more than tensors and plain "
             "values; it was not written by halfstep and is not loaded."
         )
         raise CheckpointError(message) from error
-    return Checkpoint(weights, state, manifest["notes"])
+    except UserError:
+        raise
+    except Exception as error:
+        # Every byte is as the manifest says: whoever wrote both was not halfstep.
+        reason = why(error) or type(error).__name__
+        message = (
+            f"checkpoint {directory} was not written by halfstep, and cannot be read: "
+            f"{reason}."
+        )
+        raise CheckpointError(message) from error
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -145,56 +121,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If there is none, or it is not one of this schema.
     """
-    path = directory / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        message = f"{directory} is not a halfstep checkpoint: it has no {MANIFEST}."
-        raise CheckpointError(message) from error
-    except ValueError as error:
-        message = f"checkpoint file {path} is damaged: it is not valid JSON."
-        raise CheckpointError(message) from error
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        schema = manifest.get("schema") if isinstance(manifest, dict) else None
-        message = f"{path} has schema {schema!r}; this halfstep reads schema {SCHEMA}."
-        raise CheckpointError(message)
-    if manifest.get("seal") != _seal(manifest):
-        message = (
-            f"checkpoint file {path} is damaged: its seal is not that of what it says. "
-            "Resume from another checkpoint."
-        )
+    manifest = sealed.read(directory, sealed.PLAIN)
+    if manifest["files"].keys() != {WEIGHTS, STATE}:
+        message = f"{directory} is not a halfstep checkpoint: {MANIFEST} names others."
         raise CheckpointError(message)
     return manifest
-
-
-def point(pointer: Path, directory: Path) -> None:
-    """Let a small file name a checkpoint beside it; replaced in one piece."""
-    part = pointer.with_name(f".{pointer.name}.part-{os.getpid()}")
-    try:
-        part.write_text(json.dumps({"checkpoint": directory.name}), encoding="utf-8")
-        _flush(part)
-        part.replace(pointer)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    _flush(pointer.parent)
-
-
-def follow(pointer: Path) -> Path:
-    """Return the checkpoint that a pointer names.
-
-    Raises:
-        CheckpointError: If there is no pointer, or it is damaged.
-    """
-    try:
-        name = json.loads(pointer.read_text(encoding="utf-8"))["checkpoint"]
-    except FileNotFoundError as error:
-        message = f"there is no checkpoint here: {pointer} does not exist."
-        raise CheckpointError(message) from error
-    except (ValueError, KeyError, TypeError) as error:
-        message = f"{pointer} is damaged: it does not name a checkpoint."
-        raise CheckpointError(message) from error
-    return pointer.parent / str(name)
 
 
 def _untie(
@@ -227,29 +158,6 @@ def _check_loadable(path: Path) -> None:
             "be loaded again; keep to dicts, lists, tuples, tensors, numbers, strings."
         )
         raise CheckpointError(message) from error
-
-
-def _seal(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all that a manifest says besides."""
-    facts = {key: value for key, value in manifest.items() if key != "seal"}
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _digest(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open a directory; its rename is durable by itself.
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _safetensors() -> Any:  # noqa: ANN401 -- a module

@@ -50,8 +50,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def run(words: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
-    arguments = _parser().parse_args(words)
     try:
+        arguments = _parser().parse_args(words)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             arguments.command(arguments)
@@ -60,15 +60,26 @@ def run(words: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         return _complain(error, 2)
     except KeyboardInterrupt:
-        return _complain("interrupted; `train` goes on with --resume", 130)
-    except RuntimeError as error:
-        from halfstep.scaler import LossScaleCollapse
-        from halfstep.train.loop import Diverged
-
-        if not isinstance(error, LossScaleCollapse | Diverged):
+        saved = "what `train` had saved can be gone on with by --resume"
+        return _complain(f"interrupted; {saved}", 130)
+    except Exception as error:
+        status = _outcome(error)
+        if status is None:
             raise
-        return _complain(error, 1)
+        return _complain(error, status)
     return 0
+
+
+def _outcome(error: Exception) -> int | None:
+    """Return the exit status of an error that is an outcome; None for a defect."""
+    from halfstep.distributed import PeerLost
+    from halfstep.scaler import LossScaleCollapse
+    from halfstep.train.loop import Diverged
+    from halfstep.train.stopping import Stopped
+
+    if isinstance(error, Stopped):
+        return error.status
+    return 1 if isinstance(error, LossScaleCollapse | Diverged | PeerLost) else None
 
 
 def _complain(what: object, status: int) -> int:
@@ -141,80 +152,90 @@ def _show(tables: Sequence[Table], json_file: Path | None) -> None:
 
 
 def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its type private
-    from halfstep.train.config import add_flags
+    from halfstep.train import flags
 
     parser = commands.add_parser(
         "train",
-        help="train a text classifier in mixed precision",
-        description="Train a text classifier. Without flags: the built-in emotions, "
-        "a small model from scratch, at the level that this machine runs best.",
+        help="train a text model in mixed precision",
+        usage="%(prog)s [--data PATH] [--model NAME] [--out DIR] [flags below]",
+        description=flags.DESCRIPTION,
+        epilog=flags.epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(parser)
-    mode = parser.add_mutually_exclusive_group()
+    flags.add_flags(parser)
+    modes = parser.add_argument_group("mode, at most one of")
+    mode = modes.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--check",
+        action="store_true",
+        help="try settings, data and model for a few steps, show what a run would be, "
+        "and write nothing",
+    )
     mode.add_argument(
         "--resume", action="store_true", help="go on with the run in --out"
     )
     mode.add_argument(
-        "--overwrite", action="store_true", help="replace the run in --out"
+        "--overwrite", action="store_true", help="begin a run in place of that in --out"
     )
     parser.set_defaults(command=_train)
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from halfstep.train.config import typed
+    from halfstep.train.flags import typed
     from halfstep.train.run import run as train
 
     # One process of many must not print what the first already does.
     leads = os.environ.get("RANK", "0") == "0"
     result = train(
-        typed(arguments), resume=arguments.resume, overwrite=arguments.overwrite
+        typed(arguments),
+        resume=arguments.resume,
+        overwrite=arguments.overwrite,
+        check=arguments.check,
     )
     if leads:
         print()
         _show(result.tables, None)
-        print(f"\nreport: {result.folder.path / 'report.html'}")
+        if not arguments.check:
+            print(f"\nreport: {result.folder.path / 'report.html'}")
 
 
 def _add_predict(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser(
         "predict",
-        help="label texts with a finished run",
-        description="Print the label and the probability of each class for texts.",
+        help="label texts, or find entities in them, with a finished run",
+        description="Print what a finished run makes of texts: a label and the "
+        "probability of each class, or the entities.",
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a finished run")
     parser.add_argument(
         "texts",
         nargs="+",
         metavar="TEXT",
-        help="texts to label; - reads standard input, one a line, blank ones left out",
+        help="texts to read; - reads standard input, one a line, blank ones left out",
     )
-    _add_json(parser)
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write one JSON object a text to a file, and show progress instead of "
+        "a table: for many texts",
+    )
     parser.set_defaults(command=_predict)
 
 
 def _predict(arguments: argparse.Namespace) -> None:
-    from halfstep.report import Cell, Table
-    from halfstep.train.predict import predict
+    from halfstep.train import predicted
+    from halfstep.train.predict import Predictor
 
-    texts: list[str] = arguments.texts
+    predictor = Predictor(arguments.run)
+    texts = arguments.texts
     if texts == ["-"]:
-        try:
-            read = sys.stdin.buffer.read().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            message = f"standard input is not UTF-8 at byte {error.start}."
-            raise UserError(message) from error
-        texts = [line.strip() for line in read.split("\n") if line.strip()]
-        if not texts:
-            message = "standard input holds no text; give one a line."
-            raise UserError(message)
-    found = predict(arguments.run, texts)
-    labels = tuple(found[0].probabilities)
-    rows: list[tuple[Cell, ...]] = [
-        (each.label, *each.probabilities.values(), each.text.strip()) for each in found
-    ]
-    columns = ("label", *(f"p({label})" for label in labels), "text")
-    table = Table("Predictions", columns, tuple(rows))
-    _show([table], arguments.json)
+        texts = predicted.lines(sys.stdin.buffer)
+    found = predictor.predict(texts)
+    if arguments.json:
+        predicted.write(found, arguments.json)
+    else:
+        _show(predicted.tables(found, predictor.outputs), None)
 
 
 def _add_bench(commands: Any) -> None:  # noqa: ANN401

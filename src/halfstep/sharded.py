@@ -8,13 +8,13 @@ sharded or not.
 from __future__ import annotations
 
 import io
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from halfstep import distributed, formats, levels, session_state, shards
+from halfstep import distributed, formats, levels, session_state, shard_files, shards
+from halfstep.checkpoint import CheckpointError
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -80,23 +80,32 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def save(session: Session, directory: Path) -> None:
+def save(
+    session: Session,
+    directory: Path,
+    notes: Mapping[str, Any] | None = None,
+    *,
+    replace: bool = False,
+) -> None:
     """Write a session's state by torch.distributed.checkpoint; all ranks must call it.
 
     Each rank writes its own parts. Weights and moments are there by the names of the
-    parameters, in fp32 as in `session.state_dict()`.
+    parameters, in fp32 as in `session.state_dict()`. The directory appears once all
+    parts are on disk, with the SHA-256 of each, or not at all.
+
+    Args:
+        session: What to save.
+        directory: On a disk that all ranks see. Must not exist yet.
+        notes: Json-able; those of the first rank are kept in the manifest.
+        replace: `directory` may exist. It is removed once the new one is on disk.
 
     Raises:
-        UserError: If `directory` exists: a checkpoint is never written over another.
+        CheckpointError: If `directory` exists, or cannot be written by one of the
+            ranks. All raise, and nothing is left behind.
     """
-    from torch.distributed.checkpoint import state_dict_saver
-
-    if distributed.same_everywhere(directory.exists()):
-        message = f"{directory} exists; a checkpoint is never written over another."
-        raise UserError(message)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # so it may be
-        state_dict_saver.save(_flat(session.state_dict()), checkpoint_id=directory)
+    shard_files.write(
+        _flat(session.state_dict()), directory, dict(notes or {}), replace=replace
+    )
 
 
 def load(session: Session, directory: Path) -> None:
@@ -104,38 +113,29 @@ def load(session: Session, directory: Path) -> None:
 
     The session may be of another level, form of masters or way of sharding, or of none.
     What is refused leaves it untouched: everything is read into fresh memory first,
-    this rank's parts of it.
-
-    As with every directory of torch.distributed.checkpoint, its index is a pickle:
-    load none from people you do not trust.
+    this rank's parts of it. Before that, every byte is held against the manifest, by
+    the ranks together, and the index of torch.distributed.checkpoint, a pickle, is
+    read as data: nothing in it can run.
 
     Raises:
-        UserError: If it is none of ours or not whole, or the state does not fit.
+        CheckpointError: If it is none of ours, or not whole.
+        UserError: If the state does not fit.
     """
-    from torch.distributed.checkpoint import state_dict_loader
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    if not (directory / ".metadata").is_file():
-        message = (
-            f"{directory} holds no whole checkpoint of torch.distributed: it has no "
-            "file .metadata, which is written last."
-        )
-        raise UserError(message)
-    reader = FileSystemReader(directory)
-    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    if _REST not in saved:
-        message = (
-            f"{directory} was not written by halfstep.sharded.save: it has no entry "
-            f"{_REST!r}."
-        )
-        raise UserError(message)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")
-        box = {_REST: _empty(saved[_REST], None)}
-        state_dict_loader.load(box, storage_reader=reader)
+    index = shard_files.verified(directory, _REST)
+    saved: dict[str, Any] = index.state_dict_metadata
+    box = {_REST: _empty(saved[_REST], None)}
+    shard_files.read(box, directory, index)
+    try:
         rest = torch.load(io.BytesIO(bytes(box[_REST].tolist())), weights_only=True)
         found = _template(session, saved)
-        state_dict_loader.load(found, storage_reader=reader)
+    except Exception as error:
+        # Every byte is as the manifest says: whoever wrote both was not halfstep.
+        message = (
+            f"{directory} holds more than tensors and plain values, or none; it was "
+            "not written by halfstep and is not loaded."
+        )
+        raise CheckpointError(message) from error
+    shard_files.read(found, directory, index)
     session.load_state_dict(_nested(found, rest))
 
 

@@ -9,22 +9,27 @@ Model, vocabulary, split, schedule and clipping are those of `halfstep train`.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from halfstep.train import text
+from halfstep.distributed import World
+from halfstep.train import encode, text
+from halfstep.train.clock import Clock
 from halfstep.train.config import TrainConfig
 from halfstep.train.data import load
-from halfstep.train.loop import rate_factor
-from halfstep.train.run import resolve
+from halfstep.train.plan import rate_factor, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from halfstep.train.data import Example
+    from halfstep.train.data import Split
+
+    Example = tuple[str, int]
+    """A text and its class."""
 
 PADDED = 128
 
@@ -51,6 +56,7 @@ def plain_loop(
     config = TrainConfig(data=data, limit=limit, seed=seed, epochs=epochs, model=model)
     corpus = load(
         Path(data) if data else None,
+        task=config.task,
         label_names=None,
         limit=limit,
         dev_share=config.dev_share,
@@ -59,27 +65,29 @@ def plain_loop(
     torch.manual_seed(seed)
     made = text.build(
         model,
-        [example.text for example in corpus.train],
+        partial(encode.characters, corpus.train),
         corpus.labels,
+        head="SequenceClassification",
         max_length=PADDED,
         dropout=None,
     )
-    plan = resolve(config, corpus, from_scratch=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    plan = resolve(config, corpus, World(0, 1, torch.device(device)), scratch=True)
+    train, dev = _examples(corpus.train), _examples(corpus.dev)
 
     def collate(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
         batch = made.tokenizer(
-            [example.text for example in examples],
+            [text for text, _ in examples],
             padding="max_length",
             truncation=True,
             max_length=PADDED,
             return_tensors="pt",
         )
-        batch["labels"] = torch.tensor([example.label for example in examples])
+        batch["labels"] = torch.tensor([label for _, label in examples])
         return {name: tensor.to(device) for name, tensor in batch.items()}
 
     loader: DataLoader[Any] = DataLoader(
-        corpus.train,  # type: ignore[arg-type]
+        train,  # type: ignore[arg-type]
         config.batch_size,
         shuffle=True,
         collate_fn=collate,
@@ -92,34 +100,50 @@ def plain_loop(
     scaler = torch.amp.GradScaler(device, enabled=amp)
     low = torch.float16 if device == "cuda" else torch.bfloat16
     losses, skipped = [], 0
+    clock = Clock()
     began = time.perf_counter()
     for _ in range(epochs):
-        for batch in loader:
-            optimizer.zero_grad()
-            with torch.autocast(device, low, enabled=amp):
+        source = iter(loader)
+        while True:
+            with clock.time("input"):
+                batch = next(source, None)
+            if batch is None:
+                break
+            with clock.time("forward"), torch.autocast(device, low, enabled=amp):
                 loss = net(**batch).loss
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(net.parameters(), config.clip)
-            scaler.step(optimizer)
-            scale = scaler.get_scale()
-            scaler.update()
-            if scaler.get_scale() >= scale:
-                schedule.step()
-            else:
-                skipped += 1
+            with clock.time("backward"):
+                scaler.scale(loss).backward()
+            with clock.time("update"):
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), config.clip)
+                scaler.step(optimizer)
+                scale = scaler.get_scale()
+                scaler.update()
+                if scaler.get_scale() >= scale:
+                    schedule.step()
+                else:
+                    skipped += 1
+                optimizer.zero_grad()
             losses.append(loss.item())
     seconds = time.perf_counter() - began
-    dev_loss, dev_accuracy = _evaluate(net, corpus.dev, collate)
+    clock.parts["rest"] = seconds - sum(clock.parts.values())
+    dev_loss, dev_accuracy = _evaluate(net, dev, collate)
     last = losses[-max(1, len(losses) // 10) :]
     return {
         "seconds": seconds,
-        "examples_per_s": epochs * len(corpus.train) / seconds,
+        "examples_per_s": epochs * len(train) / seconds,
         "train_loss": sum(last) / len(last),
         "dev_loss": dev_loss,
         "dev_accuracy": dev_accuracy,
         "skipped": skipped,
+        "steps": len(losses),
+        "parts": clock.parts,
     }
+
+
+def _examples(split: Split) -> list[Example]:
+    """Return a split as tutorials hold it: all of it, in memory."""
+    return list(zip(split.texts(), split.labels().tolist(), strict=True))
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ class Bench:
 
 
 def _train(arguments: argparse.Namespace) -> list[Table]:
-    return [train.bench(arguments)]
+    return train.bench(arguments)
 
 
 def _autocast(arguments: argparse.Namespace) -> list[Table]:
@@ -82,6 +82,12 @@ def _optimizer(arguments: argparse.Namespace) -> list[Table]:
     return optimizer.tables(arguments)
 
 
+def _ner(arguments: argparse.Namespace) -> list[Table]:
+    from halfstep.bench import entities
+
+    return entities.tables(arguments)
+
+
 def _quality(arguments: argparse.Namespace) -> list[Table]:
     from halfstep.bench import quality
 
@@ -122,6 +128,13 @@ BENCHES = {
         "with each form of master weights; print quality with its intervals.",
         flags.add_quality,
         _quality,
+    ),
+    "ner": Bench(
+        "entities found in fp32, and in mixed precision with and without loss scaling",
+        "Train the same finder of entities from the same seeds in fp32, fp16 and bf16; "
+        "print F1, precision, recall, memory and speed.",
+        flags.add_ner,
+        _ner,
     ),
     "autocast": Bench(
         "what one operation and one region cost, beside torch.autocast",

@@ -121,6 +121,9 @@ QUALITIES = (
 )
 """What `bench quality` can train with."""
 
+NERS = ("fp32", "fp16 unscaled", "fp16 dynamic", "bf16 O1", "bf16 O2")
+"""What `bench ner` can train with."""
+
 WIRES = ("O0", "O1", "O2", "O2-split", "torch.amp", "torch.amp-hook")
 """What `bench wire` can train with."""
 
@@ -319,6 +322,32 @@ def add_quality(parser: argparse.ArgumentParser) -> None:
         default=list(QUALITIES),
         metavar="NAME,NAME",
         help=f"of {', '.join(QUALITIES)} (default all)",
+    )
+    _add_place(parser, rounds=None)
+
+
+def add_ner(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench ner`."""
+    add = parser.add_argument
+    add("--data", metavar="PATH", help="entities to train on (default built-in)")
+    add("--limit", type=whole, metavar="N", help="first N rows only")
+    add("--model", default="tiny", metavar="NAME", help="(default tiny)")
+    text = "passes over the data (default as halfstep train)"
+    add("--epochs", type=whole, metavar="N", help=text)
+    add("--batch-size", type=whole, default=32, metavar="N", help="(default 32)")
+    add("--lr", type=float, metavar="X", help="(default as halfstep train)")
+    text = "share of tokens hidden (default as halfstep train)"
+    add("--mask-tokens", type=float, metavar="P", help=text)
+    text = "tokens after which a text is cut (default 192)"
+    add("--max-length", type=whole, default=192, metavar="N", help=text)
+    text = "runs of each contender (default 3)"
+    add("--seeds", type=whole, default=3, metavar="N", help=text)
+    add(
+        "--contenders",
+        type=names_of(NERS),
+        default=list(NERS),
+        metavar="NAME,NAME",
+        help=f"of {', '.join(NERS)} (default all)",
     )
     _add_place(parser, rounds=None)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep import machine
-from halfstep.bench import measure
+from halfstep.bench import emulated, measure
 from halfstep.report import Cell, Table
 from halfstep.scaler import LossScaleCollapse
 from halfstep.train.config import TrainConfig
@@ -29,6 +29,8 @@ from halfstep.train.run import check_installed, run
 
 if TYPE_CHECKING:
     import argparse
+
+    from halfstep.train.data import Corpus
 
 CONTENDERS: dict[str, dict[str, str]] = {
     "fp32": {"level": "O0"},
@@ -52,7 +54,7 @@ _SHARED = {
     "epochs": "epochs",
 }
 """Setting of `halfstep train`, the same for all contenders -> flag."""
-_ONLY_AT_THE_END = 2**62
+_ONLY_AT_THE_END = 2**31 - 1
 """Steps between evaluations: the last weights are judged, and no dev text has chosen
 them."""
 _LEVEL = 0.95
@@ -88,7 +90,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     check_installed()
     shared = {key: getattr(arguments, flag) for key, flag in _SHARED.items()}
     shared["device"] = device
-    judged = _judged(TrainConfig(**shared))
+    who = judged("accuracy", TrainConfig(**shared))
     machine.gemm_rates(device)  # measured once, here, and not in some contender's time
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.contenders}
     for seed in range(arguments.seeds):
@@ -99,23 +101,41 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
             said = _said(came_to)
             measure.progress(f"seed {seed + 1}/{arguments.seeds} {name}: {said}")
     conditions = measure.conditions("quality", device, arguments)
-    return [table(found, [judged, *conditions])]
+    return [table(found, [who, *conditions])]
 
 
-def _judged(config: TrainConfig) -> str:
-    """Read the data once, so that what is wrong with it shows now; say who judges."""
-    corpus = load(
-        None if config.data is None else Path(config.data),
-        label_names=None,
-        limit=config.limit,
-        dev_share=config.dev_share,
-        seed=0,
-    )
+def judged(score: str, config: TrainConfig) -> str:
+    """Read the data once, so that what is wrong with it shows now; say who judges.
+
+    Args:
+        score: What of the texts is told.
+        config: Of any of the runs.
+
+    Raises:
+        UserError: If the data cannot be used.
+    """
+    corpus = read(config)
     split = "test" if corpus.test else "dev"
     count = len(corpus.test or corpus.dev)
     return (
-        f"accuracy: of {count} {split} texts, by which nothing was chosen: the last "
+        f"{score}: of {count} {split} texts, by which nothing was chosen: the last "
         f"weights are judged; trained on {len(corpus.train)}"
+    )
+
+
+def read(config: TrainConfig) -> Corpus:
+    """Return the data of a run.
+
+    Raises:
+        UserError: If it cannot be used.
+    """
+    return load(
+        None if config.data is None else Path(config.data),
+        task=config.task,
+        label_names=None,
+        limit=config.limit,
+        dev_share=config.dev_share,
+        seed=config.seed,
     )
 
 
@@ -136,16 +156,26 @@ def train_once(task: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         own = {"out": str(Path(folder) / "run"), "eval_every": _ONLY_AT_THE_END}
         try:
-            with contextlib.redirect_stdout(sys.stderr):
+            with contextlib.redirect_stdout(sys.stderr), _products(task):
                 summary = run(task | own).summary
         except (Diverged, LossScaleCollapse) as error:
             return {"diverged": " ".join(str(error).split())}
+    scores = summary.get("test", summary["dev"])
     return {
-        "accuracy": summary.get("test", summary["dev"])["accuracy"],
+        "accuracy": scores["accuracy"],
+        "scores": {k: v for k, v in scores.items() if isinstance(v, float)},
         "dev_loss": summary["dev"]["loss"],
+        "skipped": summary["skipped"],
         "seconds": summary["train_seconds"],
         "peak_bytes": summary["peak_memory_bytes"],
     }
+
+
+def _products(task: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
+    """Return a region in which fp16 takes no hours, where a machine has none."""
+    if task.get("dtype") == "fp16" and emulated.needed(task["device"]):
+        return emulated.Widened()  # type: ignore[no-untyped-call]
+    return contextlib.nullcontext()
 
 
 # What seeds tell
@@ -222,43 +252,68 @@ def table(found: Runs, more: Sequence[str]) -> Table:
         "one such interval in twenty misses the truth by luck",
         f"time: of training steps, median of the ratios to {BASELINE} seed by seed",
         "peak: the whole process with its libraries, or the GPU; median",
-        *(
-            f"{name}, seed {seed + 1}: {each['diverged']}"
-            for name, runs in found.items()
-            for seed, each in enumerate(runs)
-            if "diverged" in each
-        ),
+        *lost(found),
         *more,
     )
     return Table("Quality over seeds", _COLUMNS, rows, notes)
 
 
 def _row(found: Runs, name: str) -> tuple[Cell, ...]:
-    ended = [each for each in found[name] if "diverged" not in each]
-    bases = () if name == BASELINE else found.get(BASELINE, ())
-    pairs = [
-        (mine, base)
-        for mine, base in zip(found[name], bases, strict=False)  # perhaps no bases
-        if "diverged" not in mine and "diverged" not in base
-    ]
+    ended = finished(found[name])
+    both = pairs(found, name, BASELINE)
     return (
         name,
-        *_cells([_PERCENT * each["accuracy"] for each in ended]),
-        *_cells([_PERCENT * (a["accuracy"] - b["accuracy"]) for a, b in pairs]),
-        *_cells([each["dev_loss"] for each in ended])[:1],
-        *_cells([a["dev_loss"] - b["dev_loss"] for a, b in pairs]),
-        _median([a["seconds"] / b["seconds"] for a, b in pairs]),
-        _median([each["peak_bytes"] / _MIB for each in ended]),
+        *cells([_PERCENT * each["accuracy"] for each in ended]),
+        *cells([_PERCENT * (a["accuracy"] - b["accuracy"]) for a, b in both]),
+        *cells([each["dev_loss"] for each in ended])[:1],
+        *cells([a["dev_loss"] - b["dev_loss"] for a, b in both]),
+        median([a["seconds"] / b["seconds"] for a, b in both]),
+        median([each["peak_bytes"] / _MIB for each in ended]),
         len(found[name]) - len(ended),
     )
 
 
-def _cells(values: Sequence[float]) -> tuple[Cell, Cell]:
+# What every table over seeds is made of
+
+
+def finished(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the runs that came to something."""
+    return [each for each in runs if "diverged" not in each]
+
+
+def pairs(
+    found: Runs, name: str, baseline: str
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Return a contender's run and the baseline's, of each seed that both finished.
+
+    The baseline itself has none: it is not compared with itself.
+    """
+    bases = () if name == baseline else found.get(baseline, ())
+    return [
+        (mine, base)
+        for mine, base in zip(found[name], bases, strict=False)  # perhaps no bases
+        if "diverged" not in mine and "diverged" not in base
+    ]
+
+
+def lost(found: Runs) -> list[str]:
+    """Return a note on each run that diverged."""
+    return [
+        f"{name}, seed {seed + 1}: {each['diverged']}"
+        for name, runs in found.items()
+        for seed, each in enumerate(runs)
+        if "diverged" in each
+    ]
+
+
+def cells(values: Sequence[float]) -> tuple[Cell, Cell]:
+    """Return the mean of values and half its interval, None where there is none."""
     known = interval(values)
     return (None, None) if known is None else (known.mean, known.half)
 
 
-def _median(values: Sequence[float]) -> float | None:
+def median(values: Sequence[float]) -> float | None:
+    """Return the median; None of none."""
     return statistics.median(values) if values else None
 
 

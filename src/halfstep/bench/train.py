@@ -7,10 +7,7 @@ slow minute of the machine meets them all.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
@@ -33,7 +30,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 """Name -> what runs. The plain loop pads to 128, tokenises in the collate function,
 and uses AdamW, torch.autocast and torch.amp.GradScaler as tutorials show them."""
 
-BASELINE = "plain-amp"
+BASELINES = ("plain-amp", "plain-fp32")
+"""Contenders that the others' speed is compared with."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -53,16 +51,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def bench(arguments: argparse.Namespace) -> Table:
-    """Run the contenders in turn; return their medians as a table.
+def bench(arguments: argparse.Namespace) -> list[Table]:
+    """Run the contenders in turn; return their medians, and where the time went.
 
     Raises:
-        UserError: If a contender is unknown, or one fails.
+        UserError: If a contender is unknown, a setting or the data cannot be used, or
+            a contender fails.
     """
+    from halfstep.bench import measure, quality
+    from halfstep.train.config import TrainConfig
+    from halfstep.train.run import check_installed
+
     names = arguments.contenders.split(",")
     for name in names:
         if name not in CONTENDERS:
             message = f"--contenders {name}: choose of {', '.join(CONTENDERS)}."
+            raise UserError(message)
+        if names.count(name) > 1:
+            message = f"--contenders: {name} must stand there once."
             raise UserError(message)
     settings = {
         key: getattr(arguments, key)
@@ -71,30 +77,46 @@ def bench(arguments: argparse.Namespace) -> Table:
     if arguments.repeats < 1:
         message = f"--repeats {arguments.repeats} must be at least 1."
         raise UserError(message)
+    check_installed()
+    quality.read(TrainConfig(**settings))  # what is wrong with it shows now
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for repeat in range(arguments.repeats):
         for name in names:
-            measured = _run_apart(CONTENDERS[name] | settings)
+            task = CONTENDERS[name] | settings
+            measured = measure.apart("halfstep.bench.contender", task)
             found[name].append(measured)
-            print(
+            measure.progress(
                 f"run {repeat + 1}/{arguments.repeats} {name}: "
-                f"{measured['seconds']:.1f} s",
-                file=sys.stderr,
-                flush=True,
+                f"{measured['seconds']:.1f} s"
             )
-    return _table(found, settings)
+    return [_table(found, settings), _where(found)]
 
 
-def _run_apart(task: dict[str, Any]) -> dict[str, Any]:
-    """Run one contender in a process of its own; return what it measured."""
-    command = [sys.executable, "-m", "halfstep.bench.contender", json.dumps(task)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        message = f"contender {task} failed with status {done.returncode}: {last}"
-        raise UserError(message)
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+PARTS = ("tokenise", "input", "forward", "backward", "update", "rest")
+"""What the time of a run goes to; the plain loop tokenises in its input."""
+
+
+def _where(found: dict[str, list[dict[str, Any]]]) -> Table:
+    """Return the milliseconds of a step, by what they went to."""
+    from halfstep.report import Table
+
+    rows: list[tuple[Cell, ...]] = []
+    for name, runs in found.items():
+        steps = [
+            {part: 1000 * run["parts"].get(part, 0.0) / run["steps"] for part in PARTS}
+            for run in runs
+        ]
+        medians = [statistics.median(step[part] for step in steps) for part in PARTS]
+        rows.append((name, *medians, sum(medians)))
+    notes = (
+        "mean over a run's steps, median over runs",
+        "tokenise: done once a run, spread over its steps",
+        "input: the plain loop tokenises and pads there",
+        "rest: reading the loss, and what is noted of a step",
+    )
+    columns = ("contender", *PARTS, "sum")
+    title = "Where the time of a step goes, ms"
+    return Table(title, columns, tuple(rows), notes, digits=1)
 
 
 def _table(found: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> Table:
@@ -107,13 +129,16 @@ def _table(found: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> 
     rows: list[tuple[Cell, ...]] = []
     for name in found:
         rate = median(name, "examples_per_s")
-        ratio = rate / median(BASELINE, "examples_per_s") if BASELINE in found else None
+        ratios = [
+            rate / median(base, "examples_per_s") if base in found else None
+            for base in BASELINES
+        ]
         rows.append(
             (
                 name,
                 median(name, "seconds"),
                 rate,
-                ratio,
+                *ratios,
                 median(name, "peak_memory_bytes") / 2**20,
                 median(name, "train_loss"),
                 median(name, "dev_loss"),
@@ -125,7 +150,7 @@ def _table(found: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> 
         "contender",
         "seconds",
         "examples/s",
-        f"x {BASELINE}",
+        *(f"x {base}" for base in BASELINES),
         "peak MiB",
         "train loss",
         "dev loss",

@@ -1,256 +1,292 @@
-"""The settings of a training run: one dataclass, which is also the flags.
+"""The settings of a training run: one dataclass, from which flags and files are made.
 
-In: words from the command line. Out: a `TrainConfig`, checked; and the same as plain
-values for `config.json`. The help of each flag is the text of its field.
+In: values by name. Out: a `TrainConfig`, checked; and the same as plain values for
+`config.json`. What each setting means is said in the room `flags`.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields
 from math import inf
 from typing import Any
 
 from halfstep.errors import UserError
-from halfstep.master import form as forms
-from halfstep.policy import Policy
 
-_TYPES = {"str": str, "int": int, "float": float}
+_KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
+_IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a word",
+    bool: "true or false",
+}
 _MOST_SEED = 2**32  # torch takes 64 bits, and each step's own seed is a multiple
+_MOST_COUNT = 2**31 - 1
+_LEAST_TOKENS = 3  # one between the two that begin and end a text
+_MOST_TOKENS = 2**20
+_MOST_WORKERS = 1024
+
+MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
+"""Forms of masters, the default first; told here, as the room of them loads torch."""
+
+BEST_BY = {
+    "classify": ("macro_f1", "accuracy", "loss"),
+    "ner": ("f1", "macro_f1", "loss"),
+}
+"""Task -> scores by which the best evaluation may be chosen, the default first."""
+BALANCED = "balanced"
+_MAY_CHANGE = ("out", "keep", "workers", "tensorboard", "parallel")
+"""What a resumed run may be told anew: none of it decides what is learned."""
+
+_Check = tuple[Callable[[Any], object], str]
+"""What a value must pass, and the same in words."""
 
 
-def _flag(default: object, text: str, group: str, metavar: str = "") -> Any:  # noqa: ANN401
-    return field(
-        default=default, metadata={"help": text, "group": group, "metavar": metavar}
-    )
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _among(*words: str) -> _Check:
+    return words.__contains__, f"one of {', '.join(words)}"
+
+
+def _are_weights(text: str) -> bool:
+    try:
+        return all(0 < float(part) < inf for part in _listed(text))
+    except ValueError:
+        return text.strip() == BALANCED
+
+
+def _from(least: int, most: int) -> _Check:
+    return lambda value: least <= value <= most, f"from {least} to {most}"
+
+
+def _is_name(text: str) -> bool:
+    return bool(text.strip()) and "\0" not in text  # no system takes NUL in a path
+
+
+_COUNT: _Check = _from(1, _MOST_COUNT)
+_WORKERS: _Check = _from(0, _MOST_WORKERS)
+_SHARE: _Check = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+_RATE: _Check = (lambda value: 0 < value < inf, "above 0 and finite")
+_DECAY: _Check = (lambda value: 0 <= value < inf, "at least 0 and finite")
+_FACTOR: _Check = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+_TOKENS: _Check = _from(_LEAST_TOKENS, _MOST_TOKENS)
+_SEED: _Check = (
+    lambda value: 0 <= value < _MOST_SEED,
+    f"at least 0 and below {_MOST_SEED}",
+)
+_FOLDER: _Check = (_is_name, "a folder: not blank, and without NUL")
+_PATH: _Check = (_is_name, "a file or a folder: not blank, and without NUL")
+_MODEL: _Check = (_is_name, "a name or a folder: not blank, and without NUL")
+_NAMES: _Check = (
+    lambda value: all(_listed(value)),
+    "names with commas between them, none of them empty",
+)
+_PATTERNS: _Check = (
+    lambda value: all(_listed(value)),
+    "patterns with commas between them, none of them empty",
+)
+_WEIGHTS: _Check = (
+    _are_weights,
+    f"{BALANCED}, or finite numbers above 0 with commas between them",
+)
+
+
+def _setting(default: object, check: _Check | None = None, *, flag: bool = True) -> Any:  # noqa: ANN401 - a field stands for its value
+    return field(default=default, metadata={"check": check, "flag": flag})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What a run is made of; `None` means: chosen from the data and the model."""
+    """What a run is made of; `None` means: chosen from the data and the model.
 
-    data: str | None = _flag(
-        None,
-        "file of texts and labels (.json, .jsonl, .csv, .tsv), or a folder with "
-        "train.*, dev.* and test.*; default the built-in emotions",
-        "data",
-        "PATH",
-    )
-    labels: str | None = _flag(
-        None, "names of the labels in order of their ids, with commas", "data", "A,B,C"
-    )
-    limit: int | None = _flag(None, "use the first N rows only", "data", "N")
-    dev_share: float = _flag(
-        0.08, "share of a single file kept for evaluation (default 0.08)", "data", "P"
-    )
-    max_length: int = _flag(
-        128, "tokens after which a text is cut (default 128)", "data", "N"
-    )
-    model: str = _flag(
-        "tiny",
-        "tiny (4 layers x 256), small (6 x 384), both from scratch with a vocabulary "
-        "of the training text's characters; or a folder or hub name to fine-tune "
-        "(default tiny)",
-        "model",
-        "NAME",
-    )
-    dropout: float | None = _flag(
-        None, "dropout (default 0.1, or the fine-tuned model's own)", "model", "P"
-    )
-    mask_tokens: float | None = _flag(
-        None,
-        "share of training tokens hidden at random, against learning by heart "
-        "(default 0.3 from scratch, 0 when fine-tuning)",
-        "model",
-        "P",
-    )
-    level: str = _flag(
-        "auto",
-        "O0 to O3, see `halfstep levels`; auto measures this machine (default auto)",
-        "precision",
-        "L",
-    )
-    dtype: str = _flag("auto", "bf16, fp16 or auto (default auto)", "precision", "D")
-    loss_scale: str = _flag(
-        "auto",
-        "dynamic, measured, logmax, none or a number; auto is dynamic for fp16, none "
-        "otherwise (default auto)",
-        "precision",
-        "S",
-    )
-    master: str = _flag(
-        forms.FP32.name,
-        "what is kept beside each 16-bit weight at O2: fp32, split, kahan, stochastic "
-        "or none; split, kahan and stochastic need bf16 (default fp32)",
-        "precision",
-        "M",
-    )
-    policy: str = _flag(
-        "lean",
-        "lean or torch, with rules behind: 'lean + module:classifier=fp32 + "
-        "op:softmax=fp32'; or a TOML file that holds them (default lean)",
-        "precision",
-        "P",
-    )
-    epochs: int | None = _flag(
-        None,
-        "passes over the training data (default 20 from scratch with under 5000 "
-        "texts, otherwise 3)",
-        "training",
-        "N",
-    )
-    batch_size: int = _flag(
-        32,
-        "texts in one optimizer step, over all processes and micro-batches "
-        "(default 32)",
-        "training",
-        "N",
-    )
-    accumulate: int = _flag(
-        1, "micro-batches that make up one step (default 1)", "training", "N"
-    )
-    lr: float | None = _flag(
-        None,
-        "peak learning rate (default 5e-4 from scratch, 3e-5 when fine-tuning)",
-        "training",
-        "X",
-    )
-    weight_decay: float = _flag(
-        0.01,
-        "of weight matrices, not of biases and norms (default 0.01)",
-        "training",
-        "X",
-    )
-    warmup: float = _flag(
-        0.1, "share of the steps in which the rate rises (default 0.1)", "training", "P"
-    )
-    clip: float = _flag(1.0, "largest gradient norm (default 1.0)", "training", "X")
-    eval_every: int | None = _flag(
-        None,
-        "evaluate and save a checkpoint every N steps (default once an epoch)",
-        "training",
-        "N",
-    )
-    seed: int = _flag(0, "of weights, order and dropout (default 0)", "training", "N")
-    device: str = _flag(
-        "auto",
-        "cpu, cuda, or auto: cuda where there is one (default auto)",
-        "machine",
-        "D",
-    )
-    out: str = _flag(
-        "runs/latest", "folder to write (default runs/latest)", "run", "DIR"
-    )
+    Each is a flag, or stands only in a file of settings where `flag` is false.
+    """
+
+    task: str = _setting("classify", _among(*BEST_BY))
+    data: str | None = _setting(None, _PATH)
+    labels: str | None = _setting(None, _NAMES)
+    limit: int | None = _setting(None, _COUNT)
+    dev_share: float = _setting(0.08, flag=False)  # `data.load` checks it
+    max_length: int = _setting(128, _TOKENS)
+    model: str = _setting("tiny", _MODEL)
+    dropout: float | None = _setting(None, _SHARE)
+    mask_tokens: float | None = _setting(None, _SHARE)
+    freeze: str | None = _setting(None, _PATTERNS)
+    level: str = _setting("auto")  # checked where it is understood, as the next two
+    dtype: str = _setting("auto")
+    loss_scale: str = _setting("auto")
+    master: str = _setting(MASTERS[0], _among(*MASTERS))
+    policy: str = _setting("lean")
+    epochs: int | None = _setting(None, _COUNT)
+    batch_size: int = _setting(32, _COUNT)
+    accumulate: int = _setting(1, _COUNT)
+    lr: float | None = _setting(None, _RATE)
+    layer_decay: float = _setting(1.0, _FACTOR)
+    weight_decay: float = _setting(0.01, _DECAY)
+    warmup: float = _setting(0.1, _SHARE)
+    clip: float = _setting(1.0, _RATE)
+    label_smoothing: float = _setting(0.0, _SHARE)
+    class_weights: str | None = _setting(None, _WEIGHTS)
+    patience: int | None = _setting(None, _COUNT)
+    best_by: str | None = _setting(None, flag=False)
+    eval_every: int | None = _setting(None, _COUNT)
+    seed: int = _setting(0, _SEED)
+    device: str = _setting("auto", _among("auto", "cpu", "cuda"))
+    workers: int | None = _setting(None, _WORKERS)
+    compile: bool = _setting(default=False)
+    recompute: bool = _setting(default=False)
+    parallel: str = _setting("ddp", _among("ddp", "fsdp2"))
+    out: str = _setting("runs/latest", _FOLDER)
+    keep: int = _setting(2, _COUNT)
+    tensorboard: bool = _setting(default=False)
 
     def __post_init__(self) -> None:
-        shares = ("dropout", "mask_tokens", "warmup")
-        for name in shares:
-            self._check(name, lambda value: 0 <= value < 1, "at least 0 and below 1")
-        for name in ("epochs", "batch_size", "accumulate", "eval_every", "limit"):
-            self._check(name, lambda value: value >= 1, "at least 1")
-        for name in ("lr", "clip"):
-            self._check(name, lambda value: 0 < value < inf, "above 0 and finite")
-        decays = "at least 0 and finite"
-        self._check("weight_decay", lambda value: 0 <= value < inf, decays)
-        self._check("max_length", lambda value: value >= 3, "at least 3")  # noqa: PLR2004
-        seeds = f"at least 0 and below {_MOST_SEED}"
-        self._check("seed", lambda value: 0 <= value < _MOST_SEED, seeds)
-        self._check("out", lambda value: value.strip(), "a folder")
-        self._check("data", lambda value: value.strip(), "a file or a folder")
-        self._check(
-            "labels",
-            lambda value: all(name.strip() for name in value.split(",")),
-            "names with commas between them, none of them empty",
-        )
-        words = (*forms.FORMS, forms.NONE)
-        self._check("master", words.__contains__, f"one of {', '.join(words)}")
-        devices = ("auto", "cpu", "cuda")
-        self._check("device", devices.__contains__, f"one of {', '.join(devices)}")
-
-    def _check(self, name: str, good: Any, right: str) -> None:  # noqa: ANN401
-        value = getattr(self, name)
-        if value is not None and not good(value):
-            message = f"--{name.replace('_', '-')} {value} must be {right}."
+        for setting in SETTINGS.values():
+            check(setting, getattr(self, setting.name))
+        message = ""
+        if self.class_weights is not None and self.task == "ner":
+            message = (
+                f"--class-weights {self.class_weights} is for --task classify; ner has "
+                "no classes of texts: leave it out."
+            )
+        elif self.best_score not in BEST_BY[self.task]:
+            message = (
+                f"best_by {self.best_by} is no score of --task {self.task}; choose one "
+                f"of {', '.join(BEST_BY[self.task])}."
+            )
+        elif self.parallel == "fsdp2" and self.master != MASTERS[0]:
+            message = (
+                f"--master {self.master} does not go with --parallel fsdp2, whose fp32 "
+                "parts are the masters already: leave --master out."
+            )
+        elif self.accumulate > self.batch_size:
+            message = (
+                f"--accumulate {self.accumulate} is more than --batch-size "
+                f"{self.batch_size}: some micro-batches would hold no text."
+            )
+        if message:
             raise UserError(message)
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
         """The names in --labels, white space around them dropped."""
-        if self.labels is None:
+        return None if self.labels is None else tuple(_listed(self.labels))
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The patterns in --freeze, white space around them dropped."""
+        return () if self.freeze is None else tuple(_listed(self.freeze))
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """The numbers in --class-weights; None where there are none."""
+        if self.class_weights is None or self.class_weights.strip() == BALANCED:
             return None
-        return tuple(name.strip() for name in self.labels.split(","))
+        return tuple(map(float, _listed(self.class_weights)))
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the weights of classes follow from how rare they are."""
+        return (self.class_weights or "").strip() == BALANCED
+
+    @property
+    def best_score(self) -> str:
+        """The score that chooses the best evaluation; of all but "loss", the most."""
+        return self.best_by or BEST_BY[self.task][0]
 
     def data_dict(self) -> dict[str, Any]:
         """Return the settings as plain values."""
         return asdict(self)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give a parser one flag for each setting, in groups.
-
-    A flag that is not typed leaves no trace, so that resuming can tell.
-    """
-    groups: dict[str, Any] = {}
-    for setting in fields(TrainConfig):
-        about = setting.metadata
-        if about["group"] not in groups:
-            groups[about["group"]] = parser.add_argument_group(about["group"])
-        groups[about["group"]].add_argument(
-            "--" + setting.name.replace("_", "-"),
-            type=_type_of(setting),
-            default=argparse.SUPPRESS,
-            help=about["help"],
-            metavar=about["metavar"] or _type_of(setting).__name__.upper()[0],
-        )
+SETTINGS: dict[str, Field[Any]] = {each.name: each for each in fields(TrainConfig)}
+"""Name -> the setting, in the order in which they are shown."""
 
 
-def _type_of(setting: Field[Any]) -> type:
-    return _TYPES[str(setting.type).removesuffix(" | None")]
+def kind_of(setting: Field[Any]) -> type:
+    """Return the type of a setting's values, `None` aside."""
+    return _KINDS[str(setting.type).removesuffix(" | None")]
 
 
-def _fits(value: object, setting: Field[Any]) -> bool:
-    """Say whether a value read from JSON has the type of a setting."""
+def fits(setting: Field[Any], value: object) -> bool:
+    """Say whether a value read from a file has the type of a setting."""
     if value is None:
         return str(setting.type).endswith(" | None")
-    kind = _type_of(setting)
+    kind = kind_of(setting)
+    if isinstance(value, bool) or kind is bool:  # to Python, True is a number
+        return kind is bool and isinstance(value, bool)
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def typed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that were typed, a policy's file read."""
-    names = {setting.name for setting in fields(TrainConfig)}
-    given = {key: value for key, value in vars(arguments).items() if key in names}
-    if given.get("policy", "").endswith(".toml"):
-        # The run must not depend on what becomes of the file.
-        given["policy"] = str(Policy.load(given["policy"]))
-    return given
+def called(setting: Field[Any]) -> str:
+    """Return what a setting is called: its flag, or its name in a file."""
+    if setting.metadata["flag"]:
+        return "--" + setting.name.replace("_", "-")
+    return setting.name
 
 
-def resumed(saved: dict[str, Any], given: dict[str, Any]) -> TrainConfig:
+def check(setting: Field[Any], value: object) -> None:
+    """Refuse a value of the right type that is out of a setting's range.
+
+    Raises:
+        UserError: If it is.
+    """
+    good_and_right: _Check | None = setting.metadata["check"]
+    if value is None or good_and_right is None:
+        return
+    good, right = good_and_right
+    if not good(value):
+        shown = value if str(value).isprintable() else repr(value)
+        message = f"{called(setting)} {shown} must be {right}."
+        raise UserError(message)
+
+
+def nearest(word: str) -> str:
+    """Return the setting whose name a word most resembles, "" where none does."""
+    return "".join(difflib.get_close_matches(word.replace("-", "_"), SETTINGS, 1))
+
+
+def resumed(
+    saved: Mapping[str, Any],
+    given: Mapping[str, Any],
+    full: Mapping[str, Any] | None = None,
+) -> TrainConfig:
     """Return a saved run's settings, unless what was typed contradicts them.
+
+    Args:
+        saved: As `data_dict` gave them. What an older version did not know has its
+            default.
+        given: Settings that were typed, or stood in --config.
+        full: As the run understood them. Where the saved run has a default, what it
+            came to is no contradiction; None: that is not known.
 
     Raises:
         UserError: If a typed setting differs, or the saved ones are not settings.
     """
-    known = {setting.name: setting for setting in fields(TrainConfig)}
     for name, value in saved.items():
         message = ""
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1) or ["none"]
-            message = f"config.json holds {name!r}, not a setting; nearest: {near[0]}."
-        elif not _fits(value, known[name]):
-            right = known[name].type
-            message = f"config.json: {name} is {value!r}; it must be of type {right}."
+        if name not in SETTINGS:
+            near = nearest(name) or "none"
+            message = f"config.json holds {name!r}, not a setting; nearest: {near}."
+        elif not fits(SETTINGS[name], value):
+            right = _IN_WORDS[kind_of(SETTINGS[name])]
+            message = f"config.json: {name} is {value!r}; it must be {right}."
         if message:
             raise UserError(message)
     for name, value in given.items():
-        kept = saved.get(name, known[name].default)
-        if name != "out" and value != kept:
-            assert known[name].default is not MISSING  # noqa: S101 - all have one
+        kept = saved.get(name, SETTINGS[name].default)
+        came_to = kept
+        if full is not None and kept in (None, "auto"):
+            came_to = full.get(name, kept)
+        if name not in _MAY_CHANGE and value not in (kept, came_to):
+            word = "default" if kept is None else kept
             message = (
-                f"--{name.replace('_', '-')} {value} differs from this run's {kept}; "
+                f"{called(SETTINGS[name])} {value} differs from this run's {word}; "
                 "resume without it, or start anew with another --out."
             )
             raise UserError(message)
-    return TrainConfig(**saved | {"out": given.get("out", saved.get("out"))})
+    changed = {name: given[name] for name in _MAY_CHANGE if name in given}
+    return TrainConfig(**{**saved, **changed})

@@ -1,45 +1,98 @@
-"""Labelled texts as a corpus: split into train, dev and test, each label an id.
+"""Examples as a corpus: split into train, dev and test, each label or kind an id.
 
-In: a file, a directory of splits, or None for the built-in emotions. Out: `Corpus`,
-or a `UserError` that names the file, the line and the cure.
+In: a file, a directory of splits, or None for the built-in ones. Out: `Corpus`, or a
+`UserError` that names the file, the line and the cure.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import random
+from array import array
 from dataclasses import dataclass
 from importlib.resources import as_file, files
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from halfstep.errors import UserError
-from halfstep.train.rows import ACCEPTED, FORMATS, Row, read
+from halfstep.train.rows import is_headless, is_number
+from halfstep.train.store import MOST_WORDS, READERS, Store, open_store
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
-__all__ = ["EMOTIONS", "Corpus", "Example", "Row", "load", "read"]
+    Int64 = np.ndarray[Any, np.dtype[np.int64]]
+
+__all__ = ["BUILT_IN", "EMOTIONS", "Corpus", "Split", "load"]
+
+BUILT_IN = {"classify": "emotions", "ner": "entities"}
+"""Of each task: the built-in data."""
 
 EMOTIONS = ("other", "like", "sad", "disgust", "angry", "happy")
-"""The classes of the built-in data, in the order of their ids."""
+"""The classes of the built-in emotions, in the order of their ids."""
 
-# A guess, far above any real task: a user id taken for a label would otherwise ask
-# for a classifier with a billion outputs.
-_MOST_CLASSES = 65536
+# What a label is called.
+_NOUNS = {"classify": "label", "ner": "kind"}
 # One for train and one for dev.
 _FEWEST_ROWS = 2
+# In two rows, labels that differ are nothing strange.
+_FEWEST_TO_TELL = 3
 # Label names that a message lists.
 _SHOWN = 12
 
 
-@dataclass(frozen=True)
-class Example:
-    """One text and its class."""
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Some examples of a file, in an order."""
 
-    text: str
-    """The text as the file holds it."""
-    label: int
-    """The id of its class, an index into `Corpus.labels`."""
+    store: Store
+    """The file."""
+    rows: Int64
+    """Of each example, its row in the file; shape (N,)."""
+    ids: Int64
+    """Of each word of the store, its index in `Corpus.labels`; -1 if it has none."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def text(self, i: int) -> str:
+        """Return the text of an example."""
+        return self.store.text(int(self.rows[i]))
+
+    def texts(self) -> Iterator[str]:
+        """Yield the text of each example."""
+        return map(self.store.text, map(int, self.rows))
+
+    def where(self, i: int) -> str:
+        """Return the file and the line of an example, for messages."""
+        return self.store.where(int(self.rows[i]))
+
+    def words(self) -> set[str]:
+        """Return the label words, or kinds of entities, that the examples hold."""
+        rows, words = self.store.uses()
+        taken = np.zeros(len(self.store), bool)
+        taken[self.rows] = True
+        return {self.store.words[word] for word in np.unique(words[taken[rows]])}
+
+    def labels(self) -> Int64:
+        """Return the class of each example: an index into `Corpus.labels`; (N,)."""
+        return self.ids[self.store.word_at[self.rows]]
+
+    def spans(self, i: int) -> list[tuple[int, int, int]]:
+        """Return the entities of an example.
+
+        Returns:
+            Of each: its first character, the one after its last, and its kind, an
+            index into `Corpus.labels`.
+        """
+        row = int(self.rows[i])
+        first, end = self.store.span_starts[row : row + 2]
+        found = self.store.spans[first:end].tolist()
+        return [(start, stop, int(self.ids[word])) for start, stop, word in found]
 
 
 @dataclass(frozen=True)
@@ -47,20 +100,32 @@ class Corpus:
     """What a run learns from, chooses by and is judged on."""
 
     name: str
-    """`emotions`, or the name of the directory, or of the file without its suffix."""
+    """Of the built-in data, or of the directory, or of the file without its suffix."""
+    task: str
+    """`classify` or `ner`."""
     labels: tuple[str, ...]
-    """The name of each class, at its id."""
-    train: tuple[Example, ...]
-    """What the model learns from; two classes or more."""
-    dev: tuple[Example, ...]
-    """What chooses the checkpoint; never empty, and no class that train lacks."""
-    test: tuple[Example, ...]
+    """The name of each class, or of each kind of entity, at its id."""
+    train: Split
+    """What the model learns from; two classes or more, or one kind of entity."""
+    dev: Split
+    """What chooses the checkpoint; never empty, and no label that train lacks. Some of
+    its texts hold entities, where the task is to find them."""
+    test: Split
     """What only the final score sees; may be empty."""
+    fingerprint: str
+    """SHA-256 of what decides which examples, in which order, with which labels."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Of each sentence that no split holds: where it stands, and what is wrong."""
+        stores = {id(s.store): s.store for s in (self.train, self.dev, self.test)}
+        return tuple(fault for store in stores.values() for fault in store.left_out)
 
 
 def load(
     path: Path | None,
     *,
+    task: str,
     label_names: tuple[str, ...] | None,
     limit: int | None,
     dev_share: float,
@@ -74,8 +139,10 @@ def load(
     Args:
         path: A file, to be shuffled and split; or a directory with `train.*`, `dev.*`
             and perhaps `test.*`, taken as they are; or None for the built-in data.
-        label_names: The classes in the order of their ids, at least two. None takes
-            the words of train, sorted, or the numbers from 0 to the largest in train.
+        task: "classify": each text has one label. "ner": each has entities.
+        label_names: The classes (at least two) or kinds of entities in the order of
+            their ids. None takes the words of train, sorted, or the numbers from 0 to
+            the largest in train.
         limit: Take the first rows of the file (of train, in a directory) as if they
             were all. Rows, >= 2; None for all.
         dev_share: Part of a file that becomes dev, between 0 and 1; at least one row
@@ -88,102 +155,133 @@ def load(
     Raises:
         UserError: If a file, row, label or setting cannot be used.
     """
-    _check_settings(label_names, limit, dev_share)
+    _check_settings(task, label_names, limit, dev_share)
     if path is None:
-        name, label_names = "emotions", label_names or EMOTIONS
+        name = BUILT_IN[task]
+        if task == "classify":
+            label_names = label_names or EMOTIONS
         with as_file(files("halfstep.train") / name) as folder:
-            splits = _given_splits(folder, limit)
+            stores = _given_splits(folder, task, limit)
     elif path.is_dir():
-        name, splits = path.resolve().name, _given_splits(path, limit)
+        name, stores = path.resolve().name, _given_splits(path, task, limit)
     else:
-        name, splits = path.stem, {"train": read(path)[:limit], "dev": [], "test": []}
-    labels, ids = _label_ids(splits, label_names)
-    if not splits["dev"]:
+        name, stores = path.stem, {"train": open_store(path, task, limit)}
+    labels, ids = _label_ids(stores, task, label_names)
+    # With names given, a header's word is unknown, and refused already.
+    if task == "classify" and not label_names:
+        _check_header(stores["train"])
+    splits = {
+        split: Split(store, np.arange(len(store)), _ids(store, ids))
+        for split, store in stores.items()
+    }
+    if "dev" not in splits:
         splits = _drawn_splits(splits["train"], dev_share, seed)
-    _check_train(str(path or name), splits)
-    train, dev, test = (
-        tuple(Example(row.text, ids[row.label_word]) for row in splits[split])
-        for split in ("train", "dev", "test")
+    train = splits["train"]
+    splits.setdefault("test", Split(train.store, train.rows[:0], train.ids))
+    _check_train(str(path or name), task, splits)
+    return Corpus(
+        name, task, labels, **splits, fingerprint=_fingerprint(task, labels, splits)
     )
-    return Corpus(name, labels, train, dev, test)
 
 
 def _check_settings(
-    label_names: tuple[str, ...] | None, limit: int | None, dev_share: float
+    task: str, label_names: tuple[str, ...] | None, limit: int | None, dev_share: float
 ) -> None:
     """Refuse settings that no data can satisfy."""
     message = ""
+    fewest, words = (2, "two") if task == "classify" else (1, "one")
+    names = label_names or ()
     if limit is not None and limit < _FEWEST_ROWS:
-        message = f"limit must be 2 or more, a row each for train and dev, not {limit}."
+        message = (
+            f"--limit must be 2 or more, a row each for train and dev, not {limit}."
+        )
     elif not 0 < dev_share < 1:
         message = f"dev_share must lie between 0 and 1, such as 0.08, not {dev_share}."
-    elif label_names is not None and len(set(label_names)) < max(2, len(label_names)):
-        message = f"label_names must be two or more different names, not {label_names}."
+    elif label_names is not None and len(set(names)) < max(fewest, len(names)):
+        message = f"--labels {','.join(names)}: name {words} or more labels, each once."
     if message:
         raise UserError(message)
 
 
-def _given_splits(folder: Path, limit: int | None) -> dict[str, list[Row]]:
+def _given_splits(folder: Path, task: str, limit: int | None) -> dict[str, Store]:
     """Return the splits that a directory holds, train cut to its first rows."""
-    splits: dict[str, list[Row]] = {}
+    reader = READERS[task]
+    stores: dict[str, Store] = {}
     for split in ("train", "dev", "test"):
-        found = sorted(
-            file
-            for file in folder.iterdir()
-            if file.stem == split and file.suffix.lower() in FORMATS
-        )
+        known = [f for f in folder.iterdir() if f.suffix.lower() in reader.FORMATS]
+        found = sorted(f for f in known if f.stem == split)
+        # Corpora say more in their names: train.char.bmes.
+        found = found or sorted(f for f in known if f.name.startswith(f"{split}."))
         message = ""
         if len(found) > 1:
             message = f"{found[0]} and {found[1].name} are both {split}; keep one."
         elif not found and split != "test":
             message = (
-                f"{folder} holds no {split} file; name one {split} with {ACCEPTED}."
+                f"{folder} holds no {split} file; name one {split} with "
+                f"{reader.ACCEPTED}."
             )
         if message:
             raise UserError(message)
-        splits[split] = read(found[0]) if found else []
-    splits["train"] = splits["train"][:limit]
-    return splits
+        if found:
+            stores[split] = open_store(
+                found[0], task, limit if split == "train" else None
+            )
+    return stores
 
 
-def _drawn_splits(rows: list[Row], dev_share: float, seed: int) -> dict[str, list[Row]]:
+def _drawn_splits(whole: Split, dev_share: float, seed: int) -> dict[str, Split]:
     """Return the rows of one file, shuffled and cut in two."""
-    if len(rows) < _FEWEST_ROWS:
-        message = f"{rows[0].where} is the only row; train and dev need one each."
+    if len(whole) < _FEWEST_ROWS:
+        message = f"{whole.where(0)} is the only row; train and dev need one each."
         raise UserError(message)
-    order = rows.copy()
+    order = array("q", range(len(whole)))
     random.Random(seed).shuffle(order)  # noqa: S311 - a split is no secret
     for_dev = min(max(1, round(len(order) * dev_share)), len(order) - 1)
-    return {"train": order[for_dev:], "dev": order[:for_dev], "test": []}
+    rows = np.array(order, np.int64)
+    return {
+        "train": Split(whole.store, rows[for_dev:], whole.ids),
+        "dev": Split(whole.store, rows[:for_dev], whole.ids),
+    }
 
 
 def _label_ids(
-    splits: dict[str, list[Row]], label_names: tuple[str, ...] | None
+    stores: dict[str, Store], task: str, label_names: tuple[str, ...] | None
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the name of each class, and the id of each label word."""
-    rows = [*splits["train"], *splits["dev"], *splits["test"]]
-    for row in rows:
-        if fault := _label_fault(row, rows[0], label_names):
-            message = f"{row.where}: {fault}."
-            raise UserError(message)
-    words = {row.label_word for row in splits["train"]}
-    if not rows[0].is_number:
-        names = label_names or tuple(sorted(words))
+    """Return the name of each class or kind, and the id of each label word."""
+    train = stores["train"]
+    numbers = task == "classify" and is_number(train.words[0])
+    for store in stores.values():
+        # Words stand in the order of their rows, so the first fault is the first row's.
+        for word in store.words:
+            fault = _label_fault(word, train, label_names, task=task, numbers=numbers)
+            if fault:
+                rows, words = store.uses()
+                row = int(rows[words == store.words.index(word)][0])
+                message = f"{store.where(row)}: {fault}."
+                raise UserError(message)
+    if not numbers:
+        names = label_names or tuple(sorted(train.words))
         return names, {name: number for number, name in enumerate(names)}
-    names = label_names or tuple(map(str, range(max(map(int, words)) + 1)))
+    names = label_names or tuple(map(str, range(max(map(int, train.words)) + 1)))
     return names, {str(number): number for number in range(len(names))}
 
 
-def _label_fault(row: Row, first: Row, label_names: tuple[str, ...] | None) -> str:
-    """Return what is wrong with the label of a row; nothing if it is sound."""
-    word = row.label_word
-    if row.is_number != first.is_number:
+def _label_fault(
+    word: str,
+    first: Store,
+    label_names: tuple[str, ...] | None,
+    *,
+    task: str,
+    numbers: bool,
+) -> str:
+    """Return what is wrong with a word that stands for a label; nothing if sound."""
+    if task == "classify" and is_number(word) != numbers:
         return (
-            f"label {word!r} does not go with {first.label_word!r} in {first.where}; "
+            f"label {word!r} does not go with {first.words[0]!r} in {first.where(0)}; "
             "use whole numbers throughout, or words"
         )
-    if row.is_number:
-        top = len(label_names or range(_MOST_CLASSES)) - 1
+    if numbers:
+        top = len(label_names or range(MOST_WORDS)) - 1
         if not 0 <= int(word) <= top:
             cure = "give more label names" if label_names else "count classes from 0"
             return f"labels out of range: {word} is not in 0 to {top}; {cure}"
@@ -192,24 +290,81 @@ def _label_fault(row: Row, first: Row, label_names: tuple[str, ...] | None) -> s
         hint = f", perhaps {near[0]!r}" if near else ""
         known = ", ".join(label_names[:_SHOWN])
         more = ", ..." if label_names[_SHOWN:] else ""
-        return f"label {word!r} is unknown{hint}; use {known}{more}"
+        return f"{_NOUNS[task]} {word!r} is unknown{hint}; use {known}{more}"
     return ""
 
 
-def _check_train(source: str, splits: dict[str, list[Row]]) -> None:
-    """Refuse a train split of one class, or without a class of dev or test."""
-    words = {row.label_word for row in splits["train"]}
-    if len(words) == 1:
+def _check_header(train: Store) -> None:
+    """Refuse a first row that looks like a header which names the columns otherwise."""
+    if len(train) < _FEWEST_TO_TELL or any(map(is_number, train.words)):
+        return
+    alone = np.count_nonzero(train.word_at == train.word_at[0]) == 1
+    if alone and is_headless(Path(train.source)):
         message = (
-            f"{source}: train holds only one class {words.pop()!r}; "
-            "a classifier needs at least two."
+            f"{train.where(0)}: label {train.words[0]!r} stands in no other row: if it "
+            "is a header, name the columns text and label; otherwise drop the row."
         )
         raise UserError(message)
-    for split in ("dev", "test"):
-        for row in splits[split]:
-            if row.label_word not in words:
-                message = (
-                    f"{row.where}: label {row.label_word!r} of {split} is absent from "
-                    "train; add rows with it, take more rows, or drop this one."
-                )
-                raise UserError(message)
+
+
+def _ids(store: Store, ids: dict[str, int]) -> Int64:
+    """Return the id of each word of a store; -1 of one that train lacks."""
+    return np.array([ids.get(word, -1) for word in store.words], np.int64)
+
+
+def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
+    """Refuse a train split that teaches nothing, or lacks a word of dev or test.
+
+    A dev split without entities is refused too: whatever the model, its F1 is 0, and
+    the first evaluation would pass for the best.
+    """
+    known = splits["train"].words()
+    message = ""
+    if task == "ner" and not known:
+        message = f"{source}: train holds no entity; mark some, or take more rows."
+    elif task == "ner" and not splits["dev"].words():
+        message = (
+            f"{source}: dev holds no entity to choose the best model by; mark some, "
+            "or take more rows."
+        )
+    elif task == "classify" and len(known) == 1:
+        message = (
+            f"{source}: train holds only one class {known.pop()!r}; "
+            "a classifier needs at least two."
+        )
+    if message:
+        raise UserError(message)
+    for name in ("dev", "test"):
+        _check_words(name, splits[name], known, _NOUNS[task])
+
+
+def _check_words(name: str, split: Split, known: set[str], noun: str) -> None:
+    """Refuse a split with a word that is not known."""
+    store = split.store
+    foreign = np.array([word not in known for word in store.words], bool)
+    rows, words = store.uses()
+    bad = foreign[words]
+    hit = np.zeros(len(store), bool)
+    hit[rows[bad]] = True
+    found = np.flatnonzero(hit[split.rows])
+    if len(found):
+        at = int(found[0])
+        word = store.words[words[bad & (rows == split.rows[at])][0]]
+        message = (
+            f"{split.where(at)}: {noun} {word!r} of {name} is absent from train; add "
+            "rows with it, take more rows, or drop this one."
+        )
+        raise UserError(message)
+
+
+def _fingerprint(task: str, labels: tuple[str, ...], splits: dict[str, Split]) -> str:
+    """Return the SHA-256 of what makes a corpus."""
+    facts = [
+        [name, split.store.key, _sha256(split.rows), _sha256(split.ids)]
+        for name, split in splits.items()
+    ]
+    return hashlib.sha256(json.dumps([task, labels, facts]).encode()).hexdigest()
+
+
+def _sha256(numbers: Int64) -> str:
+    return hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()

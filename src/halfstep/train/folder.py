@@ -1,41 +1,44 @@
 """The folder of a run: settings, metrics, checkpoints, and what may be written there.
 
-In: settings and records. Out: `config.json`, `metrics.jsonl`, `checkpoints/` with the
-pointers `last.json` and `best.json`. Only the first process writes.
+In: settings and records. Out: `config.json`, `launch.json`, `metrics.jsonl`, and
+`checkpoints/step-00000012`, whose names and manifests alone tell which is the newest
+and which the best. Only the first process writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
+import re
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from halfstep import checkpoint
-from halfstep.errors import UserError
+from halfstep import checkpoint, sealed
+from halfstep.checkpoint import CheckpointError
+from halfstep.errors import UserError, require
 from halfstep.report import write_text
+from halfstep.train import launch, records
+from halfstep.train.records import finite
 from halfstep.train.text import without_bars
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
-_OWN = ("config.json", "metrics.jsonl", "summary.json", "report.html")
-_OWN_FOLDERS = ("checkpoints", "model")
+T = TypeVar("T")
 
+__all__ = ["RunFolder", "finite"]
 
-def finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
-    """Return a value for JSON, which has no inf and no NaN: they become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+_OWN_FOLDERS = ("checkpoints", "model", "tensorboard")
+_OWN = (
+    *("metrics.jsonl", "summary.json", "report.html"),
+    # What tells that the others are a run's goes last.
+    *("launch.json", "resolved.toml", "config.json"),
+)
+_SET_ASIDE = "damaged-"
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-        """Make the folder and write the settings.
+        """Make the folder and write the settings, and who has begun the run.
 
         Raises:
             UserError: If it holds a run already and `overwrite` is not asked for, or
@@ -67,29 +70,59 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            held = [
-                name for name in (*_OWN, *_OWN_FOLDERS) if (self.path / name).exists()
-            ]
-            if held and not overwrite:
+            names = (*_OWN, *_OWN_FOLDERS)
+            held = [name for name in names if (self.path / name).exists()]
+            began = not all(map(self._is_bare, held))
+            if began and not overwrite:
                 message = (
-                    f"{self.path} already holds a run ({held[0]}); add --resume to go "
+                    f"{self.path} already holds a run ({held[-1]}); add --resume to go "
                     "on with it, --overwrite to replace it, or choose another --out."
                 )
                 raise UserError(message)
-            if held:
+            if began:
                 self._check_own()
-            for name in _OWN:
-                (self.path / name).unlink(missing_ok=True)
-            for name in _OWN_FOLDERS:
-                shutil.rmtree(self.path / name, ignore_errors=True)
-            self._checkpoints.mkdir(parents=True)
+            for name in (*_OWN_FOLDERS, *_OWN):
+                sealed.remove(self.path / name)
+            self._sweep()
+            # In this order some flag accepts what a kill leaves, wherever it comes.
+            write_text(self.path / "launch.json", json.dumps(launch.identity()))
             write_text(self.path / "config.json", json.dumps(dict(settings), indent=1))
+            self._checkpoints.mkdir(parents=True)
         except OSError as error:
-            message = (
-                f"--out {self.path} cannot be written: {error.strerror or error}; "
-                "choose another folder."
-            )
-            raise UserError(message) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> UserError:
+        message = f"--out {self.path} cannot be written: {sealed.why(error)}; choose "
+        return UserError(message + "another folder.")
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other programs out of the folder, which is made if need be.
+
+        Raises:
+            UserError: If another program is at work there, or it cannot be written.
+        """
+        try:
+            claim = launch.Claim(self.path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            yield
+        except BaseException:
+            claim.undo()
+            raise
+        finally:
+            claim.release()
+
+    def _is_bare(self, name: str) -> bool:
+        """Say whether this is what is there before a run begins, and no trace of one.
+
+        Why: a program may be killed before `config.json` tells what it was to do.
+        """
+        path = self.path / name
+        if name in _OWN_FOLDERS:
+            return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+        return name == "launch.json" and launch.read(path) is not None
 
     def _check_own(self) -> None:
         """Refuse to replace what no run of ours has written."""
@@ -104,6 +137,17 @@ class RunFolder:
             )
             raise UserError(message)
 
+    def resumes_after_restart(self) -> bool:
+        """Say whether torchrun has restarted the processes that began this run.
+
+        Why: after a failure torchrun starts the same command again, without --resume.
+        What this very launch has begun it must go on with; whatever else is in the
+        folder it must not.
+        """
+        if not launch.restarted() or not (self.path / "config.json").exists():
+            return False
+        return launch.same(launch.read(self.path / "launch.json"), launch.identity())
+
     def settings(self) -> dict[str, Any]:
         """Return the settings of the run that is there.
 
@@ -116,6 +160,9 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError) as error:
             message = f"--resume: {self.path} holds no run; it has no config.json."
             raise UserError(message) from error
+        except OSError as error:
+            message = f"--resume: {path} cannot be read: {sealed.why(error)}."
+            raise UserError(message) from error
         except ValueError as error:
             message = f"--resume: {path} is damaged: it is not valid JSON."
             raise UserError(message) from error
@@ -125,38 +172,74 @@ class RunFolder:
         return found
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Add a line to the metrics."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(record), allow_nan=False) + "\n")
+        """Add a line to the metrics, whole or, if the disk is full, torn at its end.
+
+        Raises:
+            UserError: If it cannot be written.
+        """
+        with self.writing(self.metrics):
+            records.add(self.metrics, record)
 
     def records(self) -> list[dict[str, Any]]:
         """Return the metrics; a last line torn by a crash is left out.
 
         Raises:
-            UserError: If any other line is damaged.
+            UserError: If any other line is damaged, or the file cannot be read.
         """
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_bytes().split(b"\n")
-        found = []
-        # What follows the last line end is empty, or torn.
-        for number, line in enumerate(lines[:-1], 1):
-            try:
-                record = json.loads(line)
-                record["step"] + 0
-            except (ValueError, TypeError, KeyError) as error:
-                message = (
-                    f"{self.metrics} line {number} is damaged: it is not a record of a "
-                    "step. Remove the line, or start anew with another --out."
-                )
-                raise UserError(message) from error
-            found.append(record)
-        return found
+        return records.read(self.metrics)
 
     def rewind(self, step: int) -> None:
-        """Drop metrics after a step: they will be written again."""
+        """Go back to a checkpoint: drop metrics after it, which will be written again.
+
+        Checkpoints after it are those that were not whole. They are set aside, under a
+        name beside theirs, so that none counts as the newest or stands in the way.
+
+        Raises:
+            UserError: If metrics are damaged, or something cannot be written.
+        """
         kept = [record for record in self.records() if record["step"] <= step]
-        write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        with self.writing(self.path):
+            write_text(self.metrics, records.text_of(kept))
+            for later in (each for each in self.steps() if each > step):
+                path = self.checkpoint_path(later)
+                aside = path.with_name(_SET_ASIDE + path.name)
+                sealed.remove(aside)
+                path.rename(aside)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what processes left that were killed while they wrote."""
+        sealed.remove(self._part_of_model)
+        sealed.sweep(self._checkpoints)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the folder, in one piece.
+
+        Raises:
+            UserError: If it cannot be written; the one from before stays.
+        """
+        with self.writing(self.path / name):
+            write_text(self.path / name, text)
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, or will be."""
+        return self._checkpoints / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, whole or not, the newest first.
+
+        Raises:
+            UserError: If the folder cannot be read.
+        """
+        try:
+            names = [each.name for each in self._checkpoints.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            message = f"{self._checkpoints} cannot be read: {sealed.why(error)}."
+            raise UserError(message) from error
+        found = (re.fullmatch(r"step-(\d{8,})", name) for name in names)
+        return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def save(
         self,
@@ -164,57 +247,154 @@ class RunFolder:
         weights: Mapping[str, Tensor],
         state: Mapping[str, Any],
         notes: Mapping[str, Any],
-        *,
-        best: bool,
     ) -> None:
-        """Write a checkpoint, point to it, and delete those that nothing points to."""
-        target = self._checkpoints / f"step-{step:08d}"
-        if target.exists():
-            # A run that was stopped after this rename and before the pointer moved.
-            shutil.rmtree(target)
-        checkpoint.save(target, weights, state, notes)
-        # The best first: a run that is killed in between resumes from the checkpoint
-        # before, comes here again, and ends with the same best.
-        if best:
-            checkpoint.point(self._checkpoints / "best.json", target)
-        checkpoint.point(self._checkpoints / "last.json", target)
-        kept = {self.last(), self.best()}
-        for other in self._checkpoints.iterdir():
-            if other.is_dir() and other not in kept:
-                shutil.rmtree(other)
-
-    def last(self) -> Path:
-        """Return the newest checkpoint."""
-        return checkpoint.follow(self._checkpoints / "last.json")
-
-    def best(self) -> Path:
-        """Return the checkpoint that did best on the dev split."""
-        return checkpoint.follow(self._checkpoints / "best.json")
-
-    def has_checkpoint(self) -> bool:
-        """Say whether a checkpoint was ever finished.
+        """Write the checkpoint of a step; one that is there already is replaced.
 
         Raises:
-            UserError: If there are checkpoints, and nothing that names the last.
+            UserError: If it cannot be written; those before it are as they were.
         """
-        if (self._checkpoints / "last.json").exists():
+        path = self.checkpoint_path(step)
+        with self.writing(path):
+            checkpoint.save(path, weights, state, notes, replace=True)
+
+    def newest(self, load: Callable[[Path], T]) -> tuple[T, list[str]] | None:
+        """Load the newest checkpoint that is whole.
+
+        Args:
+            load: Reads a checkpoint; raises `CheckpointError` if it is damaged.
+
+        Returns:
+            What was loaded, and a line for each newer checkpoint that is damaged. None
+            if no checkpoint was ever finished.
+
+        Raises:
+            UserError: If there are checkpoints, and none is whole; or whatever else
+                `load` raises.
+        """
+        sealed.restore(self._checkpoints)
+        if not self.has_checkpoint():
+            return None
+        faults: list[str] = []
+        for step in self.steps():
+            try:
+                return load(self.checkpoint_path(step)), faults
+            except CheckpointError as error:
+                faults.append(f"the checkpoint of step {step} is not used: {error}")
+        names = ", ".join(self.checkpoint_path(step).name for step in self.steps())
+        message = (
+            f"no checkpoint in {self._checkpoints} is whole ({names}); start anew with "
+            f"another --out. Of the newest: {faults[0].partition(': ')[2]}"
+        )
+        raise UserError(message)
+
+    def has_checkpoint(self) -> bool:
+        """Say whether a checkpoint was ever finished, damaged since or not.
+
+        Raises:
+            UserError: If metrics tell of checkpoints, and there are none.
+        """
+        if self.steps():
             return True
         # A run killed while it saved for the first time has logged one evaluation.
         evaluated = [r["step"] for r in self.records() if r.get("event") == "eval"]
         if len(evaluated) > 1:
             message = (
-                f"{self._checkpoints} has lost last.json, which names the checkpoint "
-                "to resume from; restore it, or start anew with another --out."
+                f"{self._checkpoints} has lost its checkpoints: metrics.jsonl tells of "
+                f"{len(evaluated)} evaluations. Restore them, or start anew with "
+                "another --out."
             )
             raise UserError(message)
         return False
 
+    def prune(self, keep: int) -> None:
+        """Delete checkpoints but the newest, and the best that each of these names.
+
+        One with a manifest that cannot be read is neither counted nor deleted: why it
+        is damaged may be of interest.
+
+        Args:
+            keep: How many of the newest stay, at least one.
+
+        Raises:
+            UserError: If one cannot be deleted.
+        """
+        require("keep", keep, keep >= 1, "at least 1")
+        whole: list[int] = []
+        wanted: set[int] = set()
+        for step in self.steps():
+            try:
+                notes = sealed.read(self.checkpoint_path(step))["notes"]
+            except CheckpointError:
+                wanted.add(step)
+                continue
+            if len(whole) < keep:
+                wanted |= {step, notes.get("best_step", step)}
+            whole.append(step)
+        with self.writing(self._checkpoints):
+            for step in set(whole) - wanted:
+                sealed.discard(self.checkpoint_path(step))
+
+    @property
+    def _part_of_model(self) -> Path:
+        return self.path / ".model.part"
+
     def publish_model(self, model: Any, tokenizer: Any) -> None:  # noqa: ANN401
-        """Write the finished model for transformers; whole or not at all."""
-        part = self.path / ".model.part"
-        shutil.rmtree(part, ignore_errors=True)
-        with without_bars():
-            model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
-        shutil.rmtree(self.model, ignore_errors=True)
-        part.rename(self.model)
+        """Write the finished model for transformers; whole or not at all.
+
+        Raises:
+            UserError: If it cannot be written; the one from before stays.
+        """
+        part = self._part_of_model
+        try:
+            with self.writing(self.model):
+                sealed.remove(part)
+                with without_bars():
+                    model.save_pretrained(part)
+                tokenizer.save_pretrained(part)
+                # A rename may reach the disk before what it gives a name to.
+                for path in (*part.rglob("*"), part):
+                    sealed.flush(path)
+                sealed.remove(self.model)
+                part.rename(self.model)
+                sealed.flush(self.path)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    @contextlib.contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Say what the disk refuses, and what the run can go on from.
+
+        Raises:
+            UserError: If writing `path` fails as the disk wills.
+        """
+        try:
+            yield
+        except Exception as error:
+            reason = sealed.why(error)
+            if isinstance(error, sealed.UnwrittenError):
+                reason = error.reason
+            if reason is None:
+                raise
+            message = f"{path} could not be written: {reason}. {self._what_is_left()}"
+            raise UserError(message) from error
+
+    def _what_is_left(self) -> str:
+        try:
+            step = next(filter(self._is_whole, self.steps()), None)
+        except UserError:
+            step = None
+        if step is None:
+            return "No checkpoint is whole; mend that, then start anew."
+        return (
+            f"The checkpoint of step {step} is whole; mend that, then go on with "
+            "--resume."
+        )
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            path = self.checkpoint_path(step)
+            sealed.verify(path, sealed.read(path))
+        except CheckpointError:
+            return False
+        return True

@@ -1,80 +1,45 @@
-"""The training loop: batches in, applied steps out.
+"""The training loop: the work of each step in, applied steps out.
 
-In: a prepared session, encoded examples, settings. Out: metrics, checkpoints, and the
-best weights. Every random number of a step is drawn from (seed, step, rank), so a
-resumed run needs no saved generators to continue to the bit.
+In: a prepared session, and a `Job` that says what to do. Out: metrics, checkpoints,
+and the best weights. Every random number of a step is drawn from (seed, step, rank),
+so a resumed run needs no saved generators to continue to the bit.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep import checkpoint, distributed
-from halfstep.errors import UserError
-from halfstep.train.batches import batches, share
-from halfstep.train.evaluate import judge, predict
+from halfstep import distributed
+from halfstep.train import saving
+from halfstep.train.board import Board
+from halfstep.train.clock import Clock
+from halfstep.train.evaluate import noted
+from halfstep.train.feed import feed
+from halfstep.train.groups import SHARE
+from halfstep.train.job import Job, Standing
+from halfstep.train.judged import words_of
+from halfstep.train.plan import rate_factor
+from halfstep.train.stopping import Stop, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from halfstep.distributed import World
+    from halfstep.report import Table
     from halfstep.session import Session
-    from halfstep.train.batches import Encoded
-    from halfstep.train.evaluate import Quality
+    from halfstep.train.feed import Work
     from halfstep.train.folder import RunFolder
+    from halfstep.train.judged import Judged
     from halfstep.train.progress import Progress
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run will do, every default resolved."""
-
-    epochs: int
-    batch_size: int
-    lr: float
-    warmup: float
-    mask_tokens: float
-    eval_every: int
-    seed: int
-    total_steps: int
-    fingerprint: str
-    """SHA-256 of the examples: a checkpoint of other data is refused."""
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups: matrices decay, biases and normalisation do not.
-
-    Why: a decay pulls towards zero; for a scale of one or an offset that is no prior.
-    """
-    decay = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
-    spared = [(n, p) for n, p in model.named_parameters() if p.dim() <= 1]
-    return [
-        {"params": [p for _, p in decay], "weight_decay": weight_decay},
-        {"params": [p for _, p in spared], "weight_decay": 0.0},
-    ]
-
-
-def rate_factor(applied: int, total: int, warmup: float) -> float:
-    """Return the share of the peak learning rate after some applied steps.
-
-    Formula: rises linearly over the first `warmup * total` steps, then falls linearly
-    and would reach zero after the last.
-
-    Example:
-        >>> [round(rate_factor(step, 10, 0.2), 3) for step in (0, 1, 2, 9)]
-        [0.5, 1.0, 1.0, 0.125]
-    """
-    rising = math.ceil(warmup * total)
-    if applied < rising:
-        return (applied + 1) / rising
-    return max(0.0, (total - applied) / max(1, total - rising))
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Diverged(RuntimeError):  # noqa: N818 -- an outcome, as LossScaleCollapse is
@@ -82,15 +47,11 @@ class Diverged(RuntimeError):  # noqa: N818 -- an outcome, as LossScaleCollapse 
 
 
 class Trainer:
-    """Trains a session on encoded examples.
+    """Trains a session at a job.
 
     Args:
         session: Prepared, its model wrapped for data parallelism.
-        train: What to learn from.
-        dev: What to choose the best checkpoint by.
-        labels: Names of the classes.
-        plan: What to do.
-        tokenizer: For padding and hidden tokens.
+        job: What to do.
         world: This process among all.
         folder: Where metrics and checkpoints go.
     """
@@ -98,92 +59,117 @@ class Trainer:
     def __init__(
         self,
         session: Session,
-        train: Encoded,
-        dev: Encoded,
-        labels: Sequence[str],
-        plan: Plan,
-        tokenizer: Any,  # noqa: ANN401
+        job: Job,
         world: World,
         folder: RunFolder,
     ) -> None:
         self.session = session
-        self.train = train
-        self.dev = dev
-        self.labels = labels
-        self.plan = plan
+        self.job = job
         self.world = world
         self.folder = folder
-        self.pad_id = tokenizer.pad_token_id
-        self._mask_id = tokenizer.mask_token_id
-        if plan.mask_tokens and self._mask_id is None:
-            message = (
-                f"--mask-tokens {plan.mask_tokens}: this model's tokenizer has no mask "
-                "token; use --mask-tokens 0."
-            )
-            raise UserError(message)
-        self._special = torch.tensor(tokenizer.all_special_ids)
-        self.step_done = 0
-        self.seconds = 0.0
-        """Time spent in training steps, in this process."""
+        self.stop = Stop()
+        self._board: Board | None = None
+        self.standing = Standing()
+        self.seconds = dict.fromkeys(("train", "input", "evaluate", "save"), 0.0)
+        """What this process spent, since it was started; input is a part of train."""
         self.examples = 0
-        self.best: tuple[int, float] = (0, -1.0)
-        """(step, macro F1) of the best checkpoint."""
+        """Texts trained on by all processes since then, repeats counted."""
+        self.tokens = 0
+        self.places = 0
+        """Tokens of this process since then, without and with padding."""
+        self._asked = 0
+
+    def open(self, *, tensorboard: bool) -> None:
+        """Begin to write what TensorBoard reads, where that is asked for."""
+        if tensorboard:
+            folder = self.folder.path / "tensorboard"
+            self._board = Board(folder, self.standing.step)
+
+    def close(self) -> None:
+        """End writing."""
+        if self._board is not None:
+            self._board.close()
 
     def fit(self, progress: Progress) -> None:
-        """Train to the end of the plan, evaluating and saving on the way."""
-        number = 0
-        for epoch in range(self.plan.epochs):
-            order = batches(
-                self.train.lengths,
-                self.plan.batch_size,
-                seed=self.plan.seed,
-                epoch=epoch,
-            )
-            for batch in order:
-                number += 1
-                if number <= self.step_done:
-                    continue
-                record = self._train_step(number, epoch, batch)
-                self.step_done = number
-                self._log(record)
-                progress.step(record)
-                if (
-                    number % self.plan.eval_every == 0
-                    or number == self.plan.total_steps
-                ):
-                    progress.say(self._evaluate_and_save(number))
+        """Train to the end of the plan, evaluating and saving on the way.
 
-    def _train_step(self, number: int, epoch: int, batch: list[int]) -> dict[str, Any]:
+        Raises:
+            Stopped: If a signal asked for it; a checkpoint was saved before.
+            Diverged: If the loss is not a number.
+        """
+        plan, pin = self.job.plan, self.world.device.type == "cuda"
+        if self._is_over():
+            return
+        first, last = self.standing.step + 1, plan.total_steps
+        source = feed(self.job.steps, first, last, workers=plan.workers, pin=pin)
+        while True:
+            clock = Clock()
+            with clock.time("input"):
+                work = next(source, None)
+            if work is None:
+                return
+            record = self.train_step(work, clock)
+            number = self.standing.step = work.number
+            self._note(record)
+            progress.step(record)
+            if number % plan.eval_every == 0 or number == plan.total_steps:
+                progress.say(self._evaluate_and_save())
+                self._agree_to_stop()
+                if self._is_over():
+                    progress.say(self._early(number))
+                    return
+            elif self._asked:
+                self._save()
+            if self._asked and number < plan.total_steps:
+                out = self.folder.path
+                raise Stopped(self._asked, number, plan.total_steps, out)
+
+    def _is_over(self) -> bool:
+        """Say whether patience has run out."""
+        patience = self.job.plan.patience
+        return patience is not None and self.standing.waited >= patience
+
+    def _early(self, number: int) -> str:
+        name = self.job.plan.best_by
+        return (
+            f"stopped early after step {number}: {name} has not improved in "
+            f"{self.standing.waited} evaluations; the best is of step "
+            f"{self.standing.best_step}"
+        )
+
+    def train_step(self, work: Work, clock: Clock) -> dict[str, Any]:
         """Make one optimizer step on a global batch; return its record."""
         began = time.perf_counter()
-        session, world, plan = self.session, self.world, self.plan
-        torch.manual_seed(
-            (plan.seed * plan.total_steps + number) * world.size + world.rank
-        )
-        rate = plan.lr * rate_factor(
-            session.steps_applied, plan.total_steps, plan.warmup
-        )
+        session, world, plan = self.session, self.world, self.job.plan
+        torch.manual_seed(self.job.steps.seed_of(work.number))
+        applied = session.steps_applied
+        rate = plan.lr * rate_factor(applied, plan.total_steps, plan.warmup)
         for group in session.optimizer.param_groups:
-            group["lr"] = rate
-        mine = share(batch, self.train.lengths, world.rank, world.size)
-        micro = session.accumulate
+            group["lr"] = rate * group[SHARE]
         # The mean is over the global batch: DDP divides by the processes, the
         # session by the micro-batches.
-        weight = world.size * micro / len(batch)
+        weight = world.size * session.accumulate / work.weight
         summed = torch.zeros((), device=world.device)
-        for part in (mine[start::micro] for start in range(micro)):
-            # Without examples left, a process still takes part: DDP waits for it.
-            loss = self._loss(part or batch[:1]) * bool(part)
-            session.backward(loss * weight)
-            report = session.step()
+        for part, real in zip(work.parts, work.real, strict=True):
+            with clock.time("forward"):
+                loss = self._loss(part) * real
+            with clock.time("backward"):
+                session.backward(loss * weight)
+            with clock.time("update"):
+                report = session.step()
             summed += loss.detach()
-        mean = float(distributed.total(summed)) / len(batch)
+        mean = self._agreed(summed) / work.weight
         spent = time.perf_counter() - began
-        self.seconds += spent
-        self.examples += len(batch)
+        waited = clock.parts["input"]
+        clock.parts["rest"] = spent + waited - sum(clock.parts.values())
+        self.seconds["train"] += spent + waited
+        self.seconds["input"] += waited
+        self.examples += work.size
+        self.tokens += work.tokens
+        self.places += work.places
         return {
-            "step": number,
-            "epoch": epoch,
+            "step": work.number,
+            "epoch": work.epoch,
             "loss": mean,
             "lr": rate,
             "scale": report.scale,
@@ -191,110 +177,105 @@ class Trainer:
             "skipped_total": session.steps_skipped,
             "found_inf_in": list(report.found_inf_in[:3]),
             "grad_norm": report.grad_norm,
-            "examples_per_s": len(batch) / spent,
+            "examples_per_s": work.size / (spent + waited),
+            "seconds": clock.parts,
         }
 
-    def _loss(self, indices: Sequence[int]) -> Tensor:
-        """Return the summed cross-entropy of some training examples."""
-        inputs = self.train.collate(indices, self.pad_id)
-        truth = inputs.pop("labels").to(self.world.device)
-        if self.plan.mask_tokens:
-            inputs["input_ids"] = self._hide(inputs["input_ids"])
-        moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
+    def _loss(self, part: dict[str, Tensor]) -> Tensor:
+        """Return the summed loss of a micro-batch."""
+        device = self.world.device
+        moved = {
+            name: tensor.to(device, non_blocking=True) for name, tensor in part.items()
+        }
+        targets = moved.pop("labels")
         with self.session.autocast():
             logits = self.session.model(**moved).logits
-            return torch.nn.functional.cross_entropy(
-                logits.float(), truth, reduction="sum"
-            )
+            return self.job.objective.summed(logits, targets)
 
-    def _hide(self, ids: Tensor) -> Tensor:
-        """Replace a random share of the tokens, special ones apart, by the mask."""
-        chosen = torch.rand(ids.shape) < self.plan.mask_tokens
-        return ids.masked_fill(chosen & ~torch.isin(ids, self._special), self._mask_id)
+    def _agreed(self, summed: Tensor) -> float:
+        """Return a sum over all processes; learn on the way who is asked to stop."""
+        asked = [float(self.stop.signal == number) for number in _SIGNALS]
+        told = torch.cat([summed[None], torch.tensor(asked, device=summed.device)])
+        total, *votes = distributed.total(told).tolist()
+        for number, vote in zip(_SIGNALS, votes, strict=True):
+            if vote and not self._asked:
+                self._asked = number
+        return float(total)
 
-    def _log(self, record: dict[str, Any]) -> None:
+    def _agree_to_stop(self) -> None:
+        """Ask all processes once more: an evaluation may take long."""
+        self._agreed(torch.zeros((), device=self.world.device))
+
+    def _note(self, record: Mapping[str, Any]) -> None:
         if self.world.leads:
             self.folder.log(record)
+            if self._board is not None:
+                self._board.write(record)
 
-    def _evaluate_and_save(self, number: int) -> str:
+    def _evaluate_and_save(self) -> str:
         """Judge the model on the dev split, write a checkpoint; return a line."""
-        quality = self.quality(self.dev)
-        if not math.isfinite(quality.loss):
-            message = (
-                f"the model's loss on dev is {quality.loss} at step {number}: training "
-                "has diverged. The last good checkpoint is kept; lower --lr"
-                f"{' or use --level O2' if self.session.choice.level.low else ''}."
-            )
-            raise Diverged(message)
-        better = quality.macro_f1 > self.best[1]
+        began = time.perf_counter()
+        judged = self.judge("dev", *self.noted("dev"))
+        self.seconds["evaluate"] += time.perf_counter() - began
+        number, name = self.standing.step, self.job.plan.best_by
+        if not math.isfinite(judged.loss):
+            raise Diverged(self._diverged(judged.loss))
+        score = -judged.loss if name == "loss" else judged.scores[name]
+        before = self.standing.best_score
+        better = before is None or score > before
         if better:
-            self.best = (number, quality.macro_f1)
-        if self.world.leads:
-            self._log(
-                {
-                    "step": number,
-                    "event": "eval",
-                    "dev_loss": quality.loss,
-                    "dev_accuracy": quality.accuracy,
-                    "dev_macro_f1": quality.macro_f1,
-                }
-            )
-            self._save(number, better)
-        distributed.wait_for_all()
+            self.standing.best_step, self.standing.best_score = number, score
+        self.standing.waited = 0 if better else self.standing.waited + 1
+        # Processors of several kinds may differ in a last digit, and so in a decision.
+        self.standing = distributed.same_everywhere(self.standing)
+        better = self.standing.best_step == number
+        scores = {f"dev_{key}": value for key, value in judged.scores.items()}
+        self._note({"step": number, "event": "eval", "dev_loss": judged.loss, **scores})
+        self._save()
         star = " (best)" if better else ""
+        shown = {"loss": judged.loss, **judged.scores}
+        words = ", ".join(f"{words_of(key)} {shown[key]:.4f}" for key in shown)
+        return f"step {number}: dev {words}{star}"
+
+    def _diverged(self, loss: float) -> str:
+        kept = "The last good checkpoint is kept; " * (self.standing.best_step > 0)
+        other = " or use --level O2" if self.session.choice.level.low else ""
         return (
-            f"step {number}: dev loss {quality.loss:.4f}, accuracy "
-            f"{quality.accuracy:.4f}, macro F1 {quality.macro_f1:.4f}{star}"
+            f"the model's loss on dev is {loss} at step {self.standing.step}: training "
+            f"has diverged. {kept}lower --lr{other}."
         )
 
-    def quality(self, encoded: Encoded) -> Quality:
-        """Return the model's quality on encoded examples."""
-        logits, truth = predict(self.session, encoded, self.world, self.pad_id)
-        return judge(logits, truth, self.labels)
+    def judge(self, split: str, made: Tensor, loss: float) -> Judged:
+        """Return how good the model is on a split, from what was noted."""
+        job = self.job
+        rows, labels = getattr(job.corpus, split), job.corpus.labels
+        return job.task.judge(made, job.encoded[split], rows, labels, loss)
 
-    def _save(self, number: int, best: bool) -> None:
-        state = self.session.state_dict()
-        weights = state.pop("weights")
-        state["run"] = {
-            "step": number,
-            "best": self.best,
-            "fingerprint": self.plan.fingerprint,
-            "processes": self.world.size,
-            "reason": self.session.choice.reason,
-        }
-        notes = {
-            "step": number,
-            "level": state["level"],
-            "dtype": state["dtype"],
-            "master": state["masters"]["form"],
-            "labels": list(self.labels),
-        }
-        self.folder.save(number, weights, state, notes, best=best)
+    def mistakes(self, split: str, made: Tensor) -> Table:
+        """Return the errors on a split that are worth reading."""
+        job = self.job
+        rows, labels = getattr(job.corpus, split), job.corpus.labels
+        return job.task.mistakes(made, job.encoded[split], rows, labels)
 
-    def load(self, source: checkpoint.Checkpoint) -> None:
-        """Go on from a checkpoint of this run.
+    def noted(self, split: str) -> tuple[Tensor, float]:
+        """Return what the task notes of a split, and the loss."""
+        job = self.job
+        return noted(
+            self.session,
+            job.task,
+            job.encoded[split],
+            self.world,
+            pad_id=job.pad_id,
+            multiple=job.multiple,
+        )
 
-        Raises:
-            UserError: If it is of other data or of another number of processes.
-        """
-        run = source.state.get("run", {})
-        if run.get("fingerprint") != self.plan.fingerprint:
-            message = (
-                "--resume: the checkpoint was made from other data; resume with the "
-                "data it was trained on."
-            )
-            raise UserError(message)
-        if run["processes"] != self.world.size:
-            message = (
-                f"--resume: the checkpoint was made by {run['processes']} processes, "
-                f"this is {self.world.size}; resume with {run['processes']}."
-            )
-            raise UserError(message)
-        self.session.load_state_dict(source.state | {"weights": source.weights})
-        self.step_done = run["step"]
-        self.best = tuple(run["best"])
+    def _save(self) -> None:
+        began = time.perf_counter()
+        saving.save(self.session, self.standing, self.job, self.folder, self.world)
+        self.seconds["save"] += time.perf_counter() - began
 
     def load_best(self) -> None:
         """Put the weights of the best checkpoint into the model."""
-        best = checkpoint.load(self.folder.best())
-        self.session.load_state_dict(best.state | {"weights": best.weights})
+        best = self.standing.best_step
+        if best not in {0, self.standing.step}:
+            saving.load(self.session, self.folder.checkpoint_path(best))

@@ -1,87 +1,208 @@
-"""Labels for new texts, from a finished run.
+"""What a finished run makes of new texts: labels, or entities.
 
-In: the folder of a run and texts. Out: the label and the probability of each class.
+In: the folder of a run and texts. Out: one prediction a text, in order, as they come,
+and how many texts were longer than the model reads.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfstep.errors import UserError
-from halfstep.train import text
-from halfstep.train.batches import Encoded, ordered_batches
+from halfstep.train import encode, spans, tasks, text
+from halfstep.train.batches import ordered
+from halfstep.train.encode import Encoded
 from halfstep.train.evaluate import EVAL_BATCH
 from halfstep.train.folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
     from pathlib import Path
+
+_AHEAD = 2048
+"""Texts that are read before the first is labelled: enough to find like lengths."""
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What the model makes of one text."""
+class Label:
+    """What a classifier makes of one text."""
 
     text: str
     label: str
     probabilities: dict[str, float]
     """Label -> probability; they add up to 1."""
+    cut: bool
+    """Whether the text is longer than the model reads."""
 
 
-@torch.inference_mode()
-def predict(run: Path, texts: Sequence[str]) -> list[Prediction]:
-    """Return a prediction for each text, in order.
+@dataclass(frozen=True)
+class Entity:
+    """A part of a text that stands for something."""
+
+    kind: str
+    start: int
+    """Its first character."""
+    end: int
+    """The character after its last."""
+    words: str
+
+
+@dataclass(frozen=True)
+class Entities:
+    """What a finder of entities makes of one text."""
+
+    text: str
+    entities: tuple[Entity, ...]
+    """In order; no two share a character."""
+    cut: bool
+    """Whether the text is longer than the model reads."""
+
+
+class Predictions(Iterator[Label | Entities]):
+    """Predictions as they come, and what was left unread on the way.
 
     Args:
-        run: Folder of a finished run.
-        texts: Any number; each at least one character beside white space.
+        found: The predictions.
+        longest: Tokens after which a text is cut.
+    """
+
+    def __init__(self, found: Iterable[Label | Entities], longest: int) -> None:
+        self._found = iter(found)
+        self.longest = longest
+        self.cut = 0
+        """Texts that were cut, among those whose prediction has come."""
+
+    def __next__(self) -> Label | Entities:
+        each = next(self._found)
+        self.cut += each.cut
+        return each
+
+
+class Predictor:
+    """A finished run's model at work on new texts.
+
+    Args:
+        run: The run's folder.
 
     Raises:
-        UserError: If the run is not finished, or a text is blank or no text.
+        UserError: If the run is not finished, or its model is damaged.
     """
-    folder = RunFolder(run)
-    if not folder.model.is_dir():
-        state, flags = "holds no run", f"--out {run}"
-        if folder.has_checkpoint():
-            state, flags = "is not finished", f"--resume --out {run}"
-        message = f"{run} {state}: there is no {folder.model}; train with {flags}."
-        raise UserError(message)
-    for number, item in enumerate(texts, 1):
-        if not item.strip():
-            message = f"text {number} is blank; give at least one character."
+
+    def __init__(self, run: Path) -> None:
+        folder = RunFolder(run)
+        if not folder.model.is_dir():
+            state, flags = "holds no run", f"--out {run}"
+            if folder.has_checkpoint():
+                state, flags = "is not finished", f"--resume --out {run}"
+            message = f"{run} {state}: there is no {folder.model}; train with {flags}."
             raise UserError(message)
+        settings = folder.settings()
+        self.task = tasks.TASKS[settings.get("task", "classify")]
         try:
-            item.encode()
-        except UnicodeEncodeError as error:
-            message = f"text {number} is not UTF-8 at character {error.start}."
+            self._tokenizer, model, missing = text.load(folder.model, self.task.head)
+        except UserError as error:
+            message = f"{folder.model} is damaged: {error} Train again, or --resume."
             raise UserError(message) from error
-    try:
-        tokenizer, model, missing = text.load(folder.model)
-    except UserError as error:
-        message = f"{folder.model} is damaged: {error} Train again, or --resume."
-        raise UserError(message) from error
-    vocabulary = [*folder.model.glob("tokenizer.json"), *folder.model.glob("vocab*")]
-    if missing or not vocabulary:
-        lost = f"weights {', '.join(missing[:3])}" if missing else "tokenizer.json"
-        message = f"{folder.model} is damaged: it lacks {lost}. Train again."
-        raise UserError(message)
-    model.eval()
-    ids = text.encode(tokenizer, texts)
-    encoded = Encoded.build(ids, [0] * len(ids))
-    shares = torch.zeros(len(ids), model.config.num_labels)
-    for batch in ordered_batches(encoded.lengths, EVAL_BATCH):
-        inputs = encoded.collate(batch, tokenizer.pad_token_id)
-        inputs.pop("labels")
-        shares[batch] = model(**inputs).logits.float().softmax(-1)
-    names = [model.config.id2label[index] for index in range(model.config.num_labels)]
-    return [
-        Prediction(
-            item,
-            names[int(row.argmax())],
-            dict(zip(names, row.tolist(), strict=True)),
+        model_files = folder.model.glob("tokenizer.json"), folder.model.glob("vocab*")
+        if missing or not any(itertools.chain(*model_files)):
+            lost = f"weights {', '.join(missing[:3])}" if missing else "tokenizer.json"
+            message = f"{folder.model} is damaged: it lacks {lost}. Train again."
+            raise UserError(message)
+        self._model: Any = model.eval()
+        names = model.config.id2label
+        self.outputs = tuple(names[index] for index in range(len(names)))
+        """What each output of the model stands for."""
+
+    def predict(self, texts: Iterable[str]) -> Predictions:
+        """Return a prediction for each text, in order, made as they are asked for.
+
+        Texts are read some thousand at a time, so that any number can be given.
+
+        Args:
+            texts: Each at least one character beside white space.
+
+        Raises:
+            UserError: If a text is blank or cannot be written as UTF-8.
+        """
+        return Predictions(self._predict(texts), self._tokenizer.model_max_length)
+
+    def _predict(self, texts: Iterable[str]) -> Iterator[Label | Entities]:
+        source, number = iter(texts), 0
+        while chunk := list(itertools.islice(source, _AHEAD)):
+            for item in chunk:
+                number += 1
+                _check(number, item)
+            yield from self._chunk(chunk)
+
+    @torch.inference_mode()
+    def _chunk(self, texts: list[str]) -> list[Label | Entities]:
+        tagged = self.task.name == "ner"
+        made = encode.tokens(self._tokenizer, texts, offsets=tagged)
+        places = [offsets for _, offsets in made] if tagged else None
+        encoded = Encoded.build([ids for ids, _ in made], offsets=places)
+        cut = self._cut(texts, encoded)
+        found: list[Any] = [None] * len(texts)
+        for indices in ordered(encoded.lengths, EVAL_BATCH):
+            inputs = encoded.collate(indices, self._tokenizer.pad_token_id)
+            logits = self._model(**inputs).logits.float()
+            if tagged:
+                tags = tasks.best_tags(encoded, indices, logits)
+                for index, row in zip(indices.tolist(), tags, strict=True):
+                    made_of = self._entities(encoded, index, row, texts[index])
+                    found[index] = Entities(texts[index], made_of, cut[index])
+            else:
+                shares = logits.softmax(-1)
+                for index, row in zip(indices.tolist(), shares, strict=True):
+                    named = dict(zip(self.outputs, row.tolist(), strict=True))
+                    best = self.outputs[int(row.argmax())]
+                    found[index] = Label(texts[index], best, named, cut[index])
+        return found
+
+    def _cut(self, texts: list[str], encoded: Encoded) -> list[bool]:
+        """Tell which texts have more tokens than were kept of them."""
+        cut = [False] * len(texts)
+        full = encoded.lengths >= self._tokenizer.model_max_length
+        reached = full.nonzero()[0].tolist()
+        if not reached:  # a tokenizer does not take no texts
+            return cut
+        made = self._tokenizer(
+            [texts[index] for index in reached],
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # it would warn of the very length that is asked for
         )
-        for item, row in zip(texts, shares, strict=True)
-    ]
+        for index, ids in zip(reached, made["input_ids"], strict=True):
+            cut[index] = len(ids) > encoded.lengths[index]
+        return cut
+
+    def _entities(
+        self,
+        encoded: Encoded,
+        index: int,
+        tags: Any,  # noqa: ANN401
+        item: str,
+    ) -> tuple[Entity, ...]:
+        offsets = encoded.token_offsets(index)
+        kinds = [name.removeprefix("B-") for name in self.outputs[1::2]]
+        return tuple(
+            Entity(kinds[kind], start, end, item[start:end])
+            for start, end, kind in spans.spans_of(tags[: len(offsets)], offsets)
+        )
+
+
+def _check(number: int, item: str) -> None:
+    """Refuse what is no text."""
+    if not item.strip():
+        message = f"text {number} is blank; give at least one character."
+        raise UserError(message)
+    try:
+        item.encode()
+    except UnicodeEncodeError as error:
+        message = f"text {number} is not UTF-8 at character {error.start}."
+        raise UserError(message) from error

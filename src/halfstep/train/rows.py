@@ -8,35 +8,30 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from halfstep.errors import UserError
+from halfstep.train import lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-# Where it stands, for messages; its line; text and label, still unchecked.
-_Entry = tuple[str, int, object]
-
 ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
 
 # More digits than these are a telephone number or a hash, so a word.
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
-_INK = re.compile(r"[^ \t\r\n]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_JSON = json.JSONDecoder()
-# Characters of a bad value that a message repeats.
-_SHOWN = 40
+# A text and its label.
+_PAIR = 2
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# Of characters in a cell; csv's own is 131,072, and a text may be longer.
+_LONGEST_CELL = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One text and its label as a file holds them."""
 
     text: str
@@ -48,17 +43,18 @@ class Row:
     where: str
     """The same for messages: file, line and, in an array, the number of the entry."""
 
-    @property
-    def is_number(self) -> bool:
-        """Whether the label is a whole number and not a word."""
-        return _NUMBER.fullmatch(self.label_word) is not None
+
+def is_number(label_word: str) -> bool:
+    """Say whether a label is a whole number and not a word."""
+    return _NUMBER.fullmatch(label_word) is not None
 
 
-def read(path: Path) -> list[Row]:
-    """Return the rows of one file; one bad row refuses the file.
+def read(path: Path) -> Iterator[Row]:
+    """Return the rows of one file, one after another; one bad row refuses the file.
 
     Why: a reader that skips what it does not understand trains on less than the user
-    believes, or on a column that is not the label.
+    believes, or on a column that is not the label. And a file may be larger than the
+    memory: only an array of JSON is held, as text.
 
     Args:
         path: A UTF-8 file. The suffix tells the format: `.json` is one array of
@@ -70,50 +66,69 @@ def read(path: Path) -> list[Row]:
         At least one row, in the order of the file.
 
     Raises:
-        UserError: If the file or one of its rows cannot be used.
+        UserError: If the file or one of its rows cannot be used: the file at once, a
+            row when its turn comes.
     """
-    suffix = path.suffix.lower()
-    message = ""
-    if not path.exists():
-        message = f"{path} is not there; give a file or a directory that exists."
-    elif path.is_dir():
-        message = f"{path} is a directory; give one file, {ACCEPTED}."
-    elif suffix not in FORMATS:
-        message = f"{path}: suffix {path.suffix!r} is unknown; save it as {ACCEPTED}."
-    if message:
-        raise UserError(message)
-    entries, form = FORMATS[suffix]
-    rows = [_row(*entry, form) for entry in entries(path, _characters(path))]
-    if not rows:
+    entries, form = FORMATS[lines.check(path, FORMATS, ACCEPTED)]
+    return _rows(path, entries(path), form)
+
+
+def is_headless(path: Path) -> bool:
+    """Say whether a file is a table whose first row is data, by its names.
+
+    Why: a header with other names is such a row too, and its label a class.
+
+    Args:
+        path: A file that `read` takes.
+
+    Raises:
+        UserError: If the file cannot be read up to the end of its first row.
+    """
+    delimiter = _DELIMITERS.get(path.suffix.lower())
+    first = next(_cells(path, delimiter), None) if delimiter else None
+    return first is not None and not _is_header(_names(first[1]))
+
+
+def _rows(path: Path, entries: Iterator[lines.Entry], form: str) -> Iterator[Row]:
+    """Yield the rows of the entries of a file."""
+    # What a sound row asks is asked first and quickly; the rest is in `_checked`.
+    words: dict[int | str, str] = {}
+    line = 0
+    for where, line, entry in entries:
+        text: object = None
+        label: object = None
+        if type(entry) is dict:
+            text, label = entry.get("text"), entry.get("label")
+        elif type(entry) is list and len(entry) == _PAIR:
+            text, label = entry
+        # 1, True and 1.0 are one key.
+        if type(label) is str or type(label) is int:
+            word = words.get(label)
+            if word is not None and type(text) is str and _is_sound(text):
+                yield Row(text, word, line, where)
+                continue
+        text, label = _checked(where, entry, form)
+        word = str(label).strip()
+        if is_number(word):
+            word = str(int(word))
+        words[label] = word
+        yield Row(text, word, line, where)
+    if not line:
         message = f"{path} holds no rows; {form}."
         raise UserError(message)
-    return rows
 
 
-def _characters(path: Path) -> str:
-    """Return what a UTF-8 file says, without a byte-order mark."""
+def _is_sound(text: str) -> bool:
+    """Say whether a text has ink and can be written."""
     try:
-        data = path.read_bytes()
-        text = data.decode("utf-8")
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}."
-        raise UserError(message) from error
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        message = (
-            f"{path} line {line} is not UTF-8: byte 0x{data[error.start]:02x} "
-            f"at offset {error.start}; save it as UTF-8."
-        )
-        raise UserError(message) from error
-    if (zero := text.find("\0")) >= 0:
-        line = text.count("\n", 0, zero) + 1
-        message = f"{path} line {line} holds a NUL byte; save it as UTF-8 plain text."
-        raise UserError(message)
-    return text.removeprefix("\ufeff")
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return bool(text) and not text.isspace()
 
 
-def _row(where: str, line: int, entry: object, form: str) -> Row:
-    """Return the row of one entry, which is a pair or an object."""
+def _checked(where: str, entry: object, form: str) -> tuple[str, int | str]:
+    """Return text and label of one entry, which is a pair or an object."""
     text: object = None
     label: object = None
     fault = ""
@@ -125,113 +140,46 @@ def _row(where: str, line: int, entry: object, form: str) -> Row:
         case {}:
             fault = f"text is missing; {form}"
         case _:
-            fault = f"{_shown(entry)} is not a text and its label; {form}"
+            fault = f"{lines.shown(entry)} is not a text and its label; {form}"
     if fault:
         message = f"{where}: {fault}."
         raise UserError(message)
-    word = str(label).strip()
-    if _NUMBER.fullmatch(word):
-        word = str(int(word))
-    return Row(str(text), word, line, where)
+    return cast("str", text), cast("int | str", label)
 
 
 def _fault(text: object, label: object) -> str:
     """Return what is wrong with a text or a label; nothing if both are sound."""
     if not isinstance(text, str):
-        return f"text is {_shown(text)}; a text is a string"
+        return f"text is {lines.shown(text)}; a text is a string"
     if not text.strip():
         return "text is blank; give it words or drop the row"
     if isinstance(label, bool) or not isinstance(label, int | str):
-        return f"label is {_shown(label)}; a label is a whole number or a word"
+        return f"label is {lines.shown(label)}; a label is a whole number or a word"
     if not str(label).strip():
         return "label is blank; a label is a whole number or a word"
-    if _SURROGATE.search(f"{text}{label}"):
+    if not _is_sound(f"{text}{label}"):
         return "a character is cut in half (a lone surrogate); mend or drop the row"
     return ""
 
 
-def _shown(value: object) -> str:
-    """Return a value as JSON writes it, cut to the length of a message."""
-    whole = json.dumps(value)
-    return whole if len(whole) <= _SHOWN else f"{whole[:_SHOWN]}..."
-
-
-def _array(path: Path, text: str) -> Iterator[_Entry]:
-    """Yield the entries of one JSON array, decoded one by one to know their lines."""
-    at = _after_space(text, 0)
-    if not text.startswith("[", at):
-        raise _broken(
-            path, 1, text, at, "Expecting [ and all entries; one entry a line is .jsonl"
-        )
-    at = _after_space(text, at + 1)
-    if text.startswith("]", at):
-        return
-    number, line, counted, closed = 0, 1, 0, False
-    while not closed:
-        number += 1
-        line += text.count("\n", counted, at)
-        counted = at
-        entry, at = _value(path, 1, text, at)
-        yield f"{path} line {line} entry {number}", line, entry
-        at = _after_space(text, at)
-        closed = text.startswith("]", at)
-        if not closed and not text.startswith(",", at):
-            raise _broken(path, 1, text, at, "Expecting ',' or ']'")
-        at = _after_space(text, at + 1)
-    if at < len(text):
-        raise _broken(path, 1, text, at, "Extra data after the array")
-
-
-def _lines(path: Path, text: str) -> Iterator[_Entry]:
-    """Yield one JSON value a line."""
-    # str.splitlines would also cut at U+2028, which may stand inside a JSON string.
-    for line, content in enumerate(text.split("\n"), start=1):
-        at = _after_space(content, 0)
-        if at == len(content):
-            continue
-        entry, at = _value(path, line, content, at)
-        at = _after_space(content, at)
-        if at < len(content):
-            raise _broken(path, line, content, at, "Extra data after the value")
-        yield f"{path} line {line}", line, entry
-
-
-def _value(path: Path, first: int, text: str, at: int) -> tuple[object, int]:
-    """Return the JSON value at a place in the text, and the place after it."""
-    try:
-        return _JSON.raw_decode(text, at)
-    except json.JSONDecodeError as error:
-        raise _broken(path, first, text, error.pos, error.msg) from error
-    except (ValueError, RecursionError) as error:
-        fault = "a number is too long or the nesting too deep"
-        raise _broken(path, first, text, at, fault) from error
-
-
-def _broken(path: Path, first: int, text: str, at: int, fault: str) -> UserError:
-    """Return the refusal of JSON that breaks at a place; the text begins at a line."""
-    line = first + text.count("\n", 0, at)
-    column = at - text.rfind("\n", 0, at)
-    message = f"{path} line {line} column {column}: broken JSON: {fault}."
-    return UserError(message)
-
-
-def _after_space(text: str, at: int) -> int:
-    """Return the place of the next character that is not JSON white space."""
-    ink = _INK.search(text, at)
-    return ink.start() if ink else len(text)
-
-
-def _table(path: Path, text: str, *, delimiter: str) -> Iterator[_Entry]:
+def _table(path: Path, *, delimiter: str) -> Iterator[lines.Entry]:
     """Yield text and label of each row of a table."""
-    rows = _cells(path, text, delimiter)
+    rows = _cells(path, delimiter)
     first = next(rows, None)
     if first is None:
         return
     line, head = first
-    names = [cell.strip().lower() for cell in head]
-    columns = (0, 1)
-    if {"text", "label"} <= set(names):
-        columns = (names.index("text"), names.index("label"))
+    names = _names(head)
+    text, label = 0, 1
+    if _is_header(names):
+        for name in ("text", "label"):
+            if names.count(name) > 1:
+                message = (
+                    f"{path} line {line}: {names.count(name)} columns are named "
+                    f"{name!r}; rename all but one."
+                )
+                raise UserError(message)
+        text, label = names.index("text"), names.index("label")
     elif "label" in names or names[0] == "text" or len(head) == 1:
         # Half a header, taken for data, would become a class of its own.
         message = (
@@ -241,21 +189,34 @@ def _table(path: Path, text: str, *, delimiter: str) -> Iterator[_Entry]:
         raise UserError(message)
     else:
         rows = chain([first], rows)
+    width = len(head)
     for line, cells in rows:
-        if len(cells) != len(head):
+        if len(cells) != width:
             message = (
-                f"{path} line {line}: cell count is {len(cells)}, but {len(head)} in "
+                f"{path} line {line}: cell count is {len(cells)}, but {width} in "
                 f"line {first[0]}; quote a text that holds {delimiter!r}, or fill up "
                 "the row."
             )
             raise UserError(message)
-        yield f"{path} line {line}", line, [cells[column] for column in columns]
+        yield f"{path} line {line}", line, [cells[text], cells[label]]
 
 
-def _cells(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _names(head: list[str]) -> list[str]:
+    """Return the cells of a first row as the names of columns."""
+    return [cell.strip().lower() for cell in head]
+
+
+def _is_header(names: list[str]) -> bool:
+    """Say whether the names of columns tell which are the text and the label."""
+    return {"text", "label"} <= set(names)
+
+
+def _cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the cells of each row of a table that is not blank."""
+    # The limit is one of the whole process, and csv has no other.
+    csv.field_size_limit(_LONGEST_CELL)
     # Without `strict`, a stray quote swallows every row up to the next one, unseen.
-    table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    table = csv.reader(_csv_lines(path), delimiter=delimiter, strict=True)
     line = 1
     try:
         for cells in table:
@@ -270,13 +231,24 @@ def _cells(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[st
         raise UserError(message) from error
 
 
+def _csv_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, of which a carriage return ends one as well."""
+    for line in lines.lines(path):
+        # Most often it is the one before a line feed.
+        if 0 <= line.find("\r") < len(line) - len("\r\n"):
+            yield from io.StringIO(line, newline="")
+        else:
+            yield line
+
+
 _OBJECT = '{"text": "...", "label": ...}'
 _EACH_LINE = f"each line holds {_OBJECT}"
-FORMATS: dict[str, tuple[Callable[[Path, str], Iterator[_Entry]], str]] = {
-    ".json": (_array, f'each entry is ["text", label] or {_OBJECT}'),
-    ".jsonl": (_lines, _EACH_LINE),
-    ".ndjson": (_lines, _EACH_LINE),
-    ".csv": (partial(_table, delimiter=","), "each row holds a text and a label"),
-    ".tsv": (partial(_table, delimiter="\t"), "each row holds a text and a label"),
+_EACH_ROW = "each row holds a text and a label"
+FORMATS: dict[str, tuple[Callable[[Path], Iterator[lines.Entry]], str]] = {
+    ".json": (lines.json_array, f'each entry is ["text", label] or {_OBJECT}'),
+    ".jsonl": (lines.json_lines, _EACH_LINE),
+    ".ndjson": (lines.json_lines, _EACH_LINE),
+    ".csv": (partial(_table, delimiter=_DELIMITERS[".csv"]), _EACH_ROW),
+    ".tsv": (partial(_table, delimiter=_DELIMITERS[".tsv"]), _EACH_ROW),
 }
 """Of each suffix: what reads it, and the form that its entries must have."""

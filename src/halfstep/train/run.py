@@ -1,75 +1,171 @@
 """A whole run, from settings to a finished model and its report.
 
-In: a `TrainConfig`. Out: the run's folder, and a `Result` to show.
+In: settings as typed. Out: the run's folder, and a `Result` to show.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
+import contextlib
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep import checkpoint, distributed, formats, levels, machine
+from halfstep import distributed, formats, levels, machine
 from halfstep.choice import Choice, choose
 from halfstep.errors import UserError
 from halfstep.preparing import prepare
-from halfstep.train import text
-from halfstep.train.batches import Encoded
+from halfstep.train import (
+    board,
+    encode,
+    groups,
+    parallel,
+    quick,
+    saving,
+    stopping,
+    tasks,
+    text,
+)
 from halfstep.train.config import TrainConfig, resumed
 from halfstep.train.data import load
+from halfstep.train.feed import Hiding, Steps
+from halfstep.train.findings import left_out
 from halfstep.train.folder import RunFolder
-from halfstep.train.loop import Plan, Trainer, parameter_groups
+from halfstep.train.job import Job
+from halfstep.train.loop import Trainer
+from halfstep.train.plan import resolve, resolved
 from halfstep.train.progress import progress
-from halfstep.train.result import Result, conclude
+from halfstep.train.rehearsal import rehearse
+from halfstep.train.result import Ready, Result, conclude
+from halfstep.train.settings import read_file, write_resolved
+from halfstep.train.stopping import Stopped
+from halfstep.train.tasks import Objective
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
 
     from halfstep.distributed import World
-    from halfstep.train.data import Corpus, Example
-    from halfstep.train.text import Classifier
-
-_FEW_EXAMPLES = 5000
-_EPOCHS_FEW, _EPOCHS_MANY = 20, 3
-_LR_SCRATCH, _LR_TUNE = 5e-4, 3e-5
-_MASK_SCRATCH = 0.3
+    from halfstep.session import Session
+    from halfstep.train.data import Corpus
+    from halfstep.train.encode import Encoded
+    from halfstep.train.plan import Plan
+    from halfstep.train.text import Network
 
 
 def run(
-    given: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False
+    given: Mapping[str, Any],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    check: bool = False,
 ) -> Result:
-    """Train a text classifier as the settings say.
+    """Train a model as the settings say.
 
     Args:
         given: Settings by name, as typed; the rest are defaults or, when resuming,
             the saved run's.
-        resume: Go on with the run in `out`.
+        resume: Go on with the run in `out`. torchrun starts a failed run again
+            without saying so: what this very launch has begun is gone on with.
         overwrite: Replace the run in `out`.
+        check: Train a few steps, say what a run would be, and write nothing.
 
     Raises:
         UserError: If settings, data or checkpoint cannot be used.
         LossScaleCollapse: If no step could be applied for too long.
+        Diverged: If the loss is not a number.
+        Stopped: If a signal asked for it.
+        PeerLost: If another process has ended.
     """
     check_installed()
     folder = RunFolder(Path(given.get("out", TrainConfig.out)))
-    saved = folder.settings() if resume else None
-    config = TrainConfig(**given) if saved is None else resumed(saved, dict(given))
+    config = _gone_on_with(folder, given) if resume else TrainConfig(**given)
+    if config.tensorboard:
+        board.check_installed()
     device = pick_device(config.device)
     corpus = load(
         None if config.data is None else Path(config.data),
+        task=config.task,
         label_names=config.label_names,
         limit=config.limit,
         dev_share=config.dev_share,
         seed=config.seed,
     )
-    with distributed.join(device) as world:
-        return _run(config, corpus, folder, world, resume=resume, overwrite=overwrite)
+    with distributed.join(device) as world, _held(folder, world, check=check):
+        if _restarted(folder, given, world):
+            resume, overwrite = True, False
+        found = saving.resumed(folder, world) if resume else None
+        notes, faults = found or (None, [])
+        ready = _ready(config, corpus, folder, world, notes)
+        if check:
+            return rehearse(ready.trainer, ready.network, folder)
+        _open(config, ready.trainer, resume=resume, overwrite=overwrite)
+        outcome = _train(config, ready, notes, faults)
+    if isinstance(outcome, Stopped):
+        raise outcome
+    return outcome
+
+
+@contextlib.contextmanager
+def _held(folder: RunFolder, world: World, *, check: bool) -> Iterator[None]:
+    """Keep other programs out of the folder while the run lasts."""
+    with contextlib.ExitStack() as stack:
+        if not check:  # which writes nothing there
+            saving.first_alone(world, lambda: stack.enter_context(folder.held()))
+        yield
+
+
+def _gone_on_with(folder: RunFolder, given: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings of the run in a folder, which those given must be."""
+    saved, full = folder.settings(), folder.path / "resolved.toml"
+    return resumed(saved, given, read_file(full) if full.exists() else None)
+
+
+def _restarted(folder: RunFolder, given: Mapping[str, Any], world: World) -> bool:
+    """Say whether torchrun has started this very run again, the same to all.
+
+    Raises:
+        UserError: If the settings are no longer those of the run.
+    """
+
+    def ask() -> bool:
+        again = folder.resumes_after_restart()
+        if again:
+            _gone_on_with(folder, given)
+        return again
+
+    return bool(distributed.same_everywhere(saving.first_alone(world, ask)))
+
+
+def _train(
+    config: TrainConfig,
+    ready: Ready,
+    notes: Mapping[str, Any] | None,
+    faults: Sequence[str],
+) -> Result | Stopped:
+    """Train to the end, or until asked to stop.
+
+    All processes stop together, so all can leave as after a whole run.
+    """
+    trainer = ready.trainer
+    plan, choice, leads = trainer.job.plan, trainer.session.choice, trainer.world.leads
+    shown = progress(plan.total_steps, trainer.standing.step, leads=leads)
+    for line in (*faults, *_opening(config, trainer, ready.network, notes)):
+        shown.say(line)
+    try:
+        with stopping.listening(trainer.stop):
+            trainer.fit(shown)
+    except Stopped as stopped:
+        return stopped
+    finally:
+        shown.close()
+        trainer.close()
+    full = resolved(config, plan, choice.level.name, choice.format.name)
+    return conclude(full, config, ready, faults)
 
 
 def check_installed() -> None:
@@ -78,7 +174,10 @@ def check_installed() -> None:
     Raises:
         UserError: If one is missing.
     """
-    needed = {"transformers", "sklearn", "safetensors", "rich", "matplotlib", "jinja2"}
+    needed = {
+        *("transformers", "sklearn", "safetensors", "rich", "matplotlib", "jinja2"),
+        *("nervaluate", "tomli_w"),
+    }
     missing = sorted(name for name in needed if find_spec(name) is None)
     if missing:
         message = (
@@ -100,152 +199,202 @@ def pick_device(word: str) -> str:
     return machine.capabilities().device if word == "auto" else word
 
 
-def _run(
+def _ready(
     config: TrainConfig,
     corpus: Corpus,
     folder: RunFolder,
     world: World,
-    *,
-    resume: bool,
-    overwrite: bool,
-) -> Result:
+    notes: Mapping[str, Any] | None,
+) -> Ready:
+    """Return a trainer that stands where the run does.
+
+    Args:
+        config: As given.
+        corpus: To learn from.
+        folder: The run's.
+        world: All processes.
+        notes: Of the checkpoint to go on from; None to begin.
+    """
+    if notes is not None:
+        saving.check_fits(notes, corpus.fingerprint)
+    task = tasks.TASKS[config.task]
     torch.manual_seed(config.seed)
-    classifier = text.build(
+    network = text.build(
         config.model,
-        [example.text for example in corpus.train],
-        corpus.labels,
+        partial(encode.characters, corpus.train),
+        task.outputs(corpus.labels),
+        head=task.head,
         max_length=config.max_length,
         dropout=config.dropout,
     )
     began = time.perf_counter()
-    splits = {
-        name: _encode(classifier.tokenizer, getattr(corpus, name))
-        for name in ("train", "dev", "test")
+    encoded = {
+        split: encode.encoded(getattr(corpus, split), network.tokenizer, config.task)
+        for split in ("train", "dev", "test")
     }
     tokenise_seconds = time.perf_counter() - began
-    plan = resolve(config, corpus, from_scratch=classifier.from_scratch)
-    model = classifier.model.to(world.device).train()
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay), lr=plan.lr, fused=True
+    plan = resolve(config, corpus, world, scratch=network.from_scratch)
+    objective = _objective(config, corpus, encoded["train"])
+    pad_id = network.tokenizer.pad_token_id
+    multiple = text.PAD_MULTIPLE if world.device.type == "cuda" else 1
+    steps = Steps(
+        encoded["train"],
+        plan.order,
+        objective,
+        world,
+        pad_id=pad_id,
+        multiple=multiple,
+        hiding=_hiding(plan, network.tokenizer),
     )
-    found = None
-    if resume and folder.has_checkpoint():
-        found = checkpoint.load(folder.last())
+    longest = network.tokenizer.model_max_length
+    job = Job(task, corpus, encoded, objective, steps, plan, pad_id, multiple, longest)
+    session, originals = _session(config, network, plan, notes, world)
+    trainer = Trainer(session, job, world, folder)
+    if notes is not None:
+        trainer.standing = saving.standing_of(notes)
+        saving.load(session, folder.checkpoint_path(trainer.standing.step))
+    return Ready(trainer, network, originals, tokenise_seconds)
+
+
+def _objective(config: TrainConfig, corpus: Corpus, train: Encoded) -> Objective:
+    weights = None
+    if config.balanced:
+        weights = tasks.balanced(corpus.labels, train)
+    elif config.weights is not None:
+        weights = tasks.as_given(config.weights, corpus.labels)
+    return Objective(weights, config.label_smoothing)
+
+
+def _hiding(plan: Plan, tokenizer: Any) -> Hiding | None:  # noqa: ANN401
+    if not plan.mask_tokens:
+        return None
+    if tokenizer.mask_token_id is None:
+        message = (
+            f"--mask-tokens {plan.mask_tokens}: this model's tokenizer has no mask "
+            "token; use --mask-tokens 0."
+        )
+        raise UserError(message)
+    special = torch.tensor(tokenizer.all_special_ids)
+    return Hiding(plan.mask_tokens, tokenizer.mask_token_id, special)
+
+
+def _session(
+    config: TrainConfig,
+    network: Network,
+    plan: Plan,
+    notes: Mapping[str, Any] | None,
+    world: World,
+) -> tuple[Session, dict[str, Tensor]]:
+    """Return the model and its optimizer at work, laid out over all processes.
+
+    Returns:
+        The session; and what 16-bit storage will round of parameters that do not
+        learn, and so have no masters: their values, by name.
+    """
+    model = network.model.to(world.device).train()
+    groups.freeze(model, config.frozen)
+    if not config.compile:  # a compiler draws masks its own way
+        quick.quicken(model)
+    choice = _choice(config, notes, world)
+    originals = {}
+    if choice.level.low_weights and config.parallel != parallel.FSDP2:
+        originals = {
+            name: param.detach().cpu().clone()
+            for name, param in model.named_parameters()
+            if not param.requires_grad
+        }
+    parallel.lay_out(
+        model,
+        choice,
+        world,
+        parallel=config.parallel,
+        recompute=config.recompute,
+        compiled=config.compile,
+    )
+    optimizer = torch.optim.AdamW(
+        groups.groups(model, config.weight_decay, config.layer_decay),
+        lr=plan.lr,
+        fused=True,
+    )
     session = prepare(
         model,
         optimizer,
-        _choice(config, found, world),
+        choice,
         policy=config.policy,
         loss_scale=config.loss_scale,
         clip_grad_norm=config.clip,
         accumulate=config.accumulate,
         master=config.master,
     )
-    session.model = distributed.data_parallel(model, world)
-    trainer = Trainer(
-        session,
-        splits["train"],
-        splits["dev"],
-        corpus.labels,
-        plan,
-        classifier.tokenizer,
-        world,
-        folder,
-    )
-    if found is not None:
-        trainer.load(found)
-    _open(config, trainer, resume=resume, overwrite=overwrite)
-    shown = progress(plan.total_steps, trainer.step_done, leads=world.leads)
-    shown.say(_opening(config, corpus, classifier, trainer))
-    try:
-        trainer.fit(shown)
-    finally:
-        shown.close()
-    return conclude(
-        config, corpus, trainer, classifier, splits["test"], tokenise_seconds
-    )
+    session.model = parallel.wrapped(model, world, config.parallel)
+    return session, originals
 
 
 def _choice(
-    config: TrainConfig, found: checkpoint.Checkpoint | None, world: World
+    config: TrainConfig, notes: Mapping[str, Any] | None, world: World
 ) -> Choice:
     """Return the level and format of the run, the same on every process.
 
     Why: "auto" measures, and two measurements may differ. A run goes on as it began,
     and its processes follow the first.
     """
-    if found is None or "level" not in found.state:  # no run's: `load` will say so
+    if notes is None:
         return distributed.same_everywhere(
             choose(config.level, config.dtype, world.device.type)
         )
-    level, dtype = found.state["level"], found.state["dtype"]
-    reason = found.state.get("run", {}).get("reason", "as the run began")
-    return Choice(levels.parse(level), formats.parse(dtype), reason)
+    level, dtype = levels.parse(notes["level"]), formats.parse(notes["dtype"])
+    return Choice(level, dtype, notes["reason"])
 
 
 def _open(
     config: TrainConfig, trainer: Trainer, *, resume: bool, overwrite: bool
 ) -> None:
-    """Let the first process make the folder ready; where it fails, all fail.
+    """Make the folder ready, and say in it what the run is."""
+    folder, plan, choice = trainer.folder, trainer.job.plan, trainer.session.choice
 
-    Why: processes that wait for one that has left end in a traceback each.
-    """
-    fault: UserError | OSError | None = None
-    if trainer.world.leads:
-        try:
-            if resume:
-                trainer.folder.rewind(trainer.step_done)
-            else:
-                trainer.folder.begin(config.data_dict(), overwrite=overwrite)
-        except (UserError, OSError) as error:
-            fault = error
-    failed = torch.tensor(float(fault is not None), device=trainer.world.device)
-    if distributed.total(failed):
-        message = "the first process could not make the run's folder ready."
-        raise fault or UserError(message)
+    def make() -> None:
+        if resume:
+            folder.rewind(trainer.standing.step)
+        else:
+            folder.begin(config.data_dict(), overwrite=overwrite)
+        path = folder.path / "resolved.toml"
+        if not path.exists():  # a run may be killed before it says so
+            full = resolved(config, plan, choice.level.name, choice.format.name)
+            write_resolved(path, full.data_dict())
+        trainer.open(tensorboard=config.tensorboard)
 
-
-def _encode(tokenizer: Any, examples: Sequence[Example]) -> Encoded:  # noqa: ANN401
-    ids = text.encode(tokenizer, [example.text for example in examples])
-    return Encoded.build(ids, [example.label for example in examples])
-
-
-def resolve(config: TrainConfig, corpus: Corpus, *, from_scratch: bool) -> Plan:
-    """Return the plan that settings come to for this data and model."""
-    count = len(corpus.train)
-    few = from_scratch and count < _FEW_EXAMPLES
-    epochs = config.epochs or (_EPOCHS_FEW if few else _EPOCHS_MANY)
-    steps = math.ceil(count / config.batch_size)
-    mask = config.mask_tokens
-    if mask is None:
-        mask = _MASK_SCRATCH if from_scratch else 0.0
-    splits = [[(e.label, e.text) for e in part] for part in (corpus.train, corpus.dev)]
-    told = json.dumps([corpus.labels, *splits])
-    return Plan(
-        epochs=epochs,
-        batch_size=config.batch_size,
-        lr=config.lr or (_LR_SCRATCH if from_scratch else _LR_TUNE),
-        warmup=config.warmup,
-        mask_tokens=mask,
-        eval_every=config.eval_every or steps,
-        seed=config.seed,
-        total_steps=epochs * steps,
-        fingerprint=hashlib.sha256(told.encode()).hexdigest(),
-    )
+    saving.first_alone(trainer.world, make)
 
 
 def _opening(
-    config: TrainConfig, corpus: Corpus, classifier: Classifier, trainer: Trainer
-) -> str:
-    choice, plan = trainer.session.choice, trainer.plan
-    numbers = sum(param.numel() for param in classifier.model.parameters())
-    start = f", from step {trainer.step_done}" if trainer.step_done else ""
-    processes = f" on {trainer.world.size} processes" if trainer.world.size > 1 else ""
+    config: TrainConfig,
+    trainer: Trainer,
+    network: Network,
+    notes: Mapping[str, Any] | None,
+) -> list[str]:
+    """Return what a person reads before the first step."""
+    choice, job, world = trainer.session.choice, trainer.job, trainer.world
+    corpus, plan, step = job.corpus, job.plan, trainer.standing.step
+    numbers = sum(param.numel() for param in network.model.parameters())
+    processes = ""
+    if world.size > 1:
+        processes = f" on {world.size} processes, {plan.parallel}"
     kept = f", master weights {config.master}" if choice.level.masters else ""
-    return (
-        f"level {choice}{kept}: {choice.reason}\n"
-        f"{corpus.name}: {len(corpus.train)} train, {len(corpus.dev)} dev, "
-        f"{len(corpus.test)} test texts in {len(corpus.labels)} classes\n"
-        f"model of {numbers / 1e6:.1f} million parameters, {plan.total_steps} steps of "
-        f"{plan.batch_size} texts{processes}{start}"
+    things = {"classify": "classes", "ner": "kinds of entities"}[corpus.task]
+    counts = (
+        f"{len(corpus.train)} train, {len(corpus.dev)} dev, {len(corpus.test)} test"
     )
+    start = f", from step {step}" if step else ""
+    size, batch = numbers / 1e6, plan.order.batch_size
+    steps = f"{plan.total_steps} steps of {batch} texts{processes}{start}"
+    lines = [
+        f"level {choice}{kept}: {choice.reason}",
+        f"{corpus.name}: {counts} texts in {len(corpus.labels)} {things}",
+        f"model of {size:.1f} million parameters, {steps}",
+    ]
+    if notes is not None and notes["processes"] != world.size:
+        lines.append(
+            f"the run was on {notes['processes']} processes and is on {world.size}: it "
+            "goes on with the same batches, and other dropout masks"
+        )
+    return [*lines, *left_out(corpus)]

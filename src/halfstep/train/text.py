@@ -1,12 +1,12 @@
 """From texts to token ids and models: built from scratch, or loaded with transformers.
 
-In: a model name and the training texts. Out: a tokenizer and a classifier.
+In: a model name, the training texts, the names of a model's outputs. Out: a tokenizer
+and a model that fit each other.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.errors import UserError
-from halfstep.train.batches import WIDTH_MULTIPLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections import Counter
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
+
+    Counting = Callable[[Callable[[str], str]], Counter[str]]
+    """Counts the characters of the training texts, each text cleaned first."""
+
+DROPOUT = 0.1
+"""Share of activations dropped in a network from scratch, as in BERT."""
+
+PAD_MULTIPLE = 8
+"""Tokens to whose multiple a batch is padded on a GPU: what its matrix units need to
+run at full speed. A CPU's do not ask for it, and rounding up costs a seventh."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -49,7 +59,7 @@ _INIT_STD = 0.05  # BERT's 0.02 leaves few steps' worth of signal in a narrow mo
 
 
 @dataclass(frozen=True)
-class Classifier:
+class Network:
     """A tokenizer and a model that fit each other."""
 
     tokenizer: Any
@@ -59,18 +69,22 @@ class Classifier:
 
 def build(
     name: str,
-    texts: Sequence[str],
-    labels: Sequence[str],
+    count: Counting,
+    outputs: Sequence[str],
     *,
+    head: str,
     max_length: int,
     dropout: float | None,
-) -> Classifier:
-    """Return the classifier that a name stands for.
+) -> Network:
+    """Return the network that a name stands for.
 
     Args:
         name: "tiny", "small", or what transformers' `from_pretrained` takes.
-        texts: Training texts, whose characters become the vocabulary.
-        labels: Names of the classes.
+        count: Counts the characters of the training texts, which become the
+            vocabulary of a network from scratch; not called for any other.
+        outputs: Names of the model's outputs: classes, or tags.
+        head: End of the model's class name in transformers:
+            "SequenceClassification" or "TokenClassification".
         max_length: Tokens after which a text is cut.
         dropout: None: 0.1 from scratch, otherwise the model's own.
 
@@ -78,39 +92,43 @@ def build(
         UserError: If transformers cannot load the name.
     """
     words: dict[str, Any] = {
-        "id2label": dict(enumerate(labels)),
-        "label2id": {label: index for index, label in enumerate(labels)},
+        "id2label": dict(enumerate(outputs)),
+        "label2id": {word: index for index, word in enumerate(outputs)},
     }
     if name not in SIZES:
-        return _pretrained(name, words, max_length, dropout)
-    from transformers import BertConfig, BertForSequenceClassification
+        return _pretrained(name, words, head, max_length, dropout)
+    import transformers
 
-    tokenizer = character_tokenizer(texts, max_length)
-    rate = 0.1 if dropout is None else dropout
-    config = BertConfig(
+    tokenizer = character_tokenizer(count, max_length)
+    rate = DROPOUT if dropout is None else dropout
+    config = transformers.BertConfig(
         **SIZES[name],
         **words,
         vocab_size=len(tokenizer),
-        max_position_embeddings=-(-max_length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE,
+        max_position_embeddings=-(-max_length // PAD_MULTIPLE) * PAD_MULTIPLE,
         hidden_dropout_prob=rate,
         attention_probs_dropout_prob=rate,
         initializer_range=_INIT_STD,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = BertForSequenceClassification(config)
-    return Classifier(tokenizer, model, from_scratch=True)
+    model = getattr(transformers, f"BertFor{head}")(config)
+    return Network(tokenizer, model, from_scratch=True)
 
 
 def _pretrained(
-    name: str, words: dict[str, Any], max_length: int, dropout: float | None
-) -> Classifier:
+    name: str,
+    words: dict[str, Any],
+    head: str,
+    max_length: int,
+    dropout: float | None,
+) -> Network:
     try:
         config = _config(name, words)
         rates = [key for key in _DROPOUTS if hasattr(config, key)]
         if dropout is not None:
             config.update(dict.fromkeys(rates, dropout))
         tokenizer, model, _ = load(
-            name, config=config, ignore_mismatched_sizes=True, dtype=torch.float32
+            name, head, config=config, ignore_mismatched_sizes=True, dtype=torch.float32
         )
     except UserError as error:
         nested = Path(name) / "model"
@@ -129,12 +147,25 @@ def _pretrained(
     # Decoders find the last token of a text by it.
     model.config.pad_token_id = tokenizer.pad_token_id
     lengths = [tokenizer.model_max_length, max_length]
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = _positions(model)
     if positions:
         # Padding may fill a row up to the multiple; it needs positions too.
-        lengths.append(positions - positions % WIDTH_MULTIPLE)
+        lengths.append(positions - positions % PAD_MULTIPLE)
     tokenizer.model_max_length = min(lengths)
-    return Classifier(tokenizer, model, from_scratch=False)
+    return Network(tokenizer, model, from_scratch=False)
+
+
+def _positions(model: Any) -> int | None:  # noqa: ANN401
+    """Return how many tokens a model has positions for, None for any number.
+
+    RoBERTa and its kin count them from behind the one that padding has.
+    """
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        first = getattr(module, "padding_idx", None)
+        if positions and name.endswith("position_embeddings") and first is not None:
+            return int(positions - int(first) - 1)
+    return positions
 
 
 def _config(name: str, words: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -144,11 +175,16 @@ def _config(name: str, words: dict[str, Any]) -> Any:  # noqa: ANN401
         return AutoConfig.from_pretrained(name, **words)
 
 
-def load(name: str | Path, **words: Any) -> tuple[Any, Any, list[str]]:  # noqa: ANN401
-    """Return the tokenizer and the classifier that transformers finds under a name.
+def load(
+    name: str | Path,
+    head: str,
+    **words: Any,  # noqa: ANN401
+) -> tuple[Any, Any, list[str]]:
+    """Return the tokenizer and the model that transformers finds under a name.
 
     Args:
         name: What transformers' `from_pretrained` takes.
+        head: End of the model's class name, as in `build`.
         words: Passed on to the model's `from_pretrained`.
 
     Returns:
@@ -158,15 +194,14 @@ def load(name: str | Path, **words: Any) -> tuple[Any, Any, list[str]]:  # noqa:
     Raises:
         UserError: If transformers cannot load them.
     """
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    import transformers
 
     local = Path(name).exists()
     bars = without_bars() if local else contextlib.nullcontext()
     with _as_user_error(name), bars:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            name, output_loading_info=True, **words
-        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        kind = getattr(transformers, f"AutoModelFor{head}")
+        model, info = kind.from_pretrained(name, output_loading_info=True, **words)
     mismatched = [entry[0] for entry in info["mismatched_keys"]]
     return tokenizer, model, sorted({*info["missing_keys"], *mismatched})
 
@@ -197,7 +232,7 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: ANN401
+def character_tokenizer(count: Counting, max_length: int) -> Any:  # noqa: ANN401
     """Return a tokenizer whose tokens are the characters of some texts.
 
     Text is normalised (NFKC, lower case) and loses its white space, so that the same
@@ -220,8 +255,8 @@ def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: 
             normalizers.Replace(Regex(r"\s+"), ""),
         ]
     )
-    counts = Counter(char for text in texts for char in normalizer.normalize_str(text))
-    kept = sorted(char for char, count in counts.items() if count >= _LEAST_COUNT)
+    found = count(normalizer.normalize_str)
+    kept = sorted(char for char, seen in found.items() if seen >= _LEAST_COUNT)
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *kept])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106
     core.normalizer = normalizer
@@ -240,11 +275,3 @@ def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: 
         mask_token=mask,
         model_max_length=max_length,
     )
-
-
-def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:  # noqa: ANN401
-    """Return the token ids of each text, cut to the tokenizer's length."""
-    if not texts:
-        return []
-    ids: list[list[int]] = tokenizer(list(texts), truncation=True)["input_ids"]
-    return ids

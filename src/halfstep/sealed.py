@@ -1,0 +1,325 @@
+"""Directories that are whole or absent: a sealed manifest, and one rename.
+
+In: a function that fills an empty directory with files. Out: the directory under its
+own name, with `manifest.json`: the size and SHA-256 of every file, whatever else is to
+be said, and a seal over all of it. Reading refuses what does not fit, by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+PLAIN, SHARDED = "halfstep checkpoint", "halfstep sharded checkpoint"
+"""What a manifest says that its directory is."""
+
+Facts = dict[str, int | str]
+"""Size and SHA-256 of a file."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used, and why."""
+
+
+class UnwrittenError(CheckpointError):
+    """A checkpoint that could not be written."""
+
+    reason = ""
+    """What the disk said, for a text that says more."""
+
+
+def write(
+    directory: Path,
+    form: str,
+    fill: Callable[[Path], Mapping[str, Any]],
+    *,
+    replace: bool = False,
+) -> None:
+    """Let a directory appear whole, or not at all.
+
+    Why: a process may die at any byte. Files are written and flushed to disk under a
+    temporary name beside the target, and one rename gives them theirs.
+
+    Args:
+        directory: Its parent is made if need be.
+        form: What it will be; `PLAIN` or `SHARDED`.
+        fill: Writes files into an empty directory; returns what its manifest says
+            besides.
+        replace: What has the name already is removed, once the new one is whole;
+            otherwise it is an error.
+
+    Raises:
+        CheckpointError: If the name is taken, or something cannot be written; then
+            nothing is left behind.
+    """
+    part = beside(directory)
+    with writing(directory, part):
+        make(directory, part, replace=replace)
+        said = fill(part)
+        files = {path.name: digest(path) for path in sorted(part.iterdir())}
+        appear(directory, part, {"format": form, "files": files, **said})
+
+
+@contextlib.contextmanager
+def writing(directory: Path, part: Path) -> Iterator[None]:
+    """Say why the disk refuses; after any failure, leave no temporary directory."""
+    try:
+        yield
+    except BaseException as fault:
+        # Tidying up may fail as well, for the same reason: that is not the news.
+        shutil.rmtree(part, ignore_errors=True)
+        reason = why(fault)
+        if reason is None:
+            raise
+        raise unwritten(directory, reason) from fault
+
+
+def unwritten(directory: Path, reason: str) -> UnwrittenError:
+    """Return what to raise where a directory could not be written."""
+    error = UnwrittenError(
+        f"checkpoint {directory} could not be written: {reason}. Mend that, or choose "
+        "another place."
+    )
+    error.reason = reason
+    return error
+
+
+def unread(path: Path, reason: str | None) -> CheckpointError:
+    """Return what to raise where a checkpoint, or a file of it, cannot be read."""
+    return CheckpointError(
+        f"checkpoint file {path} cannot be read: {reason}. Resume from another "
+        "checkpoint."
+    )
+
+
+def make(directory: Path, part: Path, *, replace: bool = False) -> None:
+    """Make the temporary directory, and remove those that killed processes left.
+
+    Raises:
+        CheckpointError: If the name is taken, by a broken link too.
+    """
+    if os.path.lexists(directory) and not replace:
+        message = f"{directory} exists; a checkpoint is never written over another."
+        raise CheckpointError(message)
+    sweep(directory.parent, directory.name)
+    part.mkdir(parents=True)
+
+
+def appear(directory: Path, part: Path, facts: Mapping[str, Any]) -> None:
+    """Write the manifest, wait until all is on disk, and give the directory its name.
+
+    Args:
+        directory: Its name; what has it now is removed.
+        part: What it is called so far.
+        facts: Format, files, and whatever else the manifest says.
+    """
+    manifest: dict[str, Any] = {"schema": SCHEMA, **facts}
+    manifest["seal"] = seal(manifest)
+    text = json.dumps(manifest, indent=1)
+    (part / MANIFEST).write_text(text, encoding="utf-8")
+    for name in (*manifest["files"], MANIFEST):
+        flush(part / name)
+    flush(part)
+    old = beside(directory, "old")
+    if os.path.lexists(directory):
+        directory.rename(old)
+    part.rename(directory)
+    flush(directory.parent)
+    remove(old)
+
+
+def read(directory: Path, form: str | None = None) -> dict[str, Any]:
+    """Return a directory's manifest, its shape checked; no other file is read.
+
+    Args:
+        directory: Of a checkpoint.
+        form: What it must be; None: either.
+
+    Raises:
+        CheckpointError: If there is none, or it is damaged or of another form.
+    """
+    path = directory / MANIFEST
+    try:
+        # A pipe of that name would be waited for.
+        text = path.read_bytes() if path.is_file() else None
+        manifest = None if text is None else json.loads(text.decode())
+    except OSError as error:
+        raise unread(path, why(error)) from error
+    except (ValueError, RecursionError) as error:
+        message = f"checkpoint file {path} is damaged: it is not valid JSON."
+        raise CheckpointError(message) from error
+    if text is None:
+        message = f"{directory} is not a {form or PLAIN}: it has no {MANIFEST}."
+        raise CheckpointError(message)
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if not isinstance(manifest, dict) or schema != SCHEMA:
+        message = f"{path} has schema {schema!r}; this halfstep reads schema {SCHEMA}."
+        raise CheckpointError(message)
+    if manifest.get("seal") != seal(manifest):
+        message = (
+            f"checkpoint file {path} is damaged: its seal is not that of what it says. "
+            "Resume from another checkpoint."
+        )
+        raise CheckpointError(message)
+    if manifest.get("format") not in ({PLAIN, SHARDED} if form is None else {form}):
+        message = (
+            f"{directory} is not a {form or PLAIN}: {MANIFEST} says it is a "
+            f"{manifest.get('format')}."
+        )
+        raise CheckpointError(message)
+    if not _lists_files(manifest) or not isinstance(manifest.get("notes"), dict):
+        message = f"{path} was not written by halfstep: it lists no files, or no notes."
+        raise CheckpointError(message)
+    return manifest
+
+
+def verify(
+    directory: Path, manifest: Mapping[str, Any], names: Iterable[str] | None = None
+) -> None:
+    """Read every byte of the files, or of some, and hold it against the manifest.
+
+    Raises:
+        CheckpointError: If one is missing, truncated or altered; the text names it.
+    """
+    for name in manifest["files"] if names is None else names:
+        path, expected = directory / name, manifest["files"][name]
+        try:
+            found = digest(path) if path.is_file() else None
+        except OSError as error:
+            raise unread(path, why(error)) from error
+        if found is None:
+            message = f"checkpoint {directory} has no {name}; it is not whole."
+            raise CheckpointError(message)
+        if found["bytes"] != expected["bytes"]:
+            message = (
+                f"checkpoint file {path} is truncated or altered: {found['bytes']} "
+                f"bytes, its manifest says {expected['bytes']}."
+            )
+            raise CheckpointError(message)
+        if found["sha256"] != expected["sha256"]:
+            message = (
+                f"checkpoint file {path} is damaged: its SHA-256 is not the one in "
+                f"{MANIFEST}. Resume from another checkpoint."
+            )
+            raise CheckpointError(message)
+
+
+def why(error: BaseException | None) -> str | None:
+    """Return in words why something could not be written or read.
+
+    Args:
+        error: An `OSError`, or what safetensors (whose text holds the number of the
+            system's error) and torch.save raise in its place.
+
+    Returns:
+        None, if it is an error of another sort.
+
+    Example:
+        >>> why(OSError(28, "No space left on device"))
+        'No space left on device'
+        >>> why(KeyError("a"))
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or type(error).__name__
+    if type(error).__name__ == "SafetensorError":
+        number = re.search(r"os error (\d+)", str(error))
+        return os.strerror(int(number[1])) if number else str(error)
+    # torch.save, from an error of the file that it writes to.
+    if isinstance(error, RuntimeError):
+        return why(error.__cause__ or error.__context__)
+    return None
+
+
+def beside(directory: Path, word: str = "part") -> Path:
+    """Return a temporary name of this process for a directory."""
+    return directory.with_name(f".{directory.name}.{word}-{os.getpid()}")
+
+
+def sweep(parent: Path, name: str = "") -> None:
+    """Remove what killed processes left of a directory, or of any."""
+    for path, _, _ in _leftovers(parent, name):
+        remove(path)
+
+
+def restore(parent: Path) -> None:
+    """Give back their names to directories whose replacement was killed half-way."""
+    for path, name, word in _leftovers(parent):
+        # Another process may do the same; what cannot be renamed cannot be used.
+        if word == "old" and not os.path.lexists(parent / name):
+            with contextlib.suppress(OSError):
+                path.rename(parent / name)
+
+
+def _leftovers(parent: Path, name: str = "") -> list[tuple[Path, str, str]]:
+    """Return temporary directories, the names they are for, and what they hold."""
+    form = re.compile(rf"\.({re.escape(name) or '.+'})\.(part|old|gone)-\d+")
+    try:
+        found = [(path, form.fullmatch(path.name)) for path in parent.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [(path, match[1], match[2]) for path, match in found if match]
+
+
+def discard(directory: Path) -> None:
+    """Delete a directory such that a kill half-way leaves nothing under its name."""
+    gone = beside(directory, "gone")
+    directory.rename(gone)
+    remove(gone)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, a file or a link, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def digest(path: Path) -> Facts:
+    """Return a file's size and SHA-256."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": found}
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of all that a manifest says besides."""
+    facts = {key: value for key, value in manifest.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows cannot open a directory; its rename is durable by itself.
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _lists_files(manifest: Mapping[str, Any]) -> bool:
+    """Say whether a manifest lists files of its own directory, and no others."""
+    files = manifest.get("files")
+    return isinstance(files, dict) and all(
+        re.fullmatch(r"[^/\\]+", name)
+        and name not in {".", "..", MANIFEST}
+        and isinstance(facts, dict)
+        and facts.keys() == {"bytes", "sha256"}
+        for name, facts in files.items()
+    )

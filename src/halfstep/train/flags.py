@@ -1,0 +1,213 @@
+"""The flags of `halfstep train`: what is said about each setting, and what was typed.
+
+In: a parser to fill; words that it took. Out: the settings that were given, on the
+command line or in the file of --config. The help of each setting stands here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from halfstep.train.config import SETTINGS, kind_of
+from halfstep.train.settings import read_file
+
+DESCRIPTION = """\
+Train a model that labels texts, or finds entities in them. Without flags: six
+emotions in built-in sentences, a small model from scratch, in the precision
+that this machine runs best.
+"""
+
+_WIDTH = 78
+
+HELP: dict[str, dict[str, str]] = {
+    "data": {
+        "task": "what is learned: classify (one label a text) or ner (entities in a "
+        "text) (default classify)",
+        "data": "file of texts and labels (.jsonl, .json, .csv, .tsv), for ner of "
+        "entities (.jsonl, .json) or tagged tokens (.bmes, .bio, .conll); or a folder "
+        "with train.*, dev.* and perhaps test.* (default: a small built-in set)",
+        "labels": "names of the classes in order of their ids, or of the kinds of "
+        "entities, with commas (default: those in the training data)",
+        "limit": "use the first N rows only (default: all)",
+        "dev_share": "share of a single file kept for evaluation (default 0.08: most "
+        "is for training)",
+        "max_length": "tokens after which a text is cut (default 128: a paragraph; "
+        "longer takes more memory and time)",
+    },
+    "model": {
+        "model": "tiny (4 layers x 256) or small (6 x 384), from scratch with a "
+        "vocabulary of the training text's characters; or a folder or hub name to "
+        "fine-tune (default tiny: no download, quick even on a CPU)",
+        "dropout": "share of activations dropped at random (default 0.1 from scratch, "
+        "or the fine-tuned model's own)",
+        "mask_tokens": "share of training tokens hidden at random, against learning by "
+        "heart (default from scratch 0.3, for ner 0.1; 0 when fine-tuning)",
+        "freeze": "parameters not trained: patterns of their names, with commas, such "
+        "as '*.embeddings.*' (default: none, all are trained)",
+    },
+    "precision": {
+        "level": "how much runs in 16 bits, O0 (nothing) to O3 (everything), see "
+        "`halfstep levels` (default auto: O2 where it was measured to be faster on "
+        "this machine, otherwise O0)",
+        "dtype": "the 16-bit format, bf16 or fp16 (default auto: bf16, and fp16 on a "
+        "GPU without bf16)",
+        "loss_scale": "what the loss is multiplied by: dynamic, measured, logmax, none "
+        "or a number (default auto: dynamic for fp16, in which small gradients vanish; "
+        "otherwise none)",
+        "master": "what is kept beside each 16-bit weight at O2: fp32, split, kahan, "
+        "stochastic or none; split, kahan and stochastic need bf16 (default fp32: "
+        "exact)",
+        "policy": "lean or torch, with rules behind: 'lean + module:classifier=fp32 + "
+        "op:softmax=fp32'; or a TOML file that holds them (default lean: fewer casts "
+        "than torch)",
+    },
+    "training": {
+        "epochs": "passes over the training data (default 20 from scratch with under "
+        "5000 texts, which need repeating, otherwise 3)",
+        "batch_size": "texts in one optimizer step, over all processes and "
+        "micro-batches (default 32: usual in fine-tuning)",
+        "accumulate": "micro-batches that make up one step (default 1; more take less "
+        "memory, and more time)",
+        "lr": "peak learning rate (default from scratch 5e-4, for ner 1e-3; when "
+        "fine-tuning 3e-5, to keep what the model knows)",
+        "layer_decay": "learning rate of each layer, as a share of the layer above's "
+        "(default 1.0: all alike; 0.9 keeps more of what a fine-tuned model knows)",
+        "weight_decay": "of weight matrices, not of biases and norms (default 0.01, as "
+        "in BERT)",
+        "warmup": "share of the steps in which the rate rises (default 0.1: the first "
+        "steps are unsteady)",
+        "clip": "largest gradient norm (default 1.0: no one batch throws the model "
+        "far)",
+        "label_smoothing": "share of each label that is spread over all (default 0.0: "
+        "labels are trusted; 0.1 bears some wrong ones)",
+        "class_weights": "balanced: the rarer a class, the more its texts count; or a "
+        "number a class, with commas; for classify (default: all texts count alike)",
+        "patience": "stop after N evaluations without a better score (default: never, "
+        "as the rate falls to 0 only at the end)",
+        "best_by": "score that says which weights are kept as the model: for classify "
+        "macro_f1 (default: rare classes count as much), accuracy or loss; for ner f1 "
+        "(default), macro_f1 or loss",
+        "eval_every": "evaluate and save a checkpoint every N steps (default: once an "
+        "epoch)",
+        "seed": "of weights, order and dropout (default 0: the same run each time)",
+    },
+    "machine": {
+        "device": "cpu or cuda (default auto: cuda where there is one)",
+        "workers": "processes that prepare batches (default 2 for a GPU, 0 on a CPU, "
+        "whose cores are busy training)",
+        "compile": "use torch.compile (default off: it starts slowly, and pays in long "
+        "runs)",
+        "recompute": "compute activations again in the backward pass instead of "
+        "keeping them: less memory (default off: it takes time)",
+        "parallel": "with many processes, each holds a whole model (ddp) or a part of "
+        "it (fsdp2) (default ddp: faster where the model fits)",
+    },
+    "run": {
+        "out": "folder to write (default runs/latest)",
+        "keep": "newest checkpoints kept, besides the best (default 2: should one be "
+        "damaged, there is one before it)",
+        "tensorboard": "write the curves for TensorBoard too (default off: "
+        "report.html shows them)",
+    },
+}
+"""Group -> setting -> what is said about it."""
+
+_METAVARS = {
+    "task": "classify|ner",
+    "data": "PATH",
+    "labels": "A,B,C",
+    "model": "NAME",
+    "freeze": "A,B,C",
+    "level": "O0..O3",
+    "dtype": "bf16|fp16",
+    "loss_scale": "SCALE",
+    "master": "FORM",
+    "policy": "P",
+    "class_weights": "W,W",
+    "device": "cpu|cuda",
+    "parallel": "ddp|fsdp2",
+    "out": "DIR",
+    int: "N",
+    float: "X",
+}
+"""Setting, or type of settings -> what stands for its value."""
+
+_FILE = """\
+A file for --config holds settings by their names, one a line; words stand in
+quotes. Flags win over it. An example:
+  data = "posts.csv"
+  batch_size = 16
+  compile = true
+"""
+_STATUS = """\
+exit status:
+  0    done
+  1    training failed: the loss diverged, no loss scale helped, or another
+       process was lost
+  2    a setting, a file or the machine cannot be used; one line says why
+  130  stopped by Ctrl-C (SIGINT) after saving a checkpoint: go on with --resume
+  143  stopped by SIGTERM, likewise
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give a parser one flag for each setting, in groups, and --config.
+
+    A flag that is not typed leaves no trace, so that resuming can tell.
+    """
+    for title, texts in HELP.items():
+        group = parser.add_argument_group(title)
+        for name, text in texts.items():
+            if SETTINGS[name].metadata["flag"]:
+                _add_flag(group, name, text)
+    group.add_argument(
+        "--config",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="take settings from a TOML file, see below (default: none)",
+        metavar="FILE",
+    )
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, text: str) -> None:
+    kind = kind_of(SETTINGS[name])
+    more: dict[str, Any] = {"action": "store_true"}
+    if kind is not bool:
+        more = {"type": kind, "metavar": _METAVARS.get(name) or _METAVARS[kind]}
+    word = "--" + name.replace("_", "-")
+    group.add_argument(word, default=argparse.SUPPRESS, help=text, **more)
+
+
+def epilog() -> str:
+    """Return what stands below the flags: files of settings, and exit statuses."""
+    lines = [_FILE, "settings that only such a file can hold:"]
+    for texts in HELP.values():
+        for name, text in texts.items():
+            if not SETTINGS[name].metadata["flag"]:
+                lines += textwrap.wrap(
+                    f"{name:<11}{text}",
+                    _WIDTH,
+                    initial_indent="  ",
+                    subsequent_indent=" " * 13,
+                )
+    return "\n".join([*lines, "", _STATUS])
+
+
+def typed(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that were typed or stood in --config, a policy's file read.
+
+    Raises:
+        UserError: If a file cannot be used.
+    """
+    words = vars(arguments)
+    given = read_file(words["config"]) if "config" in words else {}
+    given |= {name: value for name, value in words.items() if name in SETTINGS}
+    if given.get("policy", "").endswith(".toml"):
+        from halfstep.policy import Policy  # with torch, which no help needs
+
+        # The run must not depend on what becomes of the file.
+        given["policy"] = str(Policy.load(given["policy"]))
+    return given

@@ -1,0 +1,122 @@
+"""Which parameters learn, how fast, and which of them decay.
+
+In: a model and the settings --freeze, --layer-decay and --weight-decay. Out: groups
+for an optimizer, each with the share of the learning rate that it gets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+SHARE = "rate_share"
+"""Key of a group: what its learning rate is multiplied by."""
+
+# A list of equal blocks: bert.encoder.layer.3, model.layers.3, transformer.h.3.
+_BLOCK = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embed\w*|wte|wpe|shared)\.")
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
+    """Stop the parameters whose names match from learning; return how many numbers.
+
+    Args:
+        model: Changed in place.
+        patterns: Shell patterns of parameter names; one that names a module takes
+            all that is in it. None at all freezes nothing.
+
+    Raises:
+        UserError: If a pattern matches nothing, or nothing is left to learn.
+    """
+    named = dict(model.named_parameters())
+    frozen = 0
+    for pattern in patterns:
+        matched = [name for name in named if _matches(name, pattern)]
+        if not matched:
+            parts = {name.rpartition(".")[0] for name in named}
+            near = difflib.get_close_matches(pattern, sorted(parts), 1) or sorted(parts)
+            message = (
+                f"--freeze {pattern} matches no parameter; nearest module: {near[0]}."
+            )
+            raise UserError(message)
+        for name in matched:
+            frozen += named[name].numel() * named[name].requires_grad
+            named[name].requires_grad_(False)  # noqa: FBT003 -- torch takes it by position
+    if not any(param.requires_grad for param in named.values()):
+        message = f"--freeze {','.join(patterns)} leaves no parameter to learn."
+        raise UserError(message)
+    return frozen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def depth_of(name: str, blocks: int) -> int:
+    """Return how far above the input a parameter stands.
+
+    Returns:
+        0 for embeddings, 1 to `blocks` for those of the blocks, `blocks` + 1 for what
+        comes after them.
+    """
+    found = _BLOCK.search(name)
+    if found:
+        return int(found[1]) + 1
+    return 0 if _EMBEDDING.search(name) else blocks + 1
+
+
+def groups(
+    model: nn.Module, weight_decay: float, layer_decay: float = 1.0
+) -> list[dict[str, Any]]:
+    """Return an optimizer's groups of the parameters that learn.
+
+    Matrices decay, biases and normalisation do not: a decay pulls towards zero, and for
+    a scale of one or an offset that is no prior. Each block below the head learns
+    `layer_decay` times as fast as the one above it, embeddings slowest: what lies near
+    the input is most general (Howard and Ruder, "Universal Language Model Fine-tuning
+    for Text Classification", 2018).
+
+    Args:
+        model: Frozen parameters are left out.
+        weight_decay: Of matrices.
+        layer_decay: 0 < layer_decay <= 1; 1 for one rate everywhere.
+
+    Raises:
+        UserError: If rates are to differ, and the model has no numbered blocks.
+    """
+    named = list(model.named_parameters())
+    # Frozen blocks are between the others still.
+    blocks = max(
+        (int(m[1]) + 1 for n, _ in named if (m := _BLOCK.search(n))), default=0
+    )
+    if layer_decay < 1 and not blocks:
+        message = (
+            f"--layer-decay {layer_decay}: {type(model).__name__} has no blocks of its "
+            "own number (layer.0, layer.1, ...), so no layer is below another."
+        )
+        raise UserError(message)
+    made: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, param in named:
+        if not param.requires_grad:
+            continue
+        depth = depth_of(name, blocks) if layer_decay < 1 else blocks + 1
+        decays = param.dim() > 1
+        group = made.setdefault(
+            (depth, not decays),
+            {
+                "params": [],
+                "weight_decay": weight_decay if decays else 0.0,
+                SHARE: layer_decay ** (blocks + 1 - depth),
+            },
+        )
+        group["params"].append(param)
+    return [made[key] for key in sorted(made)]

@@ -1,0 +1,205 @@
+"""Text files read line by line, and the JSON values in them with their places.
+
+In: a UTF-8 file of any length. Out: its lines, or the entries of its JSON, each able
+to say where it stands; or a `UserError` that names the file, the line and the cure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from pathlib import Path
+
+Entry = tuple[str, int, object]
+"""Where a value stands, for messages; its line; the value, still unchecked."""
+
+_INK = re.compile(r"[^ \t\r\n]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BOM = b"\xef\xbb\xbf"
+# Characters of a bad value that a message repeats.
+_SHOWN = 40
+
+
+class _TwiceError(ValueError):
+    """A JSON object that holds a key twice; the argument is the key."""
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object whose keys differ: of two, JSON takes the last, unseen."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def check(path: Path, known: Collection[str], accepted: str) -> str:
+    """Return the suffix of a file that is there and of a known kind, in lower case.
+
+    Args:
+        path: Of the file.
+        known: Suffixes in lower case, each with its dot.
+        accepted: The same in words, for messages.
+
+    Raises:
+        UserError: If there is no such file, or its suffix is unknown.
+    """
+    suffix = path.suffix.lower()
+    message = ""
+    if not path.exists():
+        message = f"{path} is not there; give a file or a directory that exists."
+    elif path.is_dir():
+        message = f"{path} is a directory; give one file, {accepted}."
+    elif suffix not in known:
+        message = f"{path}: suffix {path.suffix!r} is unknown; save it as {accepted}."
+    if message:
+        raise UserError(message)
+    return suffix
+
+
+def lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, each with its end, the byte-order mark dropped.
+
+    Why: a file of a million texts must not stand in memory. Only a line feed ends a
+    line: `str.splitlines` would also cut at U+2028, which may stand inside a text.
+
+    Raises:
+        UserError: If the file cannot be read, is not UTF-8 or holds a NUL byte.
+    """
+    offset = 0
+    try:
+        with path.open("rb") as file:
+            for number, data in enumerate(file, start=1):
+                yield _decoded(path, number, offset, data)
+                offset += len(data)
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror}."
+        raise UserError(message) from error
+
+
+def _decoded(path: Path, number: int, offset: int, data: bytes) -> str:
+    """Return one line as text; the offset is that of the line in the file."""
+    try:
+        text = (data if offset else data.removeprefix(_BOM)).decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = offset + len(data) - len(error.object) + error.start
+        message = (
+            f"{path} line {number} is not UTF-8: byte "
+            f"0x{error.object[error.start]:02x} at offset {at}; save it as UTF-8."
+        )
+        raise UserError(message) from error
+    if "\0" in text:
+        message = f"{path} line {number} holds a NUL byte; save it as UTF-8 plain text."
+        raise UserError(message)
+    return text
+
+
+def json_lines(path: Path) -> Iterator[Entry]:
+    """Yield one JSON value a line; blank lines are passed over.
+
+    Raises:
+        UserError: If the file cannot be read, a line is not one JSON value, or an
+            object holds a key twice.
+    """
+    for number, line in enumerate(lines(path), start=1):
+        content = line.removesuffix("\n")
+        at = _after_space(content, 0)
+        if at == len(content):
+            continue
+        entry, at = _value(path, number, content, at)
+        at = _after_space(content, at)
+        if at < len(content):
+            raise _broken(path, number, content, at, "Extra data after the value")
+        yield f"{path} line {number}", number, entry
+
+
+def json_array(path: Path) -> Iterator[Entry]:
+    """Yield the entries of one JSON array, decoded one by one to know their lines.
+
+    The text of the file stands in memory, since an array may lie on one line.
+
+    Raises:
+        UserError: If the file cannot be read, is not one JSON array, or an object
+            holds a key twice.
+    """
+    text = "".join(lines(path))
+    at = _after_space(text, 0)
+    if not text.startswith("[", at):
+        raise _broken(
+            path, 1, text, at, "Expecting [ and all entries; one entry a line is .jsonl"
+        )
+    at = _after_space(text, at + 1)
+    closed = text.startswith("]", at)
+    number, line, counted = 0, 1, 0
+    while not closed:
+        number += 1
+        line += text.count("\n", counted, at)
+        counted = at
+        entry, at = _value(path, 1, text, at)
+        yield f"{path} line {line} entry {number}", line, entry
+        at = _after_space(text, at)
+        closed = text.startswith("]", at)
+        if not closed:
+            if not text.startswith(",", at):
+                raise _broken(path, 1, text, at, "Expecting ',' or ']'")
+            at = _after_space(text, at + 1)
+    at = _after_space(text, at + 1)
+    if at < len(text):
+        raise _broken(path, 1, text, at, "Extra data after the array")
+
+
+def shown(value: object) -> str:
+    """Return a value as JSON writes it, cut to the length of a message.
+
+    Letters of any script stay as they are; what cannot be seen, such as a blank
+    without width or half a character, is escaped.
+    """
+    whole = json.dumps(value, ensure_ascii=False)[: _SHOWN + 1]
+    seen = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in whole)
+    return seen if len(seen) <= _SHOWN else f"{seen[:_SHOWN]}..."
+
+
+def torn(text: str) -> bool:
+    """Tell whether a text holds half a character, which UTF-8 cannot write."""
+    return _SURROGATE.search(text) is not None
+
+
+def _value(path: Path, first: int, text: str, at: int) -> tuple[object, int]:
+    """Return the JSON value at a place in the text, and the place after it."""
+    try:
+        return _JSON.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        raise _broken(path, first, text, error.pos, error.msg) from error
+    except _TwiceError as error:
+        line = first + text.count("\n", 0, at)
+        message = (
+            f"{path} line {line}: key {shown(error.args[0])} stands twice in one "
+            "object; keep one of them."
+        )
+        raise UserError(message) from error
+    except (ValueError, RecursionError) as error:
+        fault = "a number is too long or the nesting too deep"
+        raise _broken(path, first, text, at, fault) from error
+
+
+def _broken(path: Path, first: int, text: str, at: int, fault: str) -> UserError:
+    """Return the refusal of JSON that breaks at a place; the text begins at a line."""
+    line = first + text.count("\n", 0, at)
+    column = at - text.rfind("\n", 0, at)
+    message = f"{path} line {line} column {column}: broken JSON: {fault}."
+    return UserError(message)
+
+
+def _after_space(text: str, at: int) -> int:
+    """Return the place of the next character that is not JSON white space."""
+    ink = _INK.search(text, at)
+    return ink.start() if ink else len(text)

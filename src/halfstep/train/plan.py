@@ -1,0 +1,137 @@
+"""What a run will do, every default resolved.
+
+In: settings, a corpus, a network. Out: a `Plan`; and the learning rate of each step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from halfstep import levels
+from halfstep.train import text
+from halfstep.train.feed import Order
+
+if TYPE_CHECKING:
+    from halfstep.distributed import World
+    from halfstep.train.config import TrainConfig
+    from halfstep.train.data import Corpus
+
+_FEW_EXAMPLES = 5000
+_EPOCHS_FEW, _EPOCHS_MANY = 20, 3
+_LR_SCRATCH = {"classify": 5e-4, "ner": 1e-3}
+_LR_TUNE = 3e-5
+_MASK_SCRATCH = {"classify": 0.3, "ner": 0.1}  # a tag hangs on its own token
+_WORKERS_GPU = 2  # a GPU's step is short enough for the making of a batch to show
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do."""
+
+    order: Order
+    lr: float
+    warmup: float
+    dropout: float | None
+    """None: a fine-tuned model's own."""
+    mask_tokens: float
+    eval_every: int
+    total_steps: int
+    workers: int
+    device: str
+    best_by: str
+    patience: int | None
+    keep: int
+    parallel: str
+    fingerprint: str
+    """Of the corpus: a checkpoint of other data is refused."""
+
+
+def resolve(
+    config: TrainConfig, corpus: Corpus, world: World, *, scratch: bool
+) -> Plan:
+    """Return the plan that settings come to for this data and model.
+
+    Args:
+        config: As given.
+        corpus: To learn from.
+        world: All processes.
+        scratch: The model's weights begin at random.
+    """
+    count = len(corpus.train)
+    few = scratch and count < _FEW_EXAMPLES
+    epochs = config.epochs or (_EPOCHS_FEW if few else _EPOCHS_MANY)
+    steps = math.ceil(count / config.batch_size)
+    mask = config.mask_tokens
+    if mask is None:
+        mask = _MASK_SCRATCH[corpus.task] if scratch else 0.0
+    dropout = config.dropout
+    if dropout is None and scratch:
+        dropout = text.DROPOUT
+    workers = config.workers
+    if workers is None:
+        workers = _WORKERS_GPU if world.device.type == "cuda" else 0
+    return Plan(
+        order=Order(config.batch_size, epochs, config.accumulate, config.seed),
+        lr=config.lr or (_LR_SCRATCH[corpus.task] if scratch else _LR_TUNE),
+        warmup=config.warmup,
+        dropout=dropout,
+        mask_tokens=mask,
+        eval_every=config.eval_every or steps,
+        total_steps=epochs * steps,
+        workers=workers,
+        device=world.device.type,
+        best_by=config.best_score,
+        patience=config.patience,
+        keep=config.keep,
+        parallel=config.parallel,
+        fingerprint=corpus.fingerprint,
+    )
+
+
+def resolved(config: TrainConfig, plan: Plan, level: str, dtype: str) -> TrainConfig:
+    """Return the settings with every default filled in, as the run understood them.
+
+    What stays None has no value to give: no limit, no labels but the data's own, and
+    for dropout the rates that a fine-tuned model brings along, which may be many.
+
+    Args:
+        config: As given.
+        plan: That it came to.
+        level: By name, chosen where it was to be.
+        dtype: Likewise.
+    """
+    scale = config.loss_scale
+    if scale == "auto":
+        scale = levels.DEFAULT_LOSS_SCALE[dtype]
+    return replace(
+        config,
+        epochs=plan.order.epochs,
+        lr=plan.lr,
+        dropout=plan.dropout,
+        mask_tokens=plan.mask_tokens,
+        eval_every=plan.eval_every,
+        workers=plan.workers,
+        device=plan.device,
+        best_by=plan.best_by,
+        level=level,
+        dtype=dtype,
+        loss_scale=scale,
+    )
+
+
+def rate_factor(applied: int, total: int, warmup: float) -> float:
+    """Return the share of the peak learning rate after some applied steps.
+
+    Formula: rises linearly over the first `warmup * total` steps, then falls linearly
+    and would reach zero after the last.
+
+    Example:
+        >>> [round(rate_factor(step, 10, 0.2), 3) for step in (0, 1, 2, 9)]
+        [0.5, 1.0, 1.0, 0.125]
+    """
+    rising = math.ceil(warmup * total)
+    if applied < rising:
+        return (applied + 1) / rising
+    return max(0.0, (total - applied) / max(1, total - rising))

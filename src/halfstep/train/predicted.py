@@ -1,0 +1,163 @@
+"""Predictions on their way to a person or a file.
+
+In: predictions as they come. Out: a table, or a file of JSON lines, whole or not at
+all, with progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, BinaryIO, TextIO
+
+from halfstep.errors import UserError
+from halfstep.report import Cell, Table
+from halfstep.train.predict import Label
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from halfstep.train.predict import Predictions
+
+_EVERY = 2.0  # seconds between signs of progress
+
+
+def lines(source: BinaryIO) -> Iterator[str]:
+    """Yield the texts of a stream, one a line, blank ones left out.
+
+    Raises:
+        UserError: If a line is not UTF-8 or cannot be read, or there is no text.
+    """
+    empty = True
+    for number, line in enumerate(_read(source), 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as error:
+            message = (
+                f"standard input line {number} is not UTF-8 at byte {error.start}."
+            )
+            raise UserError(message) from error
+        if text:
+            empty = False
+            yield text
+    if empty:
+        message = "standard input holds no text; give one a line."
+        raise UserError(message)
+
+
+def _read(source: BinaryIO) -> Iterator[bytes]:
+    try:
+        yield from source
+    except OSError as error:
+        message = f"standard input cannot be read: {error.strerror}."
+        raise UserError(message) from error
+
+
+def tables(found: Predictions, outputs: Sequence[str]) -> list[Table]:
+    """Return predictions as tables to read.
+
+    Args:
+        found: Of one task.
+        outputs: Names of the model's outputs, for the columns of classes.
+    """
+    first = next(found)
+    rows: list[tuple[Cell, ...]] = []
+    if isinstance(first, Label):
+        columns: tuple[str, ...] = ("label", *(f"p({name})" for name in outputs))
+        rows += [
+            (each.label, *each.probabilities.values(), each.text)
+            for each in itertools.chain([first], found)
+            if isinstance(each, Label)
+        ]
+        return [Table("Predictions", (*columns, "text"), tuple(rows), _unread(found))]
+    for number, each in enumerate(itertools.chain([first], found), 1):
+        if not isinstance(each, Label):
+            rows += [
+                (number, entity.kind, entity.words, entity.start, entity.end)
+                for entity in each.entities
+            ] or [(number, "-", "no entity", None, None)]
+    columns = ("text", "kind", "entity", "start", "end")
+    notes = ("text: counted from 1; start, end: characters, the end not included",)
+    return [Table("Entities", columns, tuple(rows), notes + _unread(found))]
+
+
+def _unread(found: Predictions) -> tuple[str, ...]:
+    """Return what is to be said of texts that were too long, if any was."""
+    if not found.cut:
+        return ()
+    texts = "1 text was" if found.cut == 1 else f"{found.cut} texts were"
+    return (f"{texts} cut after {found.longest} tokens; what follows was not read.",)
+
+
+def write(found: Predictions, path: Path) -> None:
+    """Write one JSON object a text to a file, and say on standard error how far it is.
+
+    Args:
+        found: The predictions.
+        path: File to write, or to replace once the last prediction is there: whatever
+            fails before leaves it as it was. A terminal or a pipe is written directly.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    began = shown = time.monotonic()
+    count = 0
+    with _whole(path) as file:
+        for count, each in enumerate(found, 1):
+            line = json.dumps(asdict(each), ensure_ascii=False) + "\n"
+            with _writing(path):
+                file.write(line)
+            if time.monotonic() - shown >= _EVERY:
+                shown = time.monotonic()
+                _progress(count, shown - began)
+    _progress(count, time.monotonic() - began)
+    for note in _unread(found):
+        print(note, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[TextIO]:
+    """Open a file that takes the place of another when all is written."""
+    with _writing(path):
+        direct = path.exists() and not path.is_file()
+        place = path.resolve()
+        part = path if direct else place.parent / f".{secrets.token_hex(8)}.tmp"
+        file = part.open("w" if direct else "x", encoding="utf-8")
+    try:
+        yield file
+        with _writing(path):
+            file.flush()
+            if not direct:
+                os.fsync(file.fileno())
+            file.close()
+            if not direct:
+                part.replace(place)
+    except BaseException:
+        # What could not be flushed fails again; the first error is the one to tell.
+        with contextlib.suppress(OSError):
+            file.close()
+        if not direct:
+            part.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Tell what went wrong with the file, and with nothing else."""
+    try:
+        yield
+    except OSError as error:
+        message = f"--json {path} cannot be written: {error.strerror}."
+        raise UserError(message) from error
+
+
+def _progress(count: int, seconds: float) -> None:
+    rate = count / seconds if seconds else 0.0
+    print(f"{count} texts, {rate:.0f} a second", file=sys.stderr, flush=True)

@@ -1,0 +1,276 @@
+"""Dropout on the CPU with masks that cost a fifth of torch's.
+
+In: a model. Out: the same model, whose dropouts, and the dropout inside transformers'
+"sdpa" attention, draw 16 random bits an element from a generator seeded by torch's.
+
+Why: torch draws each element of a mask by one call of its generator, on one thread,
+unless the processor is Intel's: a fifth of a step of a small model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch.library import Library
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
+    from types import TracebackType
+
+STEPS = 1 << 16
+"""Keep probabilities are multiples of one over this: 0.9 becomes 58982 / 65536."""
+
+_SEEDS = 2**63 - 1
+_ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
+_IMPLEMENTATION = "sdpa"
+_MARK = "_halfstep_quick"
+_MATH = "_scaled_dot_product_attention_math"
+
+
+def quicken(model: nn.Module) -> int:
+    """Let a model's dropouts draw cheap masks while it trains on the CPU.
+
+    What is learned is the same: elements are kept independently, with the probability
+    asked for rounded to a multiple of 1/65536, and scaled by exactly its inverse. The
+    masks follow from `torch.manual_seed`, and recomputation draws them again; they
+    are not those that torch would draw. What is kept for the backward pass is one
+    byte an element.
+
+    Changed are `nn.Dropout` modules (their class becomes `QuickDropout`), and modules
+    that call transformers' attention functions where the model's is "sdpa"; neither
+    parameters nor buffers nor the config. Calls of `nn.functional.dropout` in a
+    model's own code stay torch's. So does everything in evaluation, under
+    torch.compile, in `torch.func`, on other devices and for subclasses of Tensor.
+
+    Returns:
+        How many modules were changed; none that was before.
+    """
+    changed = 0
+    for module in model.modules():
+        if type(module) is nn.Dropout:
+            module.__class__ = QuickDropout
+            changed += 1
+        elif _attends(module) and not hasattr(module, _MARK):
+            setattr(module, _MARK, True)
+            changed += 1
+    return changed
+
+
+class QuickDropout(nn.Dropout):
+    """`nn.Dropout` with `dropout` in place of torch's."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- torch's name
+        """Drop elements while training."""
+        if not self.training:
+            return input
+        return dropout(input, self.p, inplace=self.inplace)
+
+
+def dropout(x: Tensor, p: float, *, inplace: bool = False) -> Tensor:
+    """Return `x` with elements dropped independently, the others scaled up.
+
+    Args:
+        x: Any tensor; torch's own function takes those that are not plain tensors of
+            real numbers on the CPU, and all while torch.compile traces.
+        p: Probability of being dropped, as close as 16 bits come to it. Where that is
+            none or all of them, torch's own function takes over.
+        inplace: Whether to write into `x`.
+    """
+    dropped = round(p * STEPS)
+    if not 0 < dropped < STEPS or not _can(x):
+        return functional.dropout(x, p, training=True, inplace=inplace)
+    mask = _mask(x.shape, dropped)
+    # Two products: the scale has no value in 16 bits, torch's own is off by 0.2%.
+    kept = x.mul_(mask) if inplace else x.mul(mask)
+    return kept.mul_(STEPS / (STEPS - dropped))
+
+
+def _can(x: Tensor) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in {Tensor, nn.Parameter}
+        and x.is_cpu
+        and x.is_floating_point()
+        and x.layout is torch.strided
+        and not torch._C._get_tracing_state()  # noqa: SLF001
+        and not _functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+def _mask(shape: torch.Size, dropped: int) -> Tensor:
+    """Return ones and zeros, a byte each: zeros with probability `dropped` / `STEPS`.
+
+    torch's generator gives the seed, so that what saves and restores its state saves
+    and restores the masks. numpy promises that a seed's bits never change.
+    """
+    seed = int(torch.randint(_SEEDS, (), device="cpu"))
+    count = shape.numel()
+    words = np.random.SFC64(seed).random_raw(-(-count // 4))
+    bits = words.view(np.uint16)[:count]
+    # Bytes, for torch is four times as slow to multiply bf16 by bool.
+    return torch.from_numpy((bits >= dropped).view(np.uint8)).view(shape)
+
+
+# Attention
+
+
+class _Wanted(threading.local):
+    """How deep a thread is in attention that is to be quick."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.depth -= 1
+
+
+_wanted = _Wanted()
+
+
+def _attends(module: nn.Module) -> bool:
+    """Say whether a module would call transformers' attention, and gets ours."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    if _ATTENTION_TABLE not in getattr(
+        getattr(forward, "__code__", None), "co_names", ()
+    ):
+        return False
+    implementation = getattr(
+        getattr(module, "config", None), "_attn_implementation", None
+    )
+    table = forward.__globals__.get(_ATTENTION_TABLE)
+    return implementation == _IMPLEMENTATION and _stands_in(table)
+
+
+def _stands_in(table: MutableMapping[str, Callable[..., Any]] | None) -> bool:
+    """Put our function before the library's in its table; say whether it is there."""
+    shared = getattr(
+        sys.modules.get("transformers.modeling_utils"), _ATTENTION_TABLE, None
+    )
+    if shared is None or table is None or _IMPLEMENTATION not in table:
+        return False
+    if not isinstance(shared[_IMPLEMENTATION], _Attention):
+        ours = _Attention(shared[_IMPLEMENTATION])
+        _install()
+        # For all of its models: those that are not marked get what they got before.
+        if hasattr(shared, "register"):
+            shared.register(_IMPLEMENTATION, ours)
+        else:
+            shared[_IMPLEMENTATION] = ours
+    # A model's file may have a table of its own, with a function of its own.
+    return isinstance(table[_IMPLEMENTATION], _Attention)
+
+
+class _Attention:
+    """The library's attention function, quick inside for modules that are marked.
+
+    All it does with masks, groups of heads and caches stays the library's work: only
+    what torch's `scaled_dot_product_attention` comes down to is replaced.
+    """
+
+    def __init__(self, library: Callable[..., Any]) -> None:
+        self._library = library
+        functools.update_wrapper(self, library)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if torch.compiler.is_compiling() or not getattr(module, _MARK, False):
+            return self._library(module, *args, **kwargs)
+        with _wanted:
+            return self._library(module, *args, **kwargs)
+
+
+@functools.cache
+def _install() -> Library:
+    """Stand before what torch's attention comes down to on the CPU with dropout.
+
+    Why here: autocast, with whatever policy, has cast the operands by then.
+    """
+    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl(_MATH, _math, "AutogradCPU")  # type: ignore[no-untyped-call]
+    return library
+
+
+def _math(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    dropout_mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute as torch does unless quick attention is wanted here."""
+    if (
+        not _wanted.depth
+        or not dropout_p
+        or dropout_mask is not None
+        or not query.dtype == key.dtype == value.dtype
+        or not all(map(_can, (query, key, value)))
+    ):
+        torchs: Any = torch.ops.aten._scaled_dot_product_attention_math.default  # noqa: SLF001
+        result: tuple[Tensor, Tensor] = torchs.decompose(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            dropout_mask,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        return result
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(groups, -3) for each in (key, value))
+    if is_causal:
+        ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
+        attn_mask = torch.zeros(ones.shape).masked_fill_(ones.triu_(1), -torch.inf)
+    shares = _shares(
+        query, key, attn_mask, query.shape[-1] ** -0.5 if scale is None else scale
+    )
+    shares = dropout(shares, dropout_p).to(value.dtype)
+    return shares @ value, shares
+
+
+def _shares(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Return softmax(query @ key^T * scale + mask), in fp32 or wider.
+
+    A row without any key that is not masked is zero, as in torch.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    # Scores of 16 bits would cost digits that torch's kernels keep. Contiguous, for
+    # the product would else copy what the cast has just written.
+    query, key = (
+        each.to(wide, memory_format=torch.contiguous_format) for each in (query, key)
+    )
+    scores = query @ key.transpose(-1, -2)
+    if mask is None:
+        return torch.softmax(scores.mul_(scale), -1)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=wide).masked_fill_(~mask, -torch.inf)
+    empty = mask.isneginf().all(-1, keepdim=True)
+    if not empty.any():
+        return torch.softmax(torch.add(mask.to(wide), scores, alpha=scale), -1)
+    # Its softmax would be NaN, and so its gradient, whatever is multiplied by it.
+    mask = mask.masked_fill(empty, 0).to(wide)
+    shares = torch.softmax(torch.add(mask, scores, alpha=scale), -1)
+    return shares.masked_fill(empty, 0)

@@ -1,0 +1,89 @@
+"""Metrics as lines of JSON, of which only the last can be torn.
+
+In: records of steps. Out: a file with an object a line, and what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from halfstep import sealed
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from io import FileIO
+    from pathlib import Path
+
+
+def finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
+    """Return a value for JSON, which has no inf and no NaN: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def text_of(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return the lines of some records."""
+    return "".join(
+        json.dumps(finite(record), allow_nan=False) + "\n" for record in records
+    )
+
+
+def add(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a line; on a full disk half of it may be there, at the end.
+
+    Why: whoever goes on, in this process or another, takes a line without an end for
+    one that was never written. So half a line is removed before the next is added.
+    """
+    data = memoryview(text_of([record]).encode())
+    with path.open("a+b", buffering=0) as file:
+        _cut_torn_end(file)
+        while data:
+            data = data[file.write(data) :]
+
+
+def _cut_torn_end(file: FileIO) -> None:
+    end = file.seek(0, os.SEEK_END)
+    if not end:
+        return
+    file.seek(end - 1)
+    if file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the records; a last line torn by a crash is left out.
+
+    Raises:
+        UserError: If any other line is damaged, or the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        message = f"{path} cannot be read: {sealed.why(error)}."
+        raise UserError(message) from error
+    found = []
+    # What follows the last line end is empty, or torn.
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            record = json.loads(line)
+            record["step"] + 0
+        except (ValueError, TypeError, KeyError) as error:
+            message = (
+                f"{path} line {number} is damaged: it is not a record of a step. "
+                "Remove the line, or start anew with another --out."
+            )
+            raise UserError(message) from error
+        found.append(record)
+    return found

@@ -1,0 +1,136 @@
+"""`halfstep train --check`: a few steps of a run, and what the whole of it would be.
+
+In: a trainer that stands at its first step. Out: tables of the plan, its time and its
+memory. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from halfstep import distributed, machine
+from halfstep.errors import UserError
+from halfstep.report import Cell, Table
+from halfstep.train.clock import Clock
+from halfstep.train.evaluate import EVAL_BATCH, noted
+from halfstep.train.feed import feed, padded_share
+from halfstep.train.findings import data_findings
+from halfstep.train.result import Result
+
+if TYPE_CHECKING:
+    from halfstep.train.folder import RunFolder
+    from halfstep.train.loop import Trainer
+    from halfstep.train.text import Network
+
+_STEPS = 8
+_JUDGED = 2 * EVAL_BATCH
+_WARM_UP = 3  # steps that also allocate, compile and fill caches
+_WEIGHT_BYTES = 4
+
+
+def rehearse(trainer: Trainer, network: Network, folder: RunFolder) -> Result:
+    """Train a few steps, judge some of the dev split, and say what a run would be.
+
+    Args:
+        trainer: Before its first step.
+        network: The bare model and its tokenizer.
+        folder: Where a run would write; held to be possible, not touched.
+
+    Raises:
+        UserError: If the folder could not take a run.
+    """
+    room = _room(folder)
+    job, session = trainer.job, trainer.session
+    plan, total = job.plan, job.plan.total_steps
+    source = feed(job.steps, 1, min(_STEPS, total), workers=0, pin=False)
+    times, skipped, loss = [], 0, 0.0
+    for work in source:
+        clock = Clock()
+        with clock.time("input"):
+            pass  # a run prepares it ahead, or in a thousandth of the step
+        record = trainer.train_step(work, clock)
+        times.append(1 / record["examples_per_s"] * work.size)
+        skipped, loss = record["skipped_total"], record["loss"]
+    step = statistics.median(times[_WARM_UP:] or times)
+    # A large dev split takes minutes; the longest texts take the most memory.
+    few = job.encoded["dev"].longest(_JUDGED)
+    _, dev_loss = noted(
+        session,
+        job.task,
+        few,
+        trainer.world,
+        pad_id=job.pad_id,
+        multiple=job.multiple,
+    )
+    numbers = sum(param.numel() for param in network.model.parameters())
+    learn = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
+    # Weights in fp32, and two moments of each that learns.
+    size = _WEIGHT_BYTES * (numbers + 2 * learn)
+    kept = (plan.keep + 2) * size
+    if kept > room:
+        message = (
+            f"--out {folder.path}: {plan.keep} checkpoints, the best one and one that "
+            f"is being written need about {kept / 2**30:.1f} GiB; there are "
+            f"{room / 2**30:.1f}. Free some, or lower --keep."
+        )
+        raise UserError(message)
+    corpus, lengths = job.corpus, job.encoded["train"].lengths
+    batch, free = plan.order.batch_size, f"{room / 2**30:.1f} GiB are free"
+    middle, most = float(np.median(lengths)), int(lengths.max())
+    counts = (
+        f"{len(corpus.train)} train, {len(corpus.dev)} dev, {len(corpus.test)} test"
+    )
+    peak = machine.peak_memory(trainer.world.device) / 2**20
+    first = f"loss {loss:.3f}, {skipped} of {len(times)} skipped"
+    rows: tuple[tuple[Cell, ...], ...] = (
+        ("level", f"{session.choice}: {session.choice.reason}"),
+        ("data", f"{counts} texts; {len(corpus.labels)} labels"),
+        ("tokens", f"median {middle:.0f}, longest {most}, cut after {job.longest}"),
+        ("padding", f"{padded_share(lengths, plan.order):.1%} of what is computed"),
+        ("parameters", f"{numbers / 1e6:.1f} million"),
+        ("steps", f"{total} of {batch} texts, in {plan.order.epochs} epochs"),
+        ("a step", f"{step * 1000:.0f} ms, {batch / step:.0f} texts a second"),
+        ("training", f"{_duration(step * total)}, evaluation apart"),
+        ("memory", f"{peak:.0f} MiB at most so far, in the first process"),
+        ("checkpoints", f"about {size / 2**20:.0f} MiB each; {free}"),
+        ("first steps", f"{first}; then {dev_loss:.3f} on {len(few)} dev texts"),
+    )
+    notes = list(data_findings(trainer))
+    if folder.steps() or folder.metrics.exists():
+        notes.append(
+            f"{folder.path} holds a run already: add --resume to go on with it, "
+            "--overwrite to replace it, or choose another --out."
+        )
+    table = Table("What this run would be", ("what", "value"), rows, tuple(notes))
+    distributed.wait_for_all()
+    summary = {"step_seconds": step, "steps": total, "skipped": skipped}
+    return Result(summary, (table,), folder, trainer.examples)
+
+
+def _room(folder: RunFolder) -> int:
+    """Return the bytes that are free where a run would write.
+
+    Raises:
+        UserError: If nothing could be written there.
+    """
+    parents = itertools.chain([folder.path], folder.path.absolute().parents)
+    there = next(path for path in parents if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        message = f"--out {folder.path}: {there} cannot be written; choose another."
+        raise UserError(message)
+    return shutil.disk_usage(Path(there)).free
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"about {hours} h {minutes} min"
+    return f"about {minutes} min {rest} s" if minutes else f"about {rest} s"

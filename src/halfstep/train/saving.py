@@ -1,0 +1,158 @@
+"""Checkpoints of a run: what is in them, who writes them, which is gone on from.
+
+In: a session, how far the run has come, the run's folder. Out: checkpoints, and a
+session that stands where one of them stood.
+
+With DDP each process holds everything, and the first writes it. With FSDP2 each writes
+its own parts; any number of processes can read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from halfstep import checkpoint, distributed, sealed, sharded
+from halfstep.checkpoint import CheckpointError
+from halfstep.errors import UserError
+from halfstep.train.job import Standing
+from halfstep.train.parallel import FSDP2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from halfstep.distributed import World
+    from halfstep.session import Session
+    from halfstep.train.folder import RunFolder
+    from halfstep.train.job import Job
+
+T = TypeVar("T")
+
+
+def save(
+    session: Session, standing: Standing, job: Job, folder: RunFolder, world: World
+) -> None:
+    """Write a checkpoint, and delete those that are no longer needed; all must call it.
+
+    Raises:
+        UserError: If it cannot be written; those before it are as they were.
+    """
+    notes = _notes(session, standing, job, world)
+    if job.plan.parallel == FSDP2:
+        path = folder.checkpoint_path(standing.step)
+        with folder.writing(path):
+            sharded.save(session, path, notes, replace=True)
+        first_alone(world, lambda: folder.prune(job.plan.keep))
+        return
+    state = session.state_dict()
+    weights = state.pop("weights")
+
+    def write() -> None:
+        folder.save(standing.step, weights, state, notes)
+        folder.prune(job.plan.keep)
+
+    first_alone(world, write)
+
+
+def load(session: Session, path: Path) -> None:
+    """Put a checkpoint into the session, in parts or whole, whoever wrote it."""
+    if sealed.read(path)["format"] == sealed.PLAIN:
+        found = checkpoint.load(path)
+        session.load_state_dict(found.state | {"weights": found.weights})
+    else:
+        sharded.load(session, path)
+
+
+def _notes(
+    session: Session, standing: Standing, job: Job, world: World
+) -> dict[str, Any]:
+    """Return what a checkpoint says of itself, for the run and for readers."""
+    choice = session.choice
+    return {
+        **asdict(standing),
+        "level": choice.level.name,
+        "dtype": choice.format.name,
+        "reason": choice.reason,
+        "labels": list(job.corpus.labels),
+        "fingerprint": job.plan.fingerprint,
+        "processes": world.size,
+    }
+
+
+def first_alone(world: World, act: Callable[[], T]) -> T | None:
+    """Let the first process act while the others wait; where it fails, all fail.
+
+    Why: processes that wait for one that has left end without its reason.
+    """
+    made: T | None = None
+    own: UserError | OSError | None = None
+    if world.leads:
+        try:
+            made = act()
+        except (UserError, OSError) as error:
+            own = error
+    fault = distributed.same_everywhere(None if own is None else str(own))
+    if fault is not None:
+        raise own or UserError(fault)
+    return made
+
+
+def resumed(folder: RunFolder, world: World) -> tuple[dict[str, Any], list[str]] | None:
+    """Find the newest checkpoint that is whole; the same on every process.
+
+    Returns:
+        Its notes, and a line for each newer one that is damaged. None if there is none
+        yet.
+
+    Raises:
+        UserError: If there are checkpoints, and none is whole.
+    """
+
+    def find() -> tuple[dict[str, Any], list[str]] | None:
+        found = folder.newest(_checked_notes)
+        return None if found is None else _with_best(folder, *found)
+
+    return distributed.same_everywhere(first_alone(world, find))
+
+
+def _with_best(
+    folder: RunFolder, notes: dict[str, Any], faults: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the same; where the best checkpoint is damaged, without it."""
+    best = notes.get("best_step", 0)
+    if best in {0, notes.get("step")}:
+        return notes, faults
+    try:
+        _checked_notes(folder.checkpoint_path(best))
+    except CheckpointError as error:
+        fault = f"the checkpoint of step {best}, the best, is not used: {error}"
+        return notes | {"best_step": 0, "best_score": None}, [*faults, fault]
+    return notes, faults
+
+
+def _checked_notes(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's notes, every byte of it checked."""
+    manifest = sealed.read(path)
+    sealed.verify(path, manifest)
+    return dict(manifest["notes"])
+
+
+def check_fits(notes: Mapping[str, Any], fingerprint: str) -> None:
+    """Refuse to go on from a checkpoint of other data.
+
+    Raises:
+        UserError: If its fingerprint is not that of the corpus.
+    """
+    if notes.get("fingerprint") != fingerprint:
+        message = (
+            "--resume: the checkpoint was made from other data; resume with the data "
+            "it was trained on."
+        )
+        raise UserError(message)
+
+
+def standing_of(notes: Mapping[str, Any]) -> Standing:
+    """Return how far a run had come."""
+    names = ("step", "best_step", "best_score", "waited")
+    return Standing(**{name: notes[name] for name in names})

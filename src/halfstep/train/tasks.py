@@ -1,0 +1,254 @@
+"""What sets one kind of training apart from another: outputs, loss, and judgement.
+
+In: the name of a task. Out: a `Task`, which the loop asks where it would otherwise
+have to know what is trained.
+
+Shapes: B examples, T positions, K outputs, N examples of a split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from halfstep.errors import UserError
+from halfstep.train import judge_entities, judge_labels, spans
+from halfstep.train.encode import IGNORED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from torch import Tensor
+
+    from halfstep.report import Table
+    from halfstep.train.data import Split
+    from halfstep.train.encode import Encoded
+    from halfstep.train.judged import Judged
+
+
+class Task(Protocol):
+    """A kind of training."""
+
+    @property
+    def name(self) -> str:
+        """The word of --task."""
+
+    @property
+    def head(self) -> str:
+        """End of the class name of its models in transformers."""
+
+    def outputs(self, labels: Sequence[str]) -> tuple[str, ...]:
+        """Return what each output of the model stands for."""
+
+    def blank(self, encoded: Encoded, outputs: int) -> Tensor:
+        """Return zeros for what `note` writes; their sum over ranks is the whole."""
+
+    def note(
+        self, made: Tensor, encoded: Encoded, indices: np.ndarray, logits: Tensor
+    ) -> None:
+        """Write down what the model says of a batch, at the batch's own places."""
+
+    def judge(
+        self,
+        made: Tensor,
+        encoded: Encoded,
+        split: Split,
+        labels: Sequence[str],
+        loss: float,
+    ) -> Judged:
+        """Return how well what was noted agrees with the truth."""
+
+    def mistakes(
+        self, made: Tensor, encoded: Encoded, split: Split, labels: Sequence[str]
+    ) -> Table:
+        """Return the errors that are worth reading."""
+
+
+@dataclass(frozen=True)
+class Classify:
+    """One label a text."""
+
+    name: str = "classify"
+    head: str = "SequenceClassification"
+
+    def outputs(self, labels: Sequence[str]) -> tuple[str, ...]:
+        """Return the classes."""
+        return tuple(labels)
+
+    def blank(self, encoded: Encoded, outputs: int) -> Tensor:
+        """Return a place for the logits of each example. float32, shape (N, K)."""
+        return torch.zeros(len(encoded), outputs)
+
+    def note(
+        self, made: Tensor, encoded: Encoded, indices: np.ndarray, logits: Tensor
+    ) -> None:
+        """Write down logits of shape (B, K)."""
+        del encoded
+        made[torch.from_numpy(indices)] = logits.to(made)
+
+    def judge(
+        self,
+        made: Tensor,
+        encoded: Encoded,
+        split: Split,
+        labels: Sequence[str],
+        loss: float,
+    ) -> Judged:
+        """Return accuracy, precision, recall, F1 and correlation."""
+        del split, loss  # the logits tell it, without the rounding of a running sum
+        return judge_labels.judge(made, _truth(encoded), labels)
+
+    def mistakes(
+        self, made: Tensor, encoded: Encoded, split: Split, labels: Sequence[str]
+    ) -> Table:
+        """Return the wrong guesses that the model was surest of."""
+        return judge_labels.mistakes(split.text, made, _truth(encoded), labels)
+
+
+def _truth(encoded: Encoded) -> Tensor:
+    assert encoded.labels is not None  # noqa: S101 - a corpus of this task has them
+    return torch.from_numpy(encoded.labels)
+
+
+@dataclass(frozen=True)
+class Entities:
+    """Named entities: a tag for each token, spans of characters for people."""
+
+    name: str = "ner"
+    head: str = "TokenClassification"
+
+    def outputs(self, labels: Sequence[str]) -> tuple[str, ...]:
+        """Return the tags of the kinds."""
+        return spans.tag_names(labels)
+
+    def blank(self, encoded: Encoded, outputs: int) -> Tensor:
+        """Return a place for the tag of each token. int32, shape (tokens,)."""
+        del outputs
+        return torch.zeros(int(encoded.lengths.sum()), dtype=torch.int32)
+
+    def note(
+        self, made: Tensor, encoded: Encoded, indices: np.ndarray, logits: Tensor
+    ) -> None:
+        """Write down the best valid tags, from logits of shape (B, T, K)."""
+        tags = best_tags(encoded, indices, logits)
+        begins = encoded.begins
+        for index, row in zip(indices, tags, strict=True):
+            length = int(encoded.lengths[index])
+            begin = int(begins[index])
+            made[begin : begin + length] = torch.from_numpy(row[:length])
+
+    def judge(
+        self,
+        made: Tensor,
+        encoded: Encoded,
+        split: Split,
+        labels: Sequence[str],
+        loss: float,
+    ) -> Judged:
+        """Return precision, recall and F1 of whole entities."""
+        truth, guess = _both(made, encoded, split)
+        return judge_entities.judge(truth, guess, labels, loss)
+
+    def mistakes(
+        self, made: Tensor, encoded: Encoded, split: Split, labels: Sequence[str]
+    ) -> Table:
+        """Return texts whose entities were missed, invented or confused."""
+        truth, guess = _both(made, encoded, split)
+        return judge_entities.mistakes(split.text, truth, guess, labels)
+
+
+def best_tags(encoded: Encoded, indices: np.ndarray, logits: Tensor) -> np.ndarray:
+    """Return the best valid tags of a batch. int16, shape (B, T), T tokens at most."""
+    places, real = encoded.places(indices)
+    if encoded.offsets is not None:
+        # Special tokens stand for no characters, and cannot be part of an entity.
+        known = encoded.offsets[places[real]]
+        real[real] = known[:, 0] < known[:, 1]
+    scores = logits.float().cpu().numpy()[:, : real.shape[1]]
+    return spans.decode(scores, real)
+
+
+Spans = list[list[tuple[int, int, int]]]
+
+
+def _both(made: Tensor, encoded: Encoded, split: Split) -> tuple[Spans, Spans]:
+    """Return the entities of each text, as they are and as the model has them."""
+    begins, tags = encoded.begins, made.numpy()
+    guess = [
+        spans.spans_of(tags[begins[i] : begins[i + 1]], encoded.token_offsets(i))
+        for i in range(len(encoded))
+    ]
+    return [split.spans(i) for i in range(len(encoded))], guess
+
+
+TASKS: dict[str, Task] = {task.name: task for task in (Classify(), Entities())}
+"""Name -> task."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of training: cross-entropy, weighted and smoothed as asked for.
+
+    The loss of a step is the weighted mean over the targets of the whole batch, over
+    all processes and micro-batches, as `torch.nn.CrossEntropyLoss` takes it over one.
+    """
+
+    weights: Tensor | None
+    """Of each output, shape (K,); None weighs all alike."""
+    smoothing: float
+
+    def summed(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the losses of all targets, in fp32, shape ()."""
+        weights = None if self.weights is None else self.weights.to(logits.device)
+        return torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, -2),
+            targets.flatten(),
+            weight=weights,
+            label_smoothing=self.smoothing,
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+
+    def weight(self, encoded: Encoded, indices: np.ndarray) -> float:
+        """Return the sum of the weights of a batch's targets; what to divide by."""
+        if self.weights is None or encoded.labels is None:
+            # A batch of texts without any token has nothing to divide.
+            return float(max(1, encoded.counts[indices].sum()))
+        return float(self.weights[torch.from_numpy(encoded.labels[indices])].sum())
+
+
+def balanced(labels: Sequence[str], encoded: Encoded) -> Tensor:
+    """Return weights of classes by which all classes count alike, shape (K,).
+
+    Formula: N / (K * examples of the class), as in scikit-learn.
+
+    Raises:
+        UserError: If a class has no example.
+    """
+    counts = torch.bincount(_truth(encoded), minlength=len(labels))
+    if not counts.all():
+        missing = labels[int(counts.argmin())]
+        message = (
+            f"--class-weights balanced: train holds no example of {missing!r}; give "
+            "the weights as numbers."
+        )
+        raise UserError(message)
+    return len(encoded) / (len(labels) * counts.float())
+
+
+def as_given(weights: Sequence[float], labels: Sequence[str]) -> Tensor:
+    """Return the weights of classes that the user gave, shape (K,).
+
+    Raises:
+        UserError: If there are not as many as classes.
+    """
+    if len(weights) != len(labels):
+        message = (
+            f"--class-weights holds {len(weights)} numbers for {len(labels)} classes; "
+            f"give one each, in the order {', '.join(labels)}."
+        )
+        raise UserError(message)
+    return torch.tensor(weights)

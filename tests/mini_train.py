@@ -1,0 +1,74 @@
+"""A program: `halfstep` with the size "mini", which trains in a moment.
+
+In: --pause SECONDS that each step takes longer; --fail RANK@STEP, where that process
+raises; --kill RANK@STEP, where it kills itself, if torchrun did not start it again;
+then the words of a command line. Out: what `halfstep` does with these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from small_training import small_and_measured, without_figures
+
+from halfstep import cli
+from halfstep.train.loop import Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from halfstep.train.feed import Work
+
+REASON = "a planted fault"
+
+
+def _blow(text: str) -> tuple[int, int]:
+    rank, step = text.split("@")
+    return int(rank), int(step)
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--fail", type=_blow)
+    parser.add_argument("--kill", type=_blow)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    return parser.parse_args(words)
+
+
+def _disturb(patch: pytest.MonkeyPatch, told: argparse.Namespace) -> None:
+    step = Trainer.train_step
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+    def disturbed(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
+        time.sleep(told.pause)
+        here = (self.world.rank, work.number)
+        if told.kill == here and first_start:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if told.fail == here:
+            raise RuntimeError(REASON)
+        return step(self, work, *rest)
+
+    patch.setattr(Trainer, "train_step", disturbed)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one command, disturbed as the words before it say; return its status."""
+    told = _parsed(words)
+    with pytest.MonkeyPatch.context() as patch:
+        small_and_measured(patch)
+        without_figures(patch)
+        _disturb(patch, told)
+        return cli.run(told.words)
+
+
+if __name__ == "__main__":
+    # A shell's background has it ignored, and then no handler is put there.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""Sharded checkpoints to spoil.
+
+In: nothing. Out: sessions that are not alike, and how a directory is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sharding import session_of
+from small_training import same
+
+from halfstep import sharded
+from halfstep.sealed import MANIFEST, CheckpointError, digest, seal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from halfstep.session import Session
+
+PART, INDEX = "__0_0.distcp", ".metadata"
+
+
+def trained(seed: int = 0, *, shard: bool = False) -> Session:
+    """Return a session that has made a step."""
+    session = session_of("O2 bf16", shard=shard)
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+    with session.autocast():
+        loss = session.model(inputs).float().square().mean()
+    session.backward(loss)
+    session.step()
+    return session
+
+
+def refusal(directory: Path) -> str:
+    """Return why a directory is refused; the session must be as it was."""
+    session = trained(1)
+    before = copy.deepcopy(session.state_dict())
+    with pytest.raises(CheckpointError) as caught:
+        sharded.load(session, directory)
+    assert same(session.state_dict(), before)
+    return str(caught.value)
+
+
+def reseal(directory: Path, **change: Any) -> None:
+    """Let the manifest say what is there now, as whoever knows the format can."""
+    said = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    files = [path for path in directory.iterdir() if path.name != MANIFEST]
+    said |= {"files": {path.name: digest(path) for path in files}} | change
+    said["seal"] = seal(said)
+    (directory / MANIFEST).write_text(json.dumps(said), encoding="utf-8")
+
+
+def cut(path: Path) -> None:
+    """Cut the second half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

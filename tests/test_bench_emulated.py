@@ -1,0 +1,250 @@
+"""fp16 products in fp32: the exact ones, rounded once, and only where they belong."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep import machine
+from halfstep.bench import emulated, quality
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Running(TorchDispatchMode):
+    """Notes in which formats products really run."""
+
+    def __init__(self) -> None:
+        """Begin with nothing noted."""
+        super().__init__()
+        self.products: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        del types
+        name = func.overloadpacket.__name__
+        if "mm" in name or name in {"dot", "mv"} or "attention" in name:
+            self.products.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    """Return numbers of fp16, both signs, from 1/2 to 2."""
+    some = torch.Generator().manual_seed(seed)
+    size = torch.rand(shape, generator=some) * 1.5 + 0.5
+    sign = torch.randint(0, 2, shape, generator=some) * 2 - 1
+    return (size * sign).half()
+
+
+A, B = drawn(12, 48, seed=1), drawn(48, 20, seed=2)
+A3, B3 = drawn(3, 12, 48, seed=3), drawn(3, 48, 20, seed=4)
+C, C3, ROW = drawn(12, 20, seed=5), drawn(3, 12, 20, seed=6), drawn(20, seed=7)
+
+PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "mm": (torch.mm, (A, B)),
+    "addmm": (torch.addmm, (C, A, B)),
+    "addmm of a row": (torch.addmm, (ROW, A, B)),
+    "bmm": (torch.bmm, (A3, B3)),
+    "baddbmm": (torch.baddbmm, (C3, A3, B3)),
+    "matmul": (torch.matmul, (A3, B3)),
+    "matmul of one matrix": (torch.matmul, (A3, B)),
+    "linear": (functional.linear, (A3, B.t().contiguous(), ROW)),
+}
+"""Name -> operation and operands; no sum has more than 49 terms."""
+
+
+def forward_backward(
+    call: Callable[..., Tensor], given: tuple[Tensor, ...], way: Tensor
+) -> list[Tensor]:
+    """Return a result, and the gradients of all operands but a row only added."""
+    leaves = [each.detach().clone().requires_grad_() for each in given]
+    out = call(*leaves)
+    out.backward(way)  # type: ignore[no-untyped-call]
+    grads = [leaf.grad for leaf in leaves if leaf.dim() > 1]
+    return [out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def assert_rounded_once(mine: Tensor, exact: Tensor, terms: Tensor) -> None:
+    """Hold that a result is the exact one within half an ulp of fp16.
+
+    Args:
+        mine: In fp16.
+        exact: In fp64.
+        terms: The sum of the absolute terms: each of at most 64 additions in fp32
+            errs by half an ulp of no more than that.
+    """
+    assert mine.dtype is torch.float16
+    there = exact.numpy()
+    half = np.spacing(np.abs(there).astype(np.float16)).astype(np.float64) / 2
+    summing = 64 * 2.0**-24 * terms.numpy()
+    assert (np.abs(mine.double().numpy() - there) <= half + summing).all()
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name: str) -> None:
+    """Law: products of fp16 are the exact ones, rounded once; gradients are too."""
+    call, given = PRODUCTS[name]
+    way = drawn(*call(*(each.float() for each in given)).shape, seed=8)
+    with Running() as ran, emulated.Widened():  # type: ignore[no-untyped-call]
+        mine = forward_backward(call, given, way)
+    assert ran.products == {torch.float32}
+    doubles = tuple(each.double() for each in given)
+    exact = forward_backward(call, doubles, way.double())
+    sizes = tuple(each.abs() for each in doubles)
+    terms = forward_backward(call, sizes, way.double().abs())
+    for got, there, most in zip(mine, exact, terms, strict=True):
+        assert_rounded_once(got, there, most)
+
+
+def test_positive_products() -> None:
+    """Law: where nothing cancels, they are within an ulp of the exact, rounded."""
+    with emulated.Widened():  # type: ignore[no-untyped-call]
+        mine = torch.mm(A.abs(), B.abs()).numpy()
+    rounded = (A.abs().double() @ B.abs().double()).numpy().astype(np.float16)
+    assert (np.abs(mine - rounded) <= np.spacing(rounded)).all()
+
+
+def test_scaled_sums() -> None:
+    """Law: factors of a sum and of a product hold, and are not rounded between."""
+    with emulated.Widened():  # type: ignore[no-untyped-call]
+        mine = torch.addmm(C, A, B, beta=2, alpha=0.5)
+    exact = 2 * C.double() + A.double() @ B.double() / 2
+    terms = 2 * C.double().abs() + A.double().abs() @ B.double().abs() / 2
+    assert_rounded_once(mine, exact, terms)
+
+
+@pytest.mark.parametrize(
+    ("last", "result"),
+    [(-299.0, 300.0), (-82.0, 65400.0), (-81.0, math.inf), (300.0, math.inf)],
+)
+def test_overflow(last: float, result: float) -> None:
+    """Law: sums may pass 65504 on their way; a result that does is inf.
+
+    90000 - 300 x 82 is 65400, which rounds to 65408; 65700 rounds to no number.
+    """
+    left = torch.tensor([[300.0, 300.0]]).half()
+    right = torch.tensor([[300.0], [last]]).half()
+    with emulated.Widened():  # type: ignore[no-untyped-call]
+        out = left @ right
+    assert out.item() == np.float64(result).astype(np.float16)
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Tensor
+) -> list[Tensor]:
+    """Return what attention without dropout gives, and gradients of its operands."""
+    leaves = [each.detach().clone().requires_grad_() for each in (q, k, v)]
+    out = functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+    out.backward(way)  # type: ignore[no-untyped-call]
+    return [out.detach(), *(each.grad for each in leaves if each.grad is not None)]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention(*, masked: bool) -> None:
+    """Law: attention is that of fp32, rounded once; so are its gradients.
+
+    Of fp64's, the result is within half an ulp; backward meets the rounded result,
+    which moves gradients by as much as half an ulp of each of its 16 numbers.
+    """
+    q, k, v, way = (drawn(2, 3, 7, 16, seed=10 + n) for n in range(4))
+    mask = torch.zeros(2, 1, 7, 7, dtype=torch.float16) if masked else None
+    if mask is not None:
+        mask[1, :, :, 4:] = -math.inf
+    with Running() as ran, emulated.Widened():  # type: ignore[no-untyped-call]
+        mine = attended(q, k, v, mask, way)
+    assert ran.products == {torch.float32}
+    wide = None if mask is None else mask.float()
+    out = attended(q.float(), k.float(), v.float(), wide, way.float())[0]
+    assert torch.equal(mine[0], out.half())
+    double = None if mask is None else mask.double()
+    exact = attended(q.double(), k.double(), v.double(), double, way.double())
+    # Scores of 16 products, and 7 shares of numbers up to 2, in fp32.
+    assert_rounded_once(mine[0], exact[0], torch.full_like(exact[0], 2 * 16))
+    for got, there in zip(mine[1:], exact[1:], strict=True):
+        assert got.dtype is torch.float16
+        # 16 x 2 x half an ulp of 2 in the sum that each share's gradient loses; keys
+        # and queries of at most 2 carry it on, and all is divided by 4.
+        off = 16 * 2 * 2.0**-10 * 2 / 4 + 2.0**-10 * there.abs()
+        assert ((got.double() - there).abs() <= off).all()
+
+
+def test_logarithms_stay_wide() -> None:
+    """Law: of attention, the logarithm of the sums stays in fp32."""
+    q = drawn(1, 1, 5, 8, seed=20)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with emulated.Widened():  # type: ignore[no-untyped-call]
+        out, sums = attend(q, q, q)
+    exact = (q.double() @ q.double().mT / math.sqrt(8)).logsumexp(-1)
+    assert (out.dtype, sums.dtype) == (torch.float16, torch.float32)
+    # 8 products, a division, exp, 5 terms and log: some 32 roundings of at most 32.
+    assert sums.double().numpy() == pytest.approx(exact.numpy(), abs=32 * 32 * 2.0**-24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_other_formats(dtype: torch.dtype) -> None:
+    """Law: what is not fp16 runs as it does without, to the bit."""
+    for call, given in PRODUCTS.values():
+        others = tuple(each.to(dtype) for each in given)
+        with Running() as ran, emulated.Widened():  # type: ignore[no-untyped-call]
+            mine = call(*others)
+        assert ran.products == {dtype}
+        assert torch.equal(mine, call(*others))
+
+
+def test_nothing_is_left_behind() -> None:
+    """Law: after the region, be it by an error, fp16 runs in fp16; operands stay."""
+    kept = A.clone()
+
+    def fail() -> None:
+        with emulated.Widened():  # type: ignore[no-untyped-call]
+            torch.mm(A, B)
+            torch.mm(A, A)
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        fail()
+    with Running() as ran:
+        torch.mm(A, B)
+    assert ran.products == {torch.float16}
+    assert torch.equal(A, kept)
+
+
+@pytest.mark.parametrize(
+    ("device", "rate", "needed"),
+    [("cpu", 0.49, True), ("cpu", 0.5, False), ("cuda", 0.01, False)],
+)
+def test_needed(
+    *, monkeypatch: pytest.MonkeyPatch, device: str, rate: float, needed: bool
+) -> None:
+    """Law: only a CPU whose fp16 is below half of fp32's rate needs it."""
+    rates = {"fp32": 1.0, "bf16": 1.0, "fp16": rate}
+    monkeypatch.setattr(machine, "gemm_rates", lambda *_: rates)
+    assert emulated.needed(device) is needed
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", None])
+@pytest.mark.parametrize("slow", [True, False])
+def test_where_it_is_used(
+    *, monkeypatch: pytest.MonkeyPatch, dtype: str | None, slow: bool
+) -> None:
+    """Law: a run is in it if it is of fp16 and the machine has none."""
+    inside = []
+
+    def run(_: dict[str, Any]) -> None:
+        inside.append(torch._C._len_torch_dispatch_stack())
+        raise quality.Diverged
+
+    monkeypatch.setattr(quality, "run", run)
+    monkeypatch.setattr(emulated, "needed", lambda _: slow)
+    quality.train_once({"dtype": dtype, "device": "cpu"})
+    assert inside == [int(slow and dtype == "fp16")]
+    assert torch._C._len_torch_dispatch_stack() == 0

@@ -1,0 +1,278 @@
+"""Checkpoints on disks that are full, read-only or gone, and in killed processes.
+
+Started as a program, this file saves under limits, and is killed while it saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+from processes import ONE_THREAD
+
+from halfstep import sealed
+from halfstep.checkpoint import CheckpointError, load, save
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WRITTEN = ("weights.safetensors", "state.pt", "manifest.json")  # in this order
+LARGE = 20_000
+"""Bytes of the one large file."""
+LIMITS = (0, 7, 511, 3000, 8192, 16_000, LARGE, 3 * LARGE)
+KILLS = 50
+PAGE = 4096  # bytes: what a file in memory grows by
+
+unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="no limits, no kill -9")
+root = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="only root may mount"
+)
+
+
+def contents(large: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return weights, state and notes, of which one makes a large file."""
+    size = {name: LARGE if name == large else 8 for name in WRITTEN}
+    numbers = [torch.zeros(size[name] // 4) for name in WRITTEN[:2]]
+    return {"w": numbers[0]}, {"s": numbers[1]}, {"n": "x" * size["manifest.json"]}
+
+
+def names(folder: Path) -> list[str]:
+    """Return what is in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def said(path: Path, reason: int) -> str:
+    """Return how a failure is told."""
+    return (
+        f"checkpoint {path} could not be written: {os.strerror(reason)}. Mend that, or "
+        "choose another place."
+    )
+
+
+# Programs
+
+
+def under_limits(folder: Path) -> None:
+    """Save under limits on the size of files; print what came of it."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    seen = []
+    for large in WRITTEN:
+        for limit in LIMITS:
+            path, words = folder / f"{large}-{limit}", "whole"
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            try:
+                save(path, *contents(large))
+            except CheckpointError as error:
+                words = str(error)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            seen.append([large, limit, words, names(folder)])
+            shutil.rmtree(path, ignore_errors=True)
+    (folder.parent / "seen.json").write_text(json.dumps(seen))
+
+
+def killed(folder: Path) -> None:
+    """Be killed in the middle of many saves, each in a process of its own."""
+    seen = []
+    for turn in range(KILLS):
+        child = os.fork()
+        if child == 0:
+            calls = []
+
+            def fsync(
+                _: int, last: int = 1 + turn % 4, calls: list[int] = calls
+            ) -> None:
+                calls.append(1)
+                if len(calls) == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            os.fsync = fsync
+            save(folder / "c", *contents("state.pt"))
+            os._exit(1)  # It was to be killed.
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status)
+        seen.append(names(folder))
+    (folder.parent / "seen.json").write_text(json.dumps(seen))
+
+
+def program(word: str, tmp_path: Path) -> tuple[Path, list[Any]]:
+    """Start this file; return the folder it saved in, and what it saw."""
+    (tmp_path / "saved").mkdir()
+    done = subprocess.run(
+        [sys.executable, __file__, word, str(tmp_path / "saved")],
+        env=os.environ | ONE_THREAD,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads((tmp_path / "seen.json").read_text())
+    return tmp_path / "saved", found
+
+
+# Tests
+
+
+@unix
+def test_files_too_large(tmp_path: Path) -> None:
+    """Law: whatever byte of whatever file cannot be written, the reason is told.
+
+    Nothing is left. Where the limit is above every file, the checkpoint is whole.
+    """
+    sizes = {}
+    for large in WRITTEN:
+        save(tmp_path / large, *contents(large))
+        files = {name: (tmp_path / large / name).stat().st_size for name in WRITTEN}
+        assert max(files, key=files.__getitem__) == large
+        sizes[large] = files
+    folder, seen = program("limits", tmp_path)
+    hit = set()
+    for large, limit, words, left in seen:
+        over = [name for name in WRITTEN if sizes[large][name] > limit]
+        hit |= set(over[:1])
+        path = folder / f"{large}-{limit}"
+        assert words == (said(path, errno.EFBIG) if over else "whole"), (large, limit)
+        assert left == ([] if over else [path.name])
+    assert hit == set(WRITTEN)
+    assert len(seen) == len(WRITTEN) * len(LIMITS)
+
+
+@unix
+def test_killed_while_saving(tmp_path: Path) -> None:
+    """Law: kill -9 in each of many saves leaves one temporary directory at most."""
+    folder, seen = program("killed", tmp_path)
+    assert len(seen) == KILLS
+    assert {len(left) for left in seen} == {1}
+    assert all(left[0].startswith(".c.part-") for left in seen)
+    assert len({left[0] for left in seen}) > 1
+    save(folder / "c", *contents("state.pt"))
+    assert names(folder) == ["c"]
+    load(folder / "c")
+
+
+@contextlib.contextmanager
+def mounted(place: Path, options: str) -> Iterator[None]:
+    """Mount a small disk in memory, or skip the test."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run([shutil.which("umount") or "umount", str(place)], check=True)
+
+
+@root
+def test_full_disk(tmp_path: Path) -> None:
+    """Law: a full disk is told as such, in each file; the one before stays whole."""
+    disk, fill = tmp_path / "disk", tmp_path / "disk" / "fill"
+    with mounted(disk, "size=1m"):
+        save(disk / "first", *contents("state.pt"))
+        save(disk / "second", *contents("weights.safetensors"))
+        sizes = [path.stat().st_size for path in (disk / "second").iterdir()]
+        shutil.rmtree(disk / "second")
+        pages = shutil.disk_usage(disk).free // PAGE
+        for free in range(sum(math.ceil(size / PAGE) for size in sizes)):
+            fill.write_bytes(bytes(PAGE * (pages - free)))
+            with pytest.raises(CheckpointError) as caught:
+                save(disk / "second", *contents("weights.safetensors"))
+            assert str(caught.value) == said(disk / "second", errno.ENOSPC)
+            assert names(disk) == ["fill", "first"]
+            fill.unlink()
+        assert load(disk / "first").notes == {"n": "x" * 8}
+        save(disk / "second", *contents("weights.safetensors"))
+        load(disk / "second")
+
+
+@root
+def test_read_only_disk(tmp_path: Path) -> None:
+    """Law: a disk that may only be read is told as such."""
+    disk = tmp_path / "disk"
+    with mounted(disk, "size=1m,ro"):
+        with pytest.raises(CheckpointError) as caught:
+            save(disk / "c", {}, {}, {})
+        assert str(caught.value) == said(disk / "c", errno.EROFS)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    """Law: below a file nothing can be made, and that is told."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path / "file" / "c", {}, {}, {})
+    assert str(caught.value) == said(tmp_path / "file" / "c", errno.ENOTDIR)
+
+
+@pytest.mark.parametrize("moment", ["save_file", "save", "digest", "flush"])
+def test_directory_that_vanishes(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a directory that is taken away while it is written to is missed."""
+    owner = {"save_file": safetensors.torch, "save": torch}.get(moment, sealed)
+    original = getattr(owner, moment)
+
+    def after(*given: Any, **words: Any) -> Any:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return original(*given, **words)
+
+    monkeypatch.setattr(owner, moment, after)
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path / "run" / "c", {"w": torch.ones(2)}, {}, {})
+    assert str(caught.value) == said(tmp_path / "run" / "c", errno.ENOENT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_reason_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where tidying up fails too, it is the first reason that is told."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", broken)
+        patch.setattr(os, "unlink", broken)
+        with pytest.raises(CheckpointError) as caught:
+            save(tmp_path / "c", {}, {}, {})
+    assert str(caught.value) == said(tmp_path / "c", errno.ENOSPC)
+    assert len(str(caught.value).split()) <= 35
+
+
+def test_defects_stay_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: an error that is none of the disk's is not taken for one."""
+    fault = RuntimeError("an operator is missing")
+
+    def wrong(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(torch, "save", wrong)
+    with pytest.raises(RuntimeError, match="an operator is missing"):
+        save(tmp_path / "c", {}, {}, {})
+    assert not list(tmp_path.iterdir())
+
+
+if __name__ == "__main__":
+    {"limits": under_limits, "killed": killed}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,316 @@
+"""The laws of `halfstep.report_page`: what is drawn, and one page that holds it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import matplotlib as mpl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep import report_page
+from halfstep.errors import UserError
+from halfstep.report import Table
+from halfstep.report_page import Bar, Chart, Curve, Heat, Section, page
+
+NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+TABLE = Table(
+    "Runs",
+    ("name", "steps", "loss", "finite"),
+    (
+        ("bf16", 10, 0.5, True),
+        ("混合精度", 2000, math.nan, False),
+        ("x", None, -1.25, None),
+    ),
+    ("Lower is better.",),
+)
+
+
+def chart(*y: float, title: str = "Loss", **options: bool) -> Chart:
+    """Return a chart of one curve over 0, 1, 2, ..."""
+    curve = Curve("a", tuple(map(float, range(len(y)))), y)
+    return Chart(title, "step", "loss", (curve,), **options)
+
+
+def words(svg: str) -> list[str]:
+    """Return the texts of a chart: ticks, labels, legend."""
+    return [text for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg) if text]
+
+
+def strokes(svg: str) -> list[str]:
+    """Return the path data of what is drawn in the first colour inside the axes."""
+    return re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="[^"]*#0072b2', svg)
+
+
+def test_a_curve_has_as_many_x_as_y() -> None:
+    """Law: a programmer's error is a plain ValueError that says what does not fit."""
+    with pytest.raises(ValueError, match=r"^Curve 'Runs' has 3 x and 2 y\.$"):
+        Curve("Runs", (1.0, 2.0, 3.0), (1.0, 2.0))
+
+
+def test_the_same_chart_gives_the_same_bytes() -> None:
+    """Law: neither the process, nor its hash seed, nor a matplotlibrc matters."""
+    code = (
+        "import sys; from halfstep.report_page import Chart, Curve\n"
+        "assert 'matplotlib' not in sys.modules and 'jinja2' not in sys.modules\n"
+        "curve = Curve('a', (0.0, 1.0, 2.0), (1.0, 3.0, 2.0))\n"
+        "print(Chart('Loss', 'step', 'loss', (curve,)).svg(), end='')\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"},
+    )
+    with mpl.rc_context({"lines.linewidth": 9, "axes.facecolor": "red"}):
+        here = chart(1.0, 3.0, 2.0).svg()
+        assert mpl.rcParams["lines.linewidth"] == 9
+    assert done.stdout == here
+
+
+def test_svg_embeds_in_html() -> None:
+    """Law: one named svg element, no prolog, no metadata, texts as texts."""
+    svg = chart(1.0, 2.0, title='Loss <"of"> A&B').svg()
+    root = ET.fromstring(svg)  # noqa: S314 -- our own text
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert root.get("aria-label") == 'Loss <"of"> A&B'
+    assert "<metadata" not in svg
+    assert {"step", "loss", "a"} <= set(words(svg))
+
+
+def test_not_finite_values_leave_a_gap_and_do_not_stretch_the_axis() -> None:
+    """Law: nan, infinity and what no axis can hold interrupt the line, no more."""
+    whole = words(chart(1.0, 2.0, 2.0, 3.0, 2.0).svg())
+    for value in (math.nan, math.inf, -math.inf, 1e308):
+        svg = chart(1.0, 2.0, value, 3.0, 2.0).svg()
+        (line,) = strokes(svg)
+        assert line.count("M") == 2
+        assert words(svg) == whole
+
+
+def test_zero_is_a_gap_on_a_logarithmic_axis() -> None:
+    """Law: what has no logarithm is left out; ticks are plain numbers."""
+    svg = chart(0.01, 1.0, 0.0, 100.0, 1.0, log_y=True).svg()
+    assert [line.count("M") for line in strokes(svg)] == [2]
+    assert {"0.01", "1", "100"} <= set(words(svg))
+    assert "$" not in "".join(words(chart(2.0, 3.0, log_y=True).svg()))
+
+
+def test_a_point_between_gaps_is_marked() -> None:
+    """Law: a value without neighbours is seen; one with neighbours has no mark."""
+    mark = r"<use [^>]*#0072b2"
+    assert len(re.findall(mark, chart(math.nan, 1.0, math.nan, 3.0, 2.0).svg())) == 1
+    assert len(re.findall(mark, chart(0.0, 1.0, 0.0, log_y=True).svg())) == 1
+    assert not re.findall(mark, chart(1.0, 2.0).svg())
+
+
+def test_steps_hold_a_value_until_the_next() -> None:
+    """Law: a step goes along, then up; a line goes straight."""
+    (line,) = strokes(chart(1.0, 2.0).svg())
+    (stair,) = strokes(chart(1.0, 2.0, step=True).svg())
+    assert len(line.split()) == 6  # M x y L x y
+    _, _, y0, _, x1, y1, _, x2, _ = stair.split()
+    assert (x1, y1) == (x2, y0)
+
+
+def test_names_are_shown_as_they_are() -> None:
+    """Law: dollars are no formula, Chinese no warning, an empty name no legend."""
+    curve = Curve("$a$ 损失 <b>", (0.0, 1.0), (1.0, 2.0))
+    svg = Chart("损失", "步 $x$", "y_1", (curve,)).svg()
+    assert {"$a$ 损失 &lt;b&gt;", "步 $x$", "y_1"} <= set(words(svg))
+    unnamed = Chart("t", "x", "y", (Curve("", (0.0, 1.0), (1.0, 2.0)),)).svg()
+    assert [drawn.count("#0072b2") for drawn in (svg, unnamed)] == [2, 1]
+
+
+anything = st.lists(st.floats(), max_size=6).map(tuple)
+
+
+@settings(max_examples=20, deadline=None)
+@given(anything, st.booleans(), st.booleans())
+def test_any_values_can_be_drawn(y: tuple[float, ...], log_y: bool, step: bool) -> None:
+    """Law: no list of floats, the empty one included, warns or fails."""
+    ET.fromstring(chart(*y, log_y=log_y, step=step).svg())  # noqa: S314
+
+
+def test_long_curves_keep_their_spikes_gaps_and_ends() -> None:
+    """Law: a spike of a single point is drawn whichever points are left out."""
+    y = [math.sin(i / 1000) for i in range(50_000)]
+    y[12_345], y[23_456], y[34_567] = 9.0, -9.0, math.nan
+    y[1], y[-2] = -2.0, 2.0  # so that neither end is the least or the greatest
+    curve = Curve("a", tuple(map(float, range(50_000))), tuple(y))
+    xs, ys = report_page._points(curve, lowest=-1e100)
+    assert xs == sorted(xs)
+    assert (xs[0], xs[-1]) == (0.0, 49_999.0)
+    drawn = dict(zip(xs, ys, strict=True))
+    assert (drawn[12_345.0], drawn[23_456.0]) == (9.0, -9.0)
+    assert math.isnan(drawn[34_567.0])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2000, 2001, 8000, 9999])
+def test_how_many_points_are_drawn(count: int) -> None:
+    """Law: up to 2,000 points all, of more some but never more than 2,000."""
+    x = tuple(map(float, range(count)))
+    y = tuple((math.nan, 1.0, -1.0, 0.0)[i % 4] for i in range(count))
+    xs, ys = report_page._points(Curve("a", x, y), lowest=-1e100)
+    assert len(xs) == len(ys)
+    assert 1000 <= len(xs) <= 2000 if count > 2000 else tuple(xs) == x
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    """Return a page with two tables and three charts, two of the same title."""
+    charts = (chart(1.0, 2.0), chart(1.0, 3.0), chart(1.0, 2.0, title="Scale"))
+    tables = (TABLE, Table("Nothing", ("only",), ()))
+    sections = (
+        Section("One", "Some text.", tables=tables),
+        Section("Two", charts=charts),
+    )
+    return page("A run", sections, "It went well.")
+
+
+def parsed(html: str) -> ET.Element:
+    """Parse a page as XML, which fails where a tag is not closed in order."""
+    doctype, _, document = html.partition("\n")
+    assert doctype == "<!doctype html>"
+    return ET.fromstring(re.sub("(<meta[^>]*)>", r"\1/>", document))  # noqa: S314
+
+
+def test_page_is_one_whole_document(html: str) -> None:
+    """Law: everything given is there, once and in its order."""
+    body = parsed(html)[1]
+    assert [len(body.findall(f".//{tag}")) for tag in ("table", "tr")] == [2, 5]
+    assert len(body.findall(".//{*}svg")) == 3
+    expected = ["A run", "It went well.", "One", "Some text.", "Runs", "name", "bf16"]
+    expected += ["10", "0.500", "yes", "混合精度", "Lower is better.", "Nothing", "Two"]
+    assert [text for text in body.itertext() if text in expected] == expected
+
+
+def test_page_declares_what_browsers_need(html: str) -> None:
+    """Law: language, encoding, a phone's width, dark colours, a box for wide tables."""
+    root = parsed(html)
+    assert root.get("lang") == "en"
+    charset, viewport = root.findall("head/meta")
+    assert charset.get("charset") == "utf-8"
+    assert viewport.get("content") == "width=device-width, initial-scale=1"
+    assert len(root.findall(".//div[@class='scroll']/table")) == 2
+    assert ":root { color-scheme: light dark; }" in html
+    assert re.search(r"svg {[^}]*background: #fff;", html)
+
+
+def test_page_needs_nothing_from_outside(html: str) -> None:
+    """Law: no address but the names of namespaces, nothing that loads or runs."""
+    assert set(re.findall(r"https?://[^\"'\s<]*", html)) == NAMESPACES
+    loads = r"<(script|link|img|iframe)|@import| src=| href=|(url\(|xlink:href=\")[^#]"
+    assert not re.search(loads, html)
+
+
+def test_charts_of_a_page_share_no_id(html: str) -> None:
+    """Law: each id is there once, even if titles are equal, and each reference hits."""
+    ids = [value for e in parsed(html).iter() if (value := e.get("id")) is not None]
+    assert len(ids) == len(set(ids)) > 3
+    assert set(re.findall(r'(?:url\(|href=")#(\w+)', html)) == set(ids)
+
+
+def test_page_shows_markup_as_text() -> None:
+    """Law: no argument can add an element."""
+    mark = "<script>\"'&"
+    table = Table(mark, (mark,), ((mark,),), (mark,))
+    drawn = Chart(mark, mark, mark, (Curve(mark, (0.0, 1.0), (0.0, 1.0)),))
+    heat = Heat(Table(mark, (mark, "a"), ((mark, 1),), (mark,)), mark)
+    bar = Bar(mark, ((mark, 1.0),))
+    parts = Section(mark, mark, (mark,), (bar,), (table,), (heat,), (drawn,))
+    html = page(mark, [parts], mark)
+    # Page 3, section 3, bar 1, table 4, heat 5, chart 1 and in its drawing 3.
+    texts = [text.strip() for text in parsed(html).itertext()]
+    assert texts.count(mark) == 20
+    assert texts.count(f"{mark} 100.0 %") == 1
+
+
+@pytest.mark.parametrize("module", ["matplotlib", "jinja2"])
+def test_a_missing_extra_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: without matplotlib or jinja2 the message says what to install."""
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError) as caught:
+        page("t", [Section("s", charts=(chart(1.0, 2.0),))])
+    assert str(caught.value) == (
+        "report.html needs matplotlib and jinja2: "
+        "install them with pip install 'halfstep[report]'."
+    )
+
+
+CONFUSION = Table("On dev", ("truth", "a", "b & c"), (("a", 3, 1), ("b & c", 0, 0)))
+
+
+def test_heat_is_a_table_with_names_of_rows_and_columns() -> None:
+    """Law: a reader of tables finds every count under its two names."""
+    root = parsed(page("t", [Section("s", heats=(Heat(CONFUSION, "guess"),))]))
+    heat = root.find(".//table")
+    assert heat is not None
+    scopes = [(th.get("scope"), th.text) for th in heat.iter("th")]
+    across = [("col", "truth"), ("colgroup", "guess"), ("col", "a"), ("col", "b & c")]
+    assert scopes == [*across, ("row", "a"), ("row", "b & c")]
+    assert [td.text for td in heat.iter("td")] == ["3", "1", "0", "0"]
+    group = heat.find(".//th[@scope='colgroup']")
+    assert group is not None
+    assert group.get("colspan") == "2"
+
+
+def test_heat_is_shaded_by_the_share_of_a_row() -> None:
+    """Law: full shade for a whole row, none for zero; agreement has its own colour."""
+    drawn = Heat(CONFUSION, "guess").drawn()
+    assert drawn == [
+        ("a", [("3", "rgba(0,114,178,0.450)"), ("1", "rgba(213,94,0,0.150)")]),
+        ("b & c", [("0", "rgba(213,94,0,0.000)"), ("0", "rgba(0,114,178,0.000)")]),
+    ]
+
+
+def test_heat_keeps_cells_that_are_no_count() -> None:
+    """Law: a cell without a count has no shade and does not change the others."""
+    table = Table("", ("truth", "a", "b"), (("a", None, 2),))
+    assert Heat(table, "guess").drawn() == [
+        ("a", [("-", "rgba(0,114,178,0.000)"), ("2", "rgba(213,94,0,0.600)")])
+    ]
+
+
+def test_bar_shows_shares_of_the_sum() -> None:
+    """Law: widths are shares in percent, and the words below tell the same."""
+    bar = Bar("Time", (("in", 1.0), ("out & back", 3.0), ("rest", 0.0)))
+    assert [part[:2] for part in bar.drawn()] == [
+        ("in", 25.0),
+        ("out & back", 75.0),
+        ("rest", 0.0),
+    ]
+    root = parsed(page("t", [Section("s", bars=(bar,))]))
+    widths = [span.get("style", "").split(";")[0] for span in root.iter("span")]
+    assert widths == ["width:25.000%", "width:75.000%", "width:0.000%"]
+    legend = ["".join(item.itertext()) for item in root.iter("li")]
+    assert legend == ["in 25.0 %", "out & back 75.0 %", "rest 0.0 %"]
+
+
+def test_bar_of_nothing() -> None:
+    """Law: parts that are all zero take no room, and no division by zero."""
+    assert [share for _, share, _ in Bar("", (("a", 0.0),)).drawn()] == [0.0]
+
+
+def test_long_words_break_and_short_ones_do_not() -> None:
+    """Law: only what is long may be broken; a long text gets room on a phone."""
+    table = Table("", ("w", "x", "n"), (("short", "a" * 16, 1), ("a" * 61, "y", 2)))
+    root = parsed(page("t", [Section("s", tables=(table,))]))
+    kinds = [td.get("class") for td in root.iter("td")]
+    assert kinds == ["short", "", "number", "long", "short", "number"]
+
+
+def test_ticks_of_a_logarithmic_axis_are_plain_numbers() -> None:
+    """Law: between powers of ten, too, a tick is written as people write it."""
+    ticks = words(chart(9000.0, 65536.0, log_y=True).svg())
+    assert {"10000", "60000"} <= set(ticks)
+    assert not [tick for tick in ticks if "e" in tick and tick[0].isdigit()]

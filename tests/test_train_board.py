@@ -1,0 +1,166 @@
+"""The run's numbers in TensorBoard's files, read back by TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from halfstep.errors import UserError
+from halfstep.train import board
+from halfstep.train.board import Board
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("tensorboard")
+
+NO_SPACE = "No space left on device"
+
+
+def step(number: int, **more: object) -> dict[str, Any]:
+    """Return the record of a step, as the loop writes it."""
+    record = {"step": number, "loss": 1 / number, "lr": 1e-3, "grad_norm": 0.1}
+    return record | {"scale": 65536.0, "skipped_total": 0, "seconds": 1.5} | more
+
+
+def single(value: float) -> float:
+    """Return a number as single precision holds it, which event files are in."""
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the scalars that TensorBoard would show: by name, step and value."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # tensorboard's own
+        from tensorboard.backend.event_processing.event_accumulator import (
+            EventAccumulator,
+        )
+
+        found = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+        return {
+            name: [(each.step, each.value) for each in found.Scalars(name)]
+            for name in found.Tags()["scalars"]
+        }
+
+
+def test_steps_and_evaluations(tmp_path: Path) -> None:
+    """Law: what is shown of a record comes back under its name, at its step."""
+    events = Board(tmp_path, 0)
+    for number in (1, 2, 3):
+        events.write(step(number, examples_per_s=10.0 * number))
+    events.write({"event": "eval", "step": 3, "dev_macro_f1": 0.7, "loss": 9.0})
+    events.close()
+    assert read(tmp_path) == {
+        "train/loss": [(n, single(1 / n)) for n in (1, 2, 3)],
+        "train/lr": [(n, single(1e-3)) for n in (1, 2, 3)],
+        "train/grad_norm": [(n, single(0.1)) for n in (1, 2, 3)],
+        "train/scale": [(n, 65536.0) for n in (1, 2, 3)],
+        "train/skipped_total": [(n, 0.0) for n in (1, 2, 3)],
+        "train/examples_per_s": [(n, 10.0 * n) for n in (1, 2, 3)],
+        "dev/macro_f1": [(3, single(0.7))],
+    }
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    """Law: a number that a step has not, or has not finite, makes no point."""
+    events = Board(tmp_path, 0)
+    events.write({"step": 1, "loss": None, "lr": 0.5})
+    events.write({"step": 2, "loss": 0.25, "scale": None})
+    events.close()
+    assert read(tmp_path) == {"train/lr": [(1, 0.5)], "train/loss": [(2, 0.25)]}
+
+
+@pytest.mark.parametrize("last", [1, 2, 4])
+def test_going_on(tmp_path: Path, last: int) -> None:
+    """Law: a run that goes on hides what was written after its checkpoint."""
+    before, after = Board(tmp_path, 0), None
+    for number in (1, 2, 3, 4):
+        before.write({"step": number, "loss": 1.0})
+    before.close()
+    after = Board(tmp_path, last)
+    for number in range(last + 1, 6):
+        after.write({"step": number, "loss": 2.0})
+    after.close()
+    expected = [(n, 1.0 if n <= last else 2.0) for n in range(1, 6)]
+    assert read(tmp_path) == {"train/loss": expected}
+
+
+@pytest.mark.parametrize("where", ["add_scalar", "close"])
+def test_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Law: what the disk refuses is said once; no more is tried, and no run ends."""
+    events = Board(tmp_path, 0)
+    calls = []
+
+    def full(*_: object) -> None:
+        calls.append(1)
+        raise OSError(28, NO_SPACE)
+
+    events.write(step(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(events._writer, where, full)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for number in (2, 3):
+                events.write(step(number))
+            events.close()
+            events.write(step(4))
+    assert len(told) == 1
+    assert str(told[0].message) == (
+        f"{tmp_path} could not be written: {NO_SPACE}. TensorBoard gets no more of "
+        "this run; metrics.jsonl goes on."
+    )
+    assert len(calls) == 1
+    if where == "close":
+        events._writer.close()
+    else:
+        assert {n for n, _ in read(tmp_path)["train/loss"]} == {1}
+
+
+def test_no_place(tmp_path: Path) -> None:
+    """Law: a place that cannot be made is said once, and the run goes on."""
+    (tmp_path / "file").write_text("x")
+    path = tmp_path / "file" / "tensorboard"
+    told = f"{path} could not be written: Not a directory."
+    with pytest.warns(UserWarning, match=re.escape(told)) as caught:
+        events = Board(path, 0)
+    assert len(caught) == 1
+    events.write(step(1))
+    events.close()
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_another_fault(tmp_path: Path) -> None:
+    """Law: a fault that is not the disk's is not passed over."""
+    events = Board(tmp_path, 0)
+    with pytest.raises(KeyError):
+        events.write({"loss": 1.0})
+    events.close()
+
+
+def test_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: without the library a run does not begin, and how to get it is told."""
+    board.check_installed()
+    monkeypatch.setattr(board, "find_spec", lambda name: None if name else sys)
+    with pytest.raises(UserError) as caught:
+        board.check_installed()
+    assert str(caught.value) == (
+        "--tensorboard needs the package tensorboard: install with pip install "
+        "'halfstep[tensorboard]', or leave it out."
+    )
+
+
+def test_infinite_numbers(tmp_path: Path) -> None:
+    """Law: a loss that is not finite is shown as it is, and ends no run."""
+    events = Board(tmp_path, 0)
+    events.write({"step": 1, "loss": math.inf})
+    events.close()
+    assert read(tmp_path) == {"train/loss": [(1, math.inf)]}

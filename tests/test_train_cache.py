@@ -1,0 +1,319 @@
+"""Prepared files: made once, whole or absent, checked, and cleared away."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from halfstep.errors import UserError
+from halfstep.train import cache
+
+DAY = 86400.0
+FACTS = {"of": "test", "size": 3}
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep entries out of the user's cache."""
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
+
+
+def write(folder: Path) -> None:
+    """Build an entry of two files, one of them empty."""
+    (folder / "a").write_bytes(b"abc")
+    (folder / "b").write_bytes(b"")
+
+
+def refuse(folder: Path) -> None:
+    """Build nothing."""
+    message = f"{folder} is built again"
+    raise AssertionError(message)
+
+
+def content(entry: Path) -> dict[str, bytes]:
+    """Return what an entry holds, its manifest apart."""
+    return {
+        path.name: path.read_bytes()
+        for path in entry.iterdir()
+        if path.name != "manifest.json"
+    }
+
+
+WHOLE = {"a": b"abc", "b": b""}
+
+
+def names() -> list[str]:
+    """Return what the folder holds."""
+    return sorted(path.name for path in cache.folder().iterdir())
+
+
+def age(path: Path, days: float) -> None:
+    """Let a file or directory be some days old."""
+    then = time.time() - days * DAY
+    os.utime(path, (then, then))
+
+
+def test_an_entry_is_made_once() -> None:
+    """Law: the same facts, in any order, find what was built; others are built."""
+    entry = cache.made("test", FACTS, write)
+    assert content(entry) == WHOLE
+    assert entry.parent == cache.folder()
+    assert cache.made("test", {"size": 3, "of": "test"}, refuse) == entry
+    other = cache.made("test", FACTS | {"size": 4}, write)
+    assert cache.made("tests", FACTS, write) not in {entry, other}
+    assert other != entry
+
+
+def test_the_folder_is_where_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: HALFSTEP_CACHE, else the user's cache, else .cache in the home."""
+    monkeypatch.setenv("HALFSTEP_CACHE", "/x/y")
+    assert cache.folder() == Path("/x/y")
+    monkeypatch.setenv("HALFSTEP_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/z")
+    assert cache.folder() == Path("/z/halfstep/train")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/ann")
+    assert cache.folder() == Path("/home/ann/.cache/halfstep/train")
+    monkeypatch.setenv("HALFSTEP_CACHE", "~/mine")
+    assert cache.folder() == Path("/home/ann/mine")
+    monkeypatch.setenv("HALFSTEP_CACHE", "mine")
+    assert cache.folder() == Path.cwd() / "mine"
+    monkeypatch.setenv("HALFSTEP_CACHE", "~nobody-of-that-name/mine")
+    with pytest.raises(UserError, match="set HALFSTEP_CACHE to a folder"):
+        cache.folder()
+
+
+def flip(path: Path) -> None:
+    """Alter one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    """Take the last byte from a file."""
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "fault"),
+    [
+        ("a", flip, "a is not what was written"),
+        ("a", cut, "a is not what was written"),
+        ("a", Path.unlink, "a: No such file or directory"),
+        ("manifest.json", cut, "manifest.json is not what was written"),
+        ("manifest.json", Path.unlink, "manifest.json: No such file or directory"),
+        (
+            "manifest.json",
+            lambda path: path.write_text("[]"),
+            "manifest.json is not what was written",
+        ),
+        ("b", lambda path: path.write_bytes(b"x"), "b is not what was written"),
+    ],
+)
+def test_a_damaged_entry_is_made_anew(name: str, damage: object, fault: str) -> None:
+    """Law: a byte that differs is found at the next use, said, and mended."""
+    entry = cache.made("test", FACTS, write)
+    assert callable(damage)
+    damage(entry / name)
+    with pytest.warns(UserWarning, match="is made anew") as caught:
+        assert cache.made("test", FACTS, write) == entry
+    (said,) = caught
+    assert str(said.message) == f"{entry} is damaged: {fault}; it is made anew."
+    assert content(entry) == WHOLE
+    cache.made("test", FACTS, refuse)
+
+
+def test_flipped_bits_of_a_manifest_are_found() -> None:
+    """Law: nothing that the manifest says can change without a rebuild."""
+    entry = cache.made("test", FACTS, write)
+    manifest = entry / "manifest.json"
+    whole = manifest.read_bytes()
+    for at in range(0, len(whole), 7):
+        data = bytearray(whole)
+        data[at] ^= 1
+        manifest.write_bytes(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cache.made("test", FACTS, write)
+        # What differs may still say the same: white space does.
+        assert json.loads(manifest.read_bytes()) == json.loads(whole), at
+
+
+def test_a_build_that_fails_leaves_nothing() -> None:
+    """Law: an error of any kind leaves neither an entry nor a temporary directory."""
+
+    def fail(folder: Path) -> None:
+        write(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.made("test", FACTS, fail)
+    assert all(name.endswith(".lock") for name in names())
+    assert content(cache.made("test", FACTS, write)) == WHOLE
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_folder_that_cannot_be_written_is_refused(number: int) -> None:
+    """Law: what the system says against writing is one line that names the cure."""
+
+    def fail(_: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(UserError) as caught:
+        cache.made("test", FACTS, fail)
+    assert str(caught.value) == (
+        f"{cache.folder()} cannot be written: {os.strerror(number)}; set "
+        "HALFSTEP_CACHE to a folder that is yours and has room."
+    )
+
+
+def test_a_folder_that_is_a_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a folder that cannot be made is named."""
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UserError, match=r"file/cache cannot be written: Not a dir"):
+        cache.made("test", FACTS, write)
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from halfstep.train import cache
+
+def build(folder):
+    with Path(sys.argv[1]).open("a") as log:
+        log.write("built\\n")
+    (folder / "a").write_bytes(b"abc")
+    time.sleep(float(sys.argv[2]))
+    (folder / "b").write_bytes(b"")
+
+print(cache.made("test", {"of": "test", "size": 3}, build), flush=True)
+"""
+
+
+def start(log: Path, seconds: float) -> subprocess.Popen[str]:
+    """Open the entry in a process of its own, where building takes some time."""
+    words = [sys.executable, "-c", PROGRAM, str(log), str(seconds)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+
+def until(log: Path) -> None:
+    """Wait until a process builds."""
+    for _ in range(6000):
+        if log.exists() and log.read_text(encoding="utf-8"):
+            return
+        time.sleep(0.01)
+    message = "no process began to build"
+    raise AssertionError(message)
+
+
+def test_one_of_many_processes_builds(tmp_path: Path) -> None:
+    """Law: those that come while one builds wait for it and use what it made."""
+    log = tmp_path / "log"
+    running = [start(log, 1.0) for _ in range(4)]
+    said = {process.communicate(timeout=120)[0] for process in running}
+    assert [process.returncode for process in running] == [0] * 4
+    assert log.read_text(encoding="utf-8") == "built\n"
+    assert said == {f"{cache.made('test', FACTS, refuse)}\n"}
+
+
+def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
+    """Law: what it left is no entry, blocks nobody, and is gone after a day."""
+    log = tmp_path / "log"
+    process = start(log, 600.0)
+    until(log)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    (left,) = [name for name in names() if ".part-" in name]
+    entry = cache.made("test", FACTS, write)
+    assert content(entry) == WHOLE
+    assert left in names()
+    for path in (*(cache.folder() / left).iterdir(), cache.folder() / left):
+        age(path, 1.1)
+    cache.made("test", FACTS | {"size": 4}, write)
+    assert left not in names()
+
+
+def test_a_damaged_entry_is_rebuilt_once(tmp_path: Path) -> None:
+    """Law: of many processes that find it, one builds, and none gets the damage."""
+    flip(cache.made("test", FACTS, write) / "a")
+    log = tmp_path / "log"
+    running = [start(log, 0.5) for _ in range(3)]
+    for process in running:
+        process.communicate(timeout=120)
+    assert log.read_text(encoding="utf-8") == "built\n"
+    assert content(cache.made("test", FACTS, refuse)) == WHOLE
+
+
+def test_without_locks_entries_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: where the file system has no locks, two may build, and one of them wins."""
+
+    def no_lock(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def late(folder: Path) -> None:
+        assert content(cache.made("test", FACTS, write)) == WHOLE
+        write(folder)
+
+    monkeypatch.setattr(cache.fcntl, "flock", no_lock)
+    assert content(cache.made("test", FACTS, late)) == WHOLE
+    assert [name for name in names() if ".part-" in name] == []
+
+
+def test_a_map_outlives_its_entry() -> None:
+    """Law: who has a damaged or old entry open keeps reading what it opened."""
+    entry = cache.made("test", FACTS, write)
+    with (entry / "a").open("rb") as file:
+        cache._remove(entry)
+        assert file.read() == b"abc"
+
+
+def test_what_nobody_used_for_a_month_is_removed() -> None:
+    """Law: 30 days after its last use an entry goes, its lock too; a use renews it."""
+    old, kept = (cache.made("test", {"n": n}, write) for n in (1, 2))
+    for entry in (old, kept):
+        age(entry / "manifest.json", 31)
+    cache.made("test", {"n": 2}, refuse)
+    cache.made("test", {"n": 3}, write)
+    assert not old.exists()
+    assert kept.exists()
+    assert [name for name in names() if old.name in name] == []
+    age(kept / "manifest.json", 29)
+    cache.made("test", {"n": 4}, write)
+    assert kept.exists()
+
+
+def test_an_entry_in_use_is_not_removed() -> None:
+    """Law: while somebody holds its lock, an old entry stays."""
+    old = cache.made("test", {"n": 1}, write)
+    age(old / "manifest.json", 31)
+    with cache._lock(old, shared=True):
+        cache._sweep(cache.folder())
+        assert old.exists()
+    cache._sweep(cache.folder())
+    assert not old.exists()
+
+
+def test_what_is_not_ours_is_left_alone() -> None:
+    """Law: files of the user's in the folder stay, however old."""
+    folder = cache.folder()
+    others = [folder / "photos", folder / ".photos.part-1a", folder / "rows-2020"]
+    for other in others:
+        other.mkdir(parents=True)
+        age(other, 400)
+    cache.made("test", FACTS, write)
+    assert all(other.exists() for other in others)

@@ -1,0 +1,298 @@
+"""Tokens on disk and in batches: made once, found again, each beside a slow twin."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_corpora import classified, counting, letters_tokenizer, marked
+
+from halfstep.errors import UserError
+from halfstep.train import encode
+from halfstep.train.encode import IGNORED, Encoded, characters, encoded, tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROWS = [("ab", "x"), ("b", "y"), ("aab", "x"), ("ba", "y")]
+# [CLS] 2, [SEP] 3, a 5, b 6.
+TOLD = [[2, 5, 6, 3], [2, 6, 3], [2, 5, 5, 6, 3], [2, 6, 5, 3]]
+
+token_lists = st.lists(
+    st.lists(st.integers(0, 2**31 - 1), max_size=20), min_size=1, max_size=10
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin with nothing made."""
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
+
+
+def ids_of(held: Encoded) -> list[list[int]]:
+    """Return the tokens of each example."""
+    ends = held.starts[held.rows + 1]
+    pairs = zip(held.starts[held.rows], ends, strict=True)
+    return [held.ids[start:end].tolist() for start, end in pairs]
+
+
+@given(st.data(), token_lists, st.integers(0, 9), st.integers(1, 9))
+def test_a_batch_is_its_slow_twin(
+    data: st.DataObject, lists: list[list[int]], pad_id: int, multiple: int
+) -> None:
+    """Law: a row's tokens, then padding, up to the next multiple of the longest."""
+    labels = [7 * index for index in range(len(lists))]
+    held = Encoded.build(lists, labels)
+    chosen = data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=20))
+    got = held.collate(np.array(chosen, np.int64), pad_id, multiple)
+    width = multiple
+    while width < max((len(lists[index]) for index in chosen), default=0):
+        width += multiple
+    assert list(got) == ["input_ids", "attention_mask", "labels"]
+    assert all(tensor.dtype == torch.int64 for tensor in got.values())
+    assert got["input_ids"].shape == (len(chosen), width)
+    rows = [lists[index] for index in chosen]
+    padded = [row + [pad_id] * (width - len(row)) for row in rows]
+    masks = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    assert got["input_ids"].tolist() == padded
+    assert got["attention_mask"].tolist() == masks
+    assert got["labels"].tolist() == [labels[index] for index in chosen]
+
+
+def test_a_batch_is_a_copy(tmp_path: Path) -> None:
+    """Law: what a step writes into its batch reaches neither memory nor the disk."""
+    split = classified(tmp_path / "a.jsonl", ROWS, "xy")
+    for held in (
+        Encoded.build(TOLD, [0, 1, 0, 1]),
+        encoded(split, letters_tokenizer("ab", 9), "classify"),
+    ):
+        for tensor in held.collate(np.arange(4), 0).values():
+            tensor.fill_(9)
+        assert ids_of(held) == TOLD
+        assert held.labels is not None
+        assert held.labels.tolist() == [0, 1, 0, 1]
+
+
+def test_no_token_is_wrapped() -> None:
+    """Law: an id of more than 31 bits fails."""
+    with pytest.raises(OverflowError):
+        Encoded.build([[2**31]], [0])
+
+
+def test_classes(tmp_path: Path) -> None:
+    """Law: an example has its row's tokens and class, in the order of the split."""
+    split = classified(tmp_path / "a.jsonl", ROWS, "yx", chosen=[2, 0, 1])
+    held = encoded(split, letters_tokenizer("ab", 9), "classify")
+    assert ids_of(held) == [TOLD[2], TOLD[0], TOLD[1]]
+    assert held.labels is not None
+    assert held.labels.tolist() == [1, 1, 0]
+    assert (len(held), held.lengths.tolist()) == (3, [5, 4, 3])
+    assert held.counts.tolist() == [1, 1, 1]
+    assert held.begins.tolist() == [0, 5, 9, 12]
+    longest = held.longest(2)
+    assert ids_of(longest) == [TOLD[0], TOLD[2]]
+    assert longest.labels is not None
+    assert longest.labels.tolist() == [1, 1]
+
+
+def test_made_once(tmp_path: Path) -> None:
+    """Law: the same rows are cut once, whichever are chosen and whatever labels mean.
+
+    A tokenizer made anew, and one that was called with other settings, is the same.
+    """
+    split = classified(tmp_path / "a.jsonl", ROWS, "xy")
+    tokenizer, calls = counting(letters_tokenizer("ab", 9))
+    first = encoded(split, tokenizer, "classify")
+    assert sum(calls) == len(ROWS)
+    again, more = counting(letters_tokenizer("ab", 9))
+    again(["ab", "b"], padding=True, truncation=True, max_length=3)
+    more.clear()
+    other = classified(tmp_path / "b.jsonl", ROWS, "yx", chosen=[1, 3])
+    second = encoded(other, again, "classify")
+    assert more == []
+    assert second.source == first.source
+    assert ids_of(second) == [TOLD[1], TOLD[3]]
+    assert second.labels is not None
+    assert second.labels.tolist() == [0, 0]
+
+
+def test_made_anew(tmp_path: Path) -> None:
+    """Law: another text, tokenizer, length or side of the cut is another entry."""
+    split = marked(tmp_path / "a.jsonl", [("ab", []), ("aab", [])], [])
+    more = marked(tmp_path / "b.jsonl", [("ab", []), ("abb", [])], [])
+    left = letters_tokenizer("ab", 9)
+    left.truncation_side = "left"
+    held = [
+        encoded(split, letters_tokenizer("ab", 9), "ner"),
+        encoded(more, letters_tokenizer("ab", 9), "ner"),
+        encoded(split, letters_tokenizer("a", 9), "ner"),
+        encoded(split, letters_tokenizer("ab", 4), "ner"),
+        encoded(split, left, "ner"),
+    ]
+    assert len({one.source for one in held}) == len(held)
+    assert ids_of(held[1]) == [[2, 5, 6, 3], [2, 5, 6, 6, 3]]
+    assert ids_of(held[2]) == [[2, 5, 1, 3], [2, 5, 5, 1, 3]]
+    assert ids_of(held[3]) == [[2, 5, 6, 3], [2, 5, 5, 3]]
+
+
+def test_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: how many texts are cut at a time shows nowhere."""
+    texts = [("ab" * n + "ca", [(2 * n, 2 * n + 1, "K")]) for n in range(7)]
+    split = marked(tmp_path / "a.jsonl", texts, ["K"])
+    monkeypatch.setattr(encode, "_CHUNK", 3)
+    tokenizer, calls = counting(letters_tokenizer("abc", 99))
+    held = encoded(split, tokenizer, "ner")
+    assert calls == [3, 3, 1]
+    assert ids_of(held) == [[2, *[5, 6] * n, 7, 5, 3] for n in range(7)]
+    assert held.counts.tolist() == [2 * n + 2 for n in range(7)]
+    labels = held.collate(np.arange(7), 0)["labels"]
+    for n in range(7):
+        assert labels[n, 1 : 2 * n + 3].tolist() == [*[0] * 2 * n, 1, 0]
+
+
+@pytest.mark.parametrize("task", ["classify", "ner"])
+def test_a_worker_gets_a_path(task: str, tmp_path: Path) -> None:
+    """Law: what is mapped travels as a path, and arrives as it was."""
+    size = 20_000
+    if task == "ner":
+        texts = [("ab" * size, [(1, 2, "K")]), ("ba", [])]
+        split = marked(tmp_path / "a.jsonl", texts, ["K"], [1, 0])
+    else:
+        rows = [("ab" * size, "x"), ("ba", "y")]
+        split = classified(tmp_path / "a.jsonl", rows, "xy", [1, 0])
+    held = encoded(split, letters_tokenizer("ab", 10**6), task)
+    assert held.lengths.tolist() == [4, 2 * size + 2]
+    assert held.counts.tolist() == ([2, 2 * size] if task == "ner" else [1, 1])
+    told = pickle.dumps(held)
+    assert len(told) < size
+    assert alike(pickle.loads(told), held)  # noqa: S301 -- our own
+    in_memory = Encoded.build(TOLD, [0, 1, 0, 1])
+    assert alike(pickle.loads(pickle.dumps(in_memory)), in_memory)  # noqa: S301
+
+
+def alike(one: Encoded, other: Encoded) -> bool:
+    """Say whether all that two hold is equal."""
+    every = np.arange(len(one))
+    mine, theirs = one.collate(every, 0), other.collate(every, 0)
+    return (
+        one.source == other.source
+        and mine.keys() == theirs.keys()
+        and all(torch.equal(mine[name], theirs[name]) for name in mine)
+        and one.counts.tolist() == other.counts.tolist()
+        and one.lengths.tolist() == other.lengths.tolist()
+    )
+
+
+def test_tags_by_hand(tmp_path: Path) -> None:
+    """Law: tokens have the tags of a corpus' kinds, special ones and padding none."""
+    texts = [
+        ("abba", [(1, 3, "Q"), (3, 4, "P")]),
+        ("ab", []),
+        ("aab", [(0, 1, "P"), (1, 2, "P")]),
+    ]
+    path = tmp_path / "a.jsonl"
+    targets = {
+        ("P", "Q"): [[0, 3, 4, 1], [0, 0], [1, 1, 0]],
+        ("Q", "P"): [[0, 1, 2, 3], [0, 0], [3, 3, 0]],
+        ("X", "P", "Q"): [[0, 5, 6, 3], [0, 0], [3, 3, 0]],
+    }
+    sources = set()
+    for kinds, expected in targets.items():
+        held = encoded(marked(path, texts, kinds), letters_tokenizer("ab", 9), "ner")
+        sources.add(held.source)
+        made = held.collate(np.arange(3), 0, 4)
+        rows = [[IGNORED, *tags] for tags in expected]
+        padded = [row + [IGNORED] * (8 - len(row)) for row in rows]
+        assert made["labels"].tolist() == padded
+        assert held.counts.tolist() == [4, 2, 3]
+        assert held.inexact == 0
+    # The numbers of the kinds are a corpus' own; the files are made once.
+    assert len(sources) == 1
+    offsets = [(0, 0), (0, 1), (1, 2), (2, 3), (3, 4), (0, 0)]
+    assert list(map(tuple, held.token_offsets(0).tolist())) == offsets
+
+
+def test_what_tokens_cannot_show_is_counted(tmp_path: Path) -> None:
+    """Law: an entity behind the cut is inexact; one before it is not."""
+    texts = [("abba", [(0, 1, "P"), (3, 4, "P")]), ("ab", [(1, 2, "P")])]
+    split = marked(tmp_path / "a.jsonl", texts, ["P"])
+    assert encoded(split, letters_tokenizer("ab", 5), "ner").inexact == 1
+    assert encoded(split, letters_tokenizer("ab", 6), "ner").inexact == 0
+
+
+class Told:
+    """A fast tokenizer whose tokens and their characters are as told."""
+
+    is_fast = True
+
+    def __init__(self, places: list[tuple[int, int]]) -> None:
+        self._places = places
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+        """Return the same for each text."""
+        return {
+            "input_ids": [[*range(len(self._places))] for _ in texts],
+            "offset_mapping": [self._places for _ in texts],
+        }
+
+
+def test_blanks_are_no_part_of_a_token() -> None:
+    """Law: white space at a token's edges is trimmed; a token of it alone is empty."""
+    text = "Ann \u3000in\tRome "
+    places = [(0, 0), (0, 4), (3, 7), (7, 13), (7, 8), (0, 13)]
+    ((ids, found),) = tokens(Told(places), [text], offsets=True)
+    assert ids == [0, 1, 2, 3, 4, 5]
+    assert [text[start:end] for start, end in found] == [
+        *("", "Ann", "in", "Rome", "", "Ann \u3000in\tRome")
+    ]
+    assert all(end >= start for start, end in found)
+    assert tokens(Told(places), [text]) == [([0, 1, 2, 3, 4, 5], [])]
+    assert tokens(Told(places), [], offsets=True) == []
+
+
+def test_offsets_need_a_fast_tokenizer() -> None:
+    """Law: a tokenizer that cannot tell offsets is refused, and told why."""
+    slow = Told([])
+    slow.is_fast = False
+    with pytest.raises(UserError) as caught:
+        tokens(slow, ["a"], offsets=True)
+    assert str(caught.value) == (
+        "Told cannot tell which characters a token stands for, which ner needs; use a "
+        "model with a fast tokenizer (tokenizer.json)."
+    )
+
+
+def test_characters_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: of the chosen rows; kept by rows and rule; a function's never kept."""
+    from tokenizers import normalizers
+
+    path = tmp_path / "a.jsonl"
+    rows = [("Ab b", "x"), ("bA", "y"), ("zz", "x")]
+    reads: list[int] = []
+    split = classified(path, rows, "xy", chosen=[0, 1])
+    plain = type(split).texts
+    monkeypatch.setattr(
+        type(split), "texts", lambda self: (reads.append(1), plain(self))[1]
+    )
+    lower = Counter("abbba ")
+    for expected_reads in (1, 1):
+        found = characters(split, normalizers.Lowercase().normalize_str)
+        # A line break stands between texts, for rules that look across.
+        assert found == lower + Counter("\n")
+        assert len(reads) == expected_reads
+    found = characters(split, normalizers.NFKC().normalize_str)
+    assert found == Counter("AbbbA \n")
+    other = classified(path, rows, "xy", chosen=[2])
+    assert characters(other, normalizers.NFKC().normalize_str) == Counter("zz")
+    assert len(reads) == 3
+    for _ in range(2):
+        assert characters(split, str.upper) == Counter("ABBBA \n")
+    assert len(reads) == 5

@@ -1,0 +1,163 @@
+"""Findings: said where there is something to do, silent where there is not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from halfstep.train.encode import Encoded
+from halfstep.train.findings import cut_texts, data_findings, findings
+
+
+def texts(*lengths: int, inexact: int = 0) -> Encoded:
+    """Return texts of so many tokens."""
+    made = Encoded.build([[1] * length for length in lengths])
+    return Encoded(made.ids, made.starts, made.rows, inexact=inexact)
+
+
+class Kinds(list[set[str]]):
+    """A split, as the kinds of entities of each text."""
+
+    def words(self) -> set[str]:
+        """Return the kinds of all texts."""
+        return set().union(*self)
+
+
+def trainer(**more: Any) -> Any:
+    """Return a trainer of whose run there is nothing to say, but for what is told."""
+    job = {
+        "encoded": {"train": texts(3, 4), "dev": texts(2), "test": texts()},
+        "longest": 8,
+        "corpus": SimpleNamespace(
+            left_out=more.pop("left_out", ()),
+            task=more.pop("task", "classify"),
+            test=Kinds(more.pop("test_kinds", [])),
+        ),
+    }
+    job |= {name: more.pop(name) for name in ("encoded", "longest") if name in more}
+    session = {"steps_applied": 1000, "steps_skipped": 0}
+    session |= {name: more.pop(name) for name in [*session] if name in more}
+    run: dict[str, Any] = {
+        "seconds": {"train": 10.0, "input": 0.5, "evaluate": 1.0, "save": 1.0},
+        "tokens": 80,
+        "places": 100,
+    }
+    return SimpleNamespace(
+        session=SimpleNamespace(**session), job=SimpleNamespace(**job), **(run | more)
+    )
+
+
+def test_nothing_to_say() -> None:
+    """Law: a sound run has no findings; an empty test split is none."""
+    assert findings(trainer()) == ()
+    assert findings(trainer(task="ner")) == ()
+    assert data_findings(trainer()) == []
+
+
+def test_a_run_without_steps() -> None:
+    """Law: a resumed run that had nothing left to do divides by nothing."""
+    idle = trainer(
+        steps_applied=0,
+        seconds=dict.fromkeys(("train", "input", "evaluate", "save"), 0.0),
+        tokens=0,
+        places=0,
+    )
+    assert findings(idle) == ()
+
+
+@pytest.mark.parametrize(
+    ("just", "more", "said"),
+    [
+        (
+            {"task": "ner", "test_kinds": [set(), {"PER"}]},
+            {"task": "ner", "test_kinds": [set(), set()]},
+            (
+                "The test texts hold no entity: whatever the model finds there, its F1 "
+                "is 0; mark some, or judge on other texts."
+            ),
+        ),
+        (
+            {"steps_applied": 95, "steps_skipped": 5},
+            {"steps_applied": 94, "steps_skipped": 6},
+            (
+                "6% of the steps were skipped for inf or NaN: train in bf16, or lower "
+                "--lr."
+            ),
+        ),
+        (
+            {"seconds": {"train": 10.0, "input": 1.0}},
+            {"seconds": {"train": 10.0, "input": 1.2}},
+            (
+                "12% of the time in training steps was spent on waiting for batches: "
+                "give --workers."
+            ),
+        ),
+        (
+            {"tokens": 75, "places": 100},
+            {"tokens": 70, "places": 100},
+            (
+                "30% of what was computed was padding: the texts of a batch differ "
+                "much in length; a larger --batch-size with --accumulate does not "
+                "help, cutting with --max-length does."
+            ),
+        ),
+        (
+            {"encoded": {"train": texts(7, 7, 7), "dev": texts(7)}},
+            {"encoded": {"train": texts(7, 8, 8), "dev": texts(7)}},
+            (
+                "2 of 3 train texts reach 8 tokens, where texts are cut: raise "
+                "--max-length to see all of them."
+            ),
+        ),
+        (
+            # Those of dev are of another file, or of the same one again.
+            {"encoded": {"train": texts(3), "dev": texts(3, inexact=4)}},
+            {"encoded": {"train": texts(3, inexact=4), "dev": texts(3)}},
+            (
+                "4 entities of the training file cannot be shown exactly by tokens: "
+                "they begin or end inside one, or lie beyond --max-length."
+            ),
+        ),
+    ],
+)
+def test_what_is_said(just: Any, more: Any, said: str) -> None:
+    """Law: each finding has its bound, and says what to do about it beyond."""
+    assert findings(trainer(**just)) == ()
+    assert findings(trainer(**more)) == (said,)
+
+
+def test_faults_come_first() -> None:
+    """Law: damaged checkpoints and data come before what is about the training."""
+    told = findings(
+        trainer(
+            encoded={"train": texts(8, inexact=1), "dev": texts(8), "test": texts(8)},
+            steps_skipped=1000,
+        ),
+        ["step-00000009 is damaged"],
+    )
+    assert told[0] == "step-00000009 is damaged"
+    assert [line.split(maxsplit=4)[3] for line in told[1:4]] == ["train", "dev", "test"]
+    assert told[4].startswith("1 entities")
+    assert told[5].startswith("50% of the steps")
+    assert len(told) == 6
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (20, ""), (22, " And 2 more.")])
+def test_left_out_sentences(count: int, more: str) -> None:
+    """Law: sentences that were left out are counted, and the first are named."""
+    faults = tuple(f"a.bio line {number}: I after O." for number in range(count))
+    (said,) = data_findings(trainer(left_out=faults))
+    shown = " ".join(faults[:20])
+    assert said == f"{count} sentences are left out for invalid tags: {shown}{more}"
+
+
+def test_cut_texts_by_hand() -> None:
+    """Law: a text as long as can be may have been cut; a shorter one was not."""
+    made = texts(1, 8, 7, 8, 0)
+    assert cut_texts(made, 8) == 2
+    assert cut_texts(made, 9) == 0
+    chosen = Encoded(made.ids, made.starts, np.array([1, 1, 1, 0]))
+    assert cut_texts(chosen, 8) == 3

@@ -1,0 +1,273 @@
+"""Flags of `halfstep train`: one a setting, a help that a newcomer can read, modes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from train_settings import OTHERS, TOGETHER, parse
+
+from halfstep import cli
+from halfstep.errors import UserError
+from halfstep.master import form as forms
+from halfstep.policy import Policy
+from halfstep.report import Table
+from halfstep.train.config import (
+    BEST_BY,
+    MASTERS,
+    SETTINGS,
+    TrainConfig,
+    called,
+    resumed,
+)
+from halfstep.train.flags import HELP, epilog
+from halfstep.train.settings import MODES, read_file, write_resolved
+
+TEXTS = {name: text for texts in HELP.values() for name, text in texts.items()}
+ONLY_IN_FILES = ("dev_share", "best_by")
+MOST = 40
+WIDTH = 80
+SWITCHES = ("compile", "recompute", "tensorboard")
+
+
+def train_parser() -> argparse.ArgumentParser:
+    """Return the real parser of `halfstep train`."""
+    commands = next(
+        action
+        for action in cli._parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    found = commands.choices["train"]
+    assert isinstance(found, argparse.ArgumentParser)
+    return found
+
+
+def test_at_most_forty_options() -> None:
+    """Law: the program has few options, -h and modes counted."""
+    options = [each for each in train_parser()._actions if each.option_strings]
+    assert len(options) <= MOST
+    assert len(options) == 1 + len(SETTINGS) - len(ONLY_IN_FILES) + 1 + len(MODES)
+
+
+def test_every_setting_has_its_help() -> None:
+    """Law: what is said is said of each setting once, in the order of the settings."""
+    assert sum(map(len, HELP.values())) == len(TEXTS)
+    assert list(TEXTS) == list(SETTINGS)
+    files_only = [n for n, each in SETTINGS.items() if not each.metadata["flag"]]
+    assert tuple(files_only) == ONLY_IN_FILES
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_a_flag(name: str) -> None:
+    """Law: each setting has a flag of its name, and words become its type."""
+    if name in ONLY_IN_FILES:
+        with pytest.raises(SystemExit):
+            parse("--" + name.replace("_", "-"), str(OTHERS[name]))
+        return
+    words = [] if name in SWITCHES else [str(OTHERS[name])]
+    given = parse("--" + name.replace("_", "-"), *words)
+    assert given == {name: OTHERS[name]}
+    assert type(given[name]) is type(OTHERS[name])
+
+
+def test_nothing_typed() -> None:
+    """Law: a flag that is not typed leaves no trace."""
+    assert parse() == {}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_help_states_defaults(name: str) -> None:
+    """Law: the help of a setting says its default, "off" where it is a switch."""
+    default = SETTINGS[name].default
+    said = TEXTS[name]
+    assert re.search(r"\(default\b", said) or " (default" in said
+    if name in SWITCHES:
+        assert default is False
+        assert "(default off: " in said
+    elif default is not None:
+        assert re.search(rf"\(default {re.escape(str(default))}[:;,)]", said)
+
+
+def test_best_scores_are_named() -> None:
+    """Law: the help of best_by names each score of each task, its default so marked."""
+    classify, ner = TEXTS["best_by"].split("ner")
+    for said, task in ((classify, "classify"), (ner, "ner")):
+        for score in BEST_BY[task]:
+            assert re.search(rf"\b{score}\b", said)
+        assert f"{BEST_BY[task][0]} (default" in said
+
+
+def test_help_can_be_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: on 80 columns no line is cut; settings, modes and statuses are all there."""
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    with pytest.raises(SystemExit):
+        cli.run(["train", "--help"])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= WIDTH
+    for setting in SETTINGS.values():
+        assert re.search(rf"^  {called(setting)} ", out, re.MULTILINE)
+    for mode in (*MODES, "config"):
+        assert re.search(rf"^  --{mode} ", out, re.MULTILINE)
+    assert out.endswith(epilog())
+    statuses = out[out.index("exit status:") :]
+    assert re.findall(r"^  (\d+) ", statuses, re.MULTILINE) == [
+        *("0", "1", "2", "130", "143")
+    ]
+
+
+@pytest.mark.parametrize("others", TOGETHER)
+def test_flags_win_over_the_file(others: dict[str, Any], tmp_path: Path) -> None:
+    """Law: what is typed stands; what is not stands as the file has it."""
+    path = tmp_path / "run.toml"
+    path.write_text("epochs = 9\nkeep = 5\n")
+    words = [
+        word
+        for name, value in others.items()
+        if name not in (*ONLY_IN_FILES, *SWITCHES, "keep")
+        for word in ("--" + name.replace("_", "-"), str(value))
+    ]
+    typed = parse(*words)
+    assert parse("--config", str(path)) == {"epochs": 9, "keep": 5}
+    assert typed["epochs"] == OTHERS["epochs"]
+    for order in ([*words, "--config", str(path)], ["--config", str(path), *words]):
+        assert parse(*order) == typed | {"keep": 5}
+
+
+@pytest.mark.parametrize("by", ["flag", "file"])
+def test_a_policy_file_is_read_at_once(tmp_path: Path, by: str) -> None:
+    """Law: a run keeps the rules, not the name of a file that may change."""
+    path, file = tmp_path / "rules.toml", tmp_path / "run.toml"
+    made = Policy.parse("lean + op:softmax=fp32")
+    made.save(path)
+    file.write_text(f"policy = '{path}'\n")
+    words = {"flag": ("--policy", str(path)), "file": ("--config", str(file))}
+    given = parse(*words[by])
+    assert given == {"policy": "lean + op:softmax=fp32"}
+    assert resumed(TrainConfig(**given).data_dict(), given).policy == str(made)
+
+
+def test_a_policy_file_that_is_not_wanted(tmp_path: Path) -> None:
+    """Law: a policy's file that a flag has replaced need not exist; others must."""
+    file = tmp_path / "run.toml"
+    file.write_text('policy = "nowhere.toml"\n')
+    assert parse("--config", str(file), "--policy", "torch") == {"policy": "torch"}
+    with pytest.raises(UserError, match=r"^policy file 'nowhere\.toml' cannot be read"):
+        parse("--config", str(file))
+
+
+def test_resuming_with_a_file(tmp_path: Path) -> None:
+    """Law: a file is as good as typed words, and contradicts a saved run as they do."""
+    saved = TrainConfig(batch_size=16, dev_share=0.1).data_dict()
+    file = tmp_path / "run.toml"
+    file.write_text("batch_size = 16\ndev_share = 0.1\n")
+    assert resumed(saved, parse("--config", str(file))) == TrainConfig(**saved)
+    for line, message in (
+        ("batch-size = 8", "--batch-size 8 differs from this run's 16; "),
+        ("dev_share = 0.2", "dev_share 0.2 differs from this run's 0.1; "),
+        ("compile = true", "--compile True differs from this run's False; "),
+        ("patience = 2", "--patience 2 differs from this run's default; "),
+    ):
+        file.write_text(line)
+        with pytest.raises(UserError) as caught:
+            resumed(saved, parse("--config", str(file)))
+        assert str(caught.value) == (
+            f"{message}resume without it, or start anew with another --out."
+        )
+
+
+FILLED_IN = {
+    "mask_tokens": 0.3,
+    "epochs": 20,
+    "lr": 5e-4,
+    "dropout": 0.1,
+    "device": "cuda",
+    "level": "O0",
+    "loss_scale": "none",
+}
+
+
+def test_resuming_with_what_defaults_came_to(tmp_path: Path) -> None:
+    """Law: a run's own file of resolved settings is no contradiction of it."""
+    config, file = TrainConfig(), tmp_path / "resolved.toml"
+    saved = config.data_dict()
+    write_resolved(file, saved | FILLED_IN)
+    given = parse("--config", str(file))
+    assert resumed(saved, given, read_file(file)) == config
+
+
+@pytest.mark.parametrize("name", FILLED_IN)
+def test_resuming_with_what_no_default_came_to(name: str) -> None:
+    """Law: a value that the run did not come to, or not known to be so, is refused."""
+    saved = TrainConfig().data_dict()
+    full, given = saved | FILLED_IN, {name: FILLED_IN[name]}
+    assert resumed(saved, given, full) == TrainConfig()
+    for known in (None, {}, full | {name: OTHERS[name]}):
+        with pytest.raises(UserError, match=r" differs from this run's (default|auto)"):
+            resumed(saved, given, known)
+
+
+def test_resuming_with_an_altered_file() -> None:
+    """Law: what a run was told counts, whatever its resolved settings now say."""
+    saved = TrainConfig(batch_size=8).data_dict()
+    with pytest.raises(UserError, match="--batch-size 64 differs from this run's 8;"):
+        resumed(saved, {"batch_size": 64}, saved | {"batch_size": 64})
+
+
+def test_masters_are_those_of_their_room() -> None:
+    """Law: the forms of masters that settings take are those that there are."""
+    assert (*forms.FORMS, forms.NONE) == MASTERS
+    assert TrainConfig().master == forms.FP32.name
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Let `halfstep train` do nothing but note what it was called with."""
+    from halfstep.train import run as room
+
+    noted: list[dict[str, Any]] = []
+
+    def run(given: dict[str, Any], **modes: bool) -> SimpleNamespace:
+        noted.append({"given": given, **modes})
+        table = Table("What a run would be", ("setting",), (("epochs",),))
+        return SimpleNamespace(tables=[table], folder=SimpleNamespace(path=Path("run")))
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(room, "run", run)
+    return noted
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_modes(
+    calls: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    mode: str | None,
+) -> None:
+    """Law: a mode is handed on; a check shows its tables, and names no report."""
+    assert cli.run(["train", "--epochs", "2", *([f"--{mode}"] if mode else [])]) == 0
+    modes = {each: each == mode for each in MODES}
+    assert calls == [{"given": {"epochs": 2}} | modes]
+    out = capsys.readouterr().out
+    assert out.startswith("\nWhat a run would be\n")
+    assert out.endswith("epochs\n") == (mode == "check")
+    assert out.endswith("\n\nreport: run/report.html\n") == (mode != "check")
+
+
+@pytest.mark.parametrize(("one", "two"), list(permutations(MODES, 2)))
+def test_one_mode_at_a_time(
+    capsys: pytest.CaptureFixture[str], one: str, two: str
+) -> None:
+    """Law: no two modes go together, in any order."""
+    with pytest.raises(SystemExit) as left:
+        cli.run(["train", f"--{one}", f"--{two}"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == (
+        f"halfstep: error: argument --{two}: not allowed with argument --{one}; see "
+        "halfstep train --help\n"
+    )

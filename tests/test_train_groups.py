@@ -1,0 +1,150 @@
+"""Groups of an optimizer: what learns, how fast, and what decays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from halfstep.errors import UserError
+from halfstep.train.groups import SHARE, depth_of, freeze, groups
+
+DECAY = 0.5
+WEIGHT_DECAY = 0.01
+
+
+@pytest.fixture
+def bert() -> nn.Module:
+    """Return a BERT of two blocks, small enough to count by hand."""
+    config = BertConfig(
+        vocab_size=7,
+        hidden_size=4,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        intermediate_size=8,
+        max_position_embeddings=6,
+        num_labels=3,
+    )
+    return BertForSequenceClassification(config)
+
+
+def place_of(model: nn.Module, made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the group that holds each parameter, by name; hold that it is one."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    found: dict[str, dict[str, Any]] = {}
+    for group in made:
+        for param in group["params"]:
+            name = names[id(param)]
+            assert name not in found
+            found[name] = group
+    return found
+
+
+def test_layer_decay_by_hand(bert: nn.Module) -> None:
+    """Law: each block learns half as fast as the one above, embeddings slowest."""
+    found = place_of(bert, groups(bert, WEIGHT_DECAY, DECAY))
+    assert found.keys() == dict(bert.named_parameters()).keys()
+    by_hand = {
+        "bert.embeddings.": 1 / 8,
+        "bert.encoder.layer.0.": 1 / 4,
+        "bert.encoder.layer.1.": 1 / 2,
+        "bert.pooler.": 1.0,
+        "classifier.": 1.0,
+    }
+    for name, group in found.items():
+        (share,) = (v for start, v in by_hand.items() if name.startswith(start))
+        assert group[SHARE] == share, name
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, DECAY])
+def test_what_decays(bert: nn.Module, layer_decay: float) -> None:
+    """Law: matrices decay; biases and the scales of norms do not."""
+    for name, group in place_of(bert, groups(bert, WEIGHT_DECAY, layer_decay)).items():
+        is_matrix = not name.endswith("bias") and "LayerNorm" not in name
+        assert group["weight_decay"] == (WEIGHT_DECAY if is_matrix else 0.0), name
+
+
+def test_one_rate(bert: nn.Module) -> None:
+    """Law: without a decay of layers two groups hold all, at the full rate."""
+    made = groups(bert, WEIGHT_DECAY)
+    assert [group[SHARE] for group in made] == [1.0, 1.0]
+    assert [group["weight_decay"] for group in made] == [WEIGHT_DECAY, 0.0]
+    assert len(place_of(bert, made)) == len(list(bert.parameters()))
+    torch.optim.AdamW(made, lr=1e-3)  # which refuses what it cannot use
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [
+        ("model.layers.3.self_attn.q_proj.weight", 4),
+        ("transformer.h.0.attn.c_attn.weight", 1),
+        ("transformer.wte.weight", 0),
+        ("model.embed_tokens.weight", 0),
+        ("roberta.embeddings.position_embeddings.weight", 0),
+        ("score.weight", 7),
+        ("model.norm.weight", 7),
+    ],
+)
+def test_depth_of_other_models(name: str, depth: int) -> None:
+    """Law: blocks and embeddings are known by the names that models have for them."""
+    assert depth_of(name, 6) == depth
+
+
+def test_no_blocks() -> None:
+    """Law: a decay of layers is refused where there are none; one rate is not."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    with pytest.raises(UserError) as caught:
+        groups(model, WEIGHT_DECAY, 0.9)
+    assert str(caught.value) == (
+        "--layer-decay 0.9: Sequential has no blocks of its own number (layer.0, "
+        "layer.1, ...), so no layer is below another."
+    )
+    assert len(place_of(model, groups(model, WEIGHT_DECAY))) == 4
+
+
+def test_freeze_by_hand(bert: nn.Module) -> None:
+    """Law: a pattern takes the module that it names and all in it, counted once."""
+    # By hand: tables of 7, 6 and 2 rows of 4, and a norm.
+    embeddings = (7 + 6 + 2) * 4 + 2 * 4
+    # Four matrices and their biases, a norm; two matrices and their biases, a norm.
+    block = 4 * (16 + 4) + 8 + (32 + 8) + (32 + 4) + 8
+    patterns = ("bert.embeddings", "bert.encoder.layer.0", "bert.emb*")
+    assert freeze(bert, patterns) == embeddings + block
+    for name, param in bert.named_parameters():
+        frozen = name.startswith(("bert.embeddings.", "bert.encoder.layer.0."))
+        assert param.requires_grad == (not frozen), name
+    # What does not learn is in no group, and is a layer of the others still.
+    found = place_of(bert, groups(bert, WEIGHT_DECAY, DECAY))
+    assert not any(".embeddings." in name or ".layer.0." in name for name in found)
+    assert found["bert.encoder.layer.1.output.dense.weight"][SHARE] == DECAY
+
+
+def test_frozen_top_block(bert: nn.Module) -> None:
+    """Law: a frozen block above does not bring the ones below nearer the head."""
+    freeze(bert, ["bert.encoder.layer.1"])
+    found = place_of(bert, groups(bert, WEIGHT_DECAY, DECAY))
+    assert found["bert.encoder.layer.0.output.dense.weight"][SHARE] == DECAY**2
+
+
+def test_nothing_to_freeze(bert: nn.Module) -> None:
+    """Law: no pattern freezes nothing."""
+    assert freeze(bert, ()) == 0
+    assert all(param.requires_grad for param in bert.parameters())
+
+
+def test_freeze_refused(bert: nn.Module) -> None:
+    """Law: a pattern without a match is refused with the nearest; so are all."""
+    with pytest.raises(UserError) as caught:
+        freeze(bert, ["bert.pooler", "bert.encoder.layer.2.output.dense"])
+    assert str(caught.value) == (
+        "--freeze bert.encoder.layer.2.output.dense matches no parameter; nearest "
+        "module: bert.encoder.layer.1.output.dense."
+    )
+    with pytest.raises(UserError) as caught:
+        freeze(bert, ["bert", "classifier"])
+    assert str(caught.value) == (
+        "--freeze bert,classifier leaves no parameter to learn."
+    )

@@ -1,0 +1,236 @@
+"""Quality of entities against counts of sets, and mistakes that are the worst."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.train.judge_entities import judge, mistakes
+
+if TYPE_CHECKING:
+    from halfstep.train.judged import Judged
+
+Entities = list[tuple[int, int, int]]
+Texts = list[Entities]
+
+KINDS = ("PER", "LOC", "ORG")
+
+
+def share(part: int, whole: int) -> float:
+    """Return a part of a whole, none of nothing."""
+    return part / whole if whole else 0.0
+
+
+def counted(truth: Texts, guess: Texts) -> tuple[float, float, float, int]:
+    """Return precision, recall, F1 and count as sets tell them."""
+    true = {(i, *entity) for i, row in enumerate(truth) for entity in row}
+    guessed = {(i, *entity) for i, row in enumerate(guess) for entity in row}
+    both = len(true & guessed)
+    precision, recall = share(both, len(guessed)), share(both, len(true))
+    return precision, recall, share(2 * both, len(true) + len(guessed)), len(true)
+
+
+def agrees(judged: Judged, truth: Texts, guess: Texts) -> None:
+    """Check every score against the sets; rounding takes a few ulps of 1."""
+
+    def near(value: float) -> object:
+        return pytest.approx(value, rel=0, abs=4 * 2**-52)
+
+    def of(kind: int, texts: Texts) -> Texts:
+        return [[entity for entity in row if entity[2] == kind] for row in texts]
+
+    precision, recall, f1, _ = counted(truth, guess)
+    every = [counted(of(k, truth), of(k, guess)) for k in range(len(KINDS))]
+    alike = [set(a) == set(b) for a, b in zip(truth, guess, strict=True)]
+    assert judged.scores == {
+        "f1": near(f1),
+        "precision": near(precision),
+        "recall": near(recall),
+        "macro_f1": near(fmean(row[2] for row in every)),
+        "accuracy": near(share(sum(alike), len(alike))),
+    }
+    for found, kind, right in zip(judged.per, KINDS, every, strict=True):
+        assert found == (kind, *map(near, right[:3]), right[3])
+
+
+@st.composite
+def apart(draw: st.DrawFn) -> Entities:
+    """Return entities of one text that lie apart from each other."""
+    edges = sorted(draw(st.sets(st.integers(0, 8))))
+    pairs = [pair for pair in pairwise(edges) if draw(st.booleans())]
+    return [(*pair, draw(st.integers(0, 2))) for pair in pairs]
+
+
+@given(st.lists(st.tuples(apart(), apart()), max_size=6))
+def test_scores_are_those_of_sets(texts: list[tuple[Entities, Entities]]) -> None:
+    """Law: scores are those of sets of entities, overall and of each kind."""
+    truth, guess = [one for one, _ in texts], [two for _, two in texts]
+    agrees(judge(truth, guess, KINDS, 0.0), truth, guess)
+
+
+anywhere = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(4, 6), st.integers(0, 2)), max_size=6
+)
+
+
+@given(st.lists(st.tuples(anywhere, anywhere), max_size=4))
+def test_overlaps_and_twins(texts: list[tuple[Entities, Entities]]) -> None:
+    """Law: the same holds of entities that overlap, or are given twice, in any order.
+
+    A counter that lets a guess which only touches a true entity use it up fails here.
+    """
+    truth, guess = [one for one, _ in texts], [two for _, two in texts]
+    agrees(judge(truth, guess, KINDS, 0.0), truth, guess)
+
+
+@given(st.lists(st.tuples(anywhere, anywhere), max_size=4))
+def test_confusion_adds_up(texts: list[tuple[Entities, Entities]]) -> None:
+    """Law: rows add up to what is true, columns to what was guessed."""
+    truth, guess = [one for one, _ in texts], [two for _, two in texts]
+    judged = judge(truth, guess, KINDS, 0.0)
+    assert judged.confusion is not None
+    cells = [list(row[1:]) for row in judged.confusion.rows]
+    assert cells[-1].pop() is None
+    cells[-1].append(0)
+    for kind in range(len(KINDS)):
+        for texts_, found in (
+            (truth, cells[kind]),
+            (guess, [row[kind] for row in cells]),
+        ):
+            unique = {
+                (i, e) for i, row in enumerate(texts_) for e in row if e[2] == kind
+            }
+            assert sum(found) == len(unique)
+        both = [
+            len({e for e in a if e[2] == kind} & {e for e in b if e[2] == kind})
+            for a, b in zip(truth, guess, strict=True)
+        ]
+        assert cells[kind][kind] == sum(both)
+
+
+def test_by_hand() -> None:
+    """Law: half an entity and another kind are mistakes; neighbours are no overlap."""
+    truth = [[(0, 2, 0), (2, 4, 1)], [(5, 9, 1)], [], [(0, 1, 0)]]
+    guess = [[(0, 2, 0), (2, 4, 0)], [(5, 8, 1)], [], [(0, 1, 0), (0, 1, 0)]]
+    judged = judge(truth, guess, KINDS, 0.25)
+    assert judged.loss == 0.25
+    assert judged.scores == {
+        "f1": 0.5,
+        "precision": 0.5,
+        "recall": 0.5,
+        "macro_f1": pytest.approx(0.8 / 3),
+        "accuracy": 0.5,
+    }
+    assert judged.per == (
+        ("PER", pytest.approx(2 / 3), 1.0, pytest.approx(0.8), 2),
+        ("LOC", 0.0, 0.0, 0.0, 2),
+        ("ORG", 0.0, 0.0, 0.0, 0),
+    )
+    assert judged.confusion is not None
+    assert judged.confusion.columns == ("truth", "PER", "LOC", "ORG", "missed")
+    assert judged.confusion.rows == (
+        ("PER", 2, 0, 0, 0),
+        ("LOC", 1, 0, 0, 1),
+        ("ORG", 0, 0, 0, 0),
+        ("not there", 0, 1, 0, None),
+    )
+    assert json.loads(json.dumps(judged.data()))["per_class"][1] == ["LOC", 0, 0, 0, 2]
+
+
+@pytest.mark.parametrize("texts", [[], [[]], [[], []]])
+def test_nothing_to_find(texts: Texts) -> None:
+    """Law: without entities every share is 0, and texts without mistakes are right."""
+    judged = judge(texts, texts, KINDS, 0.0)
+    agrees(judged, texts, texts)
+    assert judged.scores["accuracy"] == min(1, len(texts))
+    assert [row[1:] for row in judged.per] == [(0.0, 0.0, 0.0, 0)] * 3
+
+
+def test_many_kinds() -> None:
+    """Law: a confusion of many kinds keeps the most mistaken, and every count."""
+    kinds = [f"k{i}" for i in range(40)]
+    truth = [[(0, 1, k), (1, 2, k), (3, 4, k)] for k in range(40)]
+    # Kinds from 10 on have mistakes: one taken for the next, one missed and invented.
+    guess = [
+        row if k < 10 else [(0, 1, k), (1, 2, 10 + (k - 9) % 30), (3, 5, k)]
+        for k, row in enumerate(truth)
+    ]
+    table = judge(truth, guess, kinds, 0.0).confusion
+    assert table is not None
+    assert len(table.rows) == 31
+    assert table.columns[-2:] == ("others", "missed")
+    cells = [[cell or 0 for cell in row[1:]] for row in table.rows]
+    assert sum(map(sum, cells)) == 10 * 3 + 30 * 4
+    assert sum(row[-1] for row in cells) == sum(cells[-1]) == 30
+    assert set(table.columns) - {"truth", "others", "missed"} < set(kinds[10:])
+
+
+def test_names_that_the_table_has_itself() -> None:
+    """Law: a kind may be named as a column of the table is."""
+    table = judge([[(0, 1, 0)]], [[]], ["missed", "truth"], 0.0).confusion
+    assert table is not None
+    assert table.columns == ("truth'", "missed", "truth", "missed'")
+
+
+def test_texts_are_as_many() -> None:
+    """Law: guesses for other texts than the true ones are refused."""
+    with pytest.raises(ValueError, match="zip"):
+        judge([[]], [[], []], KINDS, 0.0)
+    with pytest.raises(ValueError, match="zip"):
+        mistakes(str, [[]], [[], []], KINDS)
+
+
+def test_worst_texts_first() -> None:
+    """Law: texts with the most mistakes come first, and only these are asked for."""
+    asked = []
+
+    def text_of(i: int) -> str:
+        asked.append(i)
+        return ("Ada in Rome", "Bob", "Eve", "Zoe")[i]
+
+    truth = [[(0, 3, 0), (7, 11, 1)], [(0, 3, 0)], [(0, 3, 0)], [(0, 3, 0)]]
+    guess = [[(0, 2, 0), (7, 11, 2)], [], [(0, 3, 0)], []]
+    table = mistakes(text_of, truth, guess, KINDS, most=2)
+    assert table.columns == ("text", "missed", "not there")
+    assert table.rows == (
+        ("Ada in Rome", "PER Ada at 0; LOC Rome at 7", "PER Ad at 0; ORG Rome at 7"),
+        ("Bob", "PER Bob at 0", ""),
+    )
+    assert table.notes == (
+        "3 of 4 texts have mistakes; the 2 with the most are shown.",
+    )
+    assert asked == [0, 1]
+    whole = mistakes(text_of, truth, guess, KINDS)
+    assert [row[0] for row in whole.rows] == ["Ada in Rome", "Bob", "Zoe"]
+    assert whole.notes == ("3 of 4 texts have mistakes.",)
+    assert mistakes(text_of, truth, truth, KINDS).rows == ()
+
+
+def test_long_texts_are_cut_round_the_mistake() -> None:
+    """Law: what is shown of a long text holds its first mistake, and marks each cut."""
+    text = "".join(f"{number:04}" for number in range(1000))
+    truth = [[(0, 4, 0), *((i, i + 1, 1) for i in range(1200, 1220))], [(5, 99, 2)]]
+    table = mistakes(lambda _: text, truth, [[(0, 4, 0)], []], KINDS)
+    (around, missed, _), (start, cut, _) = table.rows
+    assert around == f"...{text[1160:1360]}..."
+    assert missed == "; ".join(
+        [*(f"LOC {text[i]} at {i}" for i in range(1200, 1206)), "and 14 more"]
+    )
+    assert (start, cut) == (f"{text[:200]}...", f"ORG {text[5:42]}... at 5")
+
+
+def test_five_hundred_texts_take_no_time() -> None:
+    """Law: judging never keeps a training waiting."""
+    truth = [[(6 * k, 6 * k + 5, k % 3) for k in range(8)] for _ in range(500)]
+    guess = [[(s, e - (s % 4 == 0), k) for s, e, k in row] for row in truth]
+    judge(truth[:1], guess[:1], KINDS, 0.0)  # loads the library
+    start = time.process_time()
+    judge(truth, guess, KINDS, 0.0)
+    assert time.process_time() - start < 1

@@ -1,0 +1,168 @@
+"""Quality of a classifier against counts made by hand, and mistakes worth reading."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from halfstep.train.judge_labels import judge, mistakes
+
+LABELS = ("a", "b", "c")
+pairs = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1)
+
+
+def with_answers(*guesses: int, classes: int = 3) -> torch.Tensor:
+    """Return logits whose largest is the guess."""
+    return nn.functional.one_hot(torch.tensor(guesses), classes).float()
+
+
+def by_hand(pairs: list[tuple[int, int]]) -> dict[str, float]:
+    """Return the scores of (truth, guess) of three classes, counted one by one."""
+    of_class = []
+    for label in range(3):
+        hits = sum(pair == (label, label) for pair in pairs)
+        guessed = sum(guess == label for _, guess in pairs)
+        there = sum(truth == label for truth, _ in pairs)
+        precision = Fraction(hits, guessed or 1)
+        recall = Fraction(hits, there or 1)
+        of_class.append((precision, recall, Fraction(2 * hits, guessed + there or 1)))
+    precision, recall, f1 = (
+        float(sum(part) / 3) for part in zip(*of_class, strict=True)
+    )
+    right = sum(truth == guess for truth, guess in pairs)
+    # Gorodkin's coefficient: the correlation of truth and guess as 0-1 vectors.
+    n = len(pairs)
+    truths, guesses = (Counter(side) for side in zip(*pairs, strict=True))
+    both = n * right - sum(truths[k] * guesses[k] for k in range(3))
+    spread = (n * n - sum(c * c for c in truths.values())) * (
+        n * n - sum(c * c for c in guesses.values())
+    )
+    return {
+        "accuracy": right / n,
+        "macro_f1": f1,
+        "macro_precision": precision,
+        "macro_recall": recall,
+        "mcc": both / math.sqrt(spread) if spread else 0.0,
+    }
+
+
+def test_by_hand() -> None:
+    """Law: precision, recall, F1 and their mean are those of the textbook."""
+    truth = torch.tensor([0, 0, 0, 0, 1, 1, 2])
+    found = judge(with_answers(0, 0, 0, 1, 1, 0, 1), truth, LABELS)
+    # a: 3 of 4 guesses right, 3 of 4 found. b: 1 of 3, 1 of 2. c: never guessed.
+    expected = [
+        ("a", 3 / 4, 3 / 4, 3 / 4, 4),
+        ("b", 1 / 3, 1 / 2, 2 / 5, 2),
+        ("c", 0.0, 0.0, 0.0, 1),
+    ]
+    for row, right in zip(found.per, expected, strict=True):
+        assert row == (right[0], *map(pytest.approx, right[1:4]), right[4])
+    assert found.scores["accuracy"] == pytest.approx(4 / 7)
+    assert found.scores["macro_f1"] == pytest.approx((3 / 4 + 2 / 5) / 3)
+    assert found.confusion is not None
+    assert found.confusion.columns == ("truth", "a", "b", "c")
+    assert found.confusion.rows == (("a", 3, 1, 0), ("b", 1, 1, 0), ("c", 0, 1, 0))
+
+
+@settings(deadline=None)
+@given(pairs)
+def test_scores_are_those_counted_one_by_one(pairs: list[tuple[int, int]]) -> None:
+    """Law: every score is what its definition gives; none warns, one class or many."""
+    truth, guesses = zip(*pairs, strict=True)
+    found = judge(with_answers(*guesses), torch.tensor(truth), LABELS)
+    assert found.scores == pytest.approx(by_hand(pairs), abs=1e-12)
+
+
+def test_loss_by_hand() -> None:
+    """Law: the loss is the mean of minus the log of the true class's probability."""
+    shares = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]])
+    found = judge(shares.log(), torch.tensor([0, 2]), LABELS)
+    assert found.loss == pytest.approx((math.log(2) + math.log(8)) / 2)
+
+
+def test_a_class_without_examples() -> None:
+    """Law: a class that the split lacks counts as zero, without a warning."""
+    found = judge(with_answers(0, 1), torch.tensor([0, 1]), LABELS)
+    assert found.per[2] == ("c", 0.0, 0.0, 0.0, 0)
+    assert found.scores["macro_f1"] == pytest.approx(2 / 3)
+    assert found.scores["accuracy"] == 1.0
+
+
+def test_a_label_may_be_called_truth() -> None:
+    """Law: columns of the confusion differ, whatever the labels are called."""
+    found = judge(with_answers(0, 1, classes=2), torch.tensor([0, 1]), ("truth", "x"))
+    assert found.confusion is not None
+    assert found.confusion.columns == ("truth'", "truth", "x")
+
+
+def test_confusion_of_many_classes() -> None:
+    """Law: those with most mistakes are kept by name, and every example is counted."""
+    count = 100
+    labels = [*map(str, range(count - 1)), "others"]
+    truth = torch.arange(count).repeat(3)
+    guesses = truth.clone()
+    guesses[[40, 140, 60]] = torch.tensor([60, 60, 40])
+    logits = with_answers(*guesses.tolist(), classes=count)
+    table = judge(logits, truth, labels).confusion
+    assert table is not None
+    assert len(table.rows) == len(table.columns) - 1 == 25
+    assert {"40", "60"} <= set(table.columns)
+    assert [row[0] for row in table.rows] == list(table.columns[1:])
+    # Of equals the first are kept, in the order of the labels.
+    assert table.columns[1:5] == ("0", "1", "2", "3")
+    counts = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert (counts["40"]["40"], counts["40"]["60"], counts["60"]["40"]) == (1, 2, 1)
+    assert counts["others"]["others"] == 3 * (count - 24)
+    assert sum(sum(map(int, row[1:])) for row in map(tuple, table.rows)) == 3 * count
+    assert table.notes == (
+        "The 24 labels with the most mistakes, and the other 76 as one.",
+    )
+
+
+def test_mistakes_are_sorted_by_the_probability_of_the_wrong_guess() -> None:
+    """Law: wrong guesses only, the most confident first; only their texts are asked."""
+    shares = [[0.5, 0.4, 0.1], [0.2, 0.7, 0.1], [0.9, 0.1, 0.0], [0.1, 0.3, 0.6]]
+    logits = torch.tensor(shares).log()
+    asked: list[int] = []
+
+    def text(i: int) -> str:
+        asked.append(i)
+        return f"text {i}"
+
+    table = mistakes(text, logits, torch.tensor([1, 2, 0, 0]), LABELS, most=2)
+    assert table.columns == ("text", "truth", "guess", "probability")
+    assert table.rows == (
+        ("text 1", "c", "b", pytest.approx(0.7)),
+        ("text 3", "a", "c", pytest.approx(0.6)),
+    )
+    assert asked == [1, 3]
+    note = "3 of 4 guesses are wrong; the 2 most confident are shown."
+    assert table.notes == (note,)
+
+
+def test_no_mistakes() -> None:
+    """Law: a perfect classifier has an empty table that says so."""
+    table = mistakes(str, with_answers(0, 2), torch.tensor([0, 2]), LABELS)
+    assert (table.rows, table.notes) == ((), ("0 of 2 guesses are wrong.",))
+
+
+def test_equal_mistakes_keep_their_order() -> None:
+    """Law: the same predictions give the same table, ties in order of examples."""
+    table = mistakes(str, with_answers(*[1] * 30), torch.zeros(30).long(), LABELS)
+    assert [row[0] for row in table.rows] == [str(i) for i in range(20)]
+
+
+@pytest.mark.parametrize("length", [0, 400, 401, 100_000])
+def test_long_texts_are_cut(length: int) -> None:
+    """Law: a text of up to 400 characters is whole; of a longer one the start."""
+    table = mistakes(lambda _: "x" * length, with_answers(1), torch.tensor([0]), LABELS)
+    shown = str(table.rows[0][0])
+    assert shown == ("x" * length if length <= 400 else "x" * 397 + "...")

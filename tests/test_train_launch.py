@@ -1,0 +1,270 @@
+"""Launches that are told apart, and folders in which one program works at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfstep.errors import UserError
+from halfstep.train import launch
+from halfstep.train.folder import RunFolder
+
+unix = pytest.mark.skipif(sys.platform == "win32", reason="no locks there")
+
+HERE: dict[str, str | None] = {
+    "run_id": None,
+    "agent": "box 7",
+    "agent_began": "123",
+    "boot": "b",
+}
+NAMED = HERE | {"run_id": "mine"}
+
+HOLD = """
+import sys
+from pathlib import Path
+from halfstep.train.launch import Claim
+claim = Claim(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+claim.release()
+"""
+
+
+def hold(path: Path) -> subprocess.Popen[str]:
+    """Start a program that works in a folder until its input ends."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "held\n"
+    return program
+
+
+def fail(path: Path, name: str = "") -> None:
+    """Hold a folder, write a file there if asked to, and fail."""
+    with RunFolder(path).held():
+        assert (path / ".lock").is_file()
+        if name:
+            (path / name).write_text("{}")
+        raise KeyError
+
+
+def refused(path: Path, process: int) -> None:
+    """Check that a folder is said to be in use by a process."""
+    with pytest.raises(UserError) as caught, RunFolder(path).held():
+        pass
+    assert str(caught.value) == (
+        f"{path} is in use by another program (process {process}); wait for it, or "
+        "stop it."
+    )
+
+
+# Launches
+
+
+def test_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: it names the launch and the process that started this one; JSON keeps it."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    found = launch.identity()
+    assert found.keys() == HERE.keys()
+    assert found["run_id"] is None
+    assert str(found["agent"]).split(" ")[-1] == str(os.getppid())
+    assert json.loads(json.dumps(found)) == found
+    assert launch.identity() == found
+    for name, told in (("none", None), ("", None), ("mine", "mine")):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+        assert launch.identity() == found | {"run_id": told}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell")
+def test_when_the_agent_began(tmp_path: Path) -> None:
+    """Law: it is told as the system tells it, whatever the program is called."""
+    program = tmp_path / ") S 1 (a b"
+    program.symlink_to(sys.executable)
+    said = subprocess.run(
+        [program, "-c", "print(open('/proc/self/stat').read())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert ") S 1 (a b" in said
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    assert launch.identity()["agent_began"] == stat[19]
+
+
+@pytest.mark.parametrize(
+    ("begun", "here", "expected"),
+    [
+        (HERE, HERE, True),
+        (NAMED, NAMED, True),
+        (None, HERE, False),
+        (NAMED, HERE, False),
+        (HERE, NAMED, False),
+        (HERE | {"agent": "box 8"}, HERE, False),
+        (HERE | {"agent_began": "124"}, HERE, False),
+        (HERE | {"boot": "c"}, HERE, False),
+        # Later, with the same name, on the same machine.
+        (NAMED | {"agent": "box 8"}, NAMED, False),
+        (NAMED | {"agent_began": "124"}, NAMED, False),
+        # Machines of one launch share a name, and nothing else.
+        (NAMED | {"agent": "other 7", "boot": "c"}, NAMED, True),
+        (HERE | {"agent": "other 7", "boot": "c"}, HERE, False),
+    ],
+)
+def test_same(
+    begun: dict[str, str | None] | None,
+    here: dict[str, str | None],
+    *,
+    expected: bool,
+) -> None:
+    """Law: one launch is one name and one agent; on two machines a name is needed."""
+    assert launch.same(begun, here) is expected
+
+
+def test_read(tmp_path: Path) -> None:
+    """Law: an identity that was written is read; anything else is none."""
+    path = tmp_path / "launch.json"
+    assert launch.read(path) is None
+    for text in ("", "{", "[]", "3", "{}", '{"run_id": 1}', '{"agent": "a"}'):
+        path.write_text(text)
+        assert launch.read(path) is None, text
+    path.write_text(json.dumps(launch.identity()))
+    assert launch.read(path) == launch.identity()
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(None, False), ("0", False), ("1", True), ("12", True), ("x", False)],
+)
+def test_restarted(
+    monkeypatch: pytest.MonkeyPatch, count: str | None, *, expected: bool
+) -> None:
+    """Law: only a count above zero tells of a restart."""
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    if count is not None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    assert launch.restarted() is expected
+
+
+def test_resumes_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: restarted processes go on with what their own launch began, alone."""
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not folder.resumes_after_restart()
+    folder.begin({"seed": 1}, overwrite=False)
+    assert folder.resumes_after_restart()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not folder.resumes_after_restart()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    began = launch.identity() | {"agent": "elsewhere 1"}
+    (folder.path / "launch.json").write_text(json.dumps(began))
+    assert not folder.resumes_after_restart()
+
+
+# Claims
+
+
+@unix
+def test_a_second_program(tmp_path: Path) -> None:
+    """Law: it is refused, with the process that works there, until that one ends."""
+    path = tmp_path / "run"
+    first = hold(path)
+    try:
+        refused(path, first.pid)
+        assert path.is_dir()
+        assert (path / ".lock").read_text() == f"{first.pid}\n"
+    finally:
+        first.communicate("")
+    with RunFolder(path).held():
+        assert (path / ".lock").read_text() == f"{os.getpid()}\n"
+
+
+@unix
+def test_a_killed_program(tmp_path: Path) -> None:
+    """Law: a program that is killed keeps nobody out."""
+    first = hold(tmp_path)
+    first.kill()
+    first.communicate()
+    with RunFolder(tmp_path).held():
+        pass
+
+
+@unix
+def test_released(tmp_path: Path) -> None:
+    """Law: a folder is kept while it is held, and free after, by error too."""
+    folder = RunFolder(tmp_path)
+    for _ in range(2):
+        with folder.held():
+            refused(tmp_path, os.getpid())
+        with pytest.raises(KeyError):
+            fail(tmp_path)
+
+
+@unix
+def test_a_child_does_not_hold(tmp_path: Path) -> None:
+    """Law: a child that outlives the program keeps nobody out."""
+    ready, told = os.pipe()
+    wait, end = os.pipe()
+    claim = launch.Claim(tmp_path)
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.write(told, b"x")
+        os.read(wait, 1)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        # What the end of the program would do, with no unlocking.
+        launch._let_go()
+        with RunFolder(tmp_path).held():
+            pass
+    finally:
+        for handle in (ready, told, wait, end):
+            os.close(handle)
+        os.waitpid(child, 0)
+    claim.release()
+
+
+@unix
+@pytest.mark.parametrize("place", ["run", "a/b/run"])
+def test_undone(tmp_path: Path, place: str) -> None:
+    """Law: a refusal inside leaves no trace: neither lock nor folders nor parents."""
+    (tmp_path / "other").mkdir()
+    with pytest.raises(KeyError):
+        fail(tmp_path / place)
+    assert [each.name for each in tmp_path.rglob("*")] == ["other"]
+
+
+@unix
+def test_undo_leaves_what_was_written(tmp_path: Path) -> None:
+    """Law: what was there before, or was written since, stays."""
+    path = tmp_path / "run"
+    with pytest.raises(KeyError):
+        fail(path, "config.json")
+    left = {each.name for each in path.iterdir()}
+    assert left >= {"config.json"}
+    assert left <= {"config.json", ".lock"}
+    with pytest.raises(KeyError):
+        fail(path)
+    assert (path / "config.json").read_text() == "{}"
+
+
+@unix
+def test_a_place_that_cannot_be_held(tmp_path: Path) -> None:
+    """Law: below a file nothing is made; the reason is told as of any --out."""
+    (tmp_path / "file").write_text("x")
+    path = tmp_path / "file" / "run"
+    with pytest.raises(UserError) as caught, RunFolder(path).held():
+        pass
+    assert str(caught.value) == (
+        f"--out {path} cannot be written: Not a directory; choose another folder."
+    )
+    assert [each.name for each in tmp_path.rglob("*")] == ["file"]

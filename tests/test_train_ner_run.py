@@ -1,0 +1,125 @@
+"""Entities from marked texts to a finished model, and what that model finds."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from small_training import (
+    one_thread,
+    small_and_measured,
+    steps_of,
+    without_figures,
+)
+
+from halfstep.train.predict import Entities, Predictor
+from halfstep.train.run import run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+# Of each kind: what begins an entity, and what goes on with it.
+KINDS = {"LOC": ("pq", "rs"), "PER": ("ab", "cd")}
+FILLER = "uvwxyz"
+
+
+def marked_text(draw: random.Random) -> dict[str, Any]:
+    """Return a text in which each character tells its tag."""
+    text, spans = "", []
+    for _ in range(draw.randint(1, 3)):
+        text += "".join(draw.choices(FILLER, k=draw.randint(1, 4)))
+        kind = draw.choice(sorted(KINDS))
+        start = len(text)
+        first, more = KINDS[kind]
+        text += draw.choice(first) + "".join(draw.choices(more, k=draw.randint(0, 2)))
+        spans.append({"start": start, "end": len(text), "label": kind})
+    return {"text": text + "u", "entities": spans}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A small model gains nothing from a second thread, and waits for it."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_and_measured() -> Iterator[None]:
+    """Train a small size, draw no figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_and_measured(patch)
+        without_figures(patch)
+        yield
+
+
+def settings(folder: Path, kind: str) -> dict[str, Any]:
+    """Return the settings of a run; write its data."""
+    draw = random.Random(0)  # noqa: S311 -- texts are no secret
+    rows = [marked_text(draw) for _ in range(250)]
+    source = folder / "marked.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    level, dtype = kind.split()
+    return {
+        "task": "ner",
+        "data": str(source),
+        "dev_share": 0.2,
+        "model": "mini",
+        "level": level,
+        "dtype": dtype,
+        "lr": 1e-2,
+        "epochs": 8,
+        "batch_size": 16,
+        "out": str(folder / "run"),
+    }
+
+
+@pytest.fixture(scope="module", params=["O0 auto", "O1 fp16", "O2 bf16"])
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """Return a finished run at a level."""
+    return run(settings(tmp_path_factory.mktemp("ner"), request.param))
+
+
+def test_it_learns(trained: Any) -> None:
+    """Law: entities whose characters tell their tags are found, nearly all."""
+    steps = steps_of(trained.folder.records())
+    assert steps[-1]["loss"] < steps[0]["loss"] / 4
+    assert trained.summary["task"] == "ner"
+    assert trained.summary["best_by"] == "f1"
+    # Nothing but the tokens themselves is to be learned.
+    assert trained.summary["dev"]["f1"] > 0.95
+    evals = [r for r in trained.folder.records() if r.get("event") == "eval"]
+    best = max(evals, key=lambda record: float(record["dev_f1"]))
+    assert trained.summary["best_step"] == best["step"]
+    assert trained.summary["dev"]["f1"] == best["dev_f1"]
+
+
+def test_what_transformers_loads(trained: Any) -> None:
+    """Law: the model is a token classifier in fp32 that names its tags."""
+    import torch
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    place = trained.folder.model
+    model = AutoModelForTokenClassification.from_pretrained(place)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    names = [model.config.id2label[i] for i in range(5)]
+    assert names == ["O", "B-LOC", "I-LOC", "B-PER", "I-PER"]
+    made = AutoTokenizer.from_pretrained(place)("uvaccw", return_tensors="pt")
+    best = model(**made).logits[0].argmax(-1).tolist()
+    # Between the tokens that begin and end a text.
+    assert [names[i] for i in best[1:-1]] == ["O", "O", "B-PER", "I-PER", "I-PER", "O"]
+
+
+def test_predict_finds_entities(trained: Any) -> None:
+    """Law: what is found are spans of the text as it was given."""
+    texts = ["uuACcw xpry", "uvw"]
+    first, second = Predictor(trained.folder.path).predict(texts)
+    assert isinstance(first, Entities)
+    assert isinstance(second, Entities)
+    found = [(each.kind, each.words, each.start, each.end) for each in first.entities]
+    assert found == [("PER", "ACc", 2, 5), ("LOC", "pr", 8, 10)]
+    assert second.entities == ()

@@ -1,0 +1,331 @@
+"""The laws of a run's report: everything told is on the page, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.report import Table
+from halfstep.train.judged import Judged
+from halfstep.train.page import Told, page, where_it_ran
+
+MARK = "<script>alert('&')</script>"
+PARTS = {
+    "input": 0.001,
+    "forward": 0.01,
+    "backward": 0.02,
+    "update": 0.008,
+    "rest": 0.001,
+}
+CONFUSION = Table("Confusion", ("truth", "a", "b"), (("a", 2, 1), ("b", 0, 1)))
+
+
+def judged(shift: float) -> Judged:
+    """Return what was found of two labels."""
+    per = (("a", 0.5, 0.625, 0.75, 3), ("b", 0.5, 0.25, 0.375, 1))
+    return Judged(0.5 + shift, {"accuracy": 0.25 + shift}, per, CONFUSION)
+
+
+def step(number: int, **changes: object) -> dict[str, Any]:
+    """Return the record of a step."""
+    record = {
+        "step": number,
+        "epoch": 0,
+        "loss": 1 / number,
+        "lr": 0.001,
+        "scale": 1024.0,
+        "skipped": False,
+        "skipped_total": 0,
+        "found_inf_in": [],
+        "grad_norm": 1.5,
+        "examples_per_s": 100.0,
+        "seconds": PARTS,
+    }
+    return record | changes
+
+
+def evaluation(number: int, **scores: object) -> dict[str, Any]:
+    """Return the record of an evaluation."""
+    record = {"step": number, "event": "eval", "dev_loss": 0.5, "dev_accuracy": 0.75}
+    return record | scores
+
+
+def told(**changes: Any) -> Told:
+    """Return what a small run has to tell."""
+    whole = Told(
+        title="halfstep run: posts",
+        lead="It went well.",
+        settings={"lr": 5e-05, "compile": False, "names": ["x", "y"], "freeze": None},
+        chosen=frozenset({"lr"}),
+        judged={"dev": judged(0.125), "test": judged(0.0)},
+        mistakes=(Table("Wrong", ("text", "probability"), (("so sad", 0.875),)),),
+        beside=Table("Beside", ("classifier", "accuracy"), (("plain", 0.5),)),
+        precision=Table("Precision", ("module", "why"), (("Linear", "a rule"),)),
+        records=[*(step(i) for i in range(1, 31)), evaluation(30)],
+        summary={"train_seconds": 12.25, "peak_memory_bytes": 3 << 20},
+        findings=("Texts were cut.",),
+        machine=Table("", ("what", "value"), (("processor", "fast"),)),
+    )
+    return replace(whole, **changes)
+
+
+def sections(html: str) -> dict[str, ET.Element]:
+    """Parse a page as XML, which fails where a tag is not closed; return its parts."""
+    document = html.partition("\n")[2]
+    root = ET.fromstring(re.sub("(<meta[^>]*)>", r"\1/>", document))  # noqa: S314
+    return {str(s.findtext("h2")): s for s in root.iter("section")}
+
+
+def grids(section: ET.Element) -> list[list[list[str]]]:
+    """Return the tables of a section as words."""
+    return [
+        [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+        for table in section.iter("table")
+    ]
+
+
+def captions(section: ET.Element) -> list[str]:
+    """Return the titles in a section."""
+    return [str(caption.text) for caption in section.iter("figcaption")]
+
+
+def test_order_of_the_sections() -> None:
+    """Law: what is to be known first, how good it is, how it went, what it was."""
+    assert list(sections(page(told()))) == [
+        "Findings",
+        "Quality",
+        "Confusion",
+        "Mistakes worth reading",
+        "Curves",
+        "Where the time of a step went",
+        "Cost",
+        "Skipped steps",
+        "Precision",
+        "Configuration",
+        "Machine",
+    ]
+
+
+def test_title_and_lead() -> None:
+    """Law: the page begins with what the run is called and how it went."""
+    html = page(told())
+    assert "<title>halfstep run: posts</title>" in html
+    assert '<p class="lead">It went well.</p>' in html
+
+
+def test_quality() -> None:
+    """Law: scores of all splits side by side, then labels of the last, then peers."""
+    found = sections(page(told()))["Quality"]
+    scores, labels, beside = grids(found)
+    assert captions(found) == ["Scores", "By label, on test", "Beside"]
+    assert scores == [
+        ["score", "dev", "test"],
+        ["accuracy", "0.3750", "0.2500"],
+        ["loss", "0.6250", "0.5000"],
+    ]
+    assert labels[1] == ["a", "0.500", "0.625", "0.750", "3"]
+    assert labels[-1][0] == "mean"
+    assert beside[1] == ["plain", "0.500"]
+
+
+def test_without_a_test_split() -> None:
+    """Law: the last split is the one that counts, dev where there is no other."""
+    found = sections(page(told(judged={"dev": judged(0.0)}, beside=None)))
+    assert captions(found["Quality"]) == ["Scores", "By label, on dev"]
+    assert captions(found["Confusion"]) == ["On dev"]
+
+
+def test_confusion_is_a_heat_map() -> None:
+    """Law: counts with the truth in rows and guesses across."""
+    (grid,) = grids(sections(page(told()))["Confusion"])
+    assert grid == [["truth", "guess"], ["a", "b"], ["a", "2", "1"], ["b", "0", "1"]]
+    bare = replace(judged(0.0), confusion=None)
+    assert "Confusion" not in sections(page(told(judged={"dev": bare})))
+
+
+def test_what_there_is_nothing_of_has_no_section() -> None:
+    """Law: no findings and no mistakes leave no heading behind."""
+    empty = Table("Wrong", ("text",), (), ("0 of 4 guesses are wrong.",))
+    found = sections(page(told(findings=(), mistakes=(empty,))))
+    assert not {"Findings", "Mistakes worth reading"} & set(found)
+
+
+def test_a_run_without_anything() -> None:
+    """Law: a run without records, splits and numbers still has a page."""
+    found = sections(page(told(records=[], judged={}, beside=None, summary={})))
+    assert list(found)[-3:] == ["Precision", "Configuration", "Machine"]
+    assert not {"Curves", "Quality", "Confusion", "Skipped steps"} & set(found)
+
+
+def test_curves() -> None:
+    """Law: everything that was logged over steps is drawn, every score of dev too."""
+    records = [step(1), step(2), evaluation(2, dev_f1=0.5, dev_mcc=0.25)]
+    found = sections(page(told(records=records)))["Curves"]
+    assert captions(found) == [
+        "Loss",
+        "Scores on dev",
+        "Learning rate",
+        "Loss scale",
+        "Gradient norm before clipping",
+        "Speed",
+    ]
+    texts = {
+        "".join(text.itertext()) for text in found.iter() if text.tag[-4:] == "text"
+    }
+    assert {"training", "dev", "accuracy", "F1", "MCC"} <= texts
+
+
+def test_curves_of_which_nothing_is_known() -> None:
+    """Law: what was never logged, or never finite, has no empty axes."""
+    records = [step(1, grad_norm=None), {"step": 2, "loss": 0.5}]
+    names = captions(sections(page(told(records=records)))["Curves"])
+    assert "Gradient norm before clipping" not in names
+    assert "Scores on dev" not in names
+    assert "Loss" in names
+
+
+def test_where_the_time_went() -> None:
+    """Law: medians, 95th percentiles and shares; the first steps are left out."""
+    slow = PARTS | {"input": 99.0}
+    records = [step(i, seconds=slow if i <= 10 else PARTS) for i in range(1, 31)]
+    records[-1]["seconds"] = PARTS | {"input": 0.041}
+    found = sections(page(told(records=records)))["Where the time of a step went"]
+    (grid,) = grids(found)
+    # 20 steps of 40 ms, one of them 40 ms longer: 840 ms, of which 60 for input.
+    # The 95th percentile of 19 ones and a 41 is a twentieth of the way: 1 + 40 / 20.
+    assert grid == [
+        ["part", "median, ms", "95th percentile, ms", "share, %"],
+        ["input", "1.0", "3.0", "7.1"],
+        ["forward", "10.0", "10.0", "23.8"],
+        ["backward", "20.0", "20.0", "47.6"],
+        ["update", "8.0", "8.0", "19.0"],
+        ["rest", "1.0", "1.0", "2.4"],
+        ["whole step", "40.0", "42.0", "100.0"],
+    ]
+    legend = ["".join(item.itertext()) for item in found.iter("li")]
+    assert legend[0] == "input 7.1 %"
+    (note,) = [p.text for p in found.iter("p")]
+    assert str(note).startswith("Over 20 steps; the first 10 are left out.")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 19, 20, 21])
+def test_short_runs_keep_half_of_their_steps(count: int) -> None:
+    """Law: of a run of few steps no more than half is left out."""
+    records = [step(i) for i in range(1, count + 1)]
+    html = page(told(records=records))
+    left_out = min(10, count // 2)
+    assert f"Over {count - left_out} steps; the first {left_out} are left out" in html
+
+
+def test_records_of_older_runs() -> None:
+    """Law: records without parts of seconds are shown without them."""
+    records = [step(i) for i in range(1, 5)]
+    for record in records[:2]:
+        del record["seconds"]
+    heading = "Where the time of a step went"
+    assert heading in sections(page(told(records=records)))
+    found = sections(page(told(records=records[:2])))
+    assert heading not in found
+    assert "Curves" in found
+
+
+def test_cost_and_memory() -> None:
+    """Law: what the summary holds is shown in its unit; what it lacks is not."""
+    memory = {"weights": 1 << 20, "moments": 1 << 19}
+    summary = {"train_seconds": 1.25, "peak_memory_bytes": 3 << 20, "memory": memory}
+    time, held = grids(sections(page(told(summary=summary)))["Cost"])
+    assert time[1:] == [["time in training steps, s", "1.2"]]
+    assert held[1:] == [
+        ["peak of the process", "3.0"],
+        ["weights", "1.0"],
+        ["optimizer's moments", "0.5"],
+    ]
+    (held,) = grids(sections(page(told(summary={"memory": {"peak": 1 << 20}})))["Cost"])
+    assert held[1:] == [["peak of the process", "1.0"]]
+
+
+def test_skipped_steps() -> None:
+    """Law: step, scale and parameter of the first twenty, then a count."""
+    records = [
+        step(i, skipped=i % 2 == 0, found_inf_in=["head.weight", "b"])
+        for i in range(1, 2051)
+    ]
+    found = sections(page(told(records=records)))["Skipped steps"]
+    (grid,) = grids(found)
+    assert grid[1] == ["2", "1024", "head.weight, b"]
+    assert grid[-1][0] == "40"
+    assert len(grid) == 21
+    assert [p.text for p in found.iter("p")] == ["1,005 more steps were skipped."]
+
+
+def test_no_skipped_steps() -> None:
+    """Law: a run that skipped nothing says so; one that knows no more says less."""
+    assert "No step was skipped." in page(told())
+    bare = {"step": 3, "loss": None, "skipped": True}
+    (grid,) = grids(sections(page(told(records=[bare])))["Skipped steps"])
+    assert grid[1:] == [["3", "-", "-"]]
+    assert "Skipped steps" not in sections(page(told(records=[evaluation(1)])))
+
+
+def test_configuration() -> None:
+    """Law: every setting as people write it, and which of them the run chose."""
+    (grid,) = grids(sections(page(told()))["Configuration"])
+    assert grid == [
+        ["setting", "value", "chosen by"],
+        ["lr", "5e-05", "the run"],
+        ["compile", "no", ""],
+        ["names", "x, y", ""],
+        ["freeze", "none", ""],
+    ]
+
+
+def test_machine() -> None:
+    """Law: this machine is told where no other is; it has cores, torch and Python."""
+    facts = dict(where_it_ran().rows)
+    assert {"processor", "cores", "torch", "Python"} <= set(facts)
+    (grid,) = grids(sections(page(told()))["Machine"])
+    assert grid[1:] == [["processor", "fast"]]
+
+
+def test_everything_is_text() -> None:
+    """Law: no text of a run, its labels or its settings can add an element."""
+    table = Table(MARK, (MARK,), ((MARK,),), (MARK,))
+    confusion = Table(MARK, ("truth", MARK), ((MARK, 1),))
+    found = Judged(0.5, {MARK: 0.5}, ((MARK, 0.5, 0.5, 0.5, 1),), confusion)
+    html = page(
+        Told(
+            *(MARK, MARK, {MARK: MARK}, frozenset({MARK}), {MARK: found}),
+            *((table,), table, table),
+            [step(1, skipped=True, found_inf_in=[MARK]), evaluation(1, dev_=0.5)],
+            {},
+            (MARK,),
+            table,
+        )
+    )
+    assert "<script" not in html
+    assert "Findings" in sections(html)
+    assert html.count("&lt;script&gt;") > 20
+
+
+def test_needs_no_network() -> None:
+    """Law: nothing on the page loads, runs or points elsewhere."""
+    html = page(told())
+    loads = r"<(script|link|img|iframe)|@import| src=| href=|(url\(|xlink:href=\")[^#]"
+    assert not re.search(loads, html)
+
+
+values = st.none() | st.floats() | st.integers(-5, 5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.fixed_dictionaries({"loss": values, "grad_norm": values})))
+def test_any_numbers_can_be_drawn(numbers: list[dict[str, Any]]) -> None:
+    """Law: whatever a record holds, null included, there is a page and no warning."""
+    records = [step(i + 1, **each) for i, each in enumerate(numbers)]
+    sections(page(told(records=records)))

@@ -1,0 +1,236 @@
+"""The plan: defaults by data and model, what was told, and the schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_corpora import split_of
+from torch import nn
+
+from halfstep.distributed import World
+from halfstep.train import text
+from halfstep.train.config import TrainConfig
+from halfstep.train.data import Corpus, Split, load
+from halfstep.train.plan import Plan, rate_factor, resolve, resolved
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU, GPU = World(0, 1, torch.device("cpu")), World(0, 1, torch.device("cuda", 0))
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    """Return a split of two examples."""
+    path = tmp_path_factory.mktemp("plan") / "a.csv"
+    path.write_text("x,a\ny,b\n", encoding="utf-8")
+    return split_of(path, "classify", ("a", "b"))
+
+
+def plan_of(split: Split, count: int, *, scratch: bool, **given: Any) -> Plan:
+    """Return the plan of settings for a corpus of so many training texts."""
+    train = Split(split.store, np.zeros(count, np.int64), split.ids)
+    corpus = Corpus("c", "classify", ("a", "b"), train, split, split, "print")
+    return resolve(TrainConfig(**given), corpus, CPU, scratch=scratch)
+
+
+def test_rate_by_hand() -> None:
+    """Law: the rate rises over the warm-up, then falls to zero after the last step."""
+    rates = [rate_factor(applied, 10, 0.4) for applied in range(11)]
+    rise, fall = [1 / 4, 2 / 4, 3 / 4, 1], [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]
+    assert rates == pytest.approx(rise + fall)
+
+
+def test_no_warm_up() -> None:
+    """Law: without a warm-up the first step has the peak rate."""
+    rates = [rate_factor(applied, 4, 0.0) for applied in range(4)]
+    assert rates == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
+
+
+@given(st.integers(1, 500), st.floats(0, 1, exclude_max=True))
+def test_rate_properties(total: int, warmup: float) -> None:
+    """Law: each step has a rate above 0; one peak of 1; straight lines beside it."""
+    rates = [rate_factor(applied, total, warmup) for applied in range(total + 1)]
+    assert all(0 < rate <= 1 for rate in rates[:-1])
+    assert max(rates) == 1
+    assert rates[-1] == 0
+    peak = rates.index(1)
+    assert peak <= max(0, math.ceil(warmup * total) - 1)
+    steps = [after - before for before, after in pairwise(rates)]
+    rise, fall = steps[:peak], steps[peak + 1 :]
+    for part, sign in ((rise, 1), (fall, -1)):
+        assert all(step * sign > 0 for step in part)
+        assert part == pytest.approx(part[:1] * len(part))
+
+
+@given(st.integers(1, 500), st.floats(0, 1, exclude_max=True), st.integers(0, 99))
+def test_a_rate_is_never_negative(total: int, warmup: float, more: int) -> None:
+    """Law: steps beyond the plan, if any come, stand still and never climb."""
+    assert rate_factor(total + more, total, warmup) == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "scratch", "epochs", "rate", "mask"),
+    [
+        (4999, True, 20, 5e-4, 0.3),
+        (5000, True, 3, 5e-4, 0.3),
+        (10, False, 3, 3e-5, 0.0),
+    ],
+)
+def test_defaults(
+    split: Split, count: int, scratch: bool, epochs: int, rate: float, mask: float
+) -> None:
+    """Law: defaults are those that the help states, by texts and by model."""
+    plan = plan_of(split, count, scratch=scratch)
+    steps = math.ceil(count / 32)
+    assert (plan.order.epochs, plan.lr, plan.mask_tokens) == (epochs, rate, mask)
+    assert (plan.eval_every, plan.total_steps) == (steps, steps * epochs)
+    assert (plan.best_by, plan.patience, plan.keep) == ("macro_f1", None, 2)
+    assert (plan.dropout, plan.device) == (0.1 if scratch else None, "cpu")
+    assert plan_of(split, count, scratch=scratch, task="ner").best_by == "f1"
+    assert (plan.order.batch_size, plan.order.accumulate, plan.order.seed) == (32, 1, 0)
+
+
+def test_as_told(split: Split) -> None:
+    """Law: what is set is taken, zeros included."""
+    told: dict[str, Any] = {
+        "epochs": 2,
+        "lr": 0.1,
+        "dropout": 0.0,
+        "mask_tokens": 0.0,
+        "eval_every": 7,
+        "batch_size": 3,
+        "accumulate": 2,
+        "seed": 5,
+        "warmup": 0.0,
+        "best_by": "loss",
+        "patience": 6,
+        "keep": 1,
+        "parallel": "fsdp2",
+    }
+    plan = plan_of(split, 10, scratch=True, **told)
+    assert dataclasses.astuple(plan.order) == (3, 2, 2, 5)
+    assert plan.total_steps == 2 * 4
+    assert plan.fingerprint == "print"
+    for name, value in told.items():
+        held = plan.order if hasattr(plan.order, name) else plan
+        assert getattr(held, name) == value, name
+
+
+@pytest.mark.parametrize(
+    ("world", "told", "workers"),
+    [(CPU, None, 0), (GPU, None, 2), (GPU, 0, 0), (CPU, 3, 3)],
+)
+def test_workers(split: Split, world: World, told: int | None, workers: int) -> None:
+    """Law: two processes prepare batches for a GPU, none for a CPU, or as told."""
+    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "")
+    config = TrainConfig(workers=told)
+    assert resolve(config, corpus, world, scratch=True).workers == workers
+
+
+def test_one_text_is_a_step(split: Split) -> None:
+    """Law: a batch larger than the data is one step an epoch, and never none."""
+    plan = plan_of(split, 1, scratch=True, batch_size=1000, epochs=1)
+    assert (plan.total_steps, plan.eval_every) == (1, 1)
+
+
+def test_every_default_is_filled_in(split: Split) -> None:
+    """Law: settings that were resolved resolve to the same plan again."""
+    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
+    config = TrainConfig(batch_size=1, label_smoothing=0.1)
+    plan = resolve(config, corpus, GPU, scratch=True)
+    full = resolved(config, plan, "O2", "bf16")
+    assert (full.level, full.dtype, full.label_smoothing) == ("O2", "bf16", 0.1)
+    assert (full.device, full.loss_scale, full.dropout) == ("cuda", "none", 0.1)
+    again = resolve(full, corpus, CPU, scratch=False)
+    assert dataclasses.replace(again, device="cuda") == plan
+    left = {name for name, value in full.data_dict().items() if value is None}
+    # None has a meaning of its own for these: all, the data's own, none.
+    assert left == {*("data", "labels", "limit", "freeze", "class_weights", "patience")}
+
+
+@pytest.mark.parametrize(
+    ("told", "dtype", "scale"),
+    [
+        ("auto", "fp32", "none"),
+        ("auto", "bf16", "none"),
+        ("auto", "fp16", "dynamic"),
+        ("1024", "fp16", "1024"),
+    ],
+)
+def test_the_scale_is_filled_in(
+    split: Split, told: str, dtype: str, scale: str
+) -> None:
+    """Law: the scale is what the help says of each format, or what was told."""
+    config = TrainConfig(loss_scale=told)
+    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
+    plan = resolve(config, corpus, CPU, scratch=True)
+    assert resolved(config, plan, "O2", dtype).loss_scale == scale
+
+
+def test_a_models_own_dropout(split: Split) -> None:
+    """Law: a fine-tuned model keeps its own rates, which no one number says."""
+    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
+    for told in (None, 0.0, 0.3):
+        config = TrainConfig(dropout=told)
+        plan = resolve(config, corpus, CPU, scratch=False)
+        assert resolved(config, plan, "O0", "fp32").dropout == told
+
+
+def test_the_dropout_is_that_of_the_network(
+    split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a network from scratch, told nothing, drops what the plan says."""
+    shape = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    monkeypatch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 8})
+    made = text.build(
+        "mini",
+        lambda clean: Counter(clean("xy")),
+        ("a", "b"),
+        head="SequenceClassification",
+        max_length=8,
+        dropout=None,
+    )
+    rates = [part.p for part in made.model.modules() if isinstance(part, nn.Dropout)]
+    assert rates
+    assert {*rates} == {plan_of(split, 10, scratch=True).dropout}
+
+
+def test_the_plan_knows_its_data(tmp_path: Path) -> None:
+    """Law: the fingerprint tells texts, labels, their names, order, splits apart."""
+    makes = {
+        "base": ("x,a\ny,b\n", "x,a\n"),
+        "order": ("y,b\nx,a\n", "x,a\n"),
+        "label": ("x,b\ny,a\n", "x,a\n"),
+        "dev": ("x,a\ny,b\n", "y,b\n"),
+        "text": ("x,a\nz,b\n", "x,a\n"),
+        "more": ("x,a\ny,b\nx,a\ny,b\n", "x,a\n"),
+    }
+    found = {}
+    for name, (train, dev) in makes.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.csv").write_text(train, encoding="utf-8")
+        (folder / "dev.csv").write_text(dev, encoding="utf-8")
+        found[name] = fingerprint(folder, None)
+    found["names"] = fingerprint(tmp_path / "base", ("b", "a"))
+    assert len({*found.values()}) == len(makes) + 1
+    assert fingerprint(tmp_path / "base", None) == found["base"]
+    assert fingerprint(tmp_path / "base", ("a", "b")) == found["base"]
+
+
+def fingerprint(folder: Path, names: tuple[str, ...] | None) -> str:
+    """Return the fingerprint of the plan for a directory of splits."""
+    corpus = load(
+        folder, task="classify", label_names=names, limit=None, dev_share=0.5, seed=0
+    )
+    return resolve(TrainConfig(), corpus, CPU, scratch=True).fingerprint

@@ -1,0 +1,177 @@
+"""Predictions on their way out: tables to read, and a file whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from halfstep.errors import UserError
+from halfstep.train.predict import Entities, Entity, Label, Predictions
+from halfstep.train.predicted import lines, tables, write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SUNNY = Label("abc", "sun", {"rain": 0.25, "sun": 0.75}, cut=False)
+RAINY = Label("天" * 9, "rain", {"rain": 0.5, "sun": 0.5}, cut=True)
+ADA = Entity("PER", 0, 3, "Ada")
+PARIS = Entity("LOC", 7, 12, "Paris")
+BOTH = Entities("Ada in Paris", (ADA, PARIS), cut=False)
+NONE = Entities("so it is", (), cut=False)
+OUTPUTS = ("rain", "sun")
+
+
+def failing() -> Iterator[Label]:
+    """Yield one prediction, then fail."""
+    yield SUNNY
+    message = "text 2 is blank."
+    raise UserError(message)
+
+
+def test_table_of_labels() -> None:
+    """Law: a row a text, the probabilities in the order of the outputs."""
+    (table,) = tables(Predictions([SUNNY, RAINY], 8), OUTPUTS)
+    assert table.columns == ("label", "p(rain)", "p(sun)", "text")
+    assert table.rows == (
+        ("sun", 0.25, 0.75, SUNNY.text),
+        ("rain", 0.5, 0.5, RAINY.text),
+    )
+    assert table.notes == ("1 text was cut after 8 tokens; what follows was not read.",)
+    assert tables(Predictions([SUNNY], 8), OUTPUTS)[0].notes == ()
+
+
+def test_table_of_entities() -> None:
+    """Law: a row an entity with the number of its text; a text without one has one."""
+    (table,) = tables(Predictions([BOTH, NONE], 8), ("O",))
+    assert table.columns == ("text", "kind", "entity", "start", "end")
+    assert table.rows == (
+        (1, "PER", "Ada", 0, 3),
+        (1, "LOC", "Paris", 7, 12),
+        (2, "-", "no entity", None, None),
+    )
+    assert len(table.notes) == 1
+
+
+def test_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: one JSON object a text, in UTF-8; what was cut is told beside it."""
+    path = tmp_path / "out.jsonl"
+    write(Predictions([SUNNY, RAINY, RAINY], 8), path)
+    told = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert told == [
+        {
+            "text": each.text,
+            "label": each.label,
+            "probabilities": each.probabilities,
+            "cut": each.cut,
+        }
+        for each in (SUNNY, RAINY, RAINY)
+    ]
+    assert "天" in path.read_text("utf-8")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("3 texts, ")
+    assert "2 texts were cut after 8 tokens; what follows was not read." in said.err
+
+
+def test_written_entities(tmp_path: Path) -> None:
+    """Law: entities are objects of kind, characters and words."""
+    write(Predictions([BOTH], 8), tmp_path / "out.jsonl")
+    told = json.loads((tmp_path / "out.jsonl").read_text("utf-8"))
+    assert told["entities"] == [
+        {"kind": "PER", "start": 0, "end": 3, "words": "Ada"},
+        {"kind": "LOC", "start": 7, "end": 12, "words": "Paris"},
+    ]
+
+
+@pytest.mark.parametrize("before", [None, "what was there\n"])
+def test_whole_or_not_at_all(tmp_path: Path, before: str | None) -> None:
+    """Law: a failure on the way leaves the file as it was, and nothing beside it."""
+    path = tmp_path / "out.jsonl"
+    if before is not None:
+        path.write_text(before, encoding="utf-8")
+    with pytest.raises(UserError, match=r"^text 2 is blank\.$"):
+        write(Predictions(failing(), 8), path)
+    assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"] * bool(before)
+    if before is not None:
+        assert path.read_text(encoding="utf-8") == before
+        write(Predictions([SUNNY], 8), path)
+        assert json.loads(path.read_text("utf-8"))["label"] == "sun"
+
+
+def test_old_until_the_last(tmp_path: Path) -> None:
+    """Law: until the last prediction is there, readers see the file from before."""
+    path = tmp_path / "out.jsonl"
+    path.write_text("old", encoding="utf-8")
+    seen: list[str] = []
+
+    def watched() -> Iterator[Label]:
+        for each in (SUNNY, RAINY):
+            yield each
+            seen.append(path.read_text(encoding="utf-8"))
+
+    write(Predictions(watched(), 8), path)
+    assert seen == ["old", "old"]
+    assert len(path.read_text("utf-8").splitlines()) == 2
+
+
+def test_through_a_link(tmp_path: Path) -> None:
+    """Law: a link stays one; the file that it leads to is replaced."""
+    (tmp_path / "there").mkdir()
+    real = tmp_path / "there" / "real.jsonl"
+    real.write_text("old", encoding="utf-8")
+    link = tmp_path / "out.jsonl"
+    link.symlink_to(real)
+    write(Predictions([SUNNY], 8), link)
+    assert link.is_symlink()
+    assert json.loads(real.read_text("utf-8"))["label"] == "sun"
+
+
+def test_into_a_pipe(tmp_path: Path) -> None:
+    """Law: what is no plain file is written directly, and stays what it is."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text("utf-8")))
+    reader.start()
+    write(Predictions([SUNNY], 8), pipe)
+    reader.join()
+    assert json.loads(read[0])["label"] == "sun"
+    assert pipe.is_fifo()
+
+
+def test_cannot_be_written(tmp_path: Path) -> None:
+    """Law: a place that cannot be written is refused with the system's reason."""
+    for path, why in (
+        (tmp_path / "none" / "out.jsonl", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ):
+        with pytest.raises(UserError) as caught:
+            write(Predictions([SUNNY], 8), path)
+        assert str(caught.value) == f"--json {path} cannot be written: {why}."
+
+
+def test_lines() -> None:
+    """Law: a text a line, blank ones and the mark of UTF-8 left out."""
+    source = io.BytesIO("\ufeffab c\r\n\n  \n 天 \nlast".encode())
+    assert list(lines(source)) == ["ab c", "天", "last"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "standard input holds no text; give one a line."),
+        (b" \n\n", "standard input holds no text; give one a line."),
+        (b"ab\nc\xff\n", "standard input line 2 is not UTF-8 at byte 1."),
+    ],
+)
+def test_lines_refused(data: bytes, message: str) -> None:
+    """Law: a stream without a text, or of other bytes, is refused by its line."""
+    with pytest.raises(UserError) as caught:
+        list(lines(io.BytesIO(data)))
+    assert str(caught.value) == message

@@ -1,0 +1,95 @@
+"""--check: what a run would be, told after a few steps, and nothing written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from small_training import one_thread, small_and_measured, write_letters
+
+from halfstep import cli
+from halfstep.errors import UserError
+from halfstep.train import rehearsal
+from halfstep.train.run import run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """A small model gains nothing from a second thread, and waits for it."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return settings of a run of 18 steps."""
+    small_and_measured(monkeypatch)
+    return {
+        "data": str(write_letters(tmp_path, 100)),
+        "dev_share": 0.1,
+        "model": "mini",
+        "level": "O2",
+        "dtype": "bf16",
+        "epochs": 3,
+        "batch_size": 16,
+        "out": str(tmp_path / "run"),
+    }
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    """Return the name of everything below a folder, and the bytes of files."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
+        for path in root.rglob("*")
+    }
+
+
+def test_it_writes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Law: a rehearsal makes no folder, and says the steps of the whole run."""
+    before = tree(tmp_path)
+    result = run(settings, check=True)
+    assert tree(tmp_path) == before
+    assert result.summary["steps"] == 18  # 3 x 90 / 16
+    assert result.summary["skipped"] == 0
+    assert result.summary["step_seconds"] > 0
+
+
+def test_it_leaves_a_run_alone(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: a run in --out stays to the byte, and is spoken of."""
+    run(settings)
+    before = tree(tmp_path)
+    words = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in settings.items()
+        if name != "dev_share"
+    ]
+    capsys.readouterr()
+    assert cli.run(["train", "--check", *words]) == 0
+    shown = capsys.readouterr().out
+    assert tree(tmp_path) == before
+    assert "holds a run already" in " ".join(shown.split())
+    assert "What this run would be" in shown
+    assert "report:" not in shown
+
+
+def test_it_refuses_what_a_run_would(settings: dict[str, Any]) -> None:
+    """Law: settings that no run could use are refused alike."""
+    with pytest.raises(UserError, match="matches no parameter"):
+        run(settings | {"freeze": "nothing.like.it"}, check=True)
+
+
+def test_a_disk_without_room(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where the checkpoints would not fit, the user is told so, and what to do."""
+    monkeypatch.setattr(rehearsal, "_room", lambda _: 1000)
+    with pytest.raises(UserError) as caught:
+        run(settings, check=True)
+    assert str(caught.value).endswith("Free some, or lower --keep.")
+    assert not (tmp_path / "run").exists()

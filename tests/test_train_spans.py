@@ -1,0 +1,201 @@
+"""Entities as tags and back, and the best tags against all that there are."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.train.spans import IGNORED, decode, spans_of, tag_names, tag_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Entities = list[tuple[int, int, int]]
+
+
+def test_names() -> None:
+    """Law: O is first, then B and I of each kind."""
+    assert tag_names(["PER", "LOC"]) == ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+
+
+# "Ada  Lovelace in Rome" between two special tokens.
+OFFSETS = [(0, 0), (0, 3), (5, 9), (9, 13), (14, 16), (17, 21), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "tags", "hidden"),
+    [
+        ([], [0, 0, 0, 0, 0], 0),
+        ([(0, 13, 0), (17, 21, 1)], [1, 2, 2, 0, 3], 0),
+        ([(0, 3, 0), (5, 13, 0)], [1, 1, 2, 0, 0], 0),
+        # An edge inside a token, at either end; a token shared by two.
+        ([(0, 7, 1)], [3, 4, 0, 0, 0], 1),
+        ([(7, 13, 1)], [0, 3, 4, 0, 0], 1),
+        ([(0, 7, 0), (7, 9, 1)], [1, 2, 0, 0, 0], 2),
+        ([(5, 7, 0), (7, 13, 1)], [0, 1, 3, 0, 0], 2),
+        # No token at all; cut off, in part and whole.
+        ([(3, 5, 0)], [0, 0, 0, 0, 0], 1),
+        ([(17, 30, 0), (31, 33, 1)], [0, 0, 0, 0, 1], 2),
+    ],
+)
+def test_tags_by_hand(spans: Entities, tags: list[int], hidden: int) -> None:
+    """Law: tokens of an entity are tagged, and what they cannot show is counted."""
+    assert tag_tokens(OFFSETS, spans) == ([IGNORED, *tags, IGNORED], hidden)
+
+
+def test_a_character_of_many_tokens() -> None:
+    """Law: tokens that share their characters show the entity as one."""
+    offsets = [(0, 1), (0, 1), (0, 1), (1, 2), (1, 2)]
+    assert tag_tokens(offsets, [(0, 1, 0), (1, 2, 0)]) == ([1, 2, 2, 1, 2], 0)
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Entities]:
+    """Return tokens of a text, special ones between them, and entities in it."""
+    steps = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12))
+    offsets, at = [], 0
+    for gap, length in steps:
+        offsets.append((at + gap, at + gap + length) if length else (0, 0))
+        at += gap + length if length else 0
+    edges = draw(st.lists(st.integers(0, at + 3), unique=True, max_size=10))
+    pairs = [pair for pair in pairwise(sorted(edges)) if draw(st.booleans())]
+    return offsets, [(*pair, draw(st.integers(0, 2))) for pair in pairs]
+
+
+@given(cut_texts())
+def test_there_and_back(text: tuple[list[tuple[int, int]], Entities]) -> None:
+    """Law: what comes back from the tags is what was not counted as hidden."""
+    offsets, spans = text
+    tags, hidden = tag_tokens(offsets, spans)
+    back = spans_of(tags, np.array(offsets, dtype=np.int32).reshape(-1, 2))
+    assert len(set(spans) - set(back)) == hidden
+    assert [tag == IGNORED for tag in tags] == [not end for _, end in offsets]
+    edges = {edge for start, end in offsets for edge in ((start, 0), (end, 1))}
+    for start, end, _ in set(spans) & set(back):
+        assert {(start, 0), (end, 1)} <= edges
+
+
+def test_back_from_valid_tags_only() -> None:
+    """Law: empty tokens are passed over whatever their tag; a tag astray is refused."""
+    offsets = np.array([[0, 2], [0, 0], [2, 4]], dtype=np.int32)
+    for tag in (0, IGNORED, 3):
+        assert spans_of(np.array([1, tag, 2], np.int16), offsets) == [(0, 4, 0)]
+    assert spans_of([], np.zeros((0, 2), np.int32)) == []
+    message = "tag 2 at character 2 goes on with what none began"
+    for before in (0, 3):
+        with pytest.raises(ValueError, match=message):
+            spans_of([before, 0, 2], offsets)
+
+
+def is_valid(tags: Sequence[int]) -> bool:
+    """Tell whether each I has a B or I of its kind before it."""
+    pairs = pairwise([0, *tags])
+    return all(tag % 2 or not tag or before in {tag - 1, tag} for before, tag in pairs)
+
+
+def best(scores: np.ndarray) -> float:
+    """Return the greatest sum of valid tags, of all sequences one by one."""
+    return max(
+        sum(float(row[tag]) for row, tag in zip(scores, tags, strict=True))
+        for tags in product(range(scores.shape[1]), repeat=len(scores))
+        if is_valid(tags)
+    )
+
+
+# Sums of these are exact, so the best is the best to the bit.
+exact = st.integers(-8, 8).map(lambda number: number / 4)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Return scores, and which tokens are real, for a few short texts."""
+    shape = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+        draw(st.sampled_from([1, 3, 5])),
+    )
+    count = shape[0] * shape[1]
+    scores = draw(st.lists(exact, min_size=count * shape[2], max_size=count * shape[2]))
+    real = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    return (
+        np.array(scores, np.float32).reshape(shape),
+        np.array(real, np.bool_).reshape(shape[:2]),
+    )
+
+
+@given(batches())
+def test_no_valid_tags_are_better(batch: tuple[np.ndarray, np.ndarray]) -> None:
+    """Law: the tags are valid, and the best; those not real are 0 and of no weight."""
+    scores, real = batch
+    kept = scores.copy()
+    tags = decode(scores, real)
+    assert (tags.dtype, tags.shape) == (np.int16, real.shape)
+    assert not tags[~real].any()
+    for row, chosen, counts in zip(scores, tags, real, strict=True):
+        assert is_valid(chosen[counts].tolist())
+        assert row[np.arange(len(row)), chosen][counts].sum() == best(row[counts])
+    np.testing.assert_array_equal(scores, kept)
+    scores[~real] = np.nan
+    np.testing.assert_array_equal(decode(scores, real), tags)
+
+
+@given(batch=batches(), coarse=st.booleans(), uneven=st.booleans())
+def test_greatest_scores_that_are_valid(
+    batch: tuple[np.ndarray, np.ndarray], *, coarse: bool, uneven: bool
+) -> None:
+    """Law: where the greatest scores are valid tags they are chosen, ties included.
+
+    Coarse scores are often equal; beside uneven ones, 1 is lost in a sum of doubles.
+    """
+    scores, _ = batch
+    if coarse:
+        scores = np.sign(scores)
+    if uneven:
+        scores[:, ::2] += np.float32(1e30)
+    greatest = scores.argmax(-1)
+    tags = decode(scores, np.ones(greatest.shape, np.bool_))
+    for row, chosen in zip(greatest.tolist(), tags.tolist(), strict=True):
+        assert not is_valid(row) or chosen == row
+
+
+def test_of_equal_sums_the_lower_tags() -> None:
+    """Law: B and I that are equal before an I are told apart as argmax does."""
+    scores = np.array([[[0, 1, 0], [0, 1, 1], [0, 0, 1]]], np.float32)
+    assert decode(scores, np.ones((1, 3), np.bool_)).tolist() == [[1, 1, 2]]
+
+
+def test_an_entity_goes_on_behind_what_is_not_real() -> None:
+    """Law: tokens that do not count, at either end or inside, do not end an entity."""
+    scores = np.zeros((1, 5, 3), np.float32)
+    scores[0, [1, 3], [1, 2]] = 1.0
+    real = np.array([[False, True, False, True, False]])
+    assert decode(scores, real).tolist() == [[0, 1, 0, 2, 0]]
+
+
+def test_numbers_without_sense_still_give_valid_tags() -> None:
+    """Law: nan and infinities, even throughout, never lead to tags that cannot be."""
+    rng = np.random.default_rng(0)
+    odd = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, 0.0], np.float32)
+    scores = rng.choice(odd, (200, 6, 5))
+    scores[0] = np.nan
+    scores[1] = -np.inf
+    scores[2, :, 2] = np.inf
+    tags = decode(scores, np.ones((200, 6), np.bool_))
+    assert all(map(is_valid, tags.tolist()))
+    assert not tags[:2].any()
+    assert decode(
+        np.zeros((0, 6, 5), np.float32), np.zeros((0, 6), np.bool_)
+    ).shape == (0, 6)
+
+
+def test_every_valid_sequence_can_be_said() -> None:
+    """Law: each valid sequence is chosen when its scores are the greatest."""
+    valid = [tags for tags in product(range(5), repeat=3) if is_valid(tags)]
+    scores = np.eye(5, dtype=np.float32)[np.array(valid)]
+    tags = decode(scores, np.ones((len(valid), 3), np.bool_))
+    assert list(map(tuple, tags.tolist())) == valid

@@ -1,0 +1,385 @@
+"""Stores: what a file holds comes back, from flat files, in any process."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from halfstep.errors import UserError
+from halfstep.train import cache, rows, store, tags
+from halfstep.train.data import Corpus, load
+from halfstep.train.store import Store, open_store
+
+texts = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0"), min_size=1
+).filter(str.strip)
+pairs = st.lists(st.tuples(texts, st.sampled_from(["a", "b", "\u00e4", "7"])))
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages name the path as given; a relative one makes them whole literals."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
+
+
+def lines(name: str, values: list[object]) -> Path:
+    """Write a JSON value a line, or an array."""
+    path = Path(name)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    else:
+        path.write_text("".join(f"{json.dumps(v)}\n" for v in values), encoding="utf-8")
+    return path
+
+
+def held(kept: Store) -> list[tuple[str, str, str]]:
+    """Return text, label and place of each row."""
+    return [
+        (kept.text(i), kept.words[kept.word_at[i]], kept.where(i))
+        for i in range(len(kept))
+    ]
+
+
+@given(pairs.filter(len), st.sampled_from(["a.json", "a.jsonl"]))
+@settings(
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_a_store_holds_what_its_reader_reads(
+    found: list[tuple[str, str]], name: str
+) -> None:
+    """Law: text, label, file and line of each row are those that the reader gives."""
+    path = lines(name, [*found])
+    read = [(row.text, row.label_word, row.where) for row in rows.read(path)]
+    made = open_store(path, "classify", None)
+    assert held(made) == read
+    assert len(made) == len(found)
+    assert list(made.words) == list(dict.fromkeys(label for _, label in found))
+    assert made.word_at.dtype == np.int32
+
+
+def test_many_rows_are_written_in_pieces() -> None:
+    """Law: nothing is lost, doubled or moved where one piece ends."""
+    count = 2 * store._CHUNK + 1
+    path = lines(
+        "a.jsonl", [[f"t{n}" + "\u597d" * (n % 5), n % 7] for n in range(count)]
+    )
+    assert held(open_store(path, "classify", None)) == [
+        (f"t{n}" + "\u597d" * (n % 5), f"{n % 7}", f"a.jsonl line {n + 1}")
+        for n in range(count)
+    ]
+
+
+def marked(kept: Store) -> list[tuple[str, list[tuple[int, int, str]], str]]:
+    """Return text, entities and place of each row."""
+    found = []
+    for i in range(len(kept)):
+        spans = kept.spans[kept.span_starts[i] : kept.span_starts[i + 1]].tolist()
+        named = [(start, end, kept.words[kind]) for start, end, kind in spans]
+        found.append((kept.text(i), named, kept.where(i)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_store_holds_the_entities_of_each_text(name: str) -> None:
+    """Law: text, entities and place of each row are those that the reader gives."""
+    count = 2 * store._CHUNK + 1
+    values = [
+        {
+            "text": "so good a day",
+            "entities": [[k, k + 1, f"K{(n + k) % 5}"] for k in (0, 3, 8)[: n % 4]],
+        }
+        for n in range(count)
+    ]
+    path = lines(name, [*values])
+    read = [
+        (m.text, [(s.start, s.end, s.kind) for s in m.spans], m.where)
+        for m in tags.read(path)
+    ]
+    made = open_store(path, "ner", None)
+    assert marked(made) == read
+    assert (made.span_starts.dtype, made.spans.dtype) == (np.int64, np.int32)
+    owners, words = made.uses()
+    assert [
+        (int(row), made.words[word]) for row, word in zip(owners, words, strict=True)
+    ] == [(row, kind) for row, (_, spans, _) in enumerate(read) for _, _, kind in spans]
+
+
+def test_texts_without_entities_are_a_store() -> None:
+    """Law: a file in which nothing is marked has spans of shape (0, 3)."""
+    made = open_store(
+        lines("a.jsonl", [{"text": "x", "entities": []}] * 3), "ner", None
+    )
+    assert made.spans.shape == (0, 3)
+    assert made.span_starts.tolist() == [0, 0, 0, 0]
+    assert made.words == ()
+
+
+def test_reading_stops_at_the_limit() -> None:
+    """Law: what comes after the first rows is neither held nor checked."""
+    path = lines("a.jsonl", [["x", "a"], ["y", "b"], ["z"]])
+    assert held(open_store(path, "classify", 2)) == [
+        ("x", "a", "a.jsonl line 1"),
+        ("y", "b", "a.jsonl line 2"),
+    ]
+    with pytest.raises(UserError, match=r"a.jsonl line 3: \[\"z\"\] is not a text"):
+        open_store(path, "classify", 3)
+
+
+def test_the_key_is_that_of_the_rows() -> None:
+    """Law: it is the same for the same rows of any file, and another for others."""
+    one = open_store(lines("a.jsonl", [["x", "a"], ["y", "b"]]), "classify", None).key
+    Path("b.csv").write_text("text,label\nx,a\n\ny,b\n", encoding="utf-8")
+    assert open_store(Path("b.csv"), "classify", None).key == one
+    for other in ([["x", "a"], ["z", "b"]], [["xy", "a"], ["", "b"]]):
+        path = lines("c.jsonl", [[t or "y", w] for t, w in other])
+        assert open_store(path, "classify", None).key != one
+    path = lines("c.jsonl", [["x", "a"], ["y", "c"]])
+    assert open_store(path, "classify", None).key != one
+
+
+def test_a_known_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: content decides, not the name; a suffix of another format is another."""
+    first = open_store(lines("a.jsonl", [["x", "a"]]), "classify", None)
+    monkeypatch.delattr(rows, "read")
+    again = open_store(Path("a.jsonl").rename("b.jsonl"), "classify", None)
+    assert (again.key, again.where(0)) == (first.key, "b.jsonl line 1")
+    with pytest.raises(AttributeError):
+        open_store(Path("b.jsonl").rename("b.ndjson"), "classify", None)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: no store holds the rows of one content under the name of another."""
+    path = lines("a.jsonl", [["x", "a"]])
+    read = rows.read
+
+    def change(path: Path) -> object:
+        lines("a.jsonl", [["y", "a"]])
+        return read(path)
+
+    monkeypatch.setattr(rows, "read", change)
+    with pytest.raises(UserError) as caught:
+        open_store(path, "classify", None)
+    assert str(caught.value) == (
+        "a.jsonl changed while it was read; start when it is whole."
+    )
+
+
+def test_too_many_labels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a column that is no label is refused at its first row too many."""
+    monkeypatch.setattr(store, "MOST_WORDS", 3)
+    monkeypatch.setattr(store, "MOST_KINDS", 3)
+    path = lines("a.jsonl", [[f"t{n}", f"w{n % 4}"] for n in range(9)])
+    with pytest.raises(UserError) as caught:
+        open_store(path, "classify", None)
+    assert str(caught.value) == (
+        "a.jsonl line 4: 'w3' is one label more than 3; is it a label, and not a text "
+        "or a number of the row?"
+    )
+    three = lines("a.jsonl", [[f"t{n}", f"w{n % 3}"] for n in range(9)])
+    assert len(open_store(three, "classify", None)) == 9
+    one = {"text": "x y", "entities": [[0, 1, "A"], [2, 3, "B"]]}
+    two = {"text": "x y", "entities": [[0, 1, "C"], [2, 3, "D"]]}
+    with pytest.raises(UserError, match=r"a.jsonl line 2: 'D' is one label more"):
+        open_store(lines("a.jsonl", [one, two]), "ner", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "fault"),
+    [
+        ("b.jsonl", "ner", "b.jsonl is not there; give a file or a directory that"),
+        ("a.csv", "ner", "a.csv: suffix '.csv' is unknown; save it as .bmes, .bio"),
+        ("a.bio", "classify", "a.bio: suffix '.bio' is unknown; save it as .json, "),
+        (".", "ner", ". is a directory; give one file, .bmes"),
+    ],
+)
+def test_what_the_reader_does_not_take_is_refused(
+    name: str, task: str, fault: str
+) -> None:
+    """Law: the file is refused in the reader's words."""
+    for other in ("a.csv", "a.bio"):
+        Path(other).write_text("x,y\n", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        open_store(Path(name), task, None)
+    assert str(caught.value).startswith(fault)
+
+
+def test_an_unreadable_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: what the system says against reading is passed on, not a traceback."""
+
+    def forbid(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = lines("a.jsonl", [["x", "a"]])
+    monkeypatch.setattr(Path, "open", forbid)
+    with pytest.raises(UserError) as caught:
+        open_store(path, "classify", None)
+    assert str(caught.value) == "a.jsonl cannot be read: Permission denied."
+
+
+def test_a_store_travels_as_its_folder() -> None:
+    """Law: its pickle does not grow with the file, and opens the same rows."""
+    few = open_store(lines("a.jsonl", [["x", "a"]]), "classify", None)
+    path = lines("a.jsonl", [["x" * 99, n] for n in range(999)])
+    many = open_store(path, "classify", None)
+    assert len(pickle.dumps(many)) == len(pickle.dumps(few))
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        assert pool.submit(held, many).result(timeout=120) == held(many)
+
+
+def test_a_damaged_store_is_read_anew() -> None:
+    """Law: a flipped bit in a text never reaches training."""
+    path = lines("a.jsonl", [["x", "a"], ["y", "b"]])
+    before = held(open_store(path, "classify", None))
+    (damaged,) = cache.folder().glob("rows-*/texts.utf8")
+    damaged.write_bytes(b"xx")
+    with pytest.warns(UserWarning, match=r"texts.utf8 is not what was written"):
+        assert held(open_store(path, "classify", None)) == before
+
+
+OPEN = """
+import sys, time
+from pathlib import Path
+from halfstep.train import rows
+from halfstep.train.store import open_store
+
+read = rows.read
+
+def stuck(path):
+    for row in read(path):
+        yield row
+        if row.line == 2000:
+            print("stuck", flush=True)
+            time.sleep(600)
+
+rows.read = stuck if sys.argv[1] == "stuck" else read
+kept = open_store(Path("a.jsonl"), "classify", None)
+print(len(kept), kept.key, kept.text(len(kept) - 1), flush=True)
+"""
+
+
+def opening(how: str) -> subprocess.Popen[str]:
+    """Open the file in a process of its own."""
+    words = [sys.executable, "-c", OPEN, how]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_open_a_file_together() -> None:
+    """Law: all get the same rows, though one is killed in the middle of reading."""
+    count = 20_000
+    path = lines("a.jsonl", [[f"t{n}", n % 7] for n in range(count)])
+    first = opening("stuck")
+    assert first.stdout is not None
+    assert first.stdout.readline() == "stuck\n"
+    others = [opening("free") for _ in range(3)]
+    first.kill()
+    first.communicate(timeout=60)
+    said = {process.communicate(timeout=120)[0] for process in others}
+    kept = open_store(path, "classify", None)
+    assert said == {f"{count} {kept.key} t{count - 1}\n"}
+    assert len(list(cache.folder().glob("rows-*"))) == 1
+
+
+def test_too_many_sentences_with_invalid_tags_are_refused() -> None:
+    """Law: more than one in a hundred is refused, with the first and their number."""
+    good, bad = "Ann B-PER\n\n", "Ann O\nLee I-PER\n\n"
+    Path("a.bio").write_text(good * 99 + bad, encoding="utf-8")
+    made = open_store(Path("a.bio"), "ner", None)
+    (fault,) = made.left_out
+    Path("a.bio").write_text(good * 98 + bad, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        open_store(Path("a.bio"), "ner", None)
+    fault = fault.replace("line 200", "line 198")
+    assert str(caught.value) == (
+        f"{fault} Such tags stand in 1 of 99 sentences; more than one in a hundred is "
+        "no slip."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "headless"),
+    [
+        ("a.csv", "\nx,like\n", True),
+        ("a.TSV", "sentence\tclass\n", True),
+        ("a.tsv", "\nLabel \tid\ttext\n", False),
+        ("a.csv", "", False),
+        ("a.jsonl", '["x", "like"]\n', False),
+    ],
+)
+def test_a_table_without_header_is_known(
+    name: str, content: str, *, headless: bool
+) -> None:
+    """Law: only a table has a header, and it names text and label."""
+    Path(name).write_text(content, encoding="utf-8")
+    assert rows.is_headless(Path(name)) is headless
+
+
+def splits(
+    suffix: str, train: str, dev: str, names: tuple[str, ...] | None = None
+) -> Corpus:
+    """Load a directory of two splits, given as contents."""
+    Path("posts").mkdir(exist_ok=True)
+    Path(f"posts/train{suffix}").write_text(train, encoding="utf-8")
+    Path("posts/dev.csv").write_text(dev, encoding="utf-8")
+    return load(
+        Path("posts"),
+        task="classify",
+        label_names=names,
+        limit=None,
+        dev_share=0.2,
+        seed=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        (".csv", "sentence,class\nx,a\ny,a\nz,b\nv,b\n"),
+        (".tsv", "\nsentence\tclass\nx\ta\ny\tb\n"),
+    ],
+)
+def test_a_header_with_other_names_is_no_row(suffix: str, content: str) -> None:
+    """Law: a first label that stands nowhere else is not taken for a class."""
+    with pytest.raises(UserError) as caught:
+        splits(suffix, content, "x,a\n")
+    assert str(caught.value) == (
+        f"posts/train{suffix} line {1 + content.startswith(chr(10))}: label 'class' "
+        "stands in no other row: if it is a header, name the columns text and label; "
+        "otherwise drop the row."
+    )
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "labels"),
+    [
+        (".csv", "x,class\ny,a\nz,a\nv,class\n", ("a", "class")),
+        (".csv", "x,class\ny,a\n", ("a", "class")),
+        (".csv", "text,label\nx,class\ny,a\nz,a\nv,b\n", ("a", "b", "class")),
+        (".csv", "x,2\ny,1\nz,1\nv,0\n", ("0", "1", "2")),
+        (".jsonl", '["x", "class"]\n["y", "a"]\n["z", "a"]\n', ("a", "class")),
+    ],
+)
+def test_a_first_row_may_be_data(
+    suffix: str, content: str, labels: tuple[str, ...]
+) -> None:
+    """Law: a label that comes again, one below a header, and a number are labels."""
+    assert splits(suffix, content, f"x,{labels[-2]}\n").labels == labels
+
+
+def test_a_rare_label_may_come_first() -> None:
+    """Law: a label that train holds heads no dev, and one that was named no train."""
+    assert len(splits(".csv", "x,a\ny,b\nz,a\nv,b\n", "x,a\ny,b\nz,b\n").dev) == 3
+    assert len(splits(".csv", "x,a\ny,b\nz,b\n", "x,b\n", ("a", "b")).train) == 3

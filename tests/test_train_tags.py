@@ -1,0 +1,314 @@
+"""Columns of tagged tokens: what is read, from which line, and each refusal."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain, product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from marked_files import brief, refusal, texts_of
+
+from halfstep.errors import UserError
+from halfstep.train.tags import InvalidTagsError, Marked, Span, read
+
+COLUMNS = (".bmes", ".bio", ".bioes", ".conll", ".iob", ".txt")
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages name the path as given; a relative one makes them whole literals."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", COLUMNS)
+@pytest.mark.parametrize(
+    "tags",
+    ["B-P E-P O S-L", "B-P E-P O S-L\n\nx B-P\ny M-P\nz E-P", "B-P I-P O B-L"],
+)
+def test_columns(suffix: str, tags: str) -> None:
+    """Law: each suffix and each scheme says the same of the same tokens."""
+    first, _, rest = tags.partition("\n\n")
+    pairs = zip(("Ada", "Lovelace", "in", "Rome"), first.split(), strict=True)
+    lines = "\n".join(f"{token} {tag}" for token, tag in pairs)
+    found = brief(texts_of(f"a{suffix}", f"\n{lines}\n\n{rest}"))
+    assert found[0] == (
+        "Ada Lovelace in Rome",
+        [("Ada Lovelace", "P"), ("Rome", "L")],
+        2,
+    )
+    assert found[1:] == ([("x y z", [("x y z", "P")], 7)] if rest else [])
+
+
+def test_where_a_sentence_stands() -> None:
+    """Law: a text names its file and first line; `-DOCSTART-` is none, and ends one."""
+    content = (
+        "-DOCSTART- -X- -X- O\n\nEU NNP B-NP B-ORG\n-DOCSTART- -X- O O\n"
+        "he PRP B-NP O\n \n\n\nsat VB B-VP O"
+    )
+    found = texts_of("a.conll", content)
+    assert [(each.text, each.line, each.where) for each in found] == [
+        ("EU", 3, "a.conll line 3"),
+        ("he", 5, "a.conll line 5"),
+        ("sat", 9, "a.conll line 9"),
+    ]
+    assert found[0] == Marked("EU", (Span(0, 2, "ORG"),), 3, "a.conll line 3")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "a B-X\nb I-X\n\nc O\n",
+        "\ufeffa B-X\nb I-X\n\nc O\n",
+        "a B-X\r\nb I-X\r\n\r\nc O\r\n",
+        "a\tB-X\nb\tI-X\n\t\nc\tO",
+        " a  ?  B-X \nb !  I-X\n \t \nc ? O",
+        "a\t?\tB-X\t\r\nb\t?\tI-X\n\n\nc\t!\tO",
+    ],
+)
+def test_forms_of_columns(content: str) -> None:
+    """Law: tabs, blanks, line ends and the byte-order mark change nothing."""
+    found = [
+        (text, entities) for text, entities, _ in brief(texts_of("a.bio", content))
+    ]
+    assert found == [("a b", [("a b", "X")]), ("c", [])]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["高", "勇", "：", "男"], "高勇：男"),
+        (["1", "9", "6", "6", "年"], "1966年"),
+        (["1966", "年", "出生"], "1966 年出生"),
+        (["他", "在", "IBM", "工作", "。"], "他在 IBM 工作。"),
+        (["他说", "“", "好", "”", "…"], "他说“好”…"),
+        (["he", "said", "“", "yes", "”"], "he said “ yes ”"),
+        (["1", "9", "6", "6"], "1 9 6 6"),
+        (["東京", "タワー", "ｱｲ"], "東京タワーｱｲ"),
+        (["서울", "에서", "ﾡ", "ﾡ"], "서울 에서 ﾡ ﾡ"),
+        (["New York", "is", "\u3000", "big"], "New York is\u3000big"),
+        ([" ", "a", " ", "b"], " a b"),
+        (["好", "\U0001f600", "𠮷"], "好\U0001f600𠮷"),
+    ],
+)
+def test_tokens_are_joined(tokens: list[str], text: str) -> None:
+    """Law: blanks stand where people write them, and each token is found again."""
+    lines = [f"{token}\t{'O' if token.isspace() else 'B-X'}" for token in tokens]
+    ((found, entities, _),) = brief(texts_of("a.txt", "\n".join(lines)))
+    assert found == text
+    assert entities == [(token, "X") for token in tokens if not token.isspace()]
+
+
+words = st.text(st.characters(categories=["L", "N"], max_codepoint=0x2FF), min_size=1)
+sentences = st.lists(
+    st.tuples(
+        st.lists(words, min_size=1, max_size=4), st.sampled_from(["", "PER", "a-b_C"])
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def letters(scheme: str, length: int) -> str:
+    """Return the prefixes of an entity of so many tokens."""
+    if scheme == "IOB2":
+        return "B" + "I" * (length - 1)
+    inner = scheme[1]
+    return "S" if length == 1 else "B" + inner * (length - 2) + "E"
+
+
+@given(
+    st.lists(sentences, min_size=1, max_size=4),
+    st.sampled_from(["IOB2", "BIES", "BMES"]),
+)
+def test_columns_read_what_was_tagged(
+    file: list[list[tuple[list[str], str]]], scheme: str
+) -> None:
+    """Law: entities written as tags of any scheme come back, each with its kind."""
+    blocks, expected = [], []
+    for sentence in file:
+        tags = [
+            f"{prefix}-{kind}" if kind else "O"
+            for tokens, kind in sentence
+            for prefix in letters(scheme, len(tokens))
+        ]
+        tokens = list(chain.from_iterable(tokens for tokens, _ in sentence))
+        blocks.append("\n".join(map(" ".join, zip(tokens, tags, strict=True))))
+        text = " ".join(tokens)
+        entities = [(" ".join(tokens), kind) for tokens, kind in sentence if kind]
+        expected.append((text, entities))
+    found = brief(texts_of("a.txt", "\n\n".join(blocks)))
+    assert [(text, entities) for text, entities, _ in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "inner", "whole"),
+    [
+        ("a S-X\nb B-X\nc M-X\nd E-X", "M", "S{0}|B{0}(M{0})*E{0}"),
+        ("a B-X\nb I-X\nc E-X\nd S-X", "I", "S{0}|B{0}(I{0})*E{0}"),
+        ("a O\nb B-X", "I", "B{0}(I{0})*"),
+    ],
+)
+def test_every_sequence(told: str, inner: str, whole: str) -> None:
+    """Law: of all sequences of three tags exactly those of the scheme are read."""
+    prefixes = ["B", inner, "E", "S"] if "E" in whole else ["B", inner]
+    tags = ["O", *(f"{prefix}-{kind}" for prefix in prefixes for kind in "XY")]
+    valid = re.compile(f"(O|{whole.format('-X')}|{whole.format('-Y')})*")
+    counted = [0, 0]
+    for sequence in product(tags, repeat=3):
+        lines = [f"w {tag}" for tag in sequence]
+        Path("a.txt").write_text(f"{told}\n\n" + "\n".join(lines), encoding="utf-8")
+        try:
+            list(read(Path("a.txt")))
+            accepted = True
+        except UserError as error:
+            accepted = False
+            assert " line " in str(error)  # noqa: PT017 - both ends are laws
+        assert accepted == bool(valid.fullmatch("".join(sequence))), sequence
+        counted[accepted] += 1
+    assert min(counted) > 0
+
+
+TOKENS = "each line holds a token and its tag, and a blank line ends a sentence."
+IOB1 = "in IOB1 it could: save as IOB2, where B-X begins it."
+A_TAG = "a tag is O, or B, I, M, E or S, then - and a kind, as in B-PER."
+EDGES = "begins or ends with a blank, or holds nothing else; move its edges."
+OPEN = "which is unclosed; put"
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "fault"),
+    [
+        ("a O\nb I-X\n", 2, f"tag I-X cannot follow O; {IOB1}"),
+        ("\na I-X\n", 2, f"tag I-X cannot begin a sentence; {IOB1}"),
+        ("a B-Y\nb I-X\n", 2, f"tag I-X cannot follow B-Y; {IOB1}"),
+        (
+            "a O\nb M-X\nc E-X\n",
+            2,
+            "tag M-X cannot follow O; begin with B-X, or S-X for a single token.",
+        ),
+        (
+            "a S-X\nb E-X\n",
+            2,
+            "tag E-X cannot follow S-X; begin with B-X, or S-X for a single token.",
+        ),
+        ("a B-X\nb E-Y\n", 2, f"tag E-Y cannot follow B-X, {OPEN} E-X."),
+        ("a B-X\nb M-X\nc O\n", 3, f"tag O cannot follow M-X, {OPEN} M-X or E-X."),
+        (
+            "a B-X\nb E-X\n\nc B-X\n\nd O",
+            4,
+            f"the sentence ends after B-X, {OPEN} E-X, or drop a blank line too many.",
+        ),
+        (
+            "a O\n\nb B-X\n\nc S-X\n",
+            5,
+            (
+                "tag S-X is of BMES or BIOES, but IOB2 began in line 3; "
+                "use one scheme in a file."
+            ),
+        ),
+        (
+            "a B-X\nb M-X\nc E-X\nd B-X\ne I-X\nf E-X",
+            5,
+            "tag I-X stands beside M in line 2; use one of the two in a file.",
+        ),
+        ("a O\nb U-X\n", 2, f"tag 'U-X' is unknown; {A_TAG}"),
+        ("a B-\n", 1, f"tag 'B-' is unknown; {A_TAG}"),
+        ("a b-X\n", 1, f"tag 'b-X' is unknown; {A_TAG}"),
+        ("a PER\n", 1, f"tag 'PER' is unknown; {A_TAG}"),
+        ("a O\nb\n", 2, f'"b" is the only column; {TOKENS}'),
+        ("a\tO\nb\t\n", 2, f'"b" is the only column; {TOKENS}'),
+        ("  O\n", 1, f'"O" is the only column; {TOKENS}'),
+        (
+            "a O\nNew York O\n",
+            2,
+            (
+                "column count is 3, but 2 in line 1; put tabs round a token that holds "
+                "blanks, or fill up the line."
+            ),
+        ),
+        ("a\tO\n\tO\n", 2, 'token "" has no width; drop the line.'),
+        ("a O\n\u200b O\n", 2, r'token "\u200b" has no width; drop the line.'),
+        (
+            "a O\rb O\r",
+            1,
+            "a carriage return stands inside the line; end lines with line feeds.",
+        ),
+        ("a O\n\n\u3000 O\n", 3, "text is blank; give it words or drop it."),
+        ("a O\nb O\n \tB-X\n", 1, f'entity X " " {EDGES}'),
+    ],
+)
+def test_a_bad_line_is_refused(content: str, line: int, fault: str) -> None:
+    """Law: a tag or token that cannot be names its line, the fault and the cure."""
+    assert refusal("a.txt", content) == f"a.txt line {line}: {fault}"
+
+
+# What is left out
+
+
+FIRST = "a B-X\nb M-X\nc E-X\n"  # tells the scheme
+PREFIXES = ("O", "B-X", "M-X", "E-X", "S-X", "E-Y")
+
+
+def _is_right(tags: list[str]) -> bool:
+    """Say whether tags are BMES, by what a whole entity looks like."""
+    words = "".join({"O": "o", "E-Y": "y"}.get(tag, tag[0]) for tag in tags)
+    return re.fullmatch("(o|S|BM*E)*", words) is not None
+
+
+@given(st.lists(st.lists(st.sampled_from(PREFIXES), min_size=1, max_size=4)))
+def test_sentences_are_left_out_one_by_one(sentences: list[list[str]]) -> None:
+    """Law: given a list, exactly the sentences that cannot be are missing and told."""
+    blocks = [FIRST]
+    kept: list[tuple[int, int]] = [(1, 4)]
+    lost: list[tuple[int, int]] = []
+    line = 5
+    for tags in sentences:
+        blocks.append("".join(f"x {tag}\n" for tag in tags))
+        (kept if _is_right(tags) else lost).append((line, line + len(tags)))
+        line += len(tags) + 1
+    Path("a.txt").write_text("\n".join(blocks), encoding="utf-8")
+    left_out: list[str] = []
+    found = list(read(Path("a.txt"), left_out))
+    assert [each.line for each in found] == [first for first, _ in kept]
+    assert len(left_out) == len(lost)
+    for said, (first, past) in zip(left_out, lost, strict=True):
+        match = re.match(r"a\.txt line (\d+): ", said)
+        assert match, said
+        assert first <= int(match[1]) < past
+    if lost:
+        with pytest.raises(InvalidTagsError, match=f"^{re.escape(left_out[0])}$"):
+            list(read(Path("a.txt")))
+    else:
+        assert list(read(Path("a.txt"))) == found
+
+
+@pytest.mark.parametrize("line", ["b U-X", "b", "b c O", "\u200b O"])
+def test_what_is_no_matter_of_order_is_refused_still(line: str) -> None:
+    """Law: an unknown tag or a broken line refuses the file, list or none."""
+    Path("a.txt").write_text(f"{FIRST}\n{line}\n", encoding="utf-8")
+    left_out: list[str] = []
+    with pytest.raises(UserError, match=r"^a\.txt line 5: ") as caught:
+        list(read(Path("a.txt"), left_out))
+    assert not isinstance(caught.value, InvalidTagsError)
+    assert left_out == []
+
+
+def test_a_file_whose_every_sentence_is_left_out() -> None:
+    """Law: where all is left out no text comes, and the list says why."""
+    Path("a.txt").write_text("a I-X\n", encoding="utf-8")
+    left_out: list[str] = []
+    assert list(read(Path("a.txt"), left_out)) == []
+    assert left_out == [f"a.txt line 1: tag I-X cannot begin a sentence; {IOB1}"]
+
+
+def test_a_sentence_left_out_does_not_say_the_scheme(tmp_path: Path) -> None:
+    """Law: what is left out decides nothing about the sentences after it."""
+    file = tmp_path / "a.bmes"
+    file.write_text("q O\na I-X\n\nb B-X\nc E-X\n", encoding="utf-8")
+    left_out: list[str] = []
+    (kept,) = read(file, left_out)
+    assert [(span.start, span.end) for span in kept.spans] == [(0, 3)]
+    assert len(left_out) == 1

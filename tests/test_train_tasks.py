@@ -1,0 +1,174 @@
+"""Tasks: the loss against torch's own, weights by hand, the best valid tags."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import UserError
+from halfstep.train.encode import IGNORED, Encoded
+from halfstep.train.tasks import TASKS, Objective, as_given, balanced, best_tags
+
+LABELS = ("a", "b", "c")
+WEIGHTS = torch.tensor([0.5, 1.0, 4.0])
+COUNT = 12
+# A sum of some 36 terms of fp32, in whatever order it is taken.
+CLOSE = 36 * torch.finfo(torch.float32).eps
+
+
+def labelled(*labels: int) -> Encoded:
+    """Return texts of one token, each of a class."""
+    return Encoded.build([[5]] * len(labels), labels)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
+def test_loss_of_a_batch(weights: torch.Tensor | None, smoothing: float) -> None:
+    """Law: parts of a batch, summed and divided, are torch's weighted mean."""
+    targets = torch.tensor([0, 1, 2, 2] * (COUNT // 4))
+    logits = torch.randn(COUNT, len(LABELS))
+    encoded, objective = labelled(*targets.tolist()), Objective(weights, smoothing)
+    # Uneven parts, as of processes and micro-batches.
+    parts = [np.arange(0, 1), np.arange(1, 4), np.arange(4, COUNT)]
+    summed = sum(objective.summed(logits[part], targets[part]) for part in parts)
+    weight = sum(objective.weight(encoded, part) for part in parts)
+    oracle = nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing)
+    assert float(summed / weight) == pytest.approx(
+        float(oracle(logits, targets)), rel=CLOSE
+    )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_of_tokens(smoothing: float) -> None:
+    """Law: of tokens those that have no target count for nothing."""
+    targets = torch.tensor([[IGNORED, 1, 0, IGNORED], [IGNORED, 2, IGNORED, IGNORED]])
+    logits = torch.randn(2, 4, 3)
+    found = Objective(None, smoothing).summed(logits, targets)
+    kept = targets != IGNORED
+    oracle = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="sum")
+    wanted = float(oracle(logits[kept], targets[kept]))
+    assert float(found) == pytest.approx(wanted, rel=CLOSE)
+
+
+def test_loss_is_in_fp32() -> None:
+    """Law: 16-bit logits are summed in fp32."""
+    logits = torch.randn(COUNT, len(LABELS)).bfloat16()
+    targets = torch.arange(COUNT) % len(LABELS)
+    found = Objective(None, 0.0).summed(logits, targets)
+    assert found.dtype == torch.float32
+    wanted = Objective(None, 0.0).summed(logits.float(), targets)
+    assert torch.equal(found, wanted)
+
+
+def test_what_to_divide_by() -> None:
+    """Law: without weights it is the number of targets, and one if there is none."""
+    encoded = Encoded(
+        ids=np.arange(4, dtype=np.int32),
+        starts=np.array([0, 2, 4]),
+        rows=np.array([1, 0]),
+        stored_counts=np.array([3, 0], dtype=np.int32),
+    )
+    plain = Objective(None, 0.0)
+    assert plain.weight(encoded, np.array([0, 1])) == 3.0
+    assert plain.weight(encoded, np.array([0])) == 1.0
+    assert plain.weight(labelled(0, 1, 2), np.array([0, 2])) == 2.0
+    weighted = Objective(WEIGHTS, 0.0)
+    assert weighted.weight(labelled(0, 1, 2), np.array([0, 2])) == 4.5
+
+
+def test_balanced() -> None:
+    """Law: the weights are scikit-learn's, by which all classes weigh alike."""
+    from sklearn.utils.class_weight import compute_class_weight
+
+    truth = [0, 0, 0, 1, 2, 2]
+    encoded = labelled(*truth)
+    found = balanced(LABELS, encoded)
+    oracle = compute_class_weight("balanced", classes=np.arange(3), y=truth)
+    assert found.tolist() == pytest.approx(oracle.tolist(), rel=CLOSE)
+    objective = Objective(found, 0.0)
+    for label in range(3):
+        (own,) = np.nonzero(np.array(truth) == label)
+        assert objective.weight(encoded, own) == pytest.approx(2.0, rel=CLOSE)
+
+
+def test_balanced_refused() -> None:
+    """Law: a class without an example has no weight, and is named."""
+    with pytest.raises(UserError) as caught:
+        balanced(LABELS, labelled(0, 2, 2))
+    assert str(caught.value) == (
+        "--class-weights balanced: train holds no example of 'b'; give the weights "
+        "as numbers."
+    )
+
+
+def test_as_given() -> None:
+    """Law: weights are as given, one for each class."""
+    assert torch.equal(as_given([0.5, 1.0, 4.0], LABELS), WEIGHTS)
+    with pytest.raises(UserError) as caught:
+        as_given([1.0, 2.0], LABELS)
+    assert str(caught.value) == (
+        "--class-weights holds 2 numbers for 3 classes; give one each, in the order "
+        "a, b, c."
+    )
+
+
+def is_valid(tags: tuple[int, ...]) -> bool:
+    """Say whether each I follows B or I of its kind."""
+    return all(
+        tag == 0 or tag % 2 or before in {tag - 1, tag}
+        for before, tag in itertools.pairwise((0, *tags))
+    )
+
+
+def test_best_tags() -> None:
+    """Law: of all valid sequences the best is found; special tokens have no tag."""
+    kinds = 2
+    outputs = 1 + 2 * kinds
+    # [CLS] w w [SEP], and [CLS] w w w [SEP]; a token of white space alone at the end.
+    offsets = [
+        [(0, 0), (0, 1), (1, 2), (0, 0)],
+        [(0, 0), (0, 1), (1, 2), (2, 3), (4, 4), (0, 0)],
+    ]
+    encoded = Encoded.build([[0] * len(each) for each in offsets], offsets=offsets)
+    for _ in range(20):
+        logits = torch.randn(2, 8, outputs)  # padded further than the texts need
+        found = best_tags(encoded, np.array([1, 0]), logits)
+        assert found.shape == (2, 6)
+        for row, index in enumerate((1, 0)):
+            real = [n for n, (start, end) in enumerate(offsets[index]) if start < end]
+            best = max(
+                filter(is_valid, itertools.product(range(outputs), repeat=len(real))),
+                key=lambda tags: sum(
+                    logits[row, place, tag].item()
+                    for place, tag in zip(real, tags, strict=True)
+                ),
+            )
+            assert tuple(found[row, real].tolist()) == best
+            special = sorted(set(range(6)) - set(real))
+            assert not found[row, special].any()
+
+
+def test_notes_of_entities() -> None:
+    """Law: tags are written at the places of their own texts, whatever the order."""
+    task = TASKS["ner"]
+    offsets = [[(0, 1)], [(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2)]]
+    encoded = Encoded.build([[0] * len(each) for each in offsets], offsets=offsets)
+    made = task.blank(encoded, 3)
+    right = {0: [1], 1: [0, 1, 2], 2: [1, 1]}
+    for indices in (np.array([2, 0]), np.array([1])):
+        width = int(encoded.lengths[indices].max())
+        logits = torch.zeros(len(indices), width, 3)
+        for row, index in enumerate(indices.tolist()):
+            logits[row, range(len(right[index])), right[index]] = 1.0
+        task.note(made, encoded, indices, logits)
+    assert made.tolist() == [*right[0], *right[1], *right[2]]
+
+
+def test_outputs() -> None:
+    """Law: classes are outputs as they are; kinds have tags, O before them."""
+    assert TASKS["classify"].outputs(LABELS) == LABELS
+    assert TASKS["ner"].outputs(("PER",)) == ("O", "B-PER", "I-PER")
