@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 # Programs that a test runs; they import what it puts there.
 collect_ignore = ["apex_programs"]
 
-# A busy machine may take any time over one example; a slow test is no wrong one.
-settings.register_profile("halfstep", deadline=None)
+# A busy machine may take any time over one example; a slow test is no wrong one. The
+# same examples each time: what passed once passes again. `--hypothesis-profile=explore`
+# draws others.
+settings.register_profile("halfstep", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
 settings.load_profile("halfstep")
 
 

@@ -9,14 +9,17 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
+import torch.distributed as dist
 
 from halfstep import distributed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from datetime import timedelta
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment: sums depend on how many threads share them."""
@@ -47,6 +50,22 @@ def torchrun(
     )
     assert done.returncode == 0, done.stderr
     return done
+
+
+@contextlib.contextmanager
+def group(timeout: timedelta) -> Iterator[None]:
+    """Be one of the processes that torchrun started; meet by gloo.
+
+    Args:
+        timeout: After which a collective counts as stuck.
+    """
+    dist.init_process_group("gloo", timeout=timeout)
+    yield
+    dist.barrier()
+    # A thread of gloo's that lets go of the last tensors asks for the GIL. It must
+    # not do so while the interpreter ends: that aborts the process.
+    time.sleep(0.2)
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from processes import torchrun
+from processes import group, torchrun
 from small_training import same
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
 FILES = ("test_scaler_ranks", "test_session_ranks", "test_scaler_sharded")
-"""Test files whose `CASES` are run."""
+"""Test files whose `CASES` are run, where no others are named."""
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce", "barrier")
 PATIENCE = timedelta(seconds=8)
 """After which a collective counts as stuck."""
@@ -174,18 +174,16 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def process(folder: Path) -> None:
+def process(folder: Path, *files: str) -> None:
     """Run every case in one of the processes that torchrun started."""
     warnings.simplefilter("ignore")  # That fp16 is slow on some processors.
-    dist.init_process_group("gloo", timeout=PATIENCE)
-    found = {
-        name: _attempt(name, case)
-        for file in FILES
-        for name, case in importlib.import_module(file).CASES.items()
-    }
-    torch.save(found, folder / f"{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with group(PATIENCE):
+        found = {
+            name: _attempt(name, case)
+            for file in files
+            for name, case in importlib.import_module(file).CASES.items()
+        }
+        torch.save(found, folder / f"{dist.get_rank()}.pt")
 
 
 def _attempt(name: str, case: Callable[[dist.ProcessGroup], dict[str, Any]]) -> Any:
@@ -204,10 +202,15 @@ def _attempt(name: str, case: Callable[[dist.ProcessGroup], dict[str, Any]]) -> 
 
 
 @functools.cache
-def start(processes: int) -> list[dict[str, Any]]:
-    """Return what each of some processes saw, by the name of the case."""
+def start(processes: int, files: tuple[str, ...] = FILES) -> list[dict[str, Any]]:
+    """Return what each of some processes saw, by the name of the case.
+
+    Args:
+        processes: How many.
+        files: Test files whose `CASES` are run.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        torchrun(__file__, folder, processes=processes, timeout=180)
+        torchrun(__file__, folder, *files, processes=processes, timeout=240)
         files = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
         return [torch.load(file) for file in files]
 
@@ -229,4 +232,4 @@ def agreed(ranks: list[dict[str, Any]], case: str, *keys: str) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    process(Path(sys.argv[1]))
+    process(Path(sys.argv[1]), *sys.argv[2:])

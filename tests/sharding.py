@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from processes import torchrun
+from processes import group, torchrun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -127,14 +127,12 @@ def process(file: str, folder: Path) -> None:
     """Run every case in one of the processes that torchrun started."""
     warnings.simplefilter("ignore")
     machine.emulation_warning = lambda *_: None  # type: ignore[assignment]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    found = {
-        name: _attempt(case)
-        for name, case in importlib.import_module(file).CASES.items()
-    }
-    torch.save(found, folder / f"{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with group(timedelta(seconds=60)):
+        found = {
+            name: _attempt(case)
+            for name, case in importlib.import_module(file).CASES.items()
+        }
+        torch.save(found, folder / f"{dist.get_rank()}.pt")
 
 
 def _attempt(case: Callable[[], dict[str, Any]]) -> Any:

@@ -1,6 +1,6 @@
 """Masters and gradients under DDP: the same on every rank, and as exact as DDP's.
 
-Under torchrun this file runs the cases of all files named here.
+Under torchrun, `ranks` runs the cases of all files named here.
 """
 
 from __future__ import annotations
@@ -8,18 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
-import tempfile
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from processes import torchrun
-from ranks import agreed, batch, held, saw
+from ranks import agreed, batch, held, saw, start
 from small_training import same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,15 +33,6 @@ ROUTES = ("direct", "generic")
 RUNS = list(itertools.product(FORMS, (1, 3), ROUTES))
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative error of one rounding."""
-
-
-@functools.cache
-def start(processes: int) -> list[dict[str, Any]]:
-    """Return what each of some processes saw, by the name of the case."""
-    with tempfile.TemporaryDirectory() as folder:
-        torchrun(__file__, folder, processes=processes, timeout=240)
-        files = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
-        return [torch.load(file) for file in files]
 
 
 @contextlib.contextmanager
@@ -271,7 +258,7 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=[2, 4])
 def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return what each of some processes saw."""
-    return start(request.param)
+    return start(request.param, FILES)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -315,8 +302,3 @@ def test_wrapping_again(seen: list[dict[str, Any]]) -> None:
     """Law: another wrapper changes nothing, and ranks stay the same."""
     assert all(rank["kept"] for rank in saw(seen, "again"))
     agreed(seen, "again", "all")
-
-
-if __name__ == "__main__":
-    ranks.FILES = FILES
-    ranks.process(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """What DDP can be told, beside master weights: the mean stays the mean.
 
-The cases run in several processes that `test_exchange` starts.
+The cases run in several processes that `ranks` starts.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import agreed, batch, saw
+from ranks import agreed, batch, saw, start
 from small_training import same
 from test_exchange import (
+    FILES,
     Watched,
     all_of,
     net,
     no_false_alarm,
     one_step,
     prepared,
-    start,
     truths,
     worst,
     wrap,
@@ -255,7 +255,7 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=[2, 4])
 def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return what each of some processes saw."""
-    return start(request.param)
+    return start(request.param, FILES)
 
 
 @pytest.mark.parametrize("run", MEANS, ids=str)

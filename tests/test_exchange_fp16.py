@@ -1,6 +1,6 @@
 """fp16 on its way between ranks: no overflow that was not there, and no skip alone.
 
-The cases run in several processes that `test_exchange` starts.
+The cases run in several processes that `ranks` starts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Plant, agreed, saw
+from ranks import Plant, agreed, saw, start
 from small_training import same
-from test_exchange import start, wrap
+from test_exchange import FILES, wrap
 from test_session_ranks import RULE, Trainer
 from torch import Tensor, nn
 
@@ -138,7 +138,7 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=[2, 4])
 def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return what each of some processes saw."""
-    return start(request.param)
+    return start(request.param, FILES)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3, 4])

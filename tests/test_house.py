@@ -114,6 +114,7 @@ LAYER = {
     "__init__": 14,
     # The fine-tuning program.
     "train.lines": 18,
+    "train.locks": 18,
     "train.marked": 19,
     "train.__init__": 20,
     "train.batches": 20,

@@ -131,6 +131,28 @@ def test_categories(low: torch.dtype) -> None:
                 assert overload_of(name)(*both[name]).dtype == dtype, (category, name)
 
 
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_a_norm_keeps_its_weights(low: torch.dtype) -> None:
+    """Law: on a CPU a norm in 16 bits is weighed in fp32; nothing but data is cast."""
+    copy = torch.ops.aten._to_copy.default
+    weight, bias = nn.Parameter(torch.rand(4) + 1), nn.Parameter(torch.rand(4))
+    data = X.to(low)
+    right = F.layer_norm(data.float(), [4], weight, bias).to(low)
+    with steered({"layer_norm": "follow"}, low):
+        with Watch() as watch:
+            found = F.layer_norm(data, [4], weight, bias)
+            mixed = F.layer_norm(data, [4], weight, bias.to(low))
+        assert F.layer_norm(data, [4]).dtype == low
+    # One cast of the bias is the test's own; beside it the weight must be cast, too.
+    assert watch.seen.count(copy) == 2
+    assert found.dtype == mixed.dtype == low
+    close = torch.finfo(low).eps
+    assert torch.allclose(found, right, rtol=close, atol=close)
+    found.float().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+
+
 def test_the_first_operand_leads() -> None:
     """Law: the first floating operand is followed; to fp64 nothing is cast."""
     weight = torch.ones(4)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import torchrun
+from processes import group, torchrun
 from scale_loop import CLEAN, NETS, RULE
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -65,14 +66,13 @@ def asked(kind: str, own: Strategy, rank: int) -> Any:
 
 def process(folder: Path) -> None:
     """Ask on one rank."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    seen = {}
-    for kind in KINDS:
-        seen[kind, "measured"] = asked(kind, Measured(every=2), rank)
-        seen[kind, "logmax"] = asked(kind, strategy("logmax"), rank)
-    dist.destroy_process_group()
-    torch.save(seen, folder / f"{rank}.pt")
+    with group(timedelta(seconds=60)):
+        rank = dist.get_rank()
+        seen = {}
+        for kind in KINDS:
+            seen[kind, "measured"] = asked(kind, Measured(every=2), rank)
+            seen[kind, "logmax"] = asked(kind, strategy("logmax"), rank)
+        torch.save(seen, folder / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,13 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from small_training import small_and_measured, without_figures, write_letters
 
 from halfstep.errors import UserError
 from halfstep.train import board
 from halfstep.train.board import Board
+from halfstep.train.loop import Trainer
+from halfstep.train.run import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,3 +167,45 @@ def test_infinite_numbers(tmp_path: Path) -> None:
     events.write({"step": 1, "loss": math.inf})
     events.close()
     assert read(tmp_path) == {"train/loss": [(1, math.inf)]}
+
+
+def test_a_run_that_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: TensorBoard shows the numbers of the run's records, each step once."""
+    small_and_measured(monkeypatch)
+    without_figures(monkeypatch)
+    settings = {
+        "data": str(write_letters(tmp_path)),
+        "model": "mini",
+        "level": "O2",
+        "dtype": "bf16",
+        "epochs": 2,
+        "batch_size": 16,
+        "eval_every": 4,
+        "out": str(tmp_path / "run"),
+        "tensorboard": True,
+    }
+    train_step = Trainer.train_step
+
+    def broken(self: Trainer, *rest: Any) -> dict[str, Any]:
+        if self.standing.step == 6:
+            raise KeyboardInterrupt
+        return train_step(self, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", broken)
+        with pytest.raises(KeyboardInterrupt):
+            run(settings)
+    # Steps 5 and 6 were written by the first run, and are taken again.
+    records = run({"out": settings["out"]}, resume=True).folder.records()
+    shown = read(tmp_path / "run" / "tensorboard")
+    steps = [record for record in records if "event" not in record]
+    assert len(steps) == 12
+    for name in ("loss", "lr", "grad_norm"):
+        told = [(record["step"], single(record[name])) for record in steps]
+        assert shown[f"train/{name}"] == told, name
+    told = [
+        (record["step"], single(record["dev_accuracy"]))
+        for record in records
+        if record.get("event") == "eval"
+    ]
+    assert shown["dev/accuracy"] == told

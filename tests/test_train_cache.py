@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train import cache
+from halfstep.train import cache, locks
 
 DAY = 86400.0
 FACTS = {"of": "test", "size": 3}
@@ -269,7 +269,7 @@ def test_without_locks_entries_are_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         assert content(cache.made("test", FACTS, write)) == WHOLE
         write(folder)
 
-    monkeypatch.setattr(cache.fcntl, "flock", no_lock)
+    monkeypatch.setattr(locks.fcntl, "flock", no_lock)
     assert content(cache.made("test", FACTS, late)) == WHOLE
     assert [name for name in names() if ".part-" in name] == []
 

@@ -1,4 +1,4 @@
-"""Two processes of `halfstep train` against one: the same run, told once.
+"""Two and four processes of `halfstep train` against one: the same run, told once.
 
 Started by torchrun, this file is the program of one process; it trains every case.
 """
@@ -46,6 +46,8 @@ CASES = {
 }
 FSDP2 = {"O0, in parts": "O0", "O2, in parts": "O2"}
 """Cases that two processes train with FSDP2 -> the same with DDP."""
+FOUR = ("O0", "O2", "O0, in parts")
+"""Cases that four processes train; of the last batch, three have no text."""
 SAME = ("--lr", "5e-3", "--dropout", "0", "--mask-tokens", "0", "--epochs", "3")
 
 
@@ -109,12 +111,22 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def process(folder: Path) -> None:
-    """Do all of it in one of the processes that torchrun started."""
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of some cases, each trained by four processes."""
+    folder = tmp_path_factory.mktemp("four")
+    write_data(folder)
+    torchrun(__file__, str(folder), *FOUR, processes=4, timeout=300)
+    return folder
+
+
+def process(folder: Path, *cases: str) -> None:
+    """Do all of it, or some cases, in one of the processes that torchrun started."""
     told = {}
-    orders = {case: command(folder, case) for case in (*CASES, *FSDP2)}
-    orders["again"] = command(folder, "O0")
-    orders["resume"] = ["train", "--resume", "--out", str(folder / "O2")]
+    orders = {case: command(folder, case) for case in cases or (*CASES, *FSDP2)}
+    if not cases:
+        orders["again"] = command(folder, "O0")
+        orders["resume"] = ["train", "--resume", "--out", str(folder / "O2")]
     with pytest.MonkeyPatch.context() as patch, distributed.join("cpu") as world:
         small_dev_too(patch)
         # One process group for all: torchrun's store takes no second.
@@ -161,6 +173,18 @@ def test_losses(one: Path, two: Path, case: str) -> None:
     alone, shared = records(one / case), records(two / case)
     assert_near(shared, alone, case)
     assert alone[-1]["loss"] < alone[0]["loss"] / 4
+
+
+@pytest.mark.parametrize("case", FOUR)
+def test_losses_of_four(one: Path, four: Path, case: str) -> None:
+    """Law: four processes see the losses that one sees, step by step, and dev too."""
+    alone, shared = one / FSDP2.get(case, case), four / case
+    assert_near(records(shared), records(alone), case)
+    for mine, theirs in zip(
+        records(shared, "eval"), records(alone, "eval"), strict=True
+    ):
+        assert mine["dev_loss"] == pytest.approx(theirs["dev_loss"], rel=bound(case))
+    assert json.loads((shared / "summary.json").read_text())["processes"] == 4
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -281,4 +305,4 @@ def test_two_agents(one: Path, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    process(Path(sys.argv[1]))
+    process(Path(sys.argv[1]), *sys.argv[2:])

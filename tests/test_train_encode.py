@@ -15,7 +15,8 @@ from small_corpora import classified, counting, letters_tokenizer, marked
 
 from halfstep.errors import UserError
 from halfstep.train import encode
-from halfstep.train.encode import IGNORED, Encoded, characters, encoded, tokens
+from halfstep.train.encode import Encoded, characters, encoded, tokens
+from halfstep.train.spans import IGNORED
 
 if TYPE_CHECKING:
     from pathlib import Path

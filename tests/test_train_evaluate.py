@@ -14,8 +14,9 @@ from small_corpora import classified
 from torch import nn
 
 from halfstep.distributed import World
-from halfstep.train.encode import IGNORED, Encoded
+from halfstep.train.encode import Encoded
 from halfstep.train.evaluate import EVAL_BATCH, baseline_accuracy, noted
+from halfstep.train.spans import IGNORED
 from halfstep.train.tasks import TASKS
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from halfstep.train.groups import SHARE
 from halfstep.train.loop import Trainer
 from halfstep.train.run import run
 from halfstep.train.settings import read_file
+from halfstep.train.tasks import Objective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,6 +110,35 @@ def test_class_weights(settings: dict[str, Any], tmp_path: Path) -> None:
     result = run(given | {"class_weights": "balanced"}, overwrite=True)
     weighted = [r["loss"] for r in steps_of(result.folder.records())]
     assert weighted[0] != pytest.approx(ones[0], rel=1e-4)
+
+
+def test_class_weights_by_hand(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: the loss of a step is the mean over its texts, each weighed by its class."""
+    weights = {0: 1.0, 1: 5.0}
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    summed = Objective.summed
+
+    def noting(
+        self: Objective, logits: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        seen.append((logits.detach().double(), targets))
+        return summed(self, logits, targets)
+
+    monkeypatch.setattr(Objective, "summed", noting)
+    # Two micro-batches a step: what is divided by is of both.
+    more = {"epochs": 1, "accumulate": 2, "class_weights": "1,5"}
+    found = losses(settings | QUIET | more)
+    for number, loss in enumerate(found):
+        parts = seen[2 * number : 2 * number + 2]
+        above = below = 0.0
+        for logits, targets in parts:
+            for row, label in zip(logits.tolist(), targets.tolist(), strict=True):
+                total = sum(map(math.exp, row))
+                above -= weights[label] * math.log(math.exp(row[label]) / total)
+                below += weights[label]
+        assert loss == pytest.approx(above / below, rel=1e-5)
 
 
 def test_freeze(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ In: the quick dropout and models made quick. Out: the laws that `quicken` promis
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -230,19 +231,90 @@ def test_attention_at_no_dropout_is_torchs_to_the_bit() -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_attention_drops_shares() -> None:
-    """Law: quick attention drops as its own dropout does of the shares it computes."""
-    query, key, value = (torch.randn(2, 2, 6, 4) for _ in range(3))
+def _attention(*operands: Tensor, mask: Tensor | None = None, p: float = 0.3) -> Tensor:
+    """Return quick attention, with the same drops at each call."""
     quick._install()
     torch.manual_seed(7)
     with quick._wanted:
-        ours = functional.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+        return functional.scaled_dot_product_attention(*operands, mask, p, scale=0.4)
+
+
+def _operands(dtype: torch.dtype) -> list[Tensor]:
+    """Return query, key and value: views into what heads share, as in models."""
+    torch.manual_seed(0)
+    made = [torch.randn(2, length, 3, 4, dtype=dtype) for length in (6, 5, 5)]
+    return [each.transpose(1, 2).requires_grad_() for each in made]
+
+
+def test_attention_drops_shares() -> None:
+    """Law: quick attention drops as its own dropout does of the shares it computes."""
+    query, key, value = _operands(torch.float64)
+    ours = _attention(query, key, value, p=0.5)
     torch.manual_seed(7)
-    shares = quick._shares(query, key, None, 0.5)
-    assert torch.equal(ours, quick.dropout(shares, 0.5) @ value)
+    shares = quick.dropout(quick._shares(query, key, None, 0.4), 0.5)
+    torch.testing.assert_close(ours, shares @ value)
     torch.manual_seed(7)
-    theirs = functional.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
-    assert not torch.equal(ours, theirs)
+    theirs = functional.scaled_dot_product_attention(
+        query, key, value, dropout_p=0.5, scale=0.4
+    )
+    assert not torch.allclose(ours, theirs)
+
+
+@pytest.mark.parametrize("masked", ["nothing", "padding", "a row"])
+def test_gradients_of_attention(masked: str) -> None:
+    """Law: the gradients are those of finite differences, also of rows without keys."""
+    mask = None
+    if masked != "nothing":
+        mask = torch.zeros(2, 1, 6, 5, dtype=torch.float64)
+        mask[1, :, :, 3:] = -torch.inf
+        if masked == "a row":
+            mask[0, :, 2] = -torch.inf
+    operands = _operands(torch.float64)
+    attend = functools.partial(_attention, mask=mask)
+    assert torch.autograd.gradcheck(attend, operands)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_of_16_bits(dtype: torch.dtype) -> None:
+    """Law: outputs and gradients in 16 bits lie as near the exact ones as theirs do."""
+    wide = _operands(torch.float32)
+    low = [each.detach().to(dtype).requires_grad_() for each in wide]
+    exact = [each.detach().double().requires_grad_() for each in low]
+    pull = torch.randn(2, 3, 6, 4, dtype=torch.float64).to(dtype)
+    for operands in (low, exact):
+        out = _attention(*operands)
+        assert out.dtype == operands[0].dtype
+        out.backward(pull.to(out.dtype))
+    for ours, right in zip(low, exact, strict=True):
+        assert ours.grad is not None
+        assert right.grad is not None
+        # Shares, their gradients, those of scores and the result are each rounded.
+        bound = 4 * torch.finfo(dtype).eps * right.grad.abs().max()
+        assert (ours.grad.double() - right.grad).abs().max() < bound
+
+
+def test_what_attention_leaves_to_torch() -> None:
+    """Law: a mask that learns, and tensors of other ranks, are torch's, to the bit."""
+    query, key, value = _operands(torch.float32)
+    bias = torch.randn(6, 5, requires_grad=True)
+    flat = [each.flatten(0, 1) for each in (query, key, value)]
+    for operands, mask in (((query, key, value), bias), (flat, None)):
+        ours = _attention(*operands, mask=mask)
+        torch.manual_seed(7)
+        theirs = functional.scaled_dot_product_attention(
+            *operands, mask, 0.3, scale=0.4
+        )
+        assert torch.equal(ours, theirs)
+    _attention(query, key, value, mask=bias).sum().backward()
+    assert bias.grad is not None
+
+
+def test_attention_once() -> None:
+    """Law: a gradient of a gradient is refused, and not wrong in silence."""
+    query, key, value = _operands(torch.float64)
+    out = _attention(query, key, value).sum()
+    with pytest.raises(RuntimeError, match="no gradient of a gradient"):
+        torch.autograd.grad(out, query, create_graph=True)
 
 
 def test_eager_attention_is_not_marked() -> None:

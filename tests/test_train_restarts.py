@@ -12,6 +12,7 @@ import pytest
 from mini_train import REASON
 from processes import ONE_THREAD, torchrun
 from small_training import (
+    assert_same_run,
     one_thread,
     small_and_measured,
     steps_of,
@@ -52,12 +53,14 @@ def words(folder: Path, out: str) -> list[str]:
 
 
 def test_killed_and_started_again(tmp_path: Path) -> None:
-    """Law: what torchrun starts again goes on from the last checkpoint, unasked."""
+    """Law: what torchrun starts again goes on from the last checkpoint, to the bit."""
     again = ("--max-restarts", "2", PROGRAM, "--kill", "1@5")
     done = torchrun(*again, *words(tmp_path, "two"), timeout=LONGEST)
     assert f"{STEPS} steps of 16 texts on 2 processes, ddp\n" in done.stdout
     assert f"on 2 processes, ddp, from step {5 // EVERY * EVERY}\n" in done.stdout
     assert done.stdout.count("\nreport: ") == 1
+    torchrun(PROGRAM, *words(tmp_path, "straight"), timeout=LONGEST)
+    assert_same_run(tmp_path / "two", tmp_path / "straight")
     assert cli.run(words(tmp_path, "one")) == 0
     shared, alone = (
         steps_of(RunFolder(tmp_path / out).records()) for out in ("two", "one")

@@ -49,6 +49,10 @@ _WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
 """Reductions without a dtype argument -> the overload that has one, and the last
 arguments where they are left out, for it has no defaults."""
 
+_WIDE_WEIGHTS = {("cpu", "layer_norm"), ("cpu", "native_layer_norm")}
+"""Device, operation -> torch's kernel takes 16-bit data beside weights of fp32, from
+the third argument on: casting those costs time, and digits of the result."""
+
 _one_at_a_time = threading.RLock()
 """torch's kernels hold the lock of its cache while they cast weights. A mode in Python
 then waits for the interpreter, which another thread that waits for that lock inside a
@@ -239,6 +243,7 @@ def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
     wide = overload_of(wide_name)
     needed = len(wide._schema.arguments) - 1 if last else 0  # noqa: SLF001
     on: On = attrgetter(f"is_{device}")
+    leave = (device, name) in _WIDE_WEIGHTS
 
     def run(
         frame: Frame | None, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -266,7 +271,9 @@ def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
             cache = None
             if frame is not None and not frame.closed and dtype is low:
                 cache = frame.cache
-            cast = _cast(args, dtype, on, cache)
+            kept = leave and row.rule is None and dtype is low and _fp32(args[2:4])
+            data = args[:2] if kept else args
+            cast = *_cast(data, dtype, on, cache), *args[len(data) :]
             if not kwargs:
                 return op(*cast)
             named = _cast(kwargs.values(), dtype, on, cache)
@@ -282,6 +289,11 @@ _BY_OPERANDS = frozenset((optable.PROMOTE, optable.FOLLOW))
 
 On: TypeAlias = "Callable[[Tensor], bool]"
 """Says whether a tensor is on the device."""
+
+
+def _fp32(weights: Iterable[Tensor | None]) -> bool:
+    """Say whether all weights that are given are of fp32."""
+    return all(w is None or w.dtype is torch.float32 for w in weights)
 
 
 def _eligible(value: object, on: On) -> bool:

@@ -11,14 +11,12 @@ whole or absent, shared by all processes; what nobody used for a month is remove
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -26,9 +24,7 @@ from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
 from halfstep.sealed import MANIFEST, digest, flush
-
-if sys.platform != "win32":
-    import fcntl
+from halfstep.train import locks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -116,36 +112,13 @@ def _lock(entry: Path, *, shared: bool = False, wait: bool = True) -> Iterator[b
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            held = _locked(handle, shared=shared, wait=wait)
-            # Whoever removed the file while this process waited held another lock.
-            if not held or _same(handle, path):
+            # Without locks a rename keeps entries whole; some are made twice.
+            held = locks.lock(handle, shared=shared, wait=wait) is not False
+            if not held or locks.is_at(handle, path):
                 yield held
                 return
         finally:
             os.close(handle)
-
-
-def _locked(handle: int, *, shared: bool, wait: bool) -> bool:
-    """Lock an open file; say whether that was possible at once, or after waiting."""
-    if sys.platform != "win32":
-        how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        try:
-            fcntl.flock(handle, how if wait else how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            # Some network file systems have no locks; a rename needs none.
-            if error.errno not in {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}:
-                raise
-    return True
-
-
-def _same(handle: int, path: Path) -> bool:
-    """Say whether an open file is still the one of its name."""
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _fault(entry: Path, facts: object) -> str | None:

@@ -23,6 +23,8 @@ import torch
 
 from halfstep.errors import UserError
 from halfstep.train import cache, spans
+from halfstep.train.spans import IGNORED
+from halfstep.train.store import mapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
     from halfstep.train.data import Split
 
 T = TypeVar("T")
-
-IGNORED = -100
-"""The target of a token that is not to be learned; torch's own number for it."""
 
 _VERSION = 2  # of the files below
 _CHUNK = 4096
@@ -215,23 +214,16 @@ def _remade(folder: Path | None, state: dict[str, Any]) -> Encoded:
         return Encoded(**state)
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     state = {
-        "ids": _mapped(folder / _IDS, np.int32),
-        "starts": _mapped(folder / _STARTS, np.int64),
+        "ids": mapped(folder / _IDS, "i4"),
+        "starts": mapped(folder / _STARTS, "i8"),
         "source": folder,
         "inexact": facts["inexact"],
     } | state
     if (folder / _TAGS).exists():
-        state["tags"] = _mapped(folder / _TAGS, np.int16)
-        state["offsets"] = _mapped(folder / _OFFSETS, np.int32).reshape(-1, 2)
-        state["stored_counts"] = _mapped(folder / _COUNTS, np.int32)
+        state["tags"] = mapped(folder / _TAGS, "i2")
+        state["offsets"] = mapped(folder / _OFFSETS, "i4").reshape(-1, 2)
+        state["stored_counts"] = mapped(folder / _COUNTS, "i4")
     return Encoded(**state)
-
-
-def _mapped(path: Path, dtype: type) -> np.ndarray:
-    if not path.stat().st_size:  # what has no bytes cannot be mapped
-        return np.zeros(0, dtype)
-    # A plain array over the same memory: memmap's own indexing is slow.
-    return np.asarray(np.memmap(path, dtype, "r"))
 
 
 def _build(folder: Path, split: Split, tokenizer: Any, task: str) -> None:  # noqa: ANN401

@@ -7,7 +7,6 @@ its processes, and whether two of them are of one launch; a lock on the folder.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import platform
@@ -16,14 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import UserError
-
-if sys.platform != "win32":
-    import fcntl
+from halfstep.train import locks
 
 _PROC = Path("/proc")
 _LOCK = ".lock"
-_TAKEN = (errno.EAGAIN, errno.EACCES)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _handles: set[int] = set()
 
 
@@ -127,22 +122,29 @@ class Claim:
             path = self._folder / _LOCK
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                _lock(handle, self._folder)
+                held = locks.lock(handle, wait=False)
+                if held is None:
+                    self._take_away(path)
+                    return
+                if not held:
+                    raise _in_use(handle, self._folder)
                 # Whoever had it may have removed the file while it was opened here.
-                if _is_at(handle, path):
+                if locks.is_at(handle, path):
                     self._handle = handle
                     _handles.add(handle)
-            except OSError as error:
-                if _LOCK not in self._before:
-                    path.unlink()
-                if error.errno in _NO_LOCKS:
-                    return
+            except OSError:
+                self._take_away(path)
                 raise
             finally:
                 if self._handle is None:
                     os.close(handle)
         os.ftruncate(self._handle, 0)
         os.write(self._handle, f"{os.getpid()}\n".encode())
+
+    def _take_away(self, path: Path) -> None:
+        """Remove a file that nobody can lock, unless it was there before."""
+        if _LOCK not in self._before:
+            path.unlink()
 
     def undo(self) -> None:
         """Remove what was made, if nothing else was written since."""
@@ -155,40 +157,19 @@ class Claim:
 
     def release(self) -> None:
         """Let other programs in."""
-        if sys.platform != "win32" and self._handle in _handles:
+        if self._handle in _handles:
             _handles.remove(self._handle)
-            # A child that is being forked may still have it open.
-            fcntl.flock(self._handle, fcntl.LOCK_UN)
+            locks.unlock(self._handle)
             os.close(self._handle)
 
 
-def _lock(handle: int, folder: Path) -> None:
-    """Lock an open file.
-
-    Raises:
-        UserError: If another program has locked it.
-        OSError: If it cannot be locked.
-    """
-    if sys.platform == "win32":
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _TAKEN:
-            raise
-        number = os.read(handle, 32).decode(errors="replace").strip()
-        process = f" (process {number})" if number.isdigit() else ""
-        message = (
-            f"{folder} is in use by another program{process}; wait for it, or stop it."
-        )
-        raise UserError(message) from error
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
+def _in_use(handle: int, folder: Path) -> UserError:
+    """Return what to say of a folder whose lock another program holds."""
+    number = os.read(handle, 32).decode(errors="replace").strip()
+    process = f" (process {number})" if number.isdigit() else ""
+    return UserError(
+        f"{folder} is in use by another program{process}; wait for it, or stop it."
+    )
 
 
 def _let_go() -> None:

@@ -34,6 +34,7 @@ _ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 _IMPLEMENTATION = "sdpa"
 _MARK = "_halfstep_quick"
 _MATH = "_scaled_dot_product_attention_math"
+_RANK = 4  # texts, heads, positions, numbers of each
 
 
 def quicken(model: nn.Module) -> int:
@@ -218,13 +219,16 @@ def _math(
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute as torch does unless quick attention is wanted here."""
-    if (
-        not _wanted.depth
-        or not dropout_p
-        or dropout_mask is not None
-        or not query.dtype == key.dtype == value.dtype
-        or not all(map(_can, (query, key, value)))
-    ):
+    dropped = round(dropout_p * STEPS)
+    ours = (
+        _wanted.depth
+        and 0 < dropped < STEPS
+        and dropout_mask is None
+        and query.dtype == key.dtype == value.dtype
+        and (attn_mask is None or not attn_mask.requires_grad)
+        and all(each.dim() == _RANK and _can(each) for each in (query, key, value))
+    )
+    if not ours:
         torchs: Any = torch.ops.aten._scaled_dot_product_attention_math.default  # noqa: SLF001
         result: tuple[Tensor, Tensor] = torchs.decompose(
             query,
@@ -244,11 +248,77 @@ def _math(
     if is_causal:
         ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
         attn_mask = torch.zeros(ones.shape).masked_fill_(ones.triu_(1), -torch.inf)
-    shares = _shares(
-        query, key, attn_mask, query.shape[-1] ** -0.5 if scale is None else scale
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    made: tuple[Tensor, Tensor] = _DroppedAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, attn_mask, dropped, scale
     )
-    shares = dropout(shares, dropout_p).to(value.dtype)
-    return shares @ value, shares
+    return made
+
+
+class _DroppedAttention(torch.autograd.Function):
+    """Attention whose shares are dropped: the output, and the shares that are left.
+
+    Formulas, with S of softmax, M the mask, L = S * M and c = 1 / (1 - p): the output
+    is c L V. From its gradient G come those of V, c L^T G, and of the scores, c times
+    softmax's own from H = G V^T * M, which is S * (H - sum(H * S)). Scores and softmax
+    are in fp32; all else, as in torch's kernels, in the format of the operands.
+
+    Shapes: B texts, A heads, T and U positions of query and key, D numbers of each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropped: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return both: (B, A, T, D) and (B, A, T, U)."""
+        shares = _shares(query, key, mask, scale).to(value.dtype)
+        kept = _mask(shares.shape, dropped)
+        left = shares * kept
+        ctx.save_for_backward(query, key, value, shares, left, kept)
+        ctx.scale, ctx.factor = scale, STEPS / (STEPS - dropped)
+        ctx.mark_non_differentiable(left)
+        return _product(left, value, ctx.factor), left
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Return the gradients of query, key and value.
+
+        Raises:
+            RuntimeError: If their own gradients will be asked for.
+        """
+        if torch.is_grad_enabled():
+            message = (
+                "attention with quick dropout has no gradient of a gradient; use "
+                "--dropout 0, or the model without `quicken`."
+            )
+            raise RuntimeError(message)
+        query, key, value, shares, left, kept = ctx.saved_tensors
+        of_shares = (grad @ value.transpose(-1, -2)).mul_(kept)
+        scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)  # noqa: SLF001
+        factor = ctx.scale * ctx.factor
+        return (
+            _product(scores, key, factor),
+            _product(scores.transpose(-1, -2), query, factor),
+            _product(left.transpose(-1, -2), grad, ctx.factor),
+            None,
+            None,
+            None,
+        )
+
+
+def _product(one: Tensor, other: Tensor, factor: float) -> Tensor:
+    """Return factor * one @ other, each number rounded once."""
+    nothing = one.new_empty(())
+    product = torch.baddbmm(
+        nothing, one.flatten(0, 1), other.flatten(0, 1), beta=0, alpha=factor
+    )
+    return product.view(*one.shape[:2], *product.shape[1:])
 
 
 def _shares(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 IGNORED = -100
-"""The tag of a special token, which no loss counts."""
+"""The tag of a special token, which no loss counts; torch's own number for it."""
 
 
 def tag_names(kinds: Sequence[str]) -> tuple[str, ...]:

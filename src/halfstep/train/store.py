@@ -94,17 +94,17 @@ class Store:
         del files["lines.i8"]
         self.key = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         self.words = tuple(json.loads((folder / "words.json").read_bytes()))
-        self._starts = _mapped(folder / "starts.i8", "i8")
-        self._lines = _mapped(folder / "lines.i8", "i8")
+        self._starts = mapped(folder / "starts.i8", "i8")
+        self._lines = mapped(folder / "lines.i8", "i8")
         self._numbered = source.lower().endswith(".json")
         with (folder / "texts.utf8").open("rb") as file:
             # A text is never empty, so this file has a byte to map.
             self._texts = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if task == "ner":
-            self.span_starts = _mapped(folder / "span_starts.i8", "i8")
-            self.spans = _mapped(folder / "spans.i4", "i4").reshape(-1, 3)
+            self.span_starts = mapped(folder / "span_starts.i8", "i8")
+            self.spans = mapped(folder / "spans.i4", "i4").reshape(-1, 3)
         else:
-            self.word_at = _mapped(folder / "word_at.i4", "i4")
+            self.word_at = mapped(folder / "word_at.i4", "i4")
 
     def __reduce__(self) -> tuple[type[Store], tuple[Path, str, str]]:
         """Travel to another process as a folder, never as its content."""
@@ -263,8 +263,9 @@ def _bytes(numbers: list[Any] | Integers, form: str) -> bytes:
     return np.asarray(numbers, f"<{form}").tobytes()
 
 
-def _mapped(path: Path, form: str) -> Integers:
+def mapped(path: Path, form: str) -> Integers:
     """Return the numbers of a file; they stay there until they are read."""
-    if not path.stat().st_size:
+    if not path.stat().st_size:  # what has no bytes cannot be mapped
         return np.empty(0, f"<{form}")
+    # A plain array over the same memory: memmap's own indexing is slow.
     return np.memmap(path, f"<{form}", "r").view(np.ndarray)

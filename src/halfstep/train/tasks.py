@@ -15,7 +15,7 @@ import torch
 
 from halfstep.errors import UserError
 from halfstep.train import judge_entities, judge_labels, spans
-from halfstep.train.encode import IGNORED
+from halfstep.train.spans import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
