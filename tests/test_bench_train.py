@@ -12,6 +12,7 @@ from small_training import letters, one_thread, small_and_measured, without_figu
 
 from halfstep import cli
 from halfstep.bench import contender, measure, train
+from halfstep.bench.flags import TRAINS, add_train
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -30,7 +31,7 @@ def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def flags(words: str) -> Namespace:
     """Return settings as the command line reads them."""
     parser = ArgumentParser()
-    train.add_flags(parser)
+    add_train(parser)
     return parser.parse_args(words.split())
 
 
@@ -131,6 +132,11 @@ def test_parts() -> None:
 # Runs
 
 
+def test_names() -> None:
+    """Law: what the command line knows is what can run."""
+    assert (*train.CONTENDERS,) == TRAINS
+
+
 def test_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,11 +152,12 @@ def test_turns(
     data = texts(tmp_path)
     names = ["O3-bf16", "plain-amp"]
     words = f"--data {data} --limit 60 --seed 5 --model mini --repeats 2"
-    train.bench(flags(f"{words} --contenders {','.join(names)}"))
+    train.tables(flags(f"{words} --contenders {','.join(names)}"))
     shared = {"data": data, "limit": 60, "seed": 5, "epochs": 1, "model": "mini"}
-    assert tasks == [train.CONTENDERS[name] | shared for name in names * 2]
+    turns = [*names, *reversed(names)]
+    assert tasks == [train.CONTENDERS[name] | shared for name in turns]
     assert capsys.readouterr().err.splitlines() == [
-        f"run {repeat}/2 {name}: 1.0 s" for repeat in (1, 2) for name in names
+        f"run {1 + number // 2}/2 {name}: 1.0 s" for number, name in enumerate(turns)
     ]
 
 
@@ -173,7 +180,7 @@ def test_for_real(
     names = ["plain-fp32", "plain-amp", "O2-bf16"]
     words = f"--data {texts(tmp_path)} --limit 60 --model mini"
     with one_thread():
-        first, second = train.bench(flags(f"{words} --contenders {','.join(names)}"))
+        first, second = train.tables(flags(f"{words} --contenders {','.join(names)}"))
     assert [row[0] for row in first.rows] == names
     assert "run 1/1 O2-bf16: " in capsys.readouterr().err
     for came_to, row in zip(found, second.rows, strict=True):
@@ -192,12 +199,12 @@ def test_for_real(
 
 
 REFUSALS = {
-    "--contenders O0,O9": "--contenders O9: choose of plain-fp32, ",
-    "--contenders O0,O0": "--contenders: O0 must stand there once.",
-    "--repeats 0": "--repeats 0 must be at least 1.",
-    "--epochs 0": "--epochs 0 must be ",
+    "--contenders O0,O9": "argument --contenders: 'O9' must be all or of plain-fp32, ",
+    "--contenders O0,O0": "argument --contenders: 'O0' ",
+    "--repeats 0": "argument --repeats: '0' must be a whole number of at least 1",
+    "--epochs 0": "argument --epochs: '0' must be a whole number of at least 1",
     "--data nothing.json": "nothing.json",
-    "--limit 1 --data letters.json": "--limit must be 2 or more,",
+    "--limit 1 --data letters.json": "--limit 1 must be from 2 ",
 }
 
 
@@ -213,6 +220,10 @@ def test_refusals(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(measure, "apart", lambda *_: pytest.fail("it ran"))
-    assert cli.run(["bench", "train", *words.split()]) == 2
+    try:
+        status: Any = cli.run(["bench", "train", *words.split()])
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"halfstep: error: {REFUSALS[words]}")

@@ -2,8 +2,9 @@
 
 In: the settings of the bench. Out: time, losses and accuracy. The loop is not tuned
 and not spoiled: every text is padded to 128 and tokenised in the collate function,
-the optimizer is AdamW, mixed precision is torch.autocast with torch.amp.GradScaler.
-Model, vocabulary, split, schedule and clipping are those of `halfstep train`.
+the optimizer is AdamW as torch has it (not fused, everything decays), mixed precision
+is torch.autocast with torch.amp.GradScaler, on a GPU in fp16. Model, vocabulary, split,
+schedule and clipping are those of `halfstep train`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def plain_loop(
         limit: First rows only.
         seed: Of the split, the weights and the order.
         epochs: Passes over the data.
-        model: "tiny" or "small".
+        model: As `--model` takes it.
         amp: With torch.autocast and torch.amp.GradScaler; otherwise fp32.
     """
     config = TrainConfig(data=data, limit=limit, seed=seed, epochs=epochs, model=model)
@@ -72,7 +73,8 @@ def plain_loop(
         dropout=None,
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    plan = resolve(config, corpus, World(0, 1, torch.device(device)), scratch=True)
+    alone = World(0, 1, torch.device(device))
+    plan = resolve(config, corpus, alone, scratch=made.from_scratch)
     train, dev = _examples(corpus.train), _examples(corpus.dev)
 
     def collate(examples: Sequence[Example]) -> dict[str, torch.Tensor]:

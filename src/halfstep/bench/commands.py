@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from halfstep.bench import flags, train
+from halfstep.bench import flags
 from halfstep.bench.flags import FORMS, OPTIMIZERS, PEERS, RULES, WIRES
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ class Bench:
 
 
 def _train(arguments: argparse.Namespace) -> list[Table]:
-    return train.bench(arguments)
+    from halfstep.bench import train
+
+    return train.tables(arguments)
 
 
 def _autocast(arguments: argparse.Namespace) -> list[Table]:
@@ -119,7 +121,7 @@ BENCHES = {
         "the text classifier at each level, beside a plain torch.amp loop",
         "Train the same model on the same texts at each level and with the loop that "
         "most people write; print time, memory and quality.",
-        train.add_flags,
+        flags.add_train,
         _train,
     ),
     "quality": Bench(

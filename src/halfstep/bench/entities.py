@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 CONTENDERS: dict[str, dict[str, str]] = {
     "fp32": {"level": "O0"},
-    "fp16 unscaled": {"level": "O1", "dtype": "fp16", "loss_scale": "none"},
-    "fp16 dynamic": {"level": "O1", "dtype": "fp16", "loss_scale": "dynamic"},
-    "bf16 O1": {"level": "O1", "dtype": "bf16"},
-    "bf16 O2": {"level": "O2", "dtype": "bf16"},
+    "O1-fp16-unscaled": {"level": "O1", "dtype": "fp16", "loss_scale": "none"},
+    "O1-fp16": {"level": "O1", "dtype": "fp16", "loss_scale": "dynamic"},
+    "O1-bf16": {"level": "O1", "dtype": "bf16"},
+    "O2-bf16": {"level": "O2", "dtype": "bf16"},
 }
 """Name -> settings of `halfstep train`."""
 
@@ -38,8 +38,15 @@ _SHARED = ("data", "limit", "model", "epochs", "batch_size", "lr", "max_length")
 _PERCENT = 100
 _MIB = 2**20
 _COLUMNS = (
-    *("contender", "F1 %", "+-", f"to {BASELINE}", "+- to", "precision %"),
-    *("recall %", f"speed x {BASELINE}", "peak MiB", "skipped", "diverged"),
+    *("contender", "F1 %", "+-", f"to {BASELINE}", f"+- to {BASELINE}"),
+    *(
+        "precision %",
+        "recall %",
+        f"speed x {BASELINE}",
+        "peak MiB",
+        "skipped",
+        "diverged",
+    ),
 )
 
 _EMULATED = (

@@ -109,6 +109,12 @@ PEERS = tuple(_PEERS)
 """What `bench recipe` can train with."""
 
 
+TRAINS = (
+    *("plain-fp32", "plain-amp", "O0", "O1-bf16", "O2-bf16", "O3-bf16"),
+    *("O1-fp16", "O2-fp16"),
+)
+"""What `bench train` can train with."""
+
 QUALITIES = (
     "fp32",
     "O1",
@@ -121,7 +127,7 @@ QUALITIES = (
 )
 """What `bench quality` can train with."""
 
-NERS = ("fp32", "fp16 unscaled", "fp16 dynamic", "bf16 O1", "bf16 O2")
+NERS = ("fp32", "O1-fp16-unscaled", "O1-fp16", "O1-bf16", "O2-bf16")
 """What `bench ner` can train with."""
 
 WIRES = ("O0", "O1", "O2", "O2-split", "torch.amp", "torch.amp-hook")
@@ -302,6 +308,25 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(FORMS)} (default all)",
     )
     _add_common(parser, rounds=15)
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench train`."""
+    add = parser.add_argument
+    add("--data", metavar="PATH", help="texts to train on (default built-in)")
+    add("--limit", type=whole, metavar="N", help="first N rows only")
+    add("--seed", type=int, default=123, metavar="N", help="(default 123)")
+    add("--epochs", type=whole, default=1, metavar="N", help="(default 1)")
+    text = "tiny, small, or what transformers loads (default tiny)"
+    add("--model", default="tiny", metavar="NAME", help=text)
+    add("--repeats", type=whole, default=1, metavar="N", help="runs each (default 1)")
+    add(
+        "--contenders",
+        type=names_of(TRAINS),
+        default=list(TRAINS),
+        metavar="NAME,NAME",
+        help=f"of {', '.join(TRAINS)} (default all)",
+    )
 
 
 def add_quality(parser: argparse.ArgumentParser) -> None:

@@ -54,7 +54,7 @@ _SHARED = {
     "epochs": "epochs",
 }
 """Setting of `halfstep train`, the same for all contenders -> flag."""
-_ONLY_AT_THE_END = 2**31 - 1
+ONLY_AT_THE_END = 2**31 - 1
 """Steps between evaluations: the last weights are judged, and no dev text has chosen
 them."""
 _LEVEL = 0.95
@@ -154,7 +154,7 @@ def _said(came_to: Mapping[str, Any]) -> str:
 def train_once(task: dict[str, Any]) -> dict[str, Any]:
     """Run `halfstep train` with some settings; return what it came to."""
     with tempfile.TemporaryDirectory() as folder:
-        own = {"out": str(Path(folder) / "run"), "eval_every": _ONLY_AT_THE_END}
+        own = {"out": str(Path(folder) / "run"), "eval_every": ONLY_AT_THE_END}
         try:
             with contextlib.redirect_stdout(sys.stderr), _products(task):
                 summary = run(task | own).summary

@@ -69,6 +69,7 @@ def _is_name(text: str) -> bool:
 _COUNT: _Check = _from(1, _MOST_COUNT)
 _WORKERS: _Check = _from(0, _MOST_WORKERS)
 _SHARE: _Check = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+_PART: _Check = (lambda value: 0 < value < 1, "above 0 and below 1")
 _RATE: _Check = (lambda value: 0 < value < inf, "above 0 and finite")
 _DECAY: _Check = (lambda value: 0 <= value < inf, "at least 0 and finite")
 _FACTOR: _Check = (lambda value: 0 < value <= 1, "above 0 and at most 1")
@@ -108,8 +109,8 @@ class TrainConfig:
     task: str = _setting("classify", _among(*BEST_BY))
     data: str | None = _setting(None, _PATH)
     labels: str | None = _setting(None, _NAMES)
-    limit: int | None = _setting(None, _COUNT)
-    dev_share: float = _setting(0.08, flag=False)  # `data.load` checks it
+    limit: int | None = _setting(None, _from(2, _MOST_COUNT))
+    dev_share: float = _setting(0.08, _PART, flag=False)
     max_length: int = _setting(128, _TOKENS)
     model: str = _setting("tiny", _MODEL)
     dropout: float | None = _setting(None, _SHARE)

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from halfstep.train.config import SETTINGS, kind_of
+from halfstep.train.config import SETTINGS, called, kind_of
 from halfstep.train.settings import read_file
 
 DESCRIPTION = """\
@@ -177,7 +177,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, text: str) -> None:
     more: dict[str, Any] = {"action": "store_true"}
     if kind is not bool:
         more = {"type": kind, "metavar": _METAVARS.get(name) or _METAVARS[kind]}
-    word = "--" + name.replace("_", "-")
+    word = called(SETTINGS[name])
     group.add_argument(word, default=argparse.SUPPRESS, help=text, **more)
 
 
