@@ -214,7 +214,7 @@ def test_for_real(
 
 
 REFUSALS = {
-    "--contenders O4": "argument --contenders: 'O4' must be all or of fp32, O1-fp16-unsc",
+    "--contenders O4": "argument --contenders: 'O4' must be all or of fp32, ",
     "--seeds 0": "argument --seeds: '0' must be a whole number of at least 1",
     "--data nothing.jsonl": "nothing.jsonl",
     "--limit 1 --data names.jsonl": "--limit 1 must be from 2 ",

@@ -20,7 +20,7 @@ from halfstep.bench.flags import QUALITIES
 from halfstep.master import form as forms
 from halfstep.scaler import LossScaleCollapse
 from halfstep.train import result
-from halfstep.train.loop import Diverged
+from halfstep.train.stopping import Diverged
 
 if TYPE_CHECKING:
     from argparse import Namespace

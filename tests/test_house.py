@@ -124,6 +124,7 @@ LAYER = {
     "train.config": 20,
     "train.groups": 20,
     "train.judged": 20,
+    "train.installed": 18,
     "train.launch": 20,
     "train.parallel": 20,
     "train.progress": 20,

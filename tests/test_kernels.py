@@ -143,6 +143,8 @@ def test_a_norm_keeps_its_weights(low: torch.dtype) -> None:
             found = F.layer_norm(data, [4], weight, bias)
             mixed = F.layer_norm(data, [4], weight, bias.to(low))
         assert F.layer_norm(data, [4]).dtype == low
+        assert F.layer_norm(data, [4], weight).dtype == low
+        assert F.layer_norm(data, [4], None, bias).dtype == low
     # One cast of the bias is the test's own; beside it the weight must be cast, too.
     assert watch.seen.count(copy) == 2
     assert found.dtype == mixed.dtype == low

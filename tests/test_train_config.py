@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 COUNT = "must be from 1 to 2147483647."
 VAST = 99999999999999999999
-COUNTS = (
-    *("epochs", "batch-size", "accumulate", "eval-every", "limit", "patience", "keep"),
-)
+COUNTS = (*("epochs", "batch-size", "accumulate", "eval-every", "patience", "keep"),)
 REFUSED = [
     *((name.replace("-", "_"), VAST, f"--{name} {VAST} {COUNT}") for name in COUNTS),
     ("max_length", 2**20 + 1, "--max-length 1048577 must be from 3 to 1048576."),
@@ -67,7 +65,8 @@ REFUSED = [
     ("batch_size", 0, f"--batch-size 0 {COUNT}"),
     ("accumulate", -2, f"--accumulate -2 {COUNT}"),
     ("eval_every", 0, f"--eval-every 0 {COUNT}"),
-    ("limit", 0, f"--limit 0 {COUNT}"),
+    ("limit", 1, "--limit 1 must be from 2 to 2147483647."),
+    ("dev_share", 1.0, "dev_share 1.0 must be above 0 and below 1."),
     ("lr", 0.0, "--lr 0.0 must be above 0 and finite."),
     ("lr", float("nan"), "--lr nan must be above 0 and finite."),
     ("clip", float("inf"), "--clip inf must be above 0 and finite."),
@@ -204,7 +203,8 @@ def test_edges_are_in_range() -> None:
     TrainConfig(layer_decay=1.0, label_smoothing=0.0, workers=0, keep=1, patience=1)
     TrainConfig(dropout=0.0, warmup=0.0, mask_tokens=0.999, weight_decay=0.0)
     TrainConfig(epochs=1, batch_size=1, accumulate=1, eval_every=1, max_length=3)
-    TrainConfig(seed=2**32 - 1, limit=1, accumulate=8, batch_size=8)
+    TrainConfig(limit=2, dev_share=0.001)
+    TrainConfig(seed=2**32 - 1, limit=2**31 - 1, accumulate=8, batch_size=8)
     TrainConfig(**{name.replace("-", "_"): 2**31 - 1 for name in COUNTS})  # type: ignore[arg-type]
     TrainConfig(max_length=2**20, workers=1024)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from mini_train import REASON
 from processes import ONE_THREAD
 from small_training import (
     one_thread,
@@ -42,7 +43,7 @@ def _as_the_program_does() -> Iterator[None]:
         yield
 
 
-def settings(folder: Path) -> dict[str, Any]:
+def settings(folder: Path, workers: int = 0) -> dict[str, Any]:
     """Return the settings of a run, with dropout and hidden tokens; write its data."""
     return {
         "data": str(write_letters(folder)),
@@ -52,6 +53,7 @@ def settings(folder: Path) -> dict[str, Any]:
         "epochs": 2,
         "batch_size": 4,
         "out": str(folder / "run"),
+        "workers": workers,
     }
 
 
@@ -80,7 +82,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     """
     begun = {}
     for number in STATUS:
-        given = settings(tmp_path_factory.mktemp(number.name))
+        # One of them with a worker, which must not keep the program from ending.
+        workers = int(number is signal.SIGTERM)
+        given = settings(tmp_path_factory.mktemp(number.name), workers)
         started = subprocess.Popen(
             [sys.executable, PROGRAM, "--pause", "0.25", *words(given)],
             env=os.environ | ONE_THREAD,
@@ -143,3 +147,18 @@ def test_resumed_to_the_bit(
     metrics = [RunFolder(each).records() for each in (out, straight)]
     losses = [[record.get("loss") for record in records] for records in metrics]
     assert losses[0] == losses[1]
+
+
+def test_an_error_ends_workers_too(tmp_path: Path) -> None:
+    """Law: a step that fails ends the program, though workers heed no signal."""
+    given = settings(tmp_path, workers=1)
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "--fail", "0@3", *words(given)],
+        env=os.environ | ONE_THREAD,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith(f"RuntimeError: {REASON}")

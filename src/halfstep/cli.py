@@ -74,8 +74,7 @@ def _outcome(error: Exception) -> int | None:
     """Return the exit status of an error that is an outcome; None for a defect."""
     from halfstep.distributed import PeerLost
     from halfstep.scaler import LossScaleCollapse
-    from halfstep.train.loop import Diverged
-    from halfstep.train.stopping import Stopped
+    from halfstep.train.stopping import Diverged, Stopped
 
     if isinstance(error, Stopped):
         return error.status
@@ -181,7 +180,10 @@ def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its typ
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    from halfstep.train import installed
     from halfstep.train.flags import typed
+
+    installed.check()  # the next import needs some of them
     from halfstep.train.run import run as train
 
     # One process of many must not print what the first already does.
@@ -224,6 +226,9 @@ def _add_predict(commands: Any) -> None:  # noqa: ANN401
 
 
 def _predict(arguments: argparse.Namespace) -> None:
+    from halfstep.train import installed
+
+    installed.check()
     from halfstep.train import predicted
     from halfstep.train.predict import Predictor
 

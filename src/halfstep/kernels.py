@@ -27,7 +27,7 @@ from halfstep.gate import Frame, Row
 from halfstep.policy import KEEP, cast_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from types import CodeType
 
     from halfstep.cast_cache import CastCache
@@ -291,8 +291,13 @@ On: TypeAlias = "Callable[[Tensor], bool]"
 """Says whether a tensor is on the device."""
 
 
-def _fp32(weights: Iterable[Tensor | None]) -> bool:
-    """Say whether all weights that are given are of fp32."""
+def _fp32(weights: Sequence[Tensor | None]) -> bool:
+    """Say whether a weight, and a bias if there is one, are of fp32.
+
+    Of a bias alone torch's kernel expects the format of the data.
+    """
+    if not weights or weights[0] is None:
+        return False
     return all(w is None or w.dtype is torch.float32 for w in weights)
 
 

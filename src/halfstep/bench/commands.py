@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from halfstep.bench import flags
 from halfstep.bench.flags import FORMS, OPTIMIZERS, PEERS, RULES, WIRES
+from halfstep.train import installed
 
 if TYPE_CHECKING:
     import argparse
@@ -37,6 +38,7 @@ class Bench:
 
 
 def _train(arguments: argparse.Namespace) -> list[Table]:
+    installed.check()
     from halfstep.bench import train
 
     return train.tables(arguments)
@@ -85,12 +87,14 @@ def _optimizer(arguments: argparse.Namespace) -> list[Table]:
 
 
 def _ner(arguments: argparse.Namespace) -> list[Table]:
+    installed.check()
     from halfstep.bench import entities
 
     return entities.tables(arguments)
 
 
 def _quality(arguments: argparse.Namespace) -> list[Table]:
+    installed.check()
     from halfstep.bench import quality
 
     return quality.tables(arguments)

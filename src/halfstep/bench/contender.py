@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep import machine
+from halfstep.bench.measure import ONLY_AT_THE_END
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +39,6 @@ def _halfstep(task: dict[str, Any]) -> dict[str, Any]:
 
     It hides no tokens, and is judged by its last weights: no dev text has chosen them.
     """
-    from halfstep.bench.quality import ONLY_AT_THE_END
     from halfstep.train.run import run
 
     more = {"mask_tokens": 0.0, "eval_every": ONLY_AT_THE_END}

@@ -14,7 +14,6 @@ from halfstep.bench import emulated, measure, quality
 from halfstep.bench.quality import cells, median
 from halfstep.report import Table
 from halfstep.train.config import TrainConfig
-from halfstep.train.run import check_installed
 
 if TYPE_CHECKING:
     import argparse
@@ -63,7 +62,6 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         UserError: If a setting or the data cannot be used, or a run fails.
     """
     device = measure.pick_device(arguments.device)
-    check_installed()
     shared = {key: getattr(arguments, key) for key in _SHARED}
     shared |= {"task": "ner", "device": device, "mask_tokens": arguments.mask_tokens}
     judged = quality.judged("F1", TrainConfig(**shared))

@@ -170,6 +170,17 @@ def _add_place(parser: argparse.ArgumentParser, rounds: int | None) -> None:
         add("--rounds", type=whole, default=rounds, metavar="N", help=text)
 
 
+def _add_contenders(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
+    """Add which of them run."""
+    parser.add_argument(
+        "--contenders",
+        type=names_of(known),
+        default=list(known),
+        metavar="NAME,NAME",
+        help=f"of {', '.join(known)} (default all)",
+    )
+
+
 def add_autocast(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench autocast`."""
     add = parser.add_argument
@@ -277,13 +288,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=choices, default="sgd", help=text)
     text = "steps in one turn (default 3)"
     add("--steps", type=whole, default=3, metavar="N", help=text)
-    add(
-        "--contenders",
-        type=names_of(PEERS),
-        default=list(PEERS),
-        metavar="NAME,NAME",
-        help=f"of {', '.join(PEERS)} (default all)",
-    )
+    _add_contenders(parser, PEERS)
     _add_common(parser, rounds=9)
 
 
@@ -320,13 +325,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     text = "tiny, small, or what transformers loads (default tiny)"
     add("--model", default="tiny", metavar="NAME", help=text)
     add("--repeats", type=whole, default=1, metavar="N", help="runs each (default 1)")
-    add(
-        "--contenders",
-        type=names_of(TRAINS),
-        default=list(TRAINS),
-        metavar="NAME,NAME",
-        help=f"of {', '.join(TRAINS)} (default all)",
-    )
+    _add_contenders(parser, TRAINS)
 
 
 def add_quality(parser: argparse.ArgumentParser) -> None:
@@ -341,13 +340,7 @@ def add_quality(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=whole, metavar="N", help=text)
     text = "runs of each contender (default 5)"
     add("--seeds", type=whole, default=5, metavar="N", help=text)
-    add(
-        "--contenders",
-        type=names_of(QUALITIES),
-        default=list(QUALITIES),
-        metavar="NAME,NAME",
-        help=f"of {', '.join(QUALITIES)} (default all)",
-    )
+    _add_contenders(parser, QUALITIES)
     _add_place(parser, rounds=None)
 
 
@@ -367,13 +360,7 @@ def add_ner(parser: argparse.ArgumentParser) -> None:
     add("--max-length", type=whole, default=192, metavar="N", help=text)
     text = "runs of each contender (default 3)"
     add("--seeds", type=whole, default=3, metavar="N", help=text)
-    add(
-        "--contenders",
-        type=names_of(NERS),
-        default=list(NERS),
-        metavar="NAME,NAME",
-        help=f"of {', '.join(NERS)} (default all)",
-    )
+    _add_contenders(parser, NERS)
     _add_place(parser, rounds=None)
 
 
@@ -396,13 +383,7 @@ def add_wire(parser: argparse.ArgumentParser) -> None:
     add("--accumulate", type=wholes, default=[1, 4], metavar="N,N", help=text)
     text = "steps counted (default 5)"
     add("--steps", type=whole, default=5, metavar="N", help=text)
-    add(
-        "--contenders",
-        type=names_of(WIRES),
-        default=list(WIRES),
-        metavar="NAME,NAME",
-        help=f"of {', '.join(WIRES)} (default all)",
-    )
+    _add_contenders(parser, WIRES)
     text = "16-bit format (default bf16)"
     add("--dtype", choices=("bf16", "fp16"), default="bf16", help=text)
     text = "gloo is a CPU's (default cpu)"

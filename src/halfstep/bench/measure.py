@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+ONLY_AT_THE_END = 2**31 - 1
+"""Steps between evaluations: the last weights are judged, and no dev text has chosen
+them."""
+
 T = TypeVar("T")
 
 

@@ -24,8 +24,8 @@ from halfstep.report import Cell, Table
 from halfstep.scaler import LossScaleCollapse
 from halfstep.train.config import TrainConfig
 from halfstep.train.data import load
-from halfstep.train.loop import Diverged
-from halfstep.train.run import check_installed, run
+from halfstep.train.run import run
+from halfstep.train.stopping import Diverged
 
 if TYPE_CHECKING:
     import argparse
@@ -54,9 +54,6 @@ _SHARED = {
     "epochs": "epochs",
 }
 """Setting of `halfstep train`, the same for all contenders -> flag."""
-ONLY_AT_THE_END = 2**31 - 1
-"""Steps between evaluations: the last weights are judged, and no dev text has chosen
-them."""
 _LEVEL = 0.95
 """Of confidence."""
 _PERCENT = 100
@@ -87,7 +84,6 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         UserError: If a setting or the data cannot be used, or a run fails.
     """
     device = measure.pick_device(arguments.device)
-    check_installed()
     shared = {key: getattr(arguments, flag) for key, flag in _SHARED.items()}
     shared["device"] = device
     who = judged("accuracy", TrainConfig(**shared))
@@ -154,7 +150,7 @@ def _said(came_to: Mapping[str, Any]) -> str:
 def train_once(task: dict[str, Any]) -> dict[str, Any]:
     """Run `halfstep train` with some settings; return what it came to."""
     with tempfile.TemporaryDirectory() as folder:
-        own = {"out": str(Path(folder) / "run"), "eval_every": ONLY_AT_THE_END}
+        own = {"out": str(Path(folder) / "run"), "eval_every": measure.ONLY_AT_THE_END}
         try:
             with contextlib.redirect_stdout(sys.stderr), _products(task):
                 summary = run(task | own).summary

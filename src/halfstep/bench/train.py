@@ -40,13 +40,11 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     """
     from halfstep.bench import measure, quality
     from halfstep.train.config import TrainConfig
-    from halfstep.train.run import check_installed
 
     settings = {
         key: getattr(arguments, key)
         for key in ("data", "limit", "seed", "epochs", "model")
     }
-    check_installed()
     quality.read(TrainConfig(**settings))  # what is wrong with it shows now
     found: dict[str, list[dict[str, Any]]] = {n: [] for n in arguments.contenders}
     for repeat in range(arguments.repeats):

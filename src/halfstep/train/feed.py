@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from halfstep.train.batches import epoch, share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     import numpy as np
     from torch import Tensor
@@ -154,7 +154,7 @@ class Steps(Dataset[Work]):
 
 def feed(
     steps: Steps, first: int, last: int, *, workers: int, pin: bool
-) -> Iterator[Work]:
+) -> Generator[Work]:
     """Yield the work of each step from `first` to `last`, both counted from 1.
 
     Args:
@@ -163,6 +163,8 @@ def feed(
         last: Of the run.
         workers: Processes that prepare batches ahead; 0 prepares each when asked.
         pin: Keep them in memory that a GPU reads by itself.
+
+    Closing it ends the workers. That must be done: they outlive an error otherwise.
     """
     more: dict[str, Any] = {"prefetch_factor": _AHEAD} if workers else {}
     numbers: Any = range(first, last + 1)  # an iterable will do, says torch's manual

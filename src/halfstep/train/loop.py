@@ -7,6 +7,7 @@ so a resumed run needs no saved generators to continue to the bit.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
@@ -24,10 +25,10 @@ from halfstep.train.groups import SHARE
 from halfstep.train.job import Job, Standing
 from halfstep.train.judged import words_of
 from halfstep.train.plan import rate_factor
-from halfstep.train.stopping import Stop, Stopped
+from halfstep.train.stopping import Diverged, Stop, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -51,10 +52,6 @@ def _seed(number: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
-
-
-class Diverged(RuntimeError):  # noqa: N818 -- an outcome, as LossScaleCollapse is
-    """The weights give a loss that is not a number."""
 
 
 class Trainer:
@@ -113,6 +110,13 @@ class Trainer:
             return
         first, last = self.standing.step + 1, plan.total_steps
         source = feed(self.job.steps, first, last, workers=plan.workers, pin=pin)
+        # Workers heed no signal: one that is left would keep the program from ending.
+        with contextlib.closing(source):
+            self._fit(source, progress)
+
+    def _fit(self, source: Iterator[Work], progress: Progress) -> None:
+        """Take the steps that a source prepares."""
+        plan = self.job.plan
         while True:
             clock = Clock()
             with clock.time("input"):
@@ -250,7 +254,8 @@ class Trainer:
 
     def _diverged(self, loss: float) -> str:
         kept = "The last good checkpoint is kept; " * (self.standing.best_step > 0)
-        other = " or use --level O2" if self.session.choice.level.low else ""
+        level = self.session.choice.level
+        other = " or use --level O2" * (level.low_weights and not level.masters)
         return (
             f"the model's loss on dev is {loss} at step {self.standing.step}: training "
             f"has diverged. {kept}lower --lr{other}."

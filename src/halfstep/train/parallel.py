@@ -84,11 +84,21 @@ def _shard(model: nn.Module, choice: Choice, world: World) -> None:
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = sharded.fsdp_policy(choice.level.name, choice.format.name)
-    for module in [*model.modules()]:
-        if isinstance(module, nn.ModuleList) and len(module) >= _FEWEST_BLOCKS:
-            for block in module:
-                fully_shard(block, mesh=mesh, mp_policy=policy)
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that stand in lists, those inside others first.
+
+    What is split already cannot be split again as part of something larger; what
+    holds something split can.
+    """
+    modules = [*model.modules()]
+    lists = [each for each in modules if isinstance(each, nn.ModuleList)]
+    blocks = {block for each in lists if len(each) >= _FEWEST_BLOCKS for block in each}
+    return [each for each in reversed(modules) if each in blocks.difference(lists)]
 
 
 def _compile(model: nn.Module, world: World) -> None:

@@ -72,6 +72,8 @@ def conclude(
     session = trainer.session
     precision = session.explain()
     summary = _summary(config, trainer, ready.tokenise_seconds)
+    found = findings(trainer, faults)
+    # From here on the session's counters are those of the best step.
     trainer.load_best()
     splits = [name for name in ("dev", "test") if len(trainer.job.encoded[name])]
     noted = {name: trainer.noted(name) for name in splits}
@@ -105,7 +107,7 @@ def conclude(
             precision=precision,
             records=folder.records(),
             summary=summary,
-            findings=findings(trainer, faults),
+            findings=found,
         )
         folder.write("report.html", page.page(told))
         text = json.dumps(finite(summary), indent=1, allow_nan=False)

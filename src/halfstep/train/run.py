@@ -6,9 +6,9 @@ In: settings as typed. Out: the run's folder, and a `Result` to show.
 from __future__ import annotations
 
 import contextlib
+import platform
 import time
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from halfstep.train import (
     board,
     encode,
     groups,
+    installed,
     parallel,
     quick,
     saving,
@@ -81,7 +82,7 @@ def run(
         Stopped: If a signal asked for it.
         PeerLost: If another process has ended.
     """
-    check_installed()
+    installed.check()
     folder = RunFolder(Path(given.get("out", TrainConfig.out)))
     config = _gone_on_with(folder, given) if resume else TrainConfig(**given)
     if config.tensorboard:
@@ -96,6 +97,7 @@ def run(
         seed=config.seed,
     )
     with distributed.join(device) as world, _held(folder, world, check=check):
+        _check_same(corpus.fingerprint)
         if _restarted(folder, given, world):
             resume, overwrite = True, False
         found = saving.resumed(folder, world) if resume else None
@@ -108,6 +110,16 @@ def run(
     if isinstance(outcome, Stopped):
         raise outcome
     return outcome
+
+
+def _check_same(fingerprint: str) -> None:
+    """Refuse data that are not those of the first process: each reads its own copy."""
+    if distributed.same_everywhere(fingerprint) != fingerprint:
+        message = (
+            f"--data is not the same on {platform.node()} as on the first machine; "
+            "copy it from there."
+        )
+        raise UserError(message)
 
 
 @contextlib.contextmanager
@@ -166,25 +178,6 @@ def _train(
         trainer.close()
     full = resolved(config, plan, choice.level.name, choice.format.name)
     return conclude(full, config, ready, faults)
-
-
-def check_installed() -> None:
-    """Find every library that a run will need, before it begins.
-
-    Raises:
-        UserError: If one is missing.
-    """
-    needed = {
-        *("transformers", "sklearn", "safetensors", "rich", "matplotlib", "jinja2"),
-        *("nervaluate", "tomli_w"),
-    }
-    missing = sorted(name for name in needed if find_spec(name) is None)
-    if missing:
-        message = (
-            f"training needs {', '.join(missing)}: install with pip install "
-            "'halfstep[train,report]'."
-        )
-        raise UserError(message)
 
 
 def pick_device(word: str) -> str:
@@ -297,7 +290,7 @@ def _session(
         quick.quicken(model)
     choice = _choice(config, notes, world)
     originals = {}
-    if choice.level.low_weights and config.parallel != parallel.FSDP2:
+    if choice.level.low_weights:
         originals = {
             name: param.detach().cpu().clone()
             for name, param in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Being asked to stop: a signal ends the step under way, not the work done so far.
+"""Ends before the end: a signal stops after the step under way, and saves before.
 
 In: SIGTERM, as schedulers and torchrun send it, or SIGINT from a keyboard. Out: a
 question that the loop asks after each step, and the exit status that says what
@@ -22,7 +22,11 @@ _SAME_WISH = 1.0  # seconds
 _BASE = 128  # what a shell adds to the number of the signal that ended a program
 
 
-class Stopped(Exception):  # noqa: N818 -- an outcome, as Diverged is
+class Diverged(RuntimeError):  # noqa: N818 -- an outcome, as LossScaleCollapse is
+    """The weights give a loss that is not a number."""
+
+
+class Stopped(Exception):  # noqa: N818 -- likewise
     """A run that was asked to stop, and saved before it did."""
 
     def __init__(self, number: int, step: int, total: int, out: object) -> None:
