@@ -19,7 +19,7 @@ from halfstep.train import page, text
 from halfstep.train.folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     import pytest
@@ -92,6 +92,36 @@ def write_letters(
         path = path / "letters.json"
     rows = letters(count, *(alphabets or ("abcxy", "defxy")), lengths=lengths)
     path.write_text(json.dumps(rows), encoding="utf-8")
+    return path
+
+
+# Of each kind: what begins an entity, and what goes on with it.
+KINDS = {"LOC": ("pq", "rs"), "PER": ("ab", "cd")}
+FILLER = "uvwxyz"
+
+
+def marked_text(draw: random.Random) -> dict[str, Any]:
+    """Return a text in which each character tells its tag."""
+    text, spans = "", []
+    for _ in range(draw.randint(1, 3)):
+        text += "".join(draw.choices(FILLER, k=draw.randint(1, 4)))
+        kind = draw.choice(sorted(KINDS))
+        start = len(text)
+        first, more = KINDS[kind]
+        text += draw.choice(first) + "".join(draw.choices(more, k=draw.randint(0, 2)))
+        spans.append({"start": start, "end": len(text), "label": kind})
+    return {"text": text + "u", "entities": spans}
+
+
+def write_marked(
+    folder: Path,
+    count: int,
+    make: Callable[[random.Random], dict[str, Any]] = marked_text,
+) -> Path:
+    """Write texts and their entities, one JSON object a line; return the path."""
+    draw = random.Random(0)  # noqa: S311 -- texts are no secret
+    path = folder / "marked.jsonl"
+    path.write_text("".join(json.dumps(make(draw)) + "\n" for _ in range(count)))
     return path
 
 

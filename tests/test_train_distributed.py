@@ -24,6 +24,7 @@ from small_training import (
     small_and_measured,
     without_figures,
     write_letters,
+    write_marked,
 )
 
 from halfstep import cli, distributed
@@ -41,6 +42,10 @@ CASES = {
     "O2": ("--level", "O2", "--dtype", "bf16", "--batch-size", "7"),
     "O2, accumulating": (
         *("--level", "O2", "--dtype", "bf16"),
+        *("--batch-size", "8", "--accumulate", "2"),
+    ),
+    "O0, entities": (
+        *("--task", "ner", "--level", "O0"),
         *("--batch-size", "8", "--accumulate", "2"),
     ),
 }
@@ -69,7 +74,8 @@ def small_dev_too(patch: pytest.MonkeyPatch) -> None:
 
 def command(folder: Path, case: str, *more: str) -> list[str]:
     """Return the words that train a case into `folder / case`."""
-    data, out = str(folder / "letters.json"), str(folder / case)
+    name = "marked.jsonl" if "entities" in case else "letters.json"
+    data, out = str(folder / name), str(folder / case)
     model = () if "--model" in more else ("--model", "mini")
     where = ("--data", data, "--config", str(folder / "share.toml"), "--out", out)
     parts = ("--parallel", "fsdp2") if case in FSDP2 else ()
@@ -80,6 +86,7 @@ def command(folder: Path, case: str, *more: str) -> list[str]:
 def write_data(folder: Path) -> None:
     """Write texts of two alphabets and many lengths, and how many are for dev."""
     write_letters(folder, TRAIN + DEV, "abcx", "defx", lengths=(2, 30))
+    write_marked(folder, TRAIN + DEV)
     (folder / "share.toml").write_text(f"dev_share = {DEV / (TRAIN + DEV)}\n")
 
 
@@ -194,12 +201,14 @@ def test_dev(one: Path, two: Path, case: str) -> None:
         records(one / case, "eval"), records(two / case, "eval"), strict=True
     ):
         assert shared["dev_loss"] == pytest.approx(alone["dev_loss"], rel=bound(case))
+        scores = {key for key in alone if key.startswith("dev_")} - {"dev_loss"}
+        assert scores
         if case.startswith("O0"):
-            assert shared["dev_accuracy"] == alone["dev_accuracy"]
-            assert shared["dev_macro_f1"] == alone["dev_macro_f1"]
+            assert {k: shared[k] for k in scores} == {k: alone[k] for k in scores}
     summary = json.loads((two / case / "summary.json").read_text())
     assert summary["processes"] == 2
-    assert sum(row[4] for row in summary["dev"]["per_class"]) == DEV
+    if "entities" not in case:
+        assert sum(row[4] for row in summary["dev"]["per_class"]) == DEV
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from small_training import (
+    assert_same_run,
+    marked_text,
     one_thread,
     small_and_measured,
     steps_of,
     without_figures,
+    write_marked,
 )
 
+from halfstep.train.loop import Trainer
 from halfstep.train.predict import Entities, Predictor
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-# Of each kind: what begins an entity, and what goes on with it.
-KINDS = {"LOC": ("pq", "rs"), "PER": ("ab", "cd")}
-FILLER = "uvwxyz"
-
-
-def marked_text(draw: random.Random) -> dict[str, Any]:
-    """Return a text in which each character tells its tag."""
-    text, spans = "", []
-    for _ in range(draw.randint(1, 3)):
-        text += "".join(draw.choices(FILLER, k=draw.randint(1, 4)))
-        kind = draw.choice(sorted(KINDS))
-        start = len(text)
-        first, more = KINDS[kind]
-        text += draw.choice(first) + "".join(draw.choices(more, k=draw.randint(0, 2)))
-        spans.append({"start": start, "end": len(text), "label": kind})
-    return {"text": text + "u", "entities": spans}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,10 +63,7 @@ def settings(
     count: int = 250,
 ) -> dict[str, Any]:
     """Return the settings of a run; write its data."""
-    draw = random.Random(0)  # noqa: S311 -- texts are no secret
-    rows = [make(draw) for _ in range(count)]
-    source = folder / "marked.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = write_marked(folder, count, make)
     level, dtype = kind.split()
     return {
         "task": "ner",
@@ -116,6 +99,25 @@ def test_it_learns(trained: Any) -> None:
     best = max(evals, key=lambda record: float(record["dev_f1"]))
     assert trained.summary["best_step"] == best["step"]
     assert trained.summary["dev"]["f1"] == best["dev_f1"]
+
+
+def test_resumed_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a run of entities that breaks off in an epoch ends as if it had not."""
+    given = settings(tmp_path, "O2 bf16") | {"epochs": 2, "eval_every": 4}
+    run(given | {"out": str(tmp_path / "straight")})
+    train_step = Trainer.train_step
+
+    def broken(self: Trainer, *rest: Any) -> dict[str, Any]:
+        if self.standing.step == 6:
+            raise KeyboardInterrupt
+        return train_step(self, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", broken)
+        with pytest.raises(KeyboardInterrupt):
+            run(given)
+    run({"out": given["out"]}, resume=True)
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
 
 
 def test_it_learns_from_context(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from small_training import (
 from torch import Tensor
 
 from halfstep import LossScaleCollapse
+from halfstep.train import page
 from halfstep.train.loop import Trainer
 from halfstep.train.plan import rate_factor
 from halfstep.train.run import run
@@ -140,6 +141,26 @@ def test_an_overflow_in_one_gradient(
     assert after["scale"] == spoilt["scale"] / (2 if moves else 1)
     assert then["scales"][""]["skips_in_a_row"] == 1
     assert seen[bad + 2]["scales"][""]["skips_in_a_row"] == 0
+
+
+def test_the_report_speaks_of_the_whole_run(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: steps that were skipped after the best checkpoint count in the findings."""
+    told: list[page.Told] = []
+
+    def keep(one: page.Told) -> str:
+        told.append(one)
+        return "<html></html>"
+
+    monkeypatch.setattr(page, "page", keep)
+    # At this rate nothing is learned, so the first evaluation is the best.
+    more = {"lr": 1e-12, "eval_every": 2, "best_by": "accuracy"}
+    poison(monkeypatch, 4, 6, 8, 10)
+    result = run(settings | more | {"level": "O1", "dtype": "fp16"})
+    assert (result.summary["best_step"], result.summary["skipped"]) == (2, 4)
+    (one,) = told
+    assert any(found.startswith("33% of the steps were") for found in one.findings)
 
 
 @pytest.mark.parametrize("kind", ["O0 auto", "O2 bf16"])

@@ -6,6 +6,7 @@ Out: the same model, split or ready to be wrapped.
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _compile(model: nn.Module, world: World) -> None:
-    if world.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+    # The first is where torch looks first.
+    compilers = (os.environ.get("CXX") or "g++", "g++", "clang++")
+    if world.device.type == "cpu" and not any(map(shutil.which, compilers)):
         message = (
             "--compile needs a C++ compiler on a CPU, and g++ and clang++ are not "
             "there; install one, or leave it out."
