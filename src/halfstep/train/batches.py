@@ -5,7 +5,8 @@ process's part of a batch.
 
 Why: a text padded to the longest of its batch costs as much as the longest. Among
 texts of like length little is padding; and the order must still be random. Everything
-is held in flat arrays: an epoch of a million examples takes 16 MB.
+is held in flat arrays, 8 bytes an example and 8 a batch: an epoch of a million
+examples in batches of 32 takes 8.25 MB.
 """
 
 from __future__ import annotations

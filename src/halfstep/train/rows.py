@@ -53,8 +53,8 @@ def read(path: Path) -> Iterator[Row]:
     """Return the rows of one file, one after another; one bad row refuses the file.
 
     Why: a reader that skips what it does not understand trains on less than the user
-    believes, or on a column that is not the label. And a file may be larger than the
-    memory: only an array of JSON is held, as text.
+    believes, or on a column that is not the label. And a file may be large: only an
+    array of JSON is held, as text.
 
     Args:
         path: A UTF-8 file. The suffix tells the format: `.json` is one array of

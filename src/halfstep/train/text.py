@@ -29,7 +29,7 @@ DROPOUT = 0.1
 
 PAD_MULTIPLE = 8
 """Tokens to whose multiple a batch is padded on a GPU: what its matrix units need to
-run at full speed. A CPU's do not ask for it, and rounding up costs a seventh."""
+run at full speed. A CPU's do not ask for it, and rounding up costs time."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
