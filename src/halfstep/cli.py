@@ -28,7 +28,7 @@ examples:
   halfstep train                             the built-in emotions, best level for here
   halfstep train --data posts.csv --out runs/posts
   halfstep train --resume --out runs/posts   after a crash
-  halfstep predict runs/latest "..."         label and probabilities
+  halfstep predict runs/latest "..."         labels, or entities
   torchrun --nproc-per-node 2 -m halfstep train
 """
 
@@ -168,7 +168,7 @@ def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its typ
         "--check",
         action="store_true",
         help="try settings, data and model for a few steps, show what a run would be, "
-        "and write nothing",
+        "and write nothing in --out",
     )
     mode.add_argument(
         "--resume", action="store_true", help="go on with the run in --out"

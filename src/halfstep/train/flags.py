@@ -25,13 +25,14 @@ _WIDTH = 78
 HELP: dict[str, dict[str, str]] = {
     "data": {
         "task": "what is learned: classify (one label a text) or ner (entities in a "
-        "text) (default classify)",
-        "data": "file of texts and labels (.jsonl, .json, .csv, .tsv), for ner of "
-        "entities (.jsonl, .json) or tagged tokens (.bmes, .bio, .conll); or a folder "
-        "with train.*, dev.* and perhaps test.* (default: a small built-in set)",
+        "text) (default classify: the simpler one)",
+        "data": "file of texts and labels (.csv, .tsv, .json, .jsonl, .ndjson), for "
+        "ner of entities (.json, .jsonl, .ndjson) or tagged tokens (.bmes, .bio, "
+        ".bioes, .conll, .iob, .txt); or a folder with train.*, dev.* and perhaps "
+        "test.* (default: a small built-in set)",
         "labels": "names of the classes in order of their ids, or of the kinds of "
         "entities, with commas (default: those in the training data)",
-        "limit": "use the first N rows only (default: all)",
+        "limit": "use the first N rows only (of train.*, in a folder) (default: all)",
         "dev_share": "share of a single file kept for evaluation (default 0.08: most "
         "is for training)",
         "max_length": "tokens after which a text is cut (default 128: a paragraph; "
@@ -42,16 +43,17 @@ HELP: dict[str, dict[str, str]] = {
         "vocabulary of the training text's characters; or a folder or hub name to "
         "fine-tune (default tiny: no download, quick even on a CPU)",
         "dropout": "share of activations dropped at random (default 0.1 from scratch, "
-        "or the fine-tuned model's own)",
+        "as in BERT, or the fine-tuned model's own)",
         "mask_tokens": "share of training tokens hidden at random, against learning by "
-        "heart (default from scratch 0.3, for ner 0.1; 0 when fine-tuning)",
+        "heart (default from scratch 0.3, for ner 0.1, as a tag hangs on its own "
+        "token; 0 when fine-tuning)",
         "freeze": "parameters not trained: patterns of their names, with commas, such "
         "as '*.embeddings.*' (default: none, all are trained)",
     },
     "precision": {
         "level": "how much runs in 16 bits, O0 (nothing) to O3 (everything), see "
         "`halfstep levels` (default auto: O2 where it was measured to be faster on "
-        "this machine, otherwise O0)",
+        "this machine, otherwise O0; or O2 where only --dtype is given)",
         "dtype": "the 16-bit format, bf16 or fp16 (default auto: bf16, and fp16 on a "
         "GPU without bf16)",
         "loss_scale": "what the loss is multiplied by: dynamic, measured, logmax, none "
@@ -69,8 +71,8 @@ HELP: dict[str, dict[str, str]] = {
         "5000 texts, which need repeating, otherwise 3)",
         "batch_size": "texts in one optimizer step, over all processes and "
         "micro-batches (default 32: usual in fine-tuning)",
-        "accumulate": "micro-batches that make up one step (default 1; more take less "
-        "memory, and more time)",
+        "accumulate": "micro-batches that make up one step (default 1: the quickest; "
+        "more take less memory)",
         "lr": "peak learning rate (default from scratch 5e-4, for ner 1e-3; when "
         "fine-tuning 3e-5, to keep what the model knows)",
         "layer_decay": "learning rate of each layer, as a share of the layer above's "
@@ -84,15 +86,17 @@ HELP: dict[str, dict[str, str]] = {
         "label_smoothing": "share of each label that is spread over all (default 0.0: "
         "labels are trusted; 0.1 bears some wrong ones)",
         "class_weights": "balanced: the rarer a class, the more its texts count; or a "
-        "number a class, with commas; for classify (default: all texts count alike)",
+        "number a class, in the order of --labels, with commas; for classify (default: "
+        "all texts count alike)",
         "patience": "stop after N evaluations without a better score (default: never, "
         "as the rate falls to 0 only at the end)",
         "best_by": "score that says which weights are kept as the model: for classify "
         "macro_f1 (default: rare classes count as much), accuracy or loss; for ner f1 "
-        "(default), macro_f1 or loss",
+        "(default: each entity counts as much), macro_f1 or loss",
         "eval_every": "evaluate and save a checkpoint every N steps (default: once an "
-        "epoch)",
-        "seed": "of weights, order and dropout (default 0: the same run each time)",
+        "epoch, with each text seen as often)",
+        "seed": "of weights, order, dropout, hidden tokens, and the split of a single "
+        "file (default 0: the same run each time)",
     },
     "machine": {
         "device": "cpu or cuda (default auto: cuda where there is one)",
@@ -148,7 +152,8 @@ exit status:
   1    training failed: the loss diverged, no loss scale helped, or another
        process was lost
   2    a setting, a file or the machine cannot be used; one line says why
-  130  stopped by Ctrl-C (SIGINT) after saving a checkpoint: go on with --resume
+  130  stopped by Ctrl-C (SIGINT); once steps run, after saving a checkpoint: go
+       on with --resume
   143  stopped by SIGTERM, likewise
 """
 

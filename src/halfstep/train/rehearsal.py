@@ -1,7 +1,7 @@
 """`halfstep train --check`: a few steps of a run, and what the whole of it would be.
 
-In: a trainer that stands at its first step. Out: tables of the plan, its time and its
-memory. Nothing is written.
+In: a trainer that stands at its first step. Out: a table of the plan, its time and its
+memory. Nothing is written in --out; what was read and tokenised stays in the cache.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def rehearse(trainer: Trainer, network: Network, folder: RunFolder) -> Result:
         f"{len(corpus.train)} train, {len(corpus.dev)} dev, {len(corpus.test)} test"
     )
     peak = machine.peak_memory(trainer.world.device) / 2**20
+    held = "allocated by torch on the GPU of" if job.plan.device == "cuda" else "in"
     first = f"loss {loss:.3f}, {skipped} of {len(times)} skipped"
     rows: tuple[tuple[Cell, ...], ...] = (
         ("level", f"{session.choice}: {session.choice.reason}"),
@@ -98,7 +99,7 @@ def rehearse(trainer: Trainer, network: Network, folder: RunFolder) -> Result:
         ("steps", f"{total} of {batch} texts, in {plan.order.epochs} epochs"),
         ("a step", f"{step * 1000:.0f} ms, {batch / step:.0f} texts a second"),
         ("training", f"{_duration(step * total)}, evaluation apart"),
-        ("memory", f"{peak:.0f} MiB at most so far, in the first process"),
+        ("memory", f"{peak:.0f} MiB at most so far, {held} the first process"),
         ("checkpoints", f"about {size / 2**20:.0f} MiB each; {free}"),
         ("first steps", f"{first}; then {dev_loss:.3f} on {len(few)} dev texts"),
     )
