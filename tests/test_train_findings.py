@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from halfstep import formats
 from halfstep.train.encode import Encoded
 from halfstep.train.findings import cut_texts, data_findings, findings
 
@@ -38,7 +40,10 @@ def trainer(**more: Any) -> Any:
         ),
     }
     job |= {name: more.pop(name) for name in ("encoded", "longest") if name in more}
-    session = {"steps_applied": 1000, "steps_skipped": 0}
+    # A copy, as it comes from another process.
+    dtype = replace(formats.parse(more.pop("dtype", "fp16")))
+    choice = SimpleNamespace(format=dtype)
+    session = {"steps_applied": 1000, "steps_skipped": 0, "choice": choice}
     session |= {name: more.pop(name) for name in [*session] if name in more}
     run: dict[str, Any] = {
         "seconds": {"train": 10.0, "input": 0.5, "evaluate": 1.0, "save": 1.0},
@@ -88,11 +93,16 @@ def test_a_run_without_steps() -> None:
             ),
         ),
         (
+            {"steps_applied": 95, "steps_skipped": 5, "dtype": "bf16"},
+            {"steps_applied": 94, "steps_skipped": 6, "dtype": "bf16"},
+            "6% of the steps were skipped for inf or NaN: lower --lr.",
+        ),
+        (
             {"seconds": {"train": 10.0, "input": 1.0}},
             {"seconds": {"train": 10.0, "input": 1.2}},
             (
                 "12% of the time in training steps was spent on waiting for batches: "
-                "give --workers."
+                "give more --workers."
             ),
         ),
         (
@@ -100,8 +110,7 @@ def test_a_run_without_steps() -> None:
             {"tokens": 70, "places": 100},
             (
                 "30% of what was computed was padding: the texts of a batch differ "
-                "much in length; a larger --batch-size with --accumulate does not "
-                "help, cutting with --max-length does."
+                "much in length; --max-length cuts the longest."
             ),
         ),
         (
@@ -109,7 +118,15 @@ def test_a_run_without_steps() -> None:
             {"encoded": {"train": texts(7, 8, 8), "dev": texts(7)}},
             (
                 "2 of 3 train texts reach 8 tokens, where texts are cut: raise "
-                "--max-length to see all of them."
+                "--max-length, if the model takes more."
+            ),
+        ),
+        (
+            {"encoded": {"train": texts(7), "dev": texts(7, 7)}},
+            {"encoded": {"train": texts(7), "dev": texts(7, 8)}},
+            (
+                "1 of 2 dev texts reaches 8 tokens, where texts are cut: raise "
+                "--max-length, if the model takes more."
             ),
         ),
         (
@@ -119,6 +136,14 @@ def test_a_run_without_steps() -> None:
             (
                 "4 entities of the training file cannot be shown exactly by tokens: "
                 "they begin or end inside one, or lie beyond --max-length."
+            ),
+        ),
+        (
+            {"encoded": {"train": texts(3), "dev": texts(3)}},
+            {"encoded": {"train": texts(3, inexact=1), "dev": texts(3)}},
+            (
+                "1 entity of the training file cannot be shown exactly by tokens: it "
+                "begins or ends inside one, or lies beyond --max-length."
             ),
         ),
     ],
@@ -140,7 +165,7 @@ def test_faults_come_first() -> None:
     )
     assert told[0] == "step-00000009 is damaged"
     assert [line.split(maxsplit=4)[3] for line in told[1:4]] == ["train", "dev", "test"]
-    assert told[4].startswith("1 entities")
+    assert told[4].startswith("1 entity")
     assert told[5].startswith("50% of the steps")
     assert len(told) == 6
 
@@ -151,7 +176,8 @@ def test_left_out_sentences(count: int, more: str) -> None:
     faults = tuple(f"a.bio line {number}: I after O." for number in range(count))
     (said,) = data_findings(trainer(left_out=faults))
     shown = " ".join(faults[:20])
-    assert said == f"{count} sentences are left out for invalid tags: {shown}{more}"
+    sentences = "1 sentence is" if count == 1 else f"{count} sentences are"
+    assert said == f"{sentences} left out for invalid tags: {shown}{more}"
 
 
 def test_cut_texts_by_hand() -> None:

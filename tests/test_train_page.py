@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -190,6 +190,18 @@ def test_curves_of_which_nothing_is_known() -> None:
     assert "Loss" in names
 
 
+def test_two_losses_are_told_apart() -> None:
+    """Law: where losses are drawn it is said what each holds, and nowhere else."""
+    for records, count in (
+        ([step(1), evaluation(1)], 1),
+        ([{"step": 1, "lr": 1.0}], 0),
+    ):
+        curves = sections(page(told(records=records)))["Curves"]
+        notes = [str(p.text) for p in curves.iter("p")]
+        assert len(notes) == count
+        assert all(note.startswith("The training loss is") for note in notes)
+
+
 def test_where_the_time_went() -> None:
     """Law: medians, 95th percentiles and shares; the first steps are left out."""
     slow = PARTS | {"input": 99.0}
@@ -212,6 +224,18 @@ def test_where_the_time_went() -> None:
     assert legend[0] == "input 7.1 %"
     (note,) = [p.text for p in found.iter("p")]
     assert str(note).startswith("Over 20 steps; the first 10 are left out.")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_times_and_memory_on_a_gpu(device: str) -> None:
+    """Law: on a GPU times are the host's, memory is what torch allocated there."""
+    found = sections(page(told(settings={"device": device})))
+    notes = [str(p.text) for p in found["Where the time of a step went"].iter("p")]
+    hosts = [note for note in notes if note.startswith("These are the host's times")]
+    assert len(hosts) == (device == "cuda")
+    _, held = grids(found["Cost"])
+    peaks = {"cpu": "peak of the process", "cuda": "peak allocated by torch on the GPU"}
+    assert held[1:] == [[peaks[device], "3.0"]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 19, 20, 21])
@@ -291,6 +315,11 @@ def test_machine() -> None:
     assert {"processor", "cores", "torch", "Python"} <= set(facts)
     (grid,) = grids(sections(page(told()))["Machine"])
     assert grid[1:] == [["processor", "fast"]]
+    whole = told()
+    given = {each.name: getattr(whole, each.name) for each in fields(Told)}
+    del given["machine"]
+    (grid,) = grids(sections(page(Told(**given)))["Machine"])
+    assert grid[1:] == [[what, str(value)] for what, value in where_it_ran().rows]
 
 
 def test_everything_is_text() -> None:

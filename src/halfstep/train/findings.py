@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from halfstep import formats
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -34,23 +36,22 @@ def findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ...]:
     attempted = trainer.session.steps_applied + trainer.session.steps_skipped
     skipped = trainer.session.steps_skipped / max(1, attempted)
     if skipped > _MUCH_SKIPPED:
-        told.append(
-            f"{skipped:.0%} of the steps were skipped for inf or NaN: train in bf16, "
-            "or lower --lr."
-        )
+        cure = "lower --lr"
+        if trainer.session.choice.format == formats.FP16:
+            cure = f"train in bf16, or {cure}"
+        told.append(f"{skipped:.0%} of the steps were skipped for inf or NaN: {cure}.")
     spent = trainer.seconds["train"]
     waited = trainer.seconds["input"] / spent if spent else 0.0
     if waited > _MUCH_WAITING:
         told.append(
             f"{waited:.0%} of the time in training steps was spent on waiting for "
-            "batches: give --workers."
+            "batches: give more --workers."
         )
     padding = 1 - trainer.tokens / trainer.places if trainer.places else 0.0
     if padding > _MUCH_PADDING:
         told.append(
             f"{padding:.0%} of what was computed was padding: the texts of a batch "
-            "differ much in length; a larger --batch-size with --accumulate does not "
-            "help, cutting with --max-length does."
+            "differ much in length; --max-length cuts the longest."
         )
     return tuple(told)
 
@@ -67,15 +68,20 @@ def data_findings(trainer: Trainer) -> list[str]:
     for split, encoded in trainer.job.encoded.items():
         cut = cut_texts(encoded, trainer.job.longest)
         if cut:
+            reach = "reaches" if cut == 1 else "reach"
             told.append(
-                f"{cut} of {len(encoded)} {split} texts reach {trainer.job.longest} "
-                "tokens, where texts are cut: raise --max-length to see all of them."
+                f"{cut} of {len(encoded)} {split} texts {reach} {trainer.job.longest} "
+                "tokens, where texts are cut: raise --max-length, if the model takes "
+                "more."
             )
     inexact = trainer.job.encoded["train"].inexact
     if inexact:
+        things, they = "entities", "they begin or end inside one, or lie"
+        if inexact == 1:
+            things, they = "entity", "it begins or ends inside one, or lies"
         told.append(
-            f"{inexact} entities of the training file cannot be shown exactly by "
-            "tokens: they begin or end inside one, or lie beyond --max-length."
+            f"{inexact} {things} of the training file cannot be shown exactly by "
+            f"tokens: {they} beyond --max-length."
         )
     return told
 
@@ -87,7 +93,8 @@ def left_out(corpus: Corpus) -> list[str]:
         return []
     shown = " ".join(faults[:_SHOWN])
     more = f" And {len(faults) - _SHOWN} more." if len(faults) > _SHOWN else ""
-    return [f"{len(faults)} sentences are left out for invalid tags: {shown}{more}"]
+    are = "sentence is" if len(faults) == 1 else "sentences are"
+    return [f"{len(faults)} {are} left out for invalid tags: {shown}{more}"]
 
 
 def cut_texts(encoded: Encoded, longest: int) -> int:

@@ -24,6 +24,15 @@ _PARTS = ("input", "forward", "backward", "update", "rest")
 _WARM_UP = 10  # steps that also allocate, compile and fill caches
 _MOST_SKIPS = 20
 _LOSS, _SCORE = "dev_loss", "dev_"
+_CHART_OF_LOSS = "Loss"
+_OF_LOSS = (
+    "The training loss is the one that is trained on: with class weights, label "
+    "smoothing, dropout and hidden tokens as set. That on dev is without them."
+)
+_OF_HOST = (
+    "These are the host's times: the GPU works on after the part that gave it work, "
+    "and the part that waits for it is charged."
+)
 
 
 def where_it_ran() -> Table:
@@ -76,6 +85,9 @@ def page(told: Told) -> str:
     steps = [record for record in told.records if "event" not in record]
     evals = [record for record in told.records if record.get("event") == "eval"]
     beside = () if told.beside is None else (told.beside,)
+    charts, on_gpu = _charts(steps, evals), told.settings.get("device") == "cuda"
+    about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
+    memory = _memory(told.summary, on_gpu=on_gpu)
     sections = [
         Section("Findings", points=told.findings),
         Section("Quality", tables=(*_quality(told.judged), *beside)),
@@ -83,9 +95,9 @@ def page(told: Told) -> str:
         Section(
             "Mistakes worth reading", tables=tuple(t for t in told.mistakes if t.rows)
         ),
-        Section("Curves", charts=_charts(steps, evals)),
-        _time(steps),
-        Section("Cost", tables=(*_cost(told.summary), *_memory(told.summary))),
+        Section("Curves", about, charts=charts),
+        _time(steps, on_gpu=on_gpu),
+        Section("Cost", tables=(*_cost(told.summary), *memory)),
         _skips(steps),
         Section("Precision", tables=(replace(told.precision, title=""),)),
         Section("Configuration", tables=(_settings(told.settings, told.chosen),)),
@@ -137,7 +149,7 @@ def _charts(
     rate, speed = curve("", steps, "lr"), curve("", steps, "examples_per_s")
     scale, norm = curve("", steps, "scale"), curve("", steps, "grad_norm")
     charts = (
-        Chart("Loss", "step", "cross-entropy, nats", loss),
+        Chart(_CHART_OF_LOSS, "step", "cross-entropy, nats", loss),
         Chart("Scores on dev", "step", "score", scores),
         Chart("Learning rate", "step", "rate", (rate,)),
         Chart("Loss scale", "step", "scale", (scale,), log_y=True, step=True),
@@ -151,7 +163,7 @@ def _charts(
     )
 
 
-def _time(steps: Sequence[Mapping[str, Any]]) -> Section:
+def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
     """Return where the time of a step went, if the records say so."""
     heading = "Where the time of a step went"
     timed = [record["seconds"] for record in steps if record.get("seconds")]
@@ -172,7 +184,8 @@ def _time(steps: Sequence[Mapping[str, Any]]) -> Section:
         f"Over {len(spent):,} steps; the first {left_out} are left out. "
         "A share is one of all the time, not of the median."
     )
-    table = Table("", columns, tuple(rows), (note,), digits=1)
+    notes = (note, _OF_HOST) if on_gpu else (note,)
+    table = Table("", columns, tuple(rows), notes, digits=1)
     means = tuple(zip(names, map(float, spent.mean(0)), strict=True))
     return Section(heading, bars=(Bar("", means),), tables=(table,))
 
@@ -200,9 +213,10 @@ def _cost(summary: Mapping[str, Any]) -> list[Table]:
     return [table] if rows else []
 
 
-def _memory(summary: Mapping[str, Any]) -> list[Table]:
+def _memory(summary: Mapping[str, Any], *, on_gpu: bool) -> list[Table]:
     held = {"peak": summary.get("peak_memory_bytes"), **(summary.get("memory") or {})}
-    words = {"peak": "peak of the process", "moments": "optimizer's moments"}
+    peak = "peak allocated by torch on the GPU" if on_gpu else "peak of the process"
+    words = {"peak": peak, "moments": "optimizer's moments"}
     rows = [
         (words.get(name, name), size / 2**20)
         for name, size in held.items()
