@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,16 +18,16 @@ import torch
 
 import halfstep
 from halfstep import LossScaleCollapse, cli, machine
+from halfstep.bench import commands
 from halfstep.train import run as room
 from halfstep.train import text
-from halfstep.train.config import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 COMMANDS = ("train", "predict", "bench", "env", "levels")
-BENCHES = ("train", "autocast", "accumulate", "encoder")
+BENCHES = tuple(commands.BENCHES)
 EVERY = [
     [],
     *([each] for each in COMMANDS),
@@ -131,15 +132,15 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n    {command} " in out
 
 
-def test_help_of_train_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: there is no hidden setting."""
-    assert leave("train", "--help") == 0
-    out = capsys.readouterr().out
-    for name, setting in SETTINGS.items():
-        flag = f"--{name.replace('_', '-')} "
-        assert (flag if setting.metadata["flag"] else f"\n  {name} ") in out
-    for mode in ("--check", "--resume", "--overwrite"):
-        assert f"{mode} " in out
+def test_examples_are_commands() -> None:
+    """Law: each example in the help is a command, with flags that it takes."""
+    examples = cli._EPILOG.splitlines()[1:]
+    assert len(examples) > 5
+    for example in examples:
+        typed, _, _ = example.strip().partition("   ")  # what follows explains it
+        _, program, words = typed.rpartition("halfstep ")
+        assert program
+        assert cli._parser().parse_args(shlex.split(words)).command
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

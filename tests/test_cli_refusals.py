@@ -103,7 +103,7 @@ REFUSALS = {
     "no kind": (["bench"], "the following arguments are required: WHAT; see halfstep"),
     "contender": (
         ["bench", "train", "--contenders", "O0,O9"],
-        "--contenders O9: choose of plain-fp32, plain-amp, O0, ",
+        "argument --contenders: 'O9' must be all or of plain-fp32, plain-amp, O0, O1-",
     ),
     "unknown flag": ([*TRAIN, "--epoch-count", "3"], "unrecognized arguments: --epoch"),
     "no number": (

@@ -17,6 +17,7 @@ from halfstep.errors import UserError
 from halfstep.master import form as forms
 from halfstep.policy import Policy
 from halfstep.report import Table
+from halfstep.train import plan, text
 from halfstep.train.config import (
     BEST_BY,
     MASTERS,
@@ -27,6 +28,7 @@ from halfstep.train.config import (
 )
 from halfstep.train.flags import HELP, epilog
 from halfstep.train.settings import MODES, read_file, write_resolved
+from halfstep.train.store import READERS
 
 TEXTS = {name: text for texts in HELP.values() for name, text in texts.items()}
 ONLY_IN_FILES = ("dev_share", "best_by")
@@ -91,6 +93,48 @@ def test_help_states_defaults(name: str) -> None:
         assert "(default off: " in said
     elif default is not None:
         assert re.search(rf"\(default {re.escape(str(default))}[:;,)]", said)
+
+
+def said_numbers(name: str) -> list[float]:
+    """Return the numbers in the help of a setting, in their order."""
+    return [float(word) for word in re.findall(r"\d[\d.]*(?:e-?\d+)?", TEXTS[name])]
+
+
+def test_numbers_in_help_are_those_of_the_plan() -> None:
+    """Law: help says what a default comes to with the numbers that the plan takes."""
+    assert list(text.SIZES) == ["tiny", "small"]
+    shapes = [
+        size[key]
+        for size in text.SIZES.values()
+        for key in ("num_hidden_layers", "hidden_size")
+    ]
+    rates, masks = plan._LR_SCRATCH, plan._MASK_SCRATCH
+    wanted: dict[str, list[float]] = {
+        "model": shapes,
+        "dropout": [text.DROPOUT],
+        "mask_tokens": [masks["classify"], masks["ner"], 0],
+        "epochs": [plan._EPOCHS_FEW, plan._FEW_EXAMPLES, plan._EPOCHS_MANY],
+        "lr": [rates["classify"], rates["ner"], plan._LR_TUNE],
+        "workers": [plan._WORKERS_GPU, 0],
+    }
+    assert {name: said_numbers(name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("task", READERS)
+def test_formats_are_named(task: str) -> None:
+    """Law: help names each suffix that a task reads, and no other."""
+    of_texts, of_entities = TEXTS["data"].split("for ner")
+    said = {"classify": of_texts, "ner": of_entities}[task]
+    suffixes = set(re.findall(r"(?<= |\()\.[a-z]+", said))
+    assert suffixes == READERS[task].FORMATS.keys()
+
+
+def test_the_file_in_the_help_is_one(tmp_path: Path) -> None:
+    """Law: the example of a file of settings can be read."""
+    lines = re.findall(r"^  (\w+ = .*)$", epilog(), re.MULTILINE)
+    file = tmp_path / "run.toml"
+    file.write_text("\n".join(lines))
+    assert list(parse("--config", str(file))) == ["data", "batch_size", "compile"]
 
 
 def test_best_scores_are_named() -> None:
