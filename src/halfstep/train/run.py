@@ -73,7 +73,7 @@ def run(
         resume: Go on with the run in `out`. torchrun starts a failed run again
             without saying so: what this very launch has begun is gone on with.
         overwrite: Replace the run in `out`.
-        check: Train a few steps, say what a run would be, and write nothing.
+        check: Train a few steps, say what a run would be; write nothing in `out`.
 
     Raises:
         UserError: If settings, data or checkpoint cannot be used.
