@@ -118,7 +118,7 @@ def load(session: Session, directory: Path) -> None:
     read as data: nothing in it can run.
 
     Raises:
-        CheckpointError: If it is none of ours, or not whole.
+        CheckpointError: If it is none of ours or not whole, or memory is too short.
         UserError: If the state does not fit.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
