@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from sharded_files import INDEX, PART, refusal, reseal, trained
-from small_training import one_thread, same
+from sharded_files import INDEX, refusal, reseal, trained
+from small_training import one_thread
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -227,73 +227,3 @@ def test_code_in_a_tensor(kept: Path, tmp_path: Path) -> None:
     reseal(kept)
     assert str(kept) in refusal(kept)
     assert not (tmp_path / "trap").exists()
-
-
-# Indices of something else
-
-
-def edited(kept: Path, change: Callable[[Any], None]) -> None:
-    """Change a sound index, and seal it."""
-    found = FileSystemReader(kept).read_metadata()
-    change(found)
-    (kept / INDEX).write_bytes(pickle.dumps(found))
-    reseal(kept)
-
-
-def _first(found: Any, **change: Any) -> None:
-    place = next(iter(found.storage_data.values()))
-    for name, value in change.items():
-        setattr(place, name, value)
-
-
-def _size(found: Any, size: Any) -> None:
-    next(iter(found.state_dict_metadata.values())).size = size
-
-
-EDITS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "outside": (
-        lambda found: _first(found, relative_path="../other/x"),
-        "it is no index (it points to ../other/x).",
-    ),
-    "compressed": (
-        lambda found: _first(found, transform_descriptors=["zip"]),
-        f"it is no index ({PART} is compressed).",
-    ),
-    "before the start": (
-        lambda found: _first(found, offset=-1),
-        "it is no index (int in place of a count).",
-    ),
-    "no number": (
-        lambda found: _first(found, length="9"),
-        "it is no index (str in place of a count).",
-    ),
-    "no size": (
-        lambda found: _size(found, [2]),
-        "it is no index (list in place of a size).",
-    ),
-    "no entry": (
-        lambda found: found.state_dict_metadata.update(a=3),
-        "it is no index (int in place of TensorStorageMetadata).",
-    ),
-    "no places": (
-        lambda found: setattr(found, "storage_data", None),
-        "it is no index ('NoneType' object is not iterable).",
-    ),
-}
-
-
-@pytest.mark.parametrize("word", EDITS)
-def test_index_of_something_else(word: str, kept: Path) -> None:
-    """Law: an index whose names or numbers are none is refused, and not followed."""
-    change, fault = EDITS[word]
-    edited(kept, change)
-    line = refusal(kept)
-    assert line == f"checkpoint file {kept / INDEX} is damaged: {fault}"
-
-
-def test_edits_are_what_is_refused(kept: Path) -> None:
-    """Law: an index written anew, with nothing changed, is taken."""
-    edited(kept, repr)
-    session = trained(1)
-    sharded.load(session, kept)
-    assert same(session.state_dict(), trained().state_dict())

@@ -154,6 +154,58 @@ def test_restarted(
     assert launch.restarted() is expected
 
 
+@pytest.mark.parametrize(
+    ("count", "machines", "begun", "expected"),
+    [
+        # Processes of this machine have failed.
+        (1, 1, {}, True),
+        (1, 2, {}, True),
+        (1, 2, {"agent": "other 7", "boot": "c"}, True),
+        # Those of another have, of which this one's agent keeps no count.
+        (0, 2, {}, True),
+        # A first start: the name is an old one, or the program runs twice.
+        (0, 2, {"agent": "other 7", "boot": "c"}, False),
+        (0, 2, {"agent_began": "124"}, False),
+        (0, 1, {}, False),
+        # Another launch.
+        (1, 2, {"run_id": "another"}, False),
+        (1, 1, {"agent": "box 8"}, False),
+    ],
+)
+def test_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    machines: int,
+    begun: dict[str, str],
+    *,
+    expected: bool,
+) -> None:
+    """Law: a failure on any machine restarts all; each knows what it had begun."""
+    monkeypatch.setattr(launch, "identity", lambda: NAMED)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
+    assert launch.started_again(NAMED | begun) is expected
+    assert not launch.started_again(None)
+
+
+@pytest.mark.parametrize(("count", "expected"), [("0", False), ("1", True)])
+@pytest.mark.parametrize("machines", [None, "x", "1", "2"])
+def test_without_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+    count: str,
+    machines: str | None,
+    *,
+    expected: bool,
+) -> None:
+    """Law: where torchrun was given no name, its count alone tells."""
+    monkeypatch.setattr(launch, "identity", lambda: HERE)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
+    if machines is not None:
+        monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
+    assert launch.started_again(dict(HERE)) is expected
+
+
 def test_resumes_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: restarted processes go on with what their own launch began, alone."""
     folder = RunFolder(tmp_path / "run")

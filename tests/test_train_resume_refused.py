@@ -11,8 +11,8 @@ import pytest
 import torch
 from small_training import one_thread, small_and_measured, without_figures
 
-from halfstep import checkpoint, cli
-from halfstep.train import text
+from halfstep import checkpoint, cli, sealed
+from halfstep.train import saving, text
 from halfstep.train.folder import RunFolder
 from halfstep.train.run import run
 
@@ -128,9 +128,65 @@ def test_damaged_checkpoints(
 
 def test_foreign_checkpoint(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: a sound checkpoint of something else is refused."""
-    foreign = {"w": torch.ones(2)}, {"epoch": 3}, {}
+    notes = sealed.read(last(copy))["notes"]
+    foreign = {"w": torch.ones(2)}, {"epoch": 3}, notes | {"fingerprint": "other"}
     checkpoint.save(last(copy), *foreign, replace=True)
     assert refused(copy, capsys) == OTHER_DATA
+
+
+MISSING = object()
+NOTES: dict[str, Any] = {
+    "step": "4",
+    "best_step": None,
+    "waited": 1.5,
+    "processes": True,
+    "best_score": "high",
+    "level": 2,
+    "dtype": ["bf16"],
+    "reason": None,
+    "fingerprint": 0,
+}
+
+
+@pytest.mark.parametrize("value", ["missing", "another"])
+@pytest.mark.parametrize("name", NOTES)
+def test_notes_of_another(
+    copy: Path, capsys: pytest.CaptureFixture[str], name: str, value: str
+) -> None:
+    """Law: notes without what a run reads are refused, by their file and field."""
+    rewrite(last(copy), name, NOTES[name] if value == "another" else MISSING)
+    line = refused(copy, capsys)
+    assert line.startswith(f"no checkpoint in {copy / 'checkpoints'} is whole (step-")
+    assert line.endswith(
+        f"checkpoint file {last(copy) / 'manifest.json'} was not written by a run: "
+        f"{name!r} of its notes is missing, or not what a run notes there."
+    )
+
+
+def rewrite(path: Path, name: str, value: object) -> None:
+    """Change a note of a checkpoint, and seal it, as whoever knows the format can."""
+    manifest = sealed.read(path)
+    manifest["notes"][name] = value
+    if value is MISSING:
+        del manifest["notes"][name]
+    manifest["seal"] = sealed.seal(manifest)
+    (path / sealed.MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["step", "best_step", "waited", "processes"])
+def test_negative_notes(
+    copy: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Law: what is counted in notes is none below zero."""
+    rewrite(last(copy), name, -1)
+    assert f"{name!r} of its notes is missing" in refused(copy, capsys)
+
+
+def test_notes_before_a_score(copy: Path) -> None:
+    """Law: notes as a run writes them before its first evaluation are taken."""
+    rewrite(last(copy), "best_score", None)
+    notes = saving._checked_notes(last(copy))
+    assert saving.standing_of(notes).best_score is None
 
 
 def test_another_model(

@@ -72,14 +72,66 @@ def join(device: str) -> Iterator[World]:
     Args:
         device: "cpu" (gloo) or "cuda" (nccl; each process takes the GPU of its local
             rank).
+
+    Raises:
+        UserError: If the environment is not torchrun's, there is no GPU for this
+            process, or the others cannot be met.
+        PeerLost: If another process has ended.
     """
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    where = torch.device(device, local) if device == "cuda" else torch.device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
+    where = _device(device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(0, 1, where)
         return
+    store, rank, size = _met(where)
+    try:
+        with _telling(store, rank):
+            yield World(rank, size, where)
+            # A thread of gloo's that still holds the last collective's tensors asks
+            # for the GIL to let them go. While the interpreter ends, that aborts the
+            # process; while DDP is freed, it is a deadlock. So all come to an end, and
+            # a moment's sleep hands out the GIL. Not after an error: others may never
+            # come.
+            dist.barrier()
+            time.sleep(0.05)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(word: str) -> torch.device:
+    """Return where this process computes; a GPU is made its own.
+
+    Raises:
+        UserError: If its local rank is no number, or that of no GPU.
+    """
+    told = os.environ.get("LOCAL_RANK", "0")
+    # Not all that Python takes for digits makes a number.
+    if not (told.isascii() and told.isdigit()):
+        message = (
+            f"LOCAL_RANK={told!r} is not the number of a process: let torchrun set it, "
+            "or unset it to train in one process."
+        )
+        raise UserError(message)
+    if word != "cuda":
+        return torch.device(word)
+    local, count = int(told), torch.cuda.device_count()
+    if local >= count:
+        message = (
+            f"LOCAL_RANK={local}: each process needs a GPU of its own, and torch sees "
+            f"{count} here; start no more than that on this machine "
+            "(--nproc-per-node)."
+        )
+        raise UserError(message)
+    where = torch.device("cuda", local)
+    torch.cuda.set_device(where)
+    return where
+
+
+def _met(where: torch.device) -> tuple[Store, int, int]:
+    """Meet the other processes; return a store, this one's rank, and how many meet.
+
+    Raises:
+        UserError: If the environment is not torchrun's, or they do not all come.
+    """
     try:
         shared, rank, size = next(rendezvous("env://"))
         store = _fresh(shared, rank, size)
@@ -93,17 +145,21 @@ def join(device: str) -> Iterator[World]:
     except ValueError as error:
         message = f"RANK is set, but the environment is not torchrun's: {error}."
         raise UserError(message) from error
-    try:
-        with _telling(store, rank):
-            yield World(rank, size, where)
-        # A thread of gloo's that still holds the last collective's tensors asks for
-        # the GIL to let them go. While the interpreter ends, that aborts the process;
-        # while DDP is freed, it is a deadlock. So all come to an end, and a moment's
-        # sleep hands out the GIL. Not after an error: others may never come.
-        dist.barrier()
-        time.sleep(0.05)
-    finally:
-        dist.destroy_process_group()
+    except RuntimeError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        message = (
+            f"the {os.environ['WORLD_SIZE']} processes did not meet at {place} "
+            f"({_first_line(error)}); start them all, with MASTER_ADDR and "
+            "MASTER_PORT of the first."
+        )
+        raise UserError(message) from error
+    return store, rank, size
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error of torch's says, without where it was raised."""
+    line, _, _ = str(error).strip().partition("\n")
+    return " ".join(line.split())[:_LONGEST].rstrip(".")
 
 
 def _fresh(store: Store, rank: int, size: int) -> Store:
@@ -152,7 +208,10 @@ def _telling(store: Store, rank: int) -> Iterator[None]:
         yield
     except Exception as error:
         if not _is_lost_peer(error):
-            store.set(_FAULT, f"process {rank}: {_in_words(error)}")
+            # Whoever holds the store may have left; the first reason stays.
+            with contextlib.suppress(RuntimeError):
+                words = f"process {rank}: {_in_words(error)}"
+                store.compare_set(_FAULT, "", words)
             raise
         reason = _reason(store)
         message = f"stopped, because another process did: {reason}."

@@ -12,7 +12,9 @@ attributes, and what the records hold is checked before torch sees it.
 from __future__ import annotations
 
 import io
+import math
 import pickle
+import pickletools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,11 +22,12 @@ import torch
 from halfstep.sealed import CheckpointError, why
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
+        ChunkStorageMetadata,
         Metadata,
         MetadataIndex,
         TensorStorageMetadata,
@@ -51,6 +54,7 @@ _KNOWN = {
         for system in ("Posix", "Windows")
     ),
 }
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
 _DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
 
 
@@ -119,8 +123,8 @@ def read(path: Path, files: Collection[str] | None = None) -> Metadata:
 
     Args:
         path: Of `.metadata`.
-        files: Names of the files beside it, the only ones that it may point to; None:
-            it is not used to read them.
+        files: Names of the files beside it, the only ones that it may point to, and
+            that must hold all of every tensor; None: it is not used to read them.
 
     Raises:
         CheckpointError: If it cannot be read, names anything that an index does not
@@ -129,7 +133,9 @@ def read(path: Path, files: Collection[str] | None = None) -> Metadata:
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
-        found = _Unpickler(path.read_bytes()).load()
+        data = path.read_bytes()
+        _check_memo(data)
+        found = _Unpickler(data).load()
         said = _fields(found, "Metadata")
         tensors = said["state_dict_metadata"]
         places = said["storage_data"]
@@ -137,6 +143,8 @@ def read(path: Path, files: Collection[str] | None = None) -> Metadata:
         metadata.storage_data = {
             _index(key): _place(places[key], files) for key in places
         }
+        if files is not None:
+            _check_whole(metadata)
     except OSError as error:
         message = f"checkpoint file {path} cannot be read: {why(error)}."
         raise CheckpointError(message) from error
@@ -151,6 +159,83 @@ def read(path: Path, files: Collection[str] | None = None) -> Metadata:
         message = f"checkpoint file {path} is damaged: it is no index ({error})."
         raise CheckpointError(message) from error
     return metadata
+
+
+def _check_memo(data: bytes) -> None:
+    """Refuse a pickle that numbers its objects beyond how many there can be.
+
+    Why: the unpickler makes a table as long as the highest number, before it knows.
+    """
+    for count, (opcode, number, _) in enumerate(pickletools.genops(data)):
+        if opcode.name in _PUTS and not 0 <= int(number or 0) <= count:
+            message = f"object {number} in place of {count} or less"
+            raise ValueError(message)
+
+
+def _check_whole(metadata: Metadata) -> None:
+    """Refuse tensors of which a number is in no file, or in two.
+
+    Why: torch reads the parts that it is told of into memory as it finds it. What no
+    part covers would be taken for what was saved.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            _check_parts(name, entry, metadata.storage_data)
+
+
+def _check_parts(
+    name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Place]
+) -> None:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    volume = 0
+    for part in entry.chunks:
+        sides = (part.offsets, part.sizes, entry.size)
+        inside = {len(part.offsets), len(part.sizes)} == {len(entry.size)} and all(
+            start + length <= end for start, length, end in zip(*sides, strict=True)
+        )
+        if not inside:
+            message = f"a part of {name} is not inside of it"
+            raise ValueError(message)
+        numbers = math.prod(part.sizes)
+        place = places.get(MetadataIndex(name, part.offsets))
+        held = 0 if place is None else place.length
+        if held < numbers * entry.properties.dtype.itemsize:
+            message = f"a part of {name} is in no file, or cut"
+            raise ValueError(message)
+        volume += numbers
+    if volume != math.prod(entry.size) or _overlap(entry.chunks):
+        message = f"the parts of {name} do not make it up"
+        raise ValueError(message)
+
+
+def _overlap(parts: Sequence[ChunkStorageMetadata]) -> bool:
+    """Say whether two parts of a tensor share a number."""
+    held = [part for part in parts if 0 not in part.sizes]
+    if len(held) < 2:  # noqa: PLR2004 -- it takes two
+        return False
+    # Along the dimension in which most start apart, few reach over the start of one.
+    dims = range(len(held[0].sizes))
+    along = max(dims, key=lambda dim: len({part.offsets[dim] for part in held}))
+    reaching: list[ChunkStorageMetadata] = []
+    for part in sorted(held, key=lambda part: part.offsets[along]):
+        start = part.offsets[along]
+        reaching = [o for o in reaching if o.offsets[along] + o.sizes[along] > start]
+        if any(_share(part, other) for other in reaching):
+            return True
+        reaching.append(part)
+    return False
+
+
+def _share(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    return all(
+        a < b + other_side and b < a + side
+        for a, side, b, other_side in zip(
+            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+        )
+    )
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:  # noqa: ANN401
@@ -231,7 +316,7 @@ def _text(value: Any) -> str:  # noqa: ANN401
 
 
 def _count(value: Any) -> int:  # noqa: ANN401
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 2**63:
         message = f"{type(value).__name__} in place of a count"
         raise TypeError(message)
     return value

@@ -118,25 +118,40 @@ def load(session: Session, directory: Path) -> None:
     read as data: nothing in it can run.
 
     Raises:
-        CheckpointError: If it is none of ours, or not whole.
+        CheckpointError: If it is none of ours or not whole, or memory is too short.
         UserError: If the state does not fit.
     """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     index = shard_files.verified(directory, _REST)
     saved: dict[str, Any] = index.state_dict_metadata
-    box = {_REST: _empty(saved[_REST], None)}
+    # What is not a tensor torch would unpickle, with no limit to what that may call.
+    if not all(isinstance(entry, TensorStorageMetadata) for entry in saved.values()):
+        raise _foreign(directory)
+    box = {_REST: _empty(_REST, saved[_REST], None)}
     shard_files.read(box, directory, index)
     try:
         rest = torch.load(io.BytesIO(bytes(box[_REST].tolist())), weights_only=True)
-        found = _template(session, saved)
     except Exception as error:
-        # Every byte is as the manifest says: whoever wrote both was not halfstep.
-        message = (
-            f"{directory} holds more than tensors and plain values, or none; it was "
-            "not written by halfstep and is not loaded."
-        )
-        raise CheckpointError(message) from error
+        raise _foreign(directory) from error
+    found = _template(session, saved)
     shard_files.read(found, directory, index)
-    session.load_state_dict(_nested(found, rest))
+    try:
+        state = _nested(found, rest)
+    except Exception as error:
+        raise _foreign(directory) from error
+    session.load_state_dict(state)
+
+
+def _foreign(directory: Path) -> CheckpointError:
+    """Return what to raise where every byte is as the manifest says, and none fits.
+
+    Whoever wrote both was not halfstep.
+    """
+    return CheckpointError(
+        f"{directory} holds more than tensors and plain values, or none; it was not "
+        "written by halfstep and is not loaded."
+    )
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -195,11 +210,20 @@ def _template(
     for path in (path for path in saved if path != _REST):
         name = path.partition("/")[2]
         name = name.rpartition("/")[0] if path.startswith(_MOMENT) else name
-        found[path] = _empty(saved[path], held.get(name))
+        found[path] = _empty(path, saved[path], held.get(name))
     return found
 
 
-def _empty(saved: TensorStorageMetadata, like: Tensor | None) -> Tensor:
-    if like is None or like.shape != saved.size:
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
-    return torch.empty_like(like.detach(), dtype=saved.properties.dtype)
+def _empty(path: str, saved: TensorStorageMetadata, like: Tensor | None) -> Tensor:
+    """Return memory for what was saved, split as a tensor of that shape is."""
+    dtype = saved.properties.dtype
+    try:
+        if like is None or like.shape != saved.size:
+            return torch.empty(saved.size, dtype=dtype)
+        return torch.empty_like(like.detach(), dtype=dtype)
+    except RuntimeError as error:
+        message = (
+            f"the checkpoint holds {path}, a tensor of {dtype} and {list(saved.size)}, "
+            "for which there is no memory here."
+        )
+        raise CheckpointError(message) from error

@@ -23,11 +23,32 @@ _handles: set[int] = set()
 
 
 def restarted() -> bool:
-    """Say whether torchrun has started these processes more than once."""
+    """Say whether processes of this machine failed, and torchrun has restarted them."""
+    return _told("TORCHELASTIC_RESTART_COUNT") > 0
+
+
+def started_again(begun: dict[str, Any] | None) -> bool:
+    """Say whether torchrun has started again the launch that a file names.
+
+    Why: an agent counts failures of its own processes alone. It restarts them as well
+    where those of another machine fail, and does not say so. But what the same agent
+    has begun before, it has started before.
+
+    Args:
+        begun: What the file held, of `read`.
+    """
+    here = identity()
+    machines = _told("GROUP_WORLD_SIZE")
+    uncounted = begun == here and here["run_id"] is not None and machines > 1
+    return uncounted or (restarted() and same(begun, here))
+
+
+def _told(name: str) -> int:
+    """Return a number that torchrun sets; 0 where it did not."""
     try:
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return int(os.environ.get(name, "0"))
     except ValueError:
-        return False
+        return 0
 
 
 def identity() -> dict[str, str | None]:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_COUNTS = ("step", "best_step", "waited", "processes")
+_WORDS = ("level", "dtype", "reason", "fingerprint")
+
 
 def save(
     session: Session, standing: Standing, job: Job, folder: RunFolder, world: World
@@ -83,7 +86,14 @@ def _notes(
 def first_alone(world: World, act: Callable[[], T]) -> T | None:
     """Let the first process act while the others wait; where it fails, all fail.
 
-    Why: processes that wait for one that has left end without its reason.
+    Why: to those that wait, one that leaves is lost, and they may not learn why.
+
+    Returns:
+        What it returned, on the first; None on the others.
+
+    Raises:
+        UserError: On all, if it raises that or, on the others, an `OSError`.
+        OSError: On the first, if it raises that.
     """
     made: T | None = None
     own: UserError | OSError | None = None
@@ -102,8 +112,8 @@ def resumed(folder: RunFolder, world: World) -> tuple[dict[str, Any], list[str]]
     """Find the newest checkpoint that is whole; the same on every process.
 
     Returns:
-        Its notes, and a line for each newer one that is damaged. None if there is none
-        yet.
+        Its notes, and a line for each newer one that is damaged or not a run's. None
+        if there is none yet.
 
     Raises:
         UserError: If there are checkpoints, and none is whole.
@@ -120,8 +130,8 @@ def _with_best(
     folder: RunFolder, notes: dict[str, Any], faults: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the same; where the best checkpoint is damaged, without it."""
-    best = notes.get("best_step", 0)
-    if best in {0, notes.get("step")}:
+    best = notes["best_step"]
+    if best in {0, notes["step"]}:
         return notes, faults
     try:
         _checked_notes(folder.checkpoint_path(best))
@@ -132,10 +142,34 @@ def _with_best(
 
 
 def _checked_notes(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's notes, every byte of it checked."""
+    """Return a checkpoint's notes, their shape and every byte of it checked.
+
+    Raises:
+        CheckpointError: If it is damaged, or not a run's.
+    """
     manifest = sealed.read(path)
     sealed.verify(path, manifest)
-    return dict(manifest["notes"])
+    notes: dict[str, Any] = manifest["notes"]
+    misfit = _misfit(notes)
+    if misfit is not None:
+        message = (
+            f"checkpoint file {path / sealed.MANIFEST} was not written by a run: "
+            f"{misfit!r} of its notes is missing, or not what a run notes there."
+        )
+        raise CheckpointError(message)
+    return notes
+
+
+def _misfit(notes: Mapping[str, Any]) -> str | None:
+    """Return what of the notes a run could not go on from; None if it can."""
+    score = notes.get("best_score", "missing")
+    counts = {name: notes.get(name) for name in _COUNTS}
+    fits = {
+        **{name: type(n) is int and n >= 0 for name, n in counts.items()},
+        **{name: type(notes.get(name)) is str for name in _WORDS},
+        "best_score": score is None or type(score) in {int, float},
+    }
+    return next((name for name, fit in fits.items() if not fit), None)
 
 
 def check_fits(notes: Mapping[str, Any], fingerprint: str) -> None:
