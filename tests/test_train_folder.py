@@ -197,7 +197,7 @@ def test_rewind_sets_checkpoints_aside(folder: RunFolder) -> None:
 def test_rewind_sweeps(folder: RunFolder) -> None:
     """Law: what processes left that were killed while they wrote is removed."""
     save(folder, 1)
-    for name in (".step-00000002.part-99", ".step-00000001.old-99", ".a.gone-7"):
+    for name in (".step-00000002.part-1073741824", ".step-00000001.old-1073741824", ".a.gone-7"):
         (folder.path / "checkpoints" / name).mkdir()
     (folder.path / ".model.part").mkdir()
     folder.rewind(1)
@@ -221,7 +221,7 @@ def test_steps(folder: RunFolder) -> None:
 
 def test_save_replaces(folder: RunFolder) -> None:
     """Law: a step saved again is the later one, alone; a half-written rest is gone."""
-    part = folder.path / "checkpoints" / ".step-00000002.part-99"
+    part = folder.path / "checkpoints" / ".step-00000002.part-1073741824"
     part.mkdir()
     for turn in (1, 2):
         save(folder, 2, turn=turn)
@@ -281,7 +281,7 @@ def test_newest_after_a_killed_replacement(folder: RunFolder) -> None:
     """Law: a checkpoint that was moved to be replaced has its name again."""
     save(folder, 1)
     path = folder.checkpoint_path(1)
-    path.rename(path.with_name(f".{path.name}.old-99"))
+    path.rename(path.with_name(f".{path.name}.old-1073741824"))
     found = folder.newest(checkpoint.load)
     assert found is not None
     assert (found[0].state, found[1]) == ({"step": 1}, [])
