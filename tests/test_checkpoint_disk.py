@@ -274,5 +274,205 @@ def test_defects_stay_what_they_are(
     assert not list(tmp_path.iterdir())
 
 
+# Replaced, and killed or refused half-way
+
+DEAD = 2**30
+"""No process has this number."""
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, word: str, reason: int) -> None:
+    """Let no directory be renamed whose name holds a word."""
+    original = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if word in self.name:
+            raise OSError(reason, os.strerror(reason), str(self))
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+
+def full(*_: object) -> None:
+    """Be a disk without room."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def moved_aside(path: Path, number: int = DEAD) -> Path:
+    """Leave what a process does that is killed between the two renames."""
+    old = path.with_name(f".{path.name}.old-{number}")
+    path.rename(old)
+    return old
+
+
+def test_the_only_copy_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: what was moved to be replaced is back before another replaces it."""
+    path = tmp_path / "c"
+    save(path, {}, {"turn": 1}, {})
+    moved_aside(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(CheckpointError) as caught:
+            save(path, {}, {"turn": 2}, {}, replace=True)
+    assert str(caught.value) == said(path, errno.ENOSPC)
+    assert load(path).state == {"turn": 1}
+    moved_aside(path)
+    with pytest.raises(CheckpointError, match="never written over another"):
+        save(path, {}, {"turn": 2}, {})
+    save(path, {}, {"turn": 3}, {}, replace=True)
+    assert load(path).state == {"turn": 3}
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_copy_that_cannot_be_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: it is told, and nothing is removed, by a save or by a sweep of all."""
+    path = tmp_path / "c"
+    save(path, {}, {"turn": 1}, {})
+    old = moved_aside(path)
+    with monkeypatch.context() as patch:
+        refusing(patch, ".old-", errno.EIO)
+        with pytest.raises(CheckpointError) as caught:
+            save(path, {}, {"turn": 2}, {}, replace=True)
+        assert str(caught.value) == said(path, errno.EIO)
+        for use in (sealed.restore, sealed.sweep):
+            with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+                use(tmp_path)
+    assert load(old).state == {"turn": 1}
+    sealed.sweep(tmp_path)
+    assert load(path).state == {"turn": 1}
+
+
+def test_a_copy_that_another_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where another process was first, there is nothing to tell."""
+    path = tmp_path / "c"
+    save(path, {}, {"turn": 1}, {})
+    moved_aside(path)
+    original = Path.rename
+
+    def twice(self: Path, target: Path) -> Path:
+        original(self, target)
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", twice)
+    sealed.restore(tmp_path)
+    assert load(path).state == {"turn": 1}
+
+
+def test_the_name_cannot_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where the new one does not get the name, the one before has it again."""
+    path = tmp_path / "c"
+    save(path, {}, {"turn": 1}, {})
+    with monkeypatch.context() as patch:
+        refusing(patch, ".part-", errno.EIO)
+        with pytest.raises(CheckpointError) as caught:
+            save(path, {}, {"turn": 2}, {}, replace=True)
+    assert str(caught.value) == said(path, errno.EIO)
+    assert load(path).state == {"turn": 1}
+    assert names(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("before", ["put", "rename"])
+def test_another_program_is_first(
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: what another finished meanwhile is not written over, at any moment."""
+    path = tmp_path / "c"
+    owner: Any = {"put": sealed, "rename": Path}[before]
+    original = getattr(owner, before)
+
+    def late(*given: Any, **words: Any) -> Any:
+        monkeypatch.setattr(owner, before, original)
+        path.mkdir()
+        (path / "file").write_text("another's")
+        return original(*given, **words)
+
+    monkeypatch.setattr(owner, before, late)
+    with pytest.raises(CheckpointError) as caught:
+        save(path, {}, {}, {})
+    assert str(caught.value) == (
+        f"{path} exists; a checkpoint is never written over another."
+    )
+    assert (path / "file").read_text() == "another's"
+    assert names(tmp_path) == ["c"]
+
+
+@unix
+def test_what_living_programs_write_is_theirs(tmp_path: Path) -> None:
+    """Law: a save leaves it alone, and removes what the dead of that name left."""
+    parts = [tmp_path / f".c.part-{each}" for each in (os.getppid(), 1, DEAD, 10**30)]
+    for part in parts:
+        part.mkdir()
+    save(tmp_path / "c", {}, {}, {})
+    assert names(tmp_path) == sorted(["c", *(part.name for part in parts[:2])])
+    sealed.sweep(tmp_path)
+    assert names(tmp_path) == ["c"]
+
+
+def test_own_number_again(tmp_path: Path) -> None:
+    """Law: what an earlier process of the same number left stands in no one's way."""
+    for word in ("part", "old"):
+        rest = sealed.beside(tmp_path / "c", word)
+        rest.mkdir()
+        (rest / "file").touch()
+    (tmp_path / "c").mkdir()
+    for turn in (1, 2):
+        save(tmp_path / "c", {}, {"turn": turn}, {}, replace=True)
+        assert load(tmp_path / "c").state == {"turn": turn}
+        assert names(tmp_path) == ["c"]
+
+
+def test_files_are_flushed_on_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: there a file is open for writing when it is flushed; directories are not."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    seen = []
+    original = os.open
+
+    def opened(path: Path, flags: int) -> int:
+        seen.append((path, flags))
+        return original(path, flags)
+
+    monkeypatch.setattr(os, "open", opened)
+    for name in ("nt", "posix"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "name", name)
+            sealed.flush(file)
+            sealed.flush(tmp_path)
+    assert seen == [(file, os.O_RDWR), (file, os.O_RDONLY), (tmp_path, os.O_RDONLY)]
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
+def test_what_cannot_be_read_is_not_called_absent(
+    name: str, reason: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where the disk does not answer, that is told, of whatever file."""
+    path = tmp_path / "c"
+    save(path, {}, {}, {})
+    original = Path.stat
+
+    def silent(self: Path, **words: bool) -> os.stat_result:
+        if self.name == name:
+            raise OSError(reason, os.strerror(reason), str(self))
+        return original(self, **words)
+
+    monkeypatch.setattr(Path, "stat", silent)
+    with pytest.raises(sealed.UnreadError) as caught:
+        load(path)
+    assert str(caught.value) == (
+        f"checkpoint file {path / name} cannot be read: {os.strerror(reason)}. Resume "
+        "from another checkpoint."
+    )
+
+
 if __name__ == "__main__":
     {"limits": under_limits, "killed": killed}[sys.argv[1]](Path(sys.argv[2]))

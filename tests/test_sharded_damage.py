@@ -125,6 +125,22 @@ def test_replaced(kept: Path) -> None:
     assert [path.name for path in kept.parent.iterdir()] == ["c"]
 
 
+def test_another_program_is_first(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: what another finished meanwhile is not written over."""
+    path, original = kept.with_name("later"), sealed.appear
+
+    def late(*given: Any, **words: Any) -> None:
+        path.mkdir()
+        (path / "file").write_text("another's")
+        original(*given, **words)
+
+    monkeypatch.setattr(sealed, "appear", late)
+    with pytest.raises(CheckpointError, match="a checkpoint is never written over"):
+        sharded.save(trained(2), path)
+    assert sorted(each.name for each in kept.parent.iterdir()) == ["c", "later"]
+    assert (path / "file").read_text() == "another's"
+
+
 # Several ranks
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from halfstep import checkpoint
+from halfstep import checkpoint, sealed
 from halfstep.errors import UserError
 from halfstep.train import launch
 from halfstep.train.config import TrainConfig
 from halfstep.train.folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
 FILES = ("metrics.jsonl", "summary.json", "report.html", "config.json")
 FOLDERS = ("checkpoints", "model", "tensorboard")
@@ -72,6 +75,20 @@ def test_begin(tmp_path: Path) -> None:
     assert not folder.has_checkpoint()
 
 
+def test_names_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the folder's own name is waited for too, where its place may be read."""
+    seen: list[Path] = []
+
+    def flush(path: Path) -> None:
+        seen.append(path)
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(sealed, "flush", flush)
+    RunFolder(tmp_path / "run").begin({}, overwrite=False)
+    assert seen == [tmp_path / "run", tmp_path]
+
+
 @pytest.mark.parametrize("name", [*FILES, "launch.json", "resolved.toml", *FOLDERS])
 def test_a_run_is_not_written_over(tmp_path: Path, name: str) -> None:
     """Law: any trace of a run refuses another; nothing is changed."""
@@ -107,6 +124,9 @@ def test_overwrite(folder: RunFolder) -> None:
     for name in (*FILES, "model/config.json", "notes.txt", ".hidden"):
         (root / name).write_text("old")
     (root / "config.json").write_text(json.dumps(asdict(TrainConfig())))
+    (root / ".model.old-99").mkdir()
+    (root / f".{'0af' * 5}1.tmp").write_text("half")
+    (root / ".0af.tmp").write_text("old")
     (root / "plots").mkdir()
     (root / "plots" / "metrics.jsonl").write_text("old")
     folder.begin({"seed": 2}, overwrite=True)
@@ -116,6 +136,7 @@ def test_overwrite(folder: RunFolder) -> None:
         "checkpoints": None,
         "notes.txt": b"old",
         ".hidden": b"old",
+        ".0af.tmp": b"old",
         "plots": None,
         "plots/metrics.jsonl": b"old",
     }
@@ -200,9 +221,25 @@ def test_rewind_sweeps(folder: RunFolder) -> None:
     for name in (".step-00000002.part-99", ".step-00000001.old-99", ".a.gone-7"):
         (folder.path / "checkpoints" / name).mkdir()
     (folder.path / ".model.part").mkdir()
+    kept = tree(folder.path).keys() - {".model.part"}
+    (folder.path / ".0123456789abcdef.tmp").write_text("half a report")
     folder.rewind(1)
     assert names(folder) == called([1])
-    assert not (folder.path / ".model.part").exists()
+    found = {name for name in tree(folder.path) if not name.startswith("checkpoints")}
+    assert found == {n for n in kept if not n.startswith("checkpoints")} | {
+        "metrics.jsonl"
+    }
+
+
+def test_rewind_keeps_the_only_copy(folder: RunFolder) -> None:
+    """Law: what was moved to be replaced, before or after the step, is not swept."""
+    for step in (1, 2):
+        save(folder, step)
+        path = folder.checkpoint_path(step)
+        path.rename(path.with_name(f".{path.name}.old-99"))
+    folder.rewind(1)
+    assert names(folder) == called([1]) | {"damaged-step-00000002"}
+    assert checkpoint.load(folder.checkpoint_path(1)).state == {"step": 1}
 
 
 # Checkpoints
@@ -221,7 +258,8 @@ def test_steps(folder: RunFolder) -> None:
 
 def test_save_replaces(folder: RunFolder) -> None:
     """Law: a step saved again is the later one, alone; a half-written rest is gone."""
-    part = folder.path / "checkpoints" / ".step-00000002.part-99"
+    # No process has this number.
+    part = folder.path / "checkpoints" / f".step-00000002.part-{2**30}"
     part.mkdir()
     for turn in (1, 2):
         save(folder, 2, turn=turn)
@@ -286,6 +324,172 @@ def test_newest_after_a_killed_replacement(folder: RunFolder) -> None:
     assert found is not None
     assert (found[0].state, found[1]) == ({"step": 1}, [])
     assert names(folder) == called([1])
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, word: str, *, once: bool = False) -> None:
+    """Let no directory be renamed whose name holds a word, or only the first."""
+    original = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if word not in self.name:
+            return original(self, target)
+        if once:
+            monkeypatch.setattr(Path, "rename", original)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+
+def test_newest_that_cannot_be_restored(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: an older one is not taken without a word; the copy stays."""
+    for step in (1, 2):
+        save(folder, step)
+    path = folder.checkpoint_path(2)
+    path.rename(path.with_name(f".{path.name}.old-99"))
+    before = tree(folder.path)
+    with monkeypatch.context() as patch:
+        refusing(patch, ".old-")
+        for use in (lambda: folder.newest(checkpoint.load), lambda: folder.rewind(1)):
+            with pytest.raises(UserError) as caught:
+                use()
+            assert str(caught.value).endswith(
+                "could not be written: Input/output error. The checkpoint of step 1 is "
+                "whole; mend that, then go on with --resume."
+            )
+            assert tree(folder.path) == before
+    found = folder.newest(checkpoint.load)
+    assert found is not None
+    assert found[0].state == {"step": 2}
+
+
+def silent(monkeypatch: pytest.MonkeyPatch, number: int, *steps: int) -> None:
+    """Let the disk give nothing of some checkpoints."""
+    original = sealed.digest
+
+    def digest(path: Path) -> sealed.Facts:
+        if path.parent.name in called(steps):
+            raise OSError(number, os.strerror(number), str(path))
+        return original(path)
+
+    monkeypatch.setattr(sealed, "digest", digest)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_none_can_be_read(
+    folder: RunFolder, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where a disk gives nothing, nobody is told to start anew."""
+    for step in (1, 2):
+        save(folder, step)
+    (folder.checkpoint_path(2) / "state.pt").write_bytes(b"")
+    cure = "mend that, then go on with --resume."
+    with monkeypatch.context() as patch:
+        silent(patch, number, 1)
+        with pytest.raises(UserError) as caught:
+            folder.newest(checkpoint.load)
+        assert str(caught.value).startswith(
+            f"no checkpoint in {folder.path / 'checkpoints'} can be used now "
+            "(step-00000002, step-00000001); mend the disk, then --resume again. Of "
+            f"the newest: checkpoint file {folder.checkpoint_path(2) / 'state.pt'} is "
+        )
+        with pytest.raises(UserError) as caught, folder.writing(folder.path):
+            raise NO_SPACE
+        assert str(caught.value) == (
+            f"{folder.path} could not be written: No space left on device. What was "
+            f"saved cannot be read now; {cure}"
+        )
+        save(folder, 3)
+        with pytest.raises(UserError, match=f"of step 3 is whole; {cure}"):
+            folder.write("summary.json/below", "x")
+
+
+def test_checkpoints_cannot_be_listed(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: the same where it is their folder that is not given, or gone."""
+    save(folder, 1)
+    checkpoints, original = folder.path / "checkpoints", Path.iterdir
+
+    def stale(path: Path) -> Any:
+        if path == checkpoints:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return original(path)
+
+    def fails() -> str:
+        with pytest.raises(UserError) as caught, folder.writing(folder.metrics):
+            raise NO_SPACE
+        return str(caught.value)
+
+    said = (
+        f"{folder.metrics} could not be written: No space left on device. What was "
+        "saved cannot be read now; mend that, then go on with --resume."
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", stale)
+        assert fails() == said
+    checkpoints.rename(folder.path / "elsewhere")
+    assert fails() == said
+
+
+def finished(folder: RunFolder) -> None:
+    """Publish a model that is no model."""
+
+    def save_pretrained(place: Path) -> None:
+        place.mkdir(exist_ok=True)
+
+    what = SimpleNamespace(save_pretrained=save_pretrained)
+    folder.publish_model(what, what)
+
+
+USES: dict[str, Callable[[RunFolder], object]] = {
+    "log": lambda folder: folder.log({"step": 2}),
+    "save": lambda folder: save(folder, 2),
+    "prune": lambda folder: folder.prune(1),
+    "write": lambda folder: folder.write("summary.json", "{}"),
+    "publish": finished,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_disk_is_gone(folder: RunFolder, use: str) -> None:
+    """Law: where the folder is no longer that of the run, nothing is written there."""
+    save(folder, 1)
+    away = folder.path.with_name("away")
+    folder.path.rename(away)
+    before = tree(away)
+    for place in (folder.path.mkdir, folder.path.rmdir):
+        place()
+        with pytest.raises(UserError) as caught:
+            USES[use](folder)
+        assert str(caught.value) == (
+            f"{folder.path} is no longer the folder of this run: its config.json is "
+            "gone. Is its disk? Mend that, then go on with --resume."
+        )
+        assert not folder.path.exists() or not tree(folder.path)
+    away.rename(folder.path)
+    assert tree(folder.path) == before
+    USES[use](folder)
+
+
+def test_the_disk_goes_while_it_is_written_to(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: what was saved is not said to be lost."""
+    save(folder, 1)
+
+    def gone(*_: object) -> None:
+        shutil.move(folder.path, folder.path.with_name("away"))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(torch, "save", gone)
+    with pytest.raises(UserError) as caught:
+        save(folder, 2)
+    assert str(caught.value) == (
+        f"{folder.checkpoint_path(2)} could not be written: Input/output error. What "
+        "was saved cannot be read now; mend that, then go on with --resume."
+    )
 
 
 def test_checkpoints_that_are_lost(folder: RunFolder) -> None:
@@ -359,6 +563,46 @@ def test_publish_model(folder: RunFolder) -> None:
     folder.publish_model(writer("weights", "new"), writer("words", "new"))
     assert tree(folder.model) == {"weights": b"new", "words": b"new"}
     assert not (folder.path / ".model.part").exists()
+
+
+def model_of(text: str) -> SimpleNamespace:
+    """Return what saves itself as a file of some text."""
+
+    def save_pretrained(place: Path) -> None:
+        place.mkdir(exist_ok=True)
+        (place / "weights").write_text(text)
+
+    return SimpleNamespace(save_pretrained=save_pretrained)
+
+
+def test_a_model_that_gets_no_name(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where the new one cannot be renamed, the one from before stays."""
+    folder.publish_model(model_of("old"), model_of("old"))
+    before = tree(folder.path)
+    with monkeypatch.context() as patch:
+        refusing(patch, ".model.part", once=True)
+        with pytest.raises(UserError, match="model could not be written: Input/output"):
+            folder.publish_model(model_of("new"), model_of("new"))
+    assert tree(folder.path) == before
+    folder.publish_model(model_of("new"), model_of("new"))
+    assert tree(folder.path) == before | {"model/weights": b"new"}
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a_run_killed_while_it_publishes(folder: RunFolder, *, renamed: bool) -> None:
+    """Law: a kill between the renames, or after, leaves one model, and no other."""
+    folder.publish_model(model_of("old"), model_of("old"))
+    folder.rewind(0)
+    before = tree(folder.path)
+    folder.model.rename(folder.path / ".model.old-99")
+    if renamed:
+        folder.publish_model(model_of("new"), model_of("new"))
+    folder.rewind(0)
+    assert tree(folder.path) == before | {
+        "model/weights": b"new" if renamed else b"old"
+    }
 
 
 def test_write(folder: RunFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train import launch
+from halfstep.train import launch, locks
 from halfstep.train.folder import RunFolder
 
 unix = pytest.mark.skipif(sys.platform == "win32", reason="no locks there")
@@ -283,6 +284,28 @@ def test_a_child_does_not_hold(tmp_path: Path) -> None:
             os.close(handle)
         os.waitpid(child, 0)
     claim.release()
+
+
+@unix
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP])
+def test_without_locks(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where there are no locks nothing is claimed, and no file is left."""
+
+    def no_lock(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locks.fcntl, "flock", no_lock)
+    path = tmp_path / "run"
+    with RunFolder(path).held(), RunFolder(path).held():
+        assert not list(path.iterdir())
+        assert not launch._handles
+    assert not list(path.iterdir())
+    (path / ".lock").write_text("of before")
+    with RunFolder(path).held():
+        pass
+    assert (path / ".lock").read_text() == "of before"
 
 
 @unix

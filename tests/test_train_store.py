@@ -149,6 +149,20 @@ def test_the_key_is_that_of_the_rows() -> None:
     assert open_store(path, "classify", None).key != one
 
 
+def test_the_key_is_not_that_of_lines_left_out() -> None:
+    """Law: a blank line more before a sentence that is left out changes no key."""
+    whole = "".join(f"w{n} B-X\n\n" for n in range(200))
+    keys = []
+    for number, start in enumerate(("", "\n", "\n\n")):
+        path = Path(f"{number}.conll")
+        path.write_text(f"{start}a B-X\nb I-Y\n\n{whole}", encoding="utf-8")
+        made = open_store(path, "ner", None)
+        (fault,) = made.left_out
+        assert f"line {len(start) + 2}" in fault
+        keys.append(made.key)
+    assert keys == keys[:1] * 3
+
+
 def test_a_known_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: content decides, not the name; a suffix of another format is another."""
     first = open_store(lines("a.jsonl", [["x", "a"]]), "classify", None)

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
@@ -32,6 +33,10 @@ Facts = dict[str, int | str]
 
 class CheckpointError(UserError):
     """A checkpoint that cannot be used, and why."""
+
+
+class UnreadError(CheckpointError):
+    """A checkpoint that the disk does not give now; it need not be damaged."""
 
 
 class UnwrittenError(CheckpointError):
@@ -70,7 +75,8 @@ def write(
         make(directory, part, replace=replace)
         said = fill(part)
         files = {path.name: digest(path) for path in sorted(part.iterdir())}
-        appear(directory, part, {"format": form, "files": files, **said})
+        facts = {"format": form, "files": files, **said}
+        appear(directory, part, facts, replace=replace)
 
 
 @contextlib.contextmanager
@@ -97,9 +103,9 @@ def unwritten(directory: Path, reason: str) -> UnwrittenError:
     return error
 
 
-def unread(path: Path, reason: str | None) -> CheckpointError:
+def unread(path: Path, reason: str | None) -> UnreadError:
     """Return what to raise where a checkpoint, or a file of it, cannot be read."""
-    return CheckpointError(
+    return UnreadError(
         f"checkpoint file {path} cannot be read: {reason}. Resume from another "
         "checkpoint."
     )
@@ -111,20 +117,31 @@ def make(directory: Path, part: Path, *, replace: bool = False) -> None:
     Raises:
         CheckpointError: If the name is taken, by a broken link too.
     """
-    if os.path.lexists(directory) and not replace:
-        message = f"{directory} exists; a checkpoint is never written over another."
-        raise CheckpointError(message)
-    sweep(directory.parent, directory.name)
+    sweep(directory.parent, directory.name, alone=False)
+    if not replace:
+        _check_free(directory)
     part.mkdir(parents=True)
 
 
-def appear(directory: Path, part: Path, facts: Mapping[str, Any]) -> None:
+def _check_free(directory: Path) -> None:
+    if os.path.lexists(directory):
+        message = f"{directory} exists; a checkpoint is never written over another."
+        raise CheckpointError(message)
+
+
+def appear(
+    directory: Path, part: Path, facts: Mapping[str, Any], *, replace: bool = True
+) -> None:
     """Write the manifest, wait until all is on disk, and give the directory its name.
 
     Args:
-        directory: Its name; what has it now is removed.
+        directory: Its name.
         part: What it is called so far.
         facts: Format, files, and whatever else the manifest says.
+        replace: What has the name by now is removed; otherwise it stays.
+
+    Raises:
+        CheckpointError: If another program has taken the name, and is to keep it.
     """
     manifest: dict[str, Any] = {"schema": SCHEMA, **facts}
     manifest["seal"] = seal(manifest)
@@ -133,10 +150,29 @@ def appear(directory: Path, part: Path, facts: Mapping[str, Any]) -> None:
     for name in (*manifest["files"], MANIFEST):
         flush(part / name)
     flush(part)
+    put(directory, part, replace=replace)
+
+
+def put(directory: Path, part: Path, *, replace: bool) -> None:
+    """Give a directory its name.
+
+    Why: no system renames over a directory that holds anything. What has the name is
+    moved aside, and has it again if the disk comes between; after a kill, `restore`
+    sees to that.
+    """
     old = beside(directory, "old")
-    if os.path.lexists(directory):
-        directory.rename(old)
-    part.rename(directory)
+    try:
+        if replace and os.path.lexists(directory):
+            remove(old)
+            directory.rename(old)
+        part.rename(directory)
+    except OSError:
+        if not replace:
+            _check_free(directory)
+        elif not os.path.lexists(directory):
+            with contextlib.suppress(OSError):
+                old.rename(directory)
+        raise
     flush(directory.parent)
     remove(old)
 
@@ -154,7 +190,7 @@ def read(directory: Path, form: str | None = None) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
         # A pipe of that name would be waited for.
-        text = path.read_bytes() if path.is_file() else None
+        text = path.read_bytes() if _is_file(path) else None
         manifest = None if text is None else json.loads(text.decode())
     except OSError as error:
         raise unread(path, why(error)) from error
@@ -197,7 +233,7 @@ def verify(
     for name in manifest["files"] if names is None else names:
         path, expected = directory / name, manifest["files"][name]
         try:
-            found = digest(path) if path.is_file() else None
+            found = digest(path) if _is_file(path) else None
         except OSError as error:
             raise unread(path, why(error)) from error
         if found is None:
@@ -248,29 +284,56 @@ def beside(directory: Path, word: str = "part") -> Path:
     return directory.with_name(f".{directory.name}.{word}-{os.getpid()}")
 
 
-def sweep(parent: Path, name: str = "") -> None:
-    """Remove what killed processes left of a directory, or of any."""
-    for path, _, _ in _leftovers(parent, name):
+def sweep(parent: Path, name: str = "", *, alone: bool = True) -> None:
+    """Remove what killed processes left of a directory, or of any.
+
+    Args:
+        parent: Where they are.
+        name: Of the directory; empty: of any.
+        alone: No other program writes there. Otherwise what is of processes that live
+            on this machine is left to them.
+    """
+    # What was moved to be replaced may be the only copy.
+    restore(parent, name, alone=alone)
+    for path, _, _ in _leftovers(parent, name, alone=alone):
         remove(path)
 
 
-def restore(parent: Path) -> None:
+def restore(parent: Path, name: str = "", *, alone: bool = True) -> None:
     """Give back their names to directories whose replacement was killed half-way."""
-    for path, name, word in _leftovers(parent):
-        # Another process may do the same; what cannot be renamed cannot be used.
-        if word == "old" and not os.path.lexists(parent / name):
-            with contextlib.suppress(OSError):
-                path.rename(parent / name)
+    for path, its, word in _leftovers(parent, name, alone=alone):
+        if word == "old" and not os.path.lexists(parent / its):
+            try:
+                path.rename(parent / its)
+            except OSError:
+                # Another process may have done it; else whoever goes on misses it.
+                if not os.path.lexists(parent / its):
+                    raise
 
 
-def _leftovers(parent: Path, name: str = "") -> list[tuple[Path, str, str]]:
+def _leftovers(parent: Path, name: str, *, alone: bool) -> list[tuple[Path, str, str]]:
     """Return temporary directories, the names they are for, and what they hold."""
-    form = re.compile(rf"\.({re.escape(name) or '.+'})\.(part|old|gone)-\d+")
+    form = re.compile(rf"\.({re.escape(name) or '.+'})\.(part|old|gone)-(\d+)")
     try:
         found = [(path, form.fullmatch(path.name)) for path in parent.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [(path, match[1], match[2]) for path, match in found if match]
+    return [
+        (path, match[1], match[2])
+        for path, match in found
+        if match and (alone or not _lives(int(match[3])))
+    ]
+
+
+def _lives(number: int) -> bool:
+    """Say whether another process of this machine has a number now."""
+    if os.name == "nt" or number == os.getpid():
+        return False  # On Windows the question would interrupt it.
+    try:
+        os.kill(number, 0)
+    except (OSError, OverflowError) as error:
+        return isinstance(error, PermissionError)  # another user's
+    return True
 
 
 def discard(directory: Path) -> None:
@@ -304,13 +367,23 @@ def seal(manifest: Mapping[str, Any]) -> str:
 
 def flush(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on disk."""
-    if path.is_dir() and os.name == "nt":
+    windows = os.name == "nt"
+    if windows and path.is_dir():
         return  # Windows cannot open a directory; its rename is durable by itself.
-    handle = os.open(path, os.O_RDONLY)
+    # Nor does it flush what is open for reading only.
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _is_file(path: Path) -> bool:
+    """Say whether a file is there; `Path.is_file` may deny it where a disk is gone."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
 
 
 def _lists_files(manifest: Mapping[str, Any]) -> bool:

@@ -63,7 +63,7 @@ def write(
                 files = {n: facts for held in everybody for n, facts in held.items()}
                 _check_shared(part, files)
                 facts = {"format": sealed.SHARDED, "files": files, "notes": dict(notes)}
-                sealed.appear(directory, part, facts)
+                sealed.appear(directory, part, facts, replace=replace)
     except BaseException:
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)

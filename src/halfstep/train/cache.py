@@ -11,6 +11,7 @@ whole or absent, shared by all processes; what nobody used for a month is remove
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ import shutil
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from halfstep.errors import UserError
 from halfstep.sealed import MANIFEST, digest, flush
@@ -31,8 +32,13 @@ if TYPE_CHECKING:
 
 _DAY = 86400.0  # seconds
 _UNUSED = 30 * _DAY
+Kind = Literal["rows", "tokens", "characters"]
 # The folder may be one that the user keeps other things in.
-_OURS = re.compile(r"\.?([a-z]+-[0-9a-f]{32})(\.lock|\.part-[0-9a-f]+)?")
+_OURS = re.compile(
+    rf"\.?((?:{'|'.join(get_args(Kind))})-[0-9a-f]{{32}})(\.lock|\.part-[0-9a-f]+)?"
+)
+# Some systems say one, some the other.
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def folder() -> Path:
@@ -52,7 +58,9 @@ def folder() -> Path:
         raise UserError(message) from error
 
 
-def made(kind: str, facts: Mapping[str, object], build: Callable[[Path], None]) -> Path:
+def made(
+    kind: Kind, facts: Mapping[str, object], build: Callable[[Path], None]
+) -> Path:
     """Return the directory of some facts, made if it is not there or not whole.
 
     Why: many processes open the same data at once, any of them may die at any byte,
@@ -60,7 +68,7 @@ def made(kind: str, facts: Mapping[str, object], build: Callable[[Path], None]) 
     renamed in one piece; every byte of it is checked at each use.
 
     Args:
-        kind: Small letters; the name of the directory begins with it.
+        kind: What the name of the directory begins with.
         facts: All that decides the content. Json-able.
         build: Writes files into an empty directory. An OSError in it counts as one
             of the folder.
@@ -69,7 +77,7 @@ def made(kind: str, facts: Mapping[str, object], build: Callable[[Path], None]) 
         The directory, whose files are as `build` wrote them.
 
     Raises:
-        UserError: If the folder cannot be written.
+        UserError: If the folder cannot be written, and does not hold the entry whole.
     """
     plain = json.dumps(facts, sort_keys=True)
     entry = folder() / f"{kind}-{hashlib.sha256(plain.encode()).hexdigest()[:32]}"
@@ -110,7 +118,10 @@ def _lock(entry: Path, *, shared: bool = False, wait: bool = True) -> Iterator[b
     """Hold the lock of an entry; say whether it is held."""
     path = entry.with_name(f".{entry.name}.lock")
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = _open(path, shared=shared)
+        if handle is None:
+            yield True
+            return
         try:
             # Without locks a rename keeps entries whole; some are made twice.
             held = locks.lock(handle, shared=shared, wait=wait) is not False
@@ -119,6 +130,26 @@ def _lock(entry: Path, *, shared: bool = False, wait: bool = True) -> Iterator[b
                 return
         finally:
             os.close(handle)
+
+
+def _open(path: Path, *, shared: bool) -> int | None:
+    """Open the file of a lock.
+
+    Why: an entry that is whole can be used where nothing may be written, as in the
+    folder of another user. For that its lock is shared, or not needed.
+
+    Returns:
+        None if a lock to share is not to be had.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        if not shared or error.errno not in _FORBIDDEN:
+            raise
+    try:
+        return os.open(path, os.O_RDONLY)
+    except (FileNotFoundError, PermissionError):
+        return None
 
 
 def _fault(entry: Path, facts: object) -> str | None:
@@ -196,8 +227,22 @@ def _sweep(place: Path) -> None:
             if path.is_dir() and path.name.startswith("."):
                 if now - max(p.stat().st_mtime for p in (path, *path.iterdir())) > _DAY:
                     shutil.rmtree(path)
-            elif now - _used(place / match[1]) > _UNUSED:
+            elif now - _used(place / match[1]) > _UNUSED and _is_ours(place / match[1]):
                 _forget(place / match[1], now)
+
+
+def _is_ours(entry: Path) -> bool:
+    """Say whether a directory is an entry, and does not just look like one.
+
+    What is not there is ours: a lock may outlive its entry.
+    """
+    if not os.path.lexists(entry):
+        return True
+    try:
+        manifest = json.loads((entry / MANIFEST).read_bytes())
+        return isinstance(manifest, dict) and {"facts", "files"} <= manifest.keys()
+    except (OSError, ValueError):
+        return False
 
 
 def _used(entry: Path) -> float:

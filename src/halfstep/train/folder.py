@@ -39,6 +39,8 @@ _OWN = (
     *("launch.json", "resolved.toml", "config.json"),
 )
 _SET_ASIDE = "damaged-"
+_TORN = re.compile(r"\.[0-9a-f]{16}\.tmp")
+"""What `write_text` calls a file that is not whole yet."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object a line."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def _config(self) -> Path:
+        return self.path / "config.json"
 
     @property
     def _checkpoints(self) -> Path:
@@ -80,14 +86,17 @@ class RunFolder:
                 )
                 raise UserError(message)
             if began:
-                self._check_own()
+                records.check_own(self._config)
+            self._sweep()
             for name in (*_OWN_FOLDERS, *_OWN):
                 sealed.remove(self.path / name)
-            self._sweep()
             # In this order some flag accepts what a kill leaves, wherever it comes.
             write_text(self.path / "launch.json", json.dumps(launch.identity()))
-            write_text(self.path / "config.json", json.dumps(dict(settings), indent=1))
+            write_text(self._config, json.dumps(dict(settings), indent=1))
             self._checkpoints.mkdir(parents=True)
+            sealed.flush(self.path)
+            with contextlib.suppress(PermissionError):  # it may be another user's
+                sealed.flush(self.path.parent)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -124,19 +133,6 @@ class RunFolder:
             return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
         return name == "launch.json" and launch.read(path) is not None
 
-    def _check_own(self) -> None:
-        """Refuse to replace what no run of ours has written."""
-        try:
-            ours = {"model", "level", "dtype", "out"} <= self.settings().keys()
-        except UserError:
-            ours = False
-        if not ours:
-            message = (
-                f"--overwrite: {self.path} holds files of these names that are not a "
-                "halfstep run's; choose another --out."
-            )
-            raise UserError(message)
-
     def resumes_after_restart(self) -> bool:
         """Say whether torchrun has restarted the processes that began this run.
 
@@ -144,7 +140,7 @@ class RunFolder:
         What this very launch has begun it must go on with; whatever else is in the
         folder it must not.
         """
-        if not launch.restarted() or not (self.path / "config.json").exists():
+        if not launch.restarted() or not self._config.exists():
             return False
         return launch.same(launch.read(self.path / "launch.json"), launch.identity())
 
@@ -154,22 +150,7 @@ class RunFolder:
         Raises:
             UserError: If there is no run, or its settings are damaged.
         """
-        path = self.path / "config.json"
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError) as error:
-            message = f"--resume: {self.path} holds no run; it has no config.json."
-            raise UserError(message) from error
-        except OSError as error:
-            message = f"--resume: {path} cannot be read: {sealed.why(error)}."
-            raise UserError(message) from error
-        except ValueError as error:
-            message = f"--resume: {path} is damaged: it is not valid JSON."
-            raise UserError(message) from error
-        if not isinstance(found, dict):
-            message = f"--resume: {path} is damaged: it holds no settings."
-            raise UserError(message)
-        return found
+        return records.settings(self._config)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to the metrics, whole or, if the disk is full, torn at its end.
@@ -199,17 +180,21 @@ class RunFolder:
         """
         kept = [record for record in self.records() if record["step"] <= step]
         with self.writing(self.path):
+            self._sweep()
             write_text(self.metrics, records.text_of(kept))
             for later in (each for each in self.steps() if each > step):
                 path = self.checkpoint_path(later)
                 aside = path.with_name(_SET_ASIDE + path.name)
                 sealed.remove(aside)
                 path.rename(aside)
-            self._sweep()
 
     def _sweep(self) -> None:
         """Remove what processes left that were killed while they wrote."""
+        for path in self.path.iterdir():
+            if _TORN.fullmatch(path.name):
+                sealed.remove(path)
         sealed.remove(self._part_of_model)
+        sealed.sweep(self.path, self.model.name)
         sealed.sweep(self._checkpoints)
 
     def write(self, name: str, text: str) -> None:
@@ -271,19 +256,23 @@ class RunFolder:
             UserError: If there are checkpoints, and none is whole; or whatever else
                 `load` raises.
         """
-        sealed.restore(self._checkpoints)
+        with self.writing(self._checkpoints):
+            sealed.restore(self._checkpoints)
         if not self.has_checkpoint():
             return None
         faults: list[str] = []
+        fate, cure = "is whole", "start anew with another --out"
         for step in self.steps():
             try:
                 return load(self.checkpoint_path(step)), faults
             except CheckpointError as error:
+                if isinstance(error, sealed.UnreadError):
+                    fate, cure = "can be used now", "mend the disk, then --resume again"
                 faults.append(f"the checkpoint of step {step} is not used: {error}")
         names = ", ".join(self.checkpoint_path(step).name for step in self.steps())
         message = (
-            f"no checkpoint in {self._checkpoints} is whole ({names}); start anew with "
-            f"another --out. Of the newest: {faults[0].partition(': ')[2]}"
+            f"no checkpoint in {self._checkpoints} {fate} ({names}); {cure}. Of the "
+            f"newest: {faults[0].partition(': ')[2]}"
         )
         raise UserError(message)
 
@@ -354,9 +343,7 @@ class RunFolder:
                 # A rename may reach the disk before what it gives a name to.
                 for path in (*part.rglob("*"), part):
                     sealed.flush(path)
-                sealed.remove(self.model)
-                part.rename(self.model)
-                sealed.flush(self.path)
+                sealed.put(self.model, part, replace=True)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
@@ -366,9 +353,11 @@ class RunFolder:
         """Say what the disk refuses, and what the run can go on from.
 
         Raises:
-            UserError: If writing `path` fails as the disk wills.
+            UserError: If writing `path` fails as the disk wills, or the folder is no
+                longer that of the run.
         """
         try:
+            records.check_there(self._config)
             yield
         except Exception as error:
             reason = sealed.why(error)
@@ -380,21 +369,26 @@ class RunFolder:
             raise UserError(message) from error
 
     def _what_is_left(self) -> str:
+        go_on = "mend that, then go on with --resume."
+        left = "No checkpoint is whole; mend that, then start anew."
+        unread = f"What was saved cannot be read now; {go_on}"
         try:
-            step = next(filter(self._is_whole, self.steps()), None)
-        except UserError:
-            step = None
-        if step is None:
-            return "No checkpoint is whole; mend that, then start anew."
-        return (
-            f"The checkpoint of step {step} is whole; mend that, then go on with "
-            "--resume."
-        )
+            records.check_there(self._config)
+            self._checkpoints.stat()  # made with the folder
+            for step in self.steps():
+                whole = self._is_whole(step)
+                if whole:
+                    return f"The checkpoint of step {step} is whole; {go_on}"
+                left = unread if whole is None else left
+        except (UserError, OSError):
+            return unread
+        return left
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_whole(self, step: int) -> bool | None:
+        """Say whether a checkpoint is whole; None where it cannot be read now."""
         try:
             path = self.checkpoint_path(step)
             sealed.verify(path, sealed.read(path))
-        except CheckpointError:
-            return False
+        except CheckpointError as error:
+            return None if isinstance(error, sealed.UnreadError) else False
         return True

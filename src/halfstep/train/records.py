@@ -1,6 +1,7 @@
-"""Metrics as lines of JSON, of which only the last can be torn.
+"""What a run writes down: settings, and metrics of which only the last can be torn.
 
-In: records of steps. Out: a file with an object a line, and what it holds.
+In: records of steps. Out: a file with a JSON object a line, and what it holds; what
+`config.json` holds, and whether it is there.
 """
 
 from __future__ import annotations
@@ -87,3 +88,64 @@ def read(path: Path) -> list[dict[str, Any]]:
             raise UserError(message) from error
         found.append(record)
     return found
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """Return the settings of the run whose `config.json` this is.
+
+    Raises:
+        UserError: If there is no run, or its settings are damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        message = f"--resume: {path.parent} holds no run; it has no config.json."
+        raise UserError(message) from error
+    except OSError as error:
+        message = f"--resume: {path} cannot be read: {sealed.why(error)}."
+        raise UserError(message) from error
+    except ValueError as error:
+        message = f"--resume: {path} is damaged: it is not valid JSON."
+        raise UserError(message) from error
+    if not isinstance(found, dict):
+        message = f"--resume: {path} is damaged: it holds no settings."
+        raise UserError(message)
+    return found
+
+
+def check_own(path: Path) -> None:
+    """Refuse to replace what no run of ours has written.
+
+    Raises:
+        UserError: If this is not the `config.json` of one.
+    """
+    try:
+        ours = {"model", "level", "dtype", "out"} <= settings(path).keys()
+    except UserError:
+        ours = False
+    if not ours:
+        message = (
+            f"--overwrite: {path.parent} holds files of these names that are not a "
+            "halfstep run's; choose another --out."
+        )
+        raise UserError(message)
+
+
+def check_there(path: Path) -> None:
+    """Refuse to write where the run did not begin.
+
+    Why: where a disk was mounted there is an empty folder once it is gone, and what is
+    written into that is lost to the run.
+
+    Raises:
+        UserError: If this, the run's `config.json`, is gone.
+        OSError: If the disk does not tell.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        message = (
+            f"{path.parent} is no longer the folder of this run: its config.json is "
+            "gone. Is its disk? Mend that, then go on with --resume."
+        )
+        raise UserError(message) from error

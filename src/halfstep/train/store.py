@@ -91,7 +91,8 @@ class Store:
     def __init__(self, folder: Path, source: str, task: str) -> None:
         self.source, self.task, self._folder = source, task, folder
         files = json.loads((folder / sealed.MANIFEST).read_bytes())["files"]
-        del files["lines.i8"]
+        # Where rows stand in the file, and where those that are not among them.
+        del files["lines.i8"], files["left_out.json"]
         self.key = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         self.words = tuple(json.loads((folder / "words.json").read_bytes()))
         self._starts = mapped(folder / "starts.i8", "i8")
