@@ -216,6 +216,13 @@ def test_resumes_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert folder.resumes_after_restart()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert not folder.resumes_after_restart()
+    # Processes of another machine failed, and all are started again.
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "mine")
+        patch.setenv("GROUP_WORLD_SIZE", "2")
+        named = RunFolder(tmp_path / "named")
+        named.begin({"seed": 1}, overwrite=False)
+        assert named.resumes_after_restart()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     began = launch.identity() | {"agent": "elsewhere 1"}
     (folder.path / "launch.json").write_text(json.dumps(began))

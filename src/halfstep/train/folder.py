@@ -140,9 +140,9 @@ class RunFolder:
         What this very launch has begun it must go on with; whatever else is in the
         folder it must not.
         """
-        if not launch.restarted() or not self._config.exists():
+        if not self._config.exists():
             return False
-        return launch.same(launch.read(self.path / "launch.json"), launch.identity())
+        return launch.started_again(launch.read(self.path / "launch.json"))
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the run that is there.
