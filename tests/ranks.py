@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from processes import group, torchrun
@@ -35,6 +36,8 @@ COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce", "barrier")
 PATIENCE = timedelta(seconds=8)
 """After which a collective counts as stuck."""
 STEPS = 8
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+"""Processes; they find what two do not, and take as long as a hundred other tests."""
 INTERVAL = 3
 """Clean steps before the scale grows."""
 FIRST = 2.0**10

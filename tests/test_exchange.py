@@ -15,7 +15,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import agreed, batch, held, saw, start
+from ranks import FOUR, agreed, batch, held, saw, start
 from small_training import same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -255,7 +255,7 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, FOUR])
 def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return what each of some processes saw."""
     return start(request.param, FILES)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Plant, agreed, saw, start
+from ranks import FOUR, Plant, agreed, saw, start
 from small_training import same
 from test_exchange import FILES, wrap
 from test_session_ranks import RULE, Trainer
@@ -135,7 +135,7 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, FOUR])
 def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return what each of some processes saw."""
     return start(request.param, FILES)

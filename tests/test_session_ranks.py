@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import (
     FIRST,
+    FOUR,
     INTERVAL,
     STEPS,
     Plant,
@@ -255,7 +256,7 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, FOUR])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return what each of some processes saw."""
     return start(request.param)
