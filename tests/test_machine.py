@@ -296,4 +296,5 @@ def test_memory_is_kept_when_asked() -> None:
     assert kept == "True"
     # Two tensors of 64 MiB, four times; huge pages make it fewer faults of 4 KiB.
     assert int(before) > 100
-    assert int(after) < int(before) / 10
+    # The C library may still hand one of the eight back: what is free at the top.
+    assert int(after) < int(before) / 4
