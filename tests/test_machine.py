@@ -273,7 +273,7 @@ import torch
 from halfstep import machine
 
 def faults():
-    for _ in range(4):
+    for _ in range(16):
         torch.ones(16 * 2**20).add(1)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
@@ -294,7 +294,6 @@ def test_memory_is_kept_when_asked() -> None:
     )
     kept, before, after = done.stdout.split()
     assert kept == "True"
-    # Two tensors of 64 MiB, four times; huge pages make it fewer faults of 4 KiB.
+    # Two tensors of 64 MiB, sixteen times; huge pages make it fewer faults of 4 KiB.
     assert int(before) > 100
-    # The C library may still hand one of the eight back: what is free at the top.
-    assert int(after) < int(before) / 4
+    assert int(after) < int(before) / 10
