@@ -20,6 +20,7 @@ LAYER = {
     # Facts: they know nobody, or a lower one of these.
     "errors": 0,
     "buckets": 1,
+    "finding": 1,
     "optable": 0,
     "checkpoint": 2,
     "distributed": 1,

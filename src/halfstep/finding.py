@@ -1,0 +1,68 @@
+"""One thing worth knowing about a run, with what was measured and what to do about it.
+
+In: plain values from a rule. Out: a `Finding` that sorts, prints and becomes JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from halfstep.errors import UserError
+
+Severity = Literal["error", "warning", "note"]
+
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+"""Worst first: training fails or is wrong; it is slower or worse than it need be; it
+may become so."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found: a claim that can be checked, never a guess.
+
+    Raises:
+        UserError: If `severity` is none of `SEVERITIES`.
+    """
+
+    severity: Severity
+    rule: str
+    """Short name of the rule, such as "underflow"; stable, so that programs can ask."""
+    where: str
+    """Module path, parameter, operation or part of the run."""
+    measured: str
+    """What was seen there, with its unit."""
+    limit: str
+    """What it was held against; empty where the rule has no number."""
+    source: str
+    """Where the limit is from: a format's fact, a paper, or "our choice"."""
+    advice: str
+    """The flag, policy row or code change that mends it."""
+    weight: float = 0.0
+    """Orders findings of one severity, largest first: a share of the time or of the
+    numbers that it concerns, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        if self.severity not in SEVERITIES:
+            words = ", ".join(SEVERITIES)
+            message = f"severity {self.severity!r} of rule {self.rule!r}: use {words}."
+            raise UserError(message)
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Sort key, worst first."""
+        return SEVERITIES.index(self.severity), -self.weight
+
+    def __str__(self) -> str:
+        """Return it as sentences."""
+        against = f" ({self.limit})" if self.limit else ""
+        return f"{self.where}: {self.measured}{against}. {self.advice}"
+
+    def data(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Finding:
+        """Return the finding that `data` was made from."""
+        return cls(**data)

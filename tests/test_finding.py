@@ -1,0 +1,49 @@
+"""Findings: they sort worst first, print as sentences and survive JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from halfstep.errors import UserError
+from halfstep.finding import SEVERITIES, Finding
+
+
+def finding(severity: str = "warning", weight: float = 0.5) -> Finding:
+    """Return one whose fields are all told apart."""
+    return Finding(
+        severity=severity,
+        rule="underflow",
+        where="encoder.0.fc.weight:grad",
+        measured="7 % of its gradients become 0 in fp16",
+        limit="5 %",
+        source="our choice",
+        advice="Raise the loss scale to 4096.",
+        weight=weight,
+    )
+
+
+def test_worst_comes_first() -> None:
+    """Law: severity decides, then weight."""
+    pairs = [(word, weight) for word in SEVERITIES for weight in (0.9, 0.1)]
+    findings = [finding(*pair) for pair in reversed(pairs)]
+    findings.sort(key=lambda found: found.rank)
+    assert [(found.severity, found.weight) for found in findings] == pairs
+
+
+def test_json_brings_it_back() -> None:
+    """Law: no field is lost on the way through JSON."""
+    assert Finding.from_data(json.loads(json.dumps(finding().data()))) == finding()
+
+
+def test_it_reads_as_sentences() -> None:
+    """Where, what, against what, and what to do."""
+    words = "encoder.0.fc.weight:grad: 7 % of its gradients become 0 in fp16 (5 %). "
+    assert str(finding()) == words + "Raise the loss scale to 4096."
+
+
+def test_an_unknown_severity_is_refused() -> None:
+    """A rule's slip must not hide what it found at the end of the list."""
+    with pytest.raises(UserError, match=r"'fatal' of rule 'underflow': use error, w"):
+        finding("fatal")
