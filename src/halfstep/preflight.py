@@ -17,6 +17,7 @@ import torch
 
 from halfstep import fidelity
 from halfstep.check_facts import Cost, Facts, Range, ScalePoint
+from halfstep.check_guards import check_model
 from halfstep.check_report import CheckReport
 from halfstep.check_rules import FLUSH_WARN, judge
 from halfstep.choice import Choice, choose
@@ -25,7 +26,7 @@ from halfstep.formats import FP16
 from halfstep.policy import Policy
 from halfstep.scaler.exponents import flushed, largest_safe_scale, subnormal
 from halfstep.trials import Trials
-from halfstep.twin import RandomState, Twin, check_model
+from halfstep.twin import RandomState, Twin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +83,9 @@ def check(
             scalar or has no gradient, or if the batch is on another device.
 
     Example:
-        >>> model = torch.nn.Linear(4, 1)
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> model.weight.data.fill_(1.0)  # gradients of 8: 2**13 would reach 65536
+        tensor([[1., 1., 1., 1.]])
         >>> report = check(
         ...     model,
         ...     lambda model, batch: model(batch).square().mean(),
@@ -92,7 +95,7 @@ def check(
         ...     steps=0,
         ... )
         >>> report.verdict
-        'good'
+        'good with a loss scale of 2048'
     """
     began = time.perf_counter()
     require("margin", margin, margin >= 0, "0 or more powers of two")

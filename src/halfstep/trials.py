@@ -16,19 +16,19 @@ import torch
 from halfstep import levels, nested
 from halfstep.boundaries import LOSS, first_backward, first_forward
 from halfstep.check_facts import Fault
+from halfstep.check_guards import misplaced
 from halfstep.choice import Choice
 from halfstep.errors import UserError
 from halfstep.formats import FP16, FP32
 from halfstep.policy import Policy, Rule
 from halfstep.scaler.exponents import largest_safe_scale
-from halfstep.twin import Twin, misplaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
-    from halfstep.twin import LossFn, Pass
+    from halfstep.twin import LossFn, Pass, Twin
 
 DEFAULT_SCALE = 2.0**16
 """Where a dynamic loss scale begins: `ScaleRule.init_scale`."""

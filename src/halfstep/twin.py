@@ -19,18 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.boundaries import Boundaries, Trace
+from halfstep.check_guards import check_loss
 from halfstep.errors import UserError
-from halfstep.formats import is_low
-from halfstep.nested import tensors
 from halfstep.preparing import prepare
 from halfstep.scaler import ScaleRule
-from halfstep.scaler.exponents import BINS, count, unscaled
-from halfstep.scaler.measured import nodes_of
+from halfstep.scaler.exponents import unscaled
+from halfstep.tally import Saved, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch.autograd.graph import Node
 
     from halfstep.choice import Choice
     from halfstep.policy import Policy
@@ -129,12 +126,12 @@ class Twin:
             UserError: If the loss is none that can be trained with.
         """
         self.begin(scale)
-        session, seen = self.session, _Saved(self.model)
-        tally = _Tally(self._low)
+        session, seen = self.session, Saved(self.model)
+        tally = Tally(self._low)
         with Boundaries(self.model) as boundaries:
             with session.autocast(), seen.counting():
                 loss = loss_fn(session.model, batch)
-                _check_loss(loss, others)
+                check_loss(loss, others)
             boundaries.end_forward()
             with tally.over(loss):
                 session.backward(loss)
@@ -150,7 +147,7 @@ class Twin:
             seen.bytes,
         )
 
-    def _gradients(self, scale: float, tally: _Tally) -> dict[str, Tensor]:
+    def _gradients(self, scale: float, tally: Tally) -> dict[str, Tensor]:
         """Return the gradients that a backward pass left, unscaled in fp32."""
         found = {}
         for name, param in self.model.named_parameters():
@@ -272,142 +269,3 @@ class RandomState:
         random.setstate(self._python)
         if self._numpy is not None:
             self._numpy.random.set_state(self._numpys)
-
-
-class _Saved:
-    """Counts the bytes that a forward pass keeps for the backward pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        own = [*model.parameters(), *model.buffers()]
-        self._seen = {one.untyped_storage().data_ptr() for one in own}
-        self.bytes = 0
-
-    def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return what counts while it is open."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
-                self.bytes += storage.nbytes()
-        return tensor.detach()  # not itself: an output would hold its own graph
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class _Tally:
-    """Counts the exponents of gradients of one dtype, scaled, as they flow.
-
-    Args:
-        dtype: Of the gradients that count.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        # Each device has an autograd thread of its own.
-        self._counts: dict[torch.device, Tensor] = {}
-
-    @contextlib.contextmanager
-    def over(self, loss: Tensor) -> Iterator[None]:
-        """Look at what comes to each node of the graph of a loss."""
-        assert loss.grad_fn is not None  # noqa: S101 -- it was checked
-        nodes = [node for node in nodes_of(loss.grad_fn) if not _is_leaf(node)]
-        handles = [node.register_prehook(self._look) for node in nodes]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _look(self, gradients: Sequence[Tensor | None]) -> None:
-        for gradient in gradients:
-            if gradient is not None:
-                self.add(gradient)
-
-    def add(self, gradient: Tensor) -> None:
-        """Count one gradient."""
-        if gradient.dtype == self._dtype:
-            before = self._counts.get(gradient.device, 0)
-            self._counts[gradient.device] = before + count(gradient)
-
-    def total(self) -> Tensor:
-        """Return the counts of all devices. int64, shape (BINS,), on the CPU."""
-        total = torch.zeros(BINS, dtype=torch.int64)
-        for counts in self._counts.values():
-            total += counts.cpu()
-        return total
-
-
-def _is_leaf(node: Node) -> bool:
-    return type(node).__name__ == "AccumulateGrad"
-
-
-def _check_loss(loss: object, others: frozenset[int]) -> None:
-    """Refuse what cannot be trained with, and losses of another model."""
-    if not isinstance(loss, Tensor):
-        message = (
-            f"loss_fn returned a value of type {type(loss).__name__}: return the loss, "
-            "a tensor of shape ()."
-        )
-        raise UserError(message)
-    if loss.shape:
-        message = (
-            f"loss_fn returned a tensor of shape {tuple(loss.shape)}: return one "
-            "number, such as its mean()."
-        )
-        raise UserError(message)
-    if not loss.is_floating_point() or loss.grad_fn is None:
-        message = (
-            f"loss_fn returned a {loss.dtype} without a graph: no gradient would flow; "
-            "compute it from the model's output, without detach(), item() or no_grad()."
-        )
-        raise UserError(message)
-    leaves = {id(node.variable) for node in nodes_of(loss.grad_fn) if _is_leaf(node)}  # type: ignore[attr-defined]
-    if leaves & others:
-        message = (
-            "loss_fn uses the model that was given to check, not the copy it is called "
-            "with: write loss_fn(model, batch) with its own argument."
-        )
-        raise UserError(message)
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuse models that no fp32 reference can be made of.
-
-    Raises:
-        UserError: If it is wrapped, learns nothing, or is stored in 16 bits.
-    """
-    kind = type(model).__name__
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        message = f"check(model=...) got a {kind}: give the bare model, model.module."
-        raise UserError(message)
-    if not any(param.requires_grad for param in model.parameters()):
-        message = f"{kind} has no parameter that learns: there is nothing to check."
-        raise UserError(message)
-    for name, param in model.named_parameters():
-        if is_low(param.dtype):
-            message = (
-                f"parameter {name!r} is stored in {param.dtype}: check compares with "
-                "fp32, and needs the fp32 weights; load the model in fp32."
-            )
-            raise UserError(message)
-        if param.is_meta or hasattr(param, "to_local"):
-            state = "on the meta device" if param.is_meta else "sharded"
-            message = f"parameter {name!r} is {state}: check needs a whole model."
-            raise UserError(message)
-
-
-def misplaced(model: nn.Module, batch: object) -> str:
-    """Return what to say where a batch lies on another device than the model, or ""."""
-    home = next(model.parameters()).device
-    for tensor in tensors(batch):
-        if tensor.device != home:
-            return (
-                f"the batch holds a tensor on {tensor.device}, the model is on {home}: "
-                f"move it, as in batch.to({str(home)!r})."
-            )
-    return ""
