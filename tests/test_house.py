@@ -167,8 +167,9 @@ LAYER = {
     "train.loop": 29,
     "train.findings": 30,
     "train.result": 31,
-    "train.rehearsal": 32,
-    "train.run": 33,
+    "train.foresight": 32,
+    "train.rehearsal": 33,
+    "train.run": 34,
     # The measuring program.
     "bench.__init__": 40,
     "bench.baselines": 40,

@@ -49,6 +49,7 @@ def check(
     dtype: str | torch.dtype = "auto",
     policy: Policy | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    master: str = "fp32",
     more: Sequence[object] = (),
     margin: int = 1,
     steps: int = 5,
@@ -71,6 +72,7 @@ def check(
         policy: As for `prepare`; None is "lean".
         optimizer: That will train it; copied with it. Its kind matters for time and
             memory only. None takes AdamW.
+        master: As for `prepare`; of no effect at levels without masters.
         more: Further batches: overflow, the safe scale and underflow are then those of
             all. The gradient's noise is told from the first of them, not from halves.
         margin: Powers of two that the safe loss scale stays away from overflow, >= 0.
@@ -108,7 +110,7 @@ def check(
     state = RandomState([device])
     own = [(buffer, buffer.clone()) for buffer in bare.buffers()]
     try:
-        make = partial(Twin, bare, optimizer, state=state)
+        make = partial(Twin, bare, optimizer, master=master, state=state)
         trials = Trials(make, bare, loss_fn, [batch, *more], choice, margin)
         facts = _facts(trials, rules, steps)
     finally:

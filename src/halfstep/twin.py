@@ -72,6 +72,7 @@ class Twin:
         optimizer: Over its parameters, copied with them; None makes an AdamW.
         choice: Level and format.
         policy: As for `prepare`.
+        master: As for `prepare`, where the level has masters.
         state: Random state that each pass begins with.
 
     Raises:
@@ -84,6 +85,7 @@ class Twin:
         optimizer: torch.optim.Optimizer | None,
         choice: Choice,
         policy: Policy,
+        master: str,
         state: RandomState,
     ) -> None:
         twin, stepper = _copied(model, optimizer)
@@ -97,7 +99,12 @@ class Twin:
         rule = ScaleRule.parse(1.0)
         with _noted(self.notes):
             self.session = prepare(
-                twin, stepper, choice, policy=policy, loss_scale=rule
+                twin,
+                stepper,
+                choice,
+                policy=policy,
+                loss_scale=rule,
+                master=master if choice.level.masters else "fp32",
             )
         self._buffers = [(one, one.clone()) for one in twin.buffers()]
 
