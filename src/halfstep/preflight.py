@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from halfstep.trials import Trial
     from halfstep.twin import LossFn, Pass
 
-_WARM_UP = 2
+_WARM_UP = 1  # it makes the optimizer's state; kernels have run before
+_LONGEST = 10.0  # seconds of timing after which one step of each kind must do
 _CURVE = tuple(2.0**power for power in range(0, 28, 4))
 
 
@@ -78,7 +79,8 @@ def check(
         margin: Powers of two that the safe loss scale stays away from overflow, >= 0.
             1 leaves room for a batch whose gradients are twice as large.
         steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 times
-            none, and then nothing is said of speed. 5 tell a factor, not a per cent.
+            none, and then nothing is said of speed and memory. 5 tell a factor, not a
+            per cent; after ten seconds it is left at fewer.
 
     Raises:
         UserError: If the model cannot be copied or is not in fp32, if the loss is no
@@ -164,7 +166,8 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
     if trial.failed or trial.twin is None:
         return replace(facts, failed=trial.failed)
     if scaled and trial.safe is not None:
-        curve = _curve(seen, [trials.default, *_CURVE, trial.safe])
+        top = trial.safe * 2.0**trials.margin
+        curve = _curve(seen, [trials.default, *_CURVE, trial.safe], top)
         facts = replace(facts, safe_scale=trial.safe, curve=curve)
     used = _used(facts, trial)
     facts = replace(
@@ -218,7 +221,10 @@ def _costs(trials: Trials, twin: Twin, used: Pass, steps: int) -> tuple[Cost, Co
     twin.begin(used.scale)
     times: tuple[list[float], list[float]] = ([], [])
     batch = trials.batches[0]
-    for _ in range(_WARM_UP + steps):
+    began = time.perf_counter()
+    for done in range(_WARM_UP + steps):
+        if done > _WARM_UP and time.perf_counter() - began > _LONGEST:
+            break
         for one, spent in zip(twins, times, strict=True):
             spent.append(one.step(trials.loss_fn, batch))
     saved = trials.right[0].saved_bytes, used.saved_bytes
@@ -239,9 +245,17 @@ def _histogram(passes: Sequence[Pass]) -> Tensor:
     return torch.stack([one.histogram for one in passes]).sum(0)
 
 
-def _curve(histogram: Tensor, scales: Sequence[float]) -> tuple[ScalePoint, ...]:
-    """Return what scales would do in fp16; the first given stays first."""
-    top = largest_safe_scale(histogram, margin=0).item()
+def _curve(
+    histogram: Tensor, scales: Sequence[float], top: float | None = None
+) -> tuple[ScalePoint, ...]:
+    """Return what scales would do in fp16; the first given stays first.
+
+    Args:
+        histogram: Of fp32's gradients.
+        scales: Powers of two.
+        top: The largest at which nothing overflows; None concludes it from fp32.
+    """
+    top = largest_safe_scale(histogram, margin=0).item() if top is None else top
     points = []
     for scale in dict.fromkeys(scales):
         power = torch.tensor(scale, dtype=torch.float32)

@@ -48,6 +48,8 @@ def _unpack(tensor: Tensor) -> Tensor:
 class Tally:
     """Counts the exponents of gradients of one dtype, scaled, as they flow.
 
+    Single numbers are left out: what makes the loss out of means computes in fp32.
+
     Args:
         dtype: Of the gradients that count.
     """
@@ -76,7 +78,7 @@ class Tally:
 
     def add(self, gradient: Tensor) -> None:
         """Count one gradient."""
-        if gradient.dtype == self._dtype:
+        if gradient.dtype == self._dtype and gradient.ndim:
             before = self._counts.get(gradient.device, 0)
             self._counts[gradient.device] = before + count(gradient)
 

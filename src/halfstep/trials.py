@@ -36,6 +36,7 @@ DEFAULT_SCALE = 2.0**16
 _TRIES = 12  # passes that look for a scale; mostly one or two
 _RULES = 8  # modules kept in fp32 before the format is held to be the wrong one
 _LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried; fp32 must hold the loss
+_LEAP = 2.0**12  # from a scale at which all is zero to the next
 _SHOWN = 200  # characters of somebody's error
 
 
@@ -82,7 +83,7 @@ class Trials:
         choice: Choice,
         margin: int,
     ) -> None:
-        self._make, self._margin = make, margin
+        self._make, self.margin = make, margin
         self.loss_fn, self.batches, self.choice = loss_fn, batches, choice
         self._others = frozenset(id(param) for param in model.parameters())
         self.kinds = {path: type(m).__name__ for path, m in model.named_modules()}
@@ -180,14 +181,15 @@ class Trials:
             if all(one.finite for one in passes):
                 finite[scale] = passes[0]
                 safe = self._safe(passes)
-                if safe is None:  # nothing of it is in 16 bits, or all of it is zero
-                    return scale, passes[0]
-                following = min(safe, ceiling)
+                if not any(int(one.histogram.sum()) for one in passes):
+                    return scale, passes[0]  # nothing of it is in 16 bits
+                # Where all of it is zero, fp32 has promised too much.
+                following = min(scale * _LEAP if safe is None else safe, ceiling)
             else:
                 following = ceiling = scale / 4
             if following in finite:
                 return following, finite[following]
-            if following < _LOWEST:
+            if not _LOWEST <= following <= _HIGHEST:
                 break
             scale = following
         lowest = min(finite, default=None)
@@ -195,7 +197,7 @@ class Trials:
 
     def _safe(self, passes: Sequence[Pass]) -> float | None:
         seen = torch.stack([one.histogram for one in passes]).sum(0)
-        safe = largest_safe_scale(seen, torch.float16, self._margin).item()
+        safe = largest_safe_scale(seen, torch.float16, self.margin).item()
         return None if math.isnan(safe) else min(max(safe, _LOWEST), _HIGHEST)
 
     def _fault(self, trial: Trial) -> tuple[Fault | None, bool]:
