@@ -140,6 +140,26 @@ def test_no_rule_mends_it() -> None:
     assert checked(Net(LOUD), "O3", "bf16").verdict == "good"
 
 
+def test_a_rule_around_the_module() -> None:
+    """Law: without autocast, where what a module gives is cast, its block is tried."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = Net(LOUD), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute."""
+            return self.head(self.block(x))  # type: ignore[no-any-return]
+
+    report = checked(Outer(), "O3", "fp16")
+    assert report.facts.fault is not None
+    assert report.facts.fault.module == "block.loud"
+    assert report.facts.rules == ("module:block.loud=fp32", "module:block=fp32")
+    mended = checked(Outer(), "O3", "fp16", policy=report.facts.policy)
+    assert mended.verdict == "good"
+
+
 def test_overflow_in_the_loss() -> None:
     """Law: what overflows after the model is told from what does so inside."""
 

@@ -5,6 +5,8 @@ In: a model, a batch, a loss. Out: nothing, or one sentence in a `UserError`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from halfstep.errors import UserError
@@ -13,9 +15,20 @@ from halfstep.nested import tensors
 from halfstep.scaler.measured import nodes_of
 from halfstep.tally import is_leaf
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 
 def check_loss(loss: object, others: frozenset[int]) -> None:
-    """Refuse what cannot be trained with, and losses of another model."""
+    """Refuse what cannot be trained with, and losses of another model.
+
+    Args:
+        loss: What a loss function returned.
+        others: Ids of parameters that it may not depend on.
+
+    Raises:
+        UserError: If it will not do.
+    """
     if not isinstance(loss, Tensor):
         message = (
             f"loss_fn returned a value of type {type(loss).__name__}: return the loss, "
@@ -39,6 +52,20 @@ def check_loss(loss: object, others: frozenset[int]) -> None:
         message = (
             "loss_fn uses the model that was given to check, not the copy it is called "
             "with: write loss_fn(model, batch) with its own argument."
+        )
+        raise UserError(message)
+
+
+def check_gradients(gradients: Mapping[str, Tensor]) -> None:
+    """Refuse a loss that reached no parameter.
+
+    Raises:
+        UserError: If there is none.
+    """
+    if not gradients:
+        message = (
+            "no gradient reaches any parameter of the model: loss_fn(model, batch) "
+            "must make its loss from what the model it is given returns."
         )
         raise UserError(message)
 

@@ -203,8 +203,8 @@ def _scale(facts: Facts) -> list[Finding]:
 def _how(scale: float) -> str:
     """Return how to train with a scale."""
     if scale <= 2.0**24:
-        return f"Use loss_scale='measured', or begin at {scale:g}."
-    return f"Use loss_scale={scale:g}, or bf16."
+        return f"Use loss_scale='measured', or begin at {power(scale)}."
+    return f"Use loss_scale={power(scale)}, or bf16."
 
 
 def _underflow(facts: Facts) -> list[Finding]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.boundaries import Boundaries, Trace
-from halfstep.check_guards import check_loss
+from halfstep.check_guards import check_gradients, check_loss
 from halfstep.errors import UserError
 from halfstep.preparing import prepare
 from halfstep.scaler import ScaleRule
@@ -143,6 +143,7 @@ class Twin:
             with tally.over(loss):
                 session.backward(loss)
         gradients = self._gradients(scale, tally)
+        check_gradients(gradients)
         session.zero_grad()
         power = torch.tensor(scale, dtype=torch.float32)
         return Pass(
