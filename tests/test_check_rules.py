@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from halfstep.check_facts import Cost, Facts, Fault, ScalePoint
-from halfstep.check_rules import judge, power, verdict
+from halfstep.check_rules import DYNAMIC, judge, power, verdict
 from halfstep.fidelity import Likeness
+from halfstep.scaler import ScaleRule
 
 
 def likeness(cosine: float, where: str = "all", norm: float = 1.0) -> Likeness:
@@ -138,8 +139,10 @@ def test_words_of_findings() -> None:
     assert told == {
         "loss scale": "a (Linear): gradients overflow at the default loss scale 65536; "
         "4096 is safe (fp16 holds 65504). Use loss_scale='measured', or begin at 4096. "
-        "A dynamic scale finds it too, and skips about 4 steps on the way."
+        "A dynamic scale skips about 4 steps on its way there."
     }
+    low = found(default_finite=False, safe_scale=0.25, scale=0.25)["loss scale"]
+    assert low.endswith("Use loss_scale=2**-2, or bf16.")
     lost = (ScalePoint(2.0**16, 0.4, 0, 9), ScalePoint(2.0**24, 0.001, 0, 1))
     told = found(curve=lost, safe_scale=2.0**24, scale=2.0**24)
     assert told["underflow"] == (
@@ -149,6 +152,11 @@ def test_words_of_findings() -> None:
     )
     assert found(loss=1.02)["loss"].startswith("loss: 1.02, in fp32 1: +2.00% (1%).")
     assert "loss" not in found(loss=1.005)
+
+
+def test_bounds_of_scales() -> None:
+    """Law: what is said of scales that move is what their rule says."""
+    assert (ScaleRule().min_scale, ScaleRule().max_scale) == DYNAMIC
 
 
 def test_layers_that_do_not_matter() -> None:

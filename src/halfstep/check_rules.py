@@ -42,6 +42,9 @@ Our choice: medians of a few steps differ by some per cent."""
 TIME_FOR_MEMORY = 0.8
 """Least speed, beside fp32's, at which saved memory is worth having. Our choice."""
 
+DYNAMIC = 1.0, 2.0**24
+"""Floor and ceiling of scales that move: `ScaleRule.min_scale` and `max_scale`."""
+
 _OURS = "our choice"
 _PAPER = "our choice, after Micikevicius et al. 2018"
 
@@ -183,7 +186,10 @@ def _overflow(facts: Facts) -> list[Finding]:
 def _scale(facts: Facts) -> list[Finding]:
     if facts.safe_scale is None or facts.default_finite:
         return []
-    steps = round(math.log2(facts.default_scale / facts.safe_scale))
+    advice = _how(facts.safe_scale)
+    if facts.safe_scale >= DYNAMIC[0]:
+        steps = round(math.log2(facts.default_scale / facts.safe_scale))
+        advice += f" A dynamic scale skips about {steps} steps on its way there."
     return [
         Finding(
             "warning",
@@ -193,8 +199,7 @@ def _scale(facts: Facts) -> list[Finding]:
             f"; {power(facts.safe_scale)} is safe",
             f"{facts.dtype} holds {facts.format.max:g}",
             "the format",
-            f"{_how(facts.safe_scale)} A dynamic scale finds it too, and skips about "
-            f"{steps} steps on the way.",
+            advice,
             0.5,
         )
     ]
@@ -202,7 +207,8 @@ def _scale(facts: Facts) -> list[Finding]:
 
 def _how(scale: float) -> str:
     """Return how to train with a scale."""
-    if scale <= 2.0**24:
+    low, high = DYNAMIC
+    if low <= scale <= high:
         return f"Use loss_scale='measured', or begin at {power(scale)}."
     return f"Use loss_scale={power(scale)}, or bf16."
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep import levels, nested
+from halfstep import fidelity, levels, nested
 from halfstep.boundaries import LOSS, first_backward, first_forward
 from halfstep.check_facts import Fault
 from halfstep.check_guards import misplaced
+from halfstep.check_rules import COSINE_WARN
 from halfstep.choice import Choice
 from halfstep.errors import UserError
 from halfstep.formats import FP16, FP32
@@ -147,7 +148,10 @@ class Trials:
                 break
             rules.append(rule)
             row = replace(Rule.parse(rule), reason="overflowed in a check")
-            trial = self._trial(trial.policy + row)
+            try:
+                trial = self._trial(trial.policy + row)
+            except UserError:  # a rule that this level cannot obey, ours, not theirs
+                break
         return first, begun, ()
 
     def _trial(self, policy: Policy) -> Trial:
@@ -212,6 +216,7 @@ class Trials:
             if place is None and not math.isfinite(one.loss):
                 place = LOSS
             if place is not None:
+                harm = harm or self._strays(trial)
                 return self._told("forward", place, one, right), harm
         if enough and trial.finite:
             return None, False
@@ -224,6 +229,15 @@ class Trials:
                 place = _of_parameters(one) if place is None else place
                 return self._told("backward", place, one, right), harm
         return None, False
+
+    def _strays(self, trial: Trial) -> bool:
+        """Say whether gradients are finite, but far from fp32's."""
+        used = trial.passes[0] if trial.finite else trial.at_safe
+        if used is None:
+            return True
+        right = self.right[0].gradients
+        whole, _ = fidelity.compare(right, used.gradients, lambda _: "")
+        return not whole.cosine >= COSINE_WARN  # NaN is none
 
     def _told(self, phase: str, place: str, one: Pass, right: Pass) -> Fault:
         """Describe a fault, with how far numbers reach there in fp32."""
