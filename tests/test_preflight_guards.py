@@ -155,6 +155,9 @@ def test_models_that_cannot_be_checked() -> None:
     assert refusal(nn.DataParallel(Net())) == (
         "check(model=...) got a DataParallel: give the bare model, model.module."
     )
+    assert refusal(nn.LazyLinear(8)) == (
+        "parameter 'weight' has no shape yet: call the model once first."
+    )
     with torch.device("meta"):
         empty = nn.Linear(16, 8)
     assert refusal(empty) == (

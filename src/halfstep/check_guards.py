@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from halfstep.errors import UserError
 from halfstep.formats import is_low
@@ -84,6 +85,10 @@ def check_model(model: nn.Module) -> None:
         message = f"{kind} has no parameter that learns: there is nothing to check."
         raise UserError(message)
     for name, param in model.named_parameters():
+        lazy = is_lazy(param)
+        if lazy:
+            message = f"parameter {name!r} has no shape yet: call the model once first."
+            raise UserError(message)
         if is_low(param.dtype):
             message = (
                 f"parameter {name!r} is stored in {param.dtype}: check compares with "

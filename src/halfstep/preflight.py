@@ -58,8 +58,9 @@ def check(
     """Say before training whether it can be done at a level, and what it would gain.
 
     Works on copies: weights, gradients, buffers and random states are afterwards what
-    they were, to the bit. It needs memory for two more trainings of the model, and the
-    time of some ten training steps, besides `steps` of each kind. What hooks of yours,
+    they were, to the bit. It needs memory for two more trainings of the model and some
+    copies of its gradients, and the time of some ten training steps, besides `steps`
+    of each kind. What hooks of yours,
     or `loss_fn`, do to other things they do here too.
 
     Args:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +37,7 @@ _TRIES = 12  # passes that look for a scale; mostly one or two
 _RULES = 8  # modules kept in fp32 before the format is held to be the wrong one
 _LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried; fp32 must hold the loss
 _LEAP = 2.0**12  # from a scale at which all is zero to the next
+_COMPARED = 2
 _SHOWN = 200  # characters of somebody's error
 
 
@@ -105,8 +105,12 @@ class Trials:
             raise UserError(message) from error
 
     def _passes(self, twin: Twin, scale: float) -> tuple[Pass, ...]:
-        run = partial(twin.run, self.loss_fn, scale=scale, others=self._others)
-        return tuple(run(batch) for batch in self.batches)
+        passes = []
+        for number, batch in enumerate(self.batches):
+            one = twin.run(self.loss_fn, batch, scale, others=self._others)
+            # Those of the first two are compared; others would only fill memory.
+            passes.append(one if number < _COMPARED else replace(one, gradients={}))
+        return tuple(passes)
 
     def pair(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return fp32 gradients of two batches, or of two halves of the one."""
@@ -160,7 +164,7 @@ class Trials:
             passes = self._passes(twin, self.default)
         except UserError:
             raise
-        except (RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 -- in fp32 it raised nothing
             return Trial(policy, None, failed=_line(error))
         self.cautions = twin.notes  # it grows as the twin trains
         trial = Trial(policy, twin, passes)
@@ -273,8 +277,7 @@ def _rule_for(fault: Fault, rules: Sequence[str]) -> str:
 
 def _of_parameters(one: Pass) -> str:
     """Return the module whose own gradient is the first that is not finite."""
-    bad = [n for n, g in one.gradients.items() if not bool(torch.isfinite(g).all())]
-    return bad[-1].rpartition(".")[0] if bad else ""
+    return one.bad[-1].rpartition(".")[0] if one.bad else ""
 
 
 def _line(error: Exception) -> str:

@@ -46,6 +46,8 @@ class Pass:
     scale: float
     gradients: dict[str, Tensor]
     """Of parameters, by name: fp32, unscaled, dense."""
+    bad: tuple[str, ...]
+    """Names of those that hold inf or NaN."""
     trace: Trace
     histogram: Tensor
     """Exponents of unscaled gradients in the twin's format (`scaler.exponents`), of
@@ -56,8 +58,7 @@ class Pass:
     @property
     def finite(self) -> bool:
         """Neither gradients of parameters nor those that made them hold inf or NaN."""
-        good = all(bool(torch.isfinite(g).all()) for g in self.gradients.values())
-        return good and not int(self.histogram[-1])
+        return not self.bad and not int(self.histogram[-1])
 
 
 class Twin:
@@ -150,6 +151,7 @@ class Twin:
             loss.detach().double().item(),
             scale,
             gradients,
+            _not_finite(gradients),
             boundaries.trace(),
             unscaled(tally.total(), power),
             seen.bytes,
@@ -163,6 +165,7 @@ class Twin:
                 continue
             dense = param.grad.detach()
             dense = dense.to_dense() if dense.layout != torch.strided else dense
+            dense = torch.view_as_real(dense) if dense.is_complex() else dense
             tally.add(dense)  # as leaves, they come to no node
             found[name] = dense.to(torch.float32, copy=True).div_(scale)
         return found
@@ -208,6 +211,14 @@ class Twin:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _not_finite(gradients: dict[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of gradients with inf or NaN; waits for the device once."""
+    good = torch.stack([torch.isfinite(one).all().cpu() for one in gradients.values()])
+    return tuple(
+        name for name, fine in zip(gradients, good.tolist(), strict=True) if not fine
+    )
 
 
 def _copied(
