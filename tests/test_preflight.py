@@ -174,7 +174,7 @@ def test_overflow_in_the_loss() -> None:
 def largest(model: nn.Module, level: str, loss_fn: Any) -> float:
     """Return the largest power of two at which a step is applied, by trying all."""
     state, best = torch.get_rng_state(), 0.0
-    for power in range(-8, 40):
+    for power in range(-8, 60):
         torch.set_rng_state(state)
         twin = copy.deepcopy(model)
         optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
@@ -188,6 +188,24 @@ def largest(model: nn.Module, level: str, loss_fn: Any) -> float:
         best = scale
     torch.set_rng_state(state)
     return best
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("factor", [1e-6, 1e-9])
+def test_large_gradients_in_fp32_do_not_count(level: str, factor: float) -> None:
+    """Law: gradients that never are in 16 bits do not lower the safe scale."""
+
+    def weighted(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        each = functional.mse_loss(model(x).float(), y, reduction="none")
+        return (each.mean(1) * factor).sum()
+
+    model = Net()
+    true = largest(model, level, weighted)
+    assert true > 2.0**24
+    safe = checked(model, level, "fp16", loss_fn=weighted).facts.safe_scale
+    assert safe is not None
+    assert true / 2 <= safe <= true
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])

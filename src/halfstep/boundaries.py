@@ -90,6 +90,7 @@ class Boundaries:
         self._handles: list[RemovableHandle] = []
         self._forward: list[tuple[str, str, int, Tensor]] = []
         self._backward: list[tuple[str, str, int, Tensor]] = []
+        self._keys: dict[tuple[int, int], int] = {}
         self._ended = False
 
     def __enter__(self) -> Self:
@@ -140,7 +141,8 @@ class Boundaries:
                 self._backward.append((path, side, key, _peak(gradient)))
 
         node = tensor.grad_fn
-        key = id(tensor) if node is None else hash((id(node), tensor.output_nr))
+        name = (id(tensor), -1) if node is None else (id(node), tensor.output_nr)
+        key = self._keys.setdefault(name, len(self._keys) + 1)
         self._handles.append(tensor.register_hook(look))  # type: ignore[no-untyped-call]
 
 
