@@ -92,7 +92,8 @@ class Trials:
         """What was left out, and why."""
         self.cautions: list[str] = []
         """What `prepare` warned of."""
-        self.default = DEFAULT_SCALE if choice.format == FP16 else 1.0
+        self._scaled = choice.format == FP16  # the others need no scale
+        self.default = DEFAULT_SCALE if self._scaled else 1.0
         """The loss scale that training begins with."""
         fp32 = Choice(levels.O0, FP32, "the reference")
         self.plain = make(choice=fp32, policy=Policy())
@@ -107,7 +108,9 @@ class Trials:
     def _passes(self, twin: Twin, scale: float) -> tuple[Pass, ...]:
         passes = []
         for number, batch in enumerate(self.batches):
-            one = twin.run(self.loss_fn, batch, scale, others=self._others)
+            one = twin.run(
+                self.loss_fn, batch, scale, others=self._others, counted=self._scaled
+            )
             # Those of the first two are compared; others would only fill memory.
             passes.append(one if number < _COMPARED else replace(one, gradients={}))
         return tuple(passes)
@@ -121,13 +124,16 @@ class Trials:
             self.notes.append("the batch cannot be halved: no yardstick for gradients")
             return None
         try:
-            one, other = (self.plain.run(self.loss_fn, half) for half in cut)
+            one, other = (self._uncounted(half) for half in cut)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
             # Half a batch is our idea: whoever cannot run it has done nothing wrong.
             why = _line(error)
             self.notes.append(f"half the batch does not run ({why}): no yardstick")
             return None
         return one.gradients, other.gradients
+
+    def _uncounted(self, batch: object) -> Pass:
+        return self.plain.run(self.loss_fn, batch, counted=False)
 
     def mended(self, policy: Policy) -> tuple[Trial, Fault | None, tuple[str, ...]]:
         """Return a trial that is finite, if rules on modules can make one.
@@ -169,7 +175,7 @@ class Trials:
         self.cautions = twin.notes  # it grows as the twin trains
         trial = Trial(policy, twin, passes)
         good = all(math.isfinite(one.loss) for one in passes)
-        if self.choice.format == FP16 and good:
+        if self._scaled and good:
             safe, at_safe = self._search(twin)
             trial = replace(trial, safe=safe, at_safe=at_safe)
         return trial

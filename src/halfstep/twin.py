@@ -51,7 +51,8 @@ class Pass:
     trace: Trace
     histogram: Tensor
     """Exponents of unscaled gradients in the twin's format (`scaler.exponents`), of
-    activations and of weights as they arrive. int64, shape (BINS,), on the CPU."""
+    activations and of weights as they arrive; zeros where they were not counted.
+    int64, shape (BINS,), on the CPU."""
     saved_bytes: int
     """What the forward pass kept for the backward pass, weights and buffers apart."""
 
@@ -121,6 +122,7 @@ class Twin:
         scale: float = 1.0,
         *,
         others: frozenset[int] = frozenset(),
+        counted: bool = True,
     ) -> Pass:
         """Run a batch forward and backward; weights stay.
 
@@ -129,13 +131,14 @@ class Twin:
             batch: What it takes.
             scale: Of the loss, a power of two.
             others: Ids of parameters that no loss may depend on.
+            counted: Count exponents, which takes longer than all the rest.
 
         Raises:
             UserError: If the loss is none that can be trained with.
         """
         self.begin(scale)
         session, seen = self.session, Saved(self.model)
-        tally = Tally(self._low)
+        tally = Tally(self._low if counted else None)
         with Boundaries(self.model) as boundaries:
             with session.autocast(), seen.counting():
                 loss = loss_fn(session.model, batch)
