@@ -131,7 +131,7 @@ class Twin:
             batch: What it takes.
             scale: Of the loss, a power of two.
             others: Ids of parameters that no loss may depend on.
-            counted: Count exponents, which takes longer than all the rest.
+            counted: Count exponents, which takes about as long as the pass.
 
         Raises:
             UserError: If the loss is none that can be trained with.
