@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POLICIES = ["torch", "lean", "torch + op:exp=fp32"]
-DEVICES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")
+TYPES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")
+DEVICES = tuple(filter(torch.amp.is_autocast_available, TYPES))
 
 
 def run(m: Tensor) -> tuple[Tensor, ...]:

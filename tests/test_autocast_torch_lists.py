@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from versions import BEFORE_2_9
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -190,14 +191,21 @@ def same(left: Any, right: Any) -> bool:
     )
 
 
-def different(ours: list[Outcome], theirs: list[Outcome]) -> list[str]:
-    """Return the operations whose results are not the same."""
+def different(ours: list[Outcome], theirs: list[Outcome], *but: str) -> list[str]:
+    """Return the operations, but for some, whose results are not the same."""
     pairs = zip(ours, theirs, strict=True)
     return [
         name
         for (name, left), (_, right) in pairs
         if len(left) != len(right) or not all(map(same, left, right))
+        if name not in but
     ]
+
+
+PROMOTED = "torch_need_autocast_promote.cat", "torch_need_autocast_promote.stack"
+STOOD_IN = (*PROMOTED, "GRU", "RNN") if BEFORE_2_9 else ()
+"""Before torch 2.9 our kernels stand in for torch's: they promote what those refuse,
+and cast a weight anew for each use, so that its gradients add up in fp32."""
 
 
 @pytest.mark.filterwarnings("ignore:policy rule")
@@ -220,7 +228,7 @@ def test_the_same_bits(
             return torch.autocast(device, DTYPES[low])
         return autocast(device, DTYPES[low], **more)
 
-    assert different(outcomes(device, make), seen[low]) == []
+    assert different(outcomes(device, make), seen[low], *STOOD_IN) == []
 
 
 @pytest.mark.usefixtures("_everything_installed")
@@ -240,7 +248,7 @@ def test_reset_inside_another_policy(
         ):
             yield
 
-    assert different(outcomes(device, make), seen["bf16"]) == []
+    assert different(outcomes(device, make), seen["bf16"], *STOOD_IN) == []
 
 
 def test_the_oracle_says_something(

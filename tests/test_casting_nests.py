@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from halfstep.gate import Frame
 
-DEVICES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")
+TYPES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")
+DEVICES = tuple(filter(torch.amp.is_autocast_available, TYPES))
 State = tuple[object, ...]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.library import Library, custom_op
 from torch.utils.checkpoint import checkpoint
 
+from halfstep.casting import autocast
 from halfstep.errors import UserError
 from halfstep.functions import full_precision, low_precision, promote
 
@@ -49,7 +50,7 @@ def dtypes_in(value: Any) -> Any:
     return value.dtype if isinstance(value, Tensor) else value
 
 
-for each in ("one", "two", "far", "kept"):
+for each in ("one", "two", "far", "kept", "behind"):
     define(f"{each}(Tensor x, Tensor y) -> Tensor")
 define(
     "many(Tensor x, Tensor? y, Tensor[] rest, *, Tensor? key=None, int n=1) -> Tensor"
@@ -256,16 +257,29 @@ def test_overloads() -> None:
 
 def test_every_device_type() -> None:
     """Law: there is a kernel at each autocast key of torch, and none before."""
-    keys = [
-        f"Autocast{torch._C._dispatch_key_for_device(device)}"
-        for device in torch._C._autocast_supported_devices()
-    ]
+    devices = ["cpu", "cuda", "xpu", "mps", "hpu", "privateuseone"]
+    # torch 2.6 has no such list.
+    if hasattr(torch._C, "_autocast_supported_devices"):
+        devices = torch._C._autocast_supported_devices()
+    keys = [f"Autocast{torch._C._dispatch_key_for_device(d)}" for d in devices]
     assert {"AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS"} <= set(keys)
     for expected in (False, True):
         for key in keys:
             has = torch._C._dispatch_has_kernel_for_dispatch_key("hs_test::kept", key)
             assert has is expected, key
         low_precision(OPS.kept)
+
+
+def test_a_rule_hides_no_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: outside a rule's regions an operator is cast as before, in any torch."""
+    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
+    low_precision(OPS.behind)
+    x = torch.ones(2)
+    with autocast("cpu", policy="torch + op:hs_test::behind=fp32"):
+        OPS.behind(x, x)
+    with torch.autocast("cpu"):
+        OPS.behind(x, x)
+    assert seen == [[FP32, FP32], [BF16, BF16]]
 
 
 # What is refused

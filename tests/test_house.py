@@ -69,6 +69,8 @@ LAYER = {
     "machine": 3,
     "master.arithmetic": 2,
     "hooks": 0,
+    "saving": 0,
+    "untraced": 0,
     "master.kahan": 1,
     "master.split": 0,
     "master.triton_bits": 0,

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.library import Library
 from torch.nn import functional as F  # noqa: N812 -- its usual name
 from torch.utils._python_dispatch import TorchDispatchMode
+from versions import before_2_9
 
 from halfstep import gate, kernels
 from halfstep.cast_cache import CastCache
+from halfstep.errors import UserError
 from halfstep.gate import Frame, Row
 from halfstep.kernels import Everywhere, install, overload_of, step_aside
 from halfstep.policy import TORCH, Policy
@@ -89,6 +91,7 @@ def test_without_a_frame_torch_decides(name: str, enabled: bool) -> None:
     step_aside(name)
 
 
+@before_2_9
 def test_torchs_errors_are_torchs() -> None:
     """Law: without a frame torch's own refusal comes through."""
     install("cpu", ["cat"])
@@ -99,6 +102,7 @@ def test_torchs_errors_are_torchs() -> None:
         torch.cat([X.to(BF16), X.to(FP16)])
 
 
+@before_2_9
 def test_torchs_cache_still_works() -> None:
     """Law: torch's own cast of a weight is made once, through ours too."""
     install("cpu", ["linear"])
@@ -327,6 +331,11 @@ def test_stepping_aside(library: str) -> None:
     assert has_kernel(library, "AutocastCPU")
     assert step_aside(library) == ["cpu"]
     assert not has_kernel(library, "AutocastCPU")
+
+
+@before_2_9
+def test_in_front_of_another_kernel(library: str) -> None:
+    """Law: where no policy has a say, a kernel that was there first runs."""
     other = Library("halfstep_test_kernels", "IMPL")  # type: ignore[no-untyped-call]
     other.impl("twice", lambda x, _=2.0: x + 100, "AutocastCPU")  # type: ignore[no-untyped-call]
     try:
@@ -337,6 +346,27 @@ def test_stepping_aside(library: str) -> None:
             assert torch.equal(overload_of(library)(X), X + 100)
     finally:
         step_aside(library)
+        other._destroy()  # type: ignore[no-untyped-call]
+
+
+def test_no_kernel_is_hidden_for_good(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where torch cannot call a kernel behind ours, it is not put aside."""
+    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
+    other = Library("halfstep_test_kernels", "IMPL")  # type: ignore[no-untyped-call]
+    other.impl("twice", lambda x, _=2.0: x + 100, "AutocastCPU")  # type: ignore[no-untyped-call]
+    try:
+        with pytest.raises(UserError) as caught:
+            install("cpu", [library])
+        assert str(caught.value) == (
+            f"op '{library}' has an autocast kernel of its own, which a rule would "
+            f"hide for good in torch {torch.__version__}: take out the rule, or use "
+            "torch 2.9 or later."
+        )
+        with torch.autocast("cpu"):
+            assert torch.equal(overload_of(library)(X), X + 100)
+    finally:
         other._destroy()  # type: ignore[no-untyped-call]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from versions import IS_2_6, LESS_IN_2_6
 
 from halfstep.optable import BANNED, FP32_RESULT, TABLES
 from halfstep.policy import decide
@@ -22,10 +23,9 @@ from halfstep.policy import decide
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VERSION = "2.13"
-if not torch.__version__.startswith(f"{VERSION}."):
+if not (IS_2_6 or torch.__version__.startswith("2.13.")):
     pytest.skip(
-        f"the tables are those of torch {VERSION}, this is {torch.__version__}",
+        f"the tables were compared with 2.13 and 2.6, this is {torch.__version__}",
         allow_module_level=True,
     )
 
@@ -246,6 +246,8 @@ def test_autocast_runs_what_is_decided(device: str, operation: str) -> None:
 
     An fp32 result is what the same call with dtype=torch.float32 gives: no copy.
     """
+    if IS_2_6 and operation in LESS_IN_2_6[device]:
+        pytest.skip(f"torch {torch.__version__} does not cast it")
     low = torch.float16
     first, *others = ARGUMENTS[device][operation]
     with NO_MEMORY:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -323,7 +324,9 @@ def test_eager_attention_is_not_marked() -> None:
     dropouts = sum(type(each) is nn.Dropout for each in eager.modules())
     # Its attention keeps a dropout module of its own, which "sdpa" never calls.
     assert quick.quicken(eager) == dropouts
-    assert quick.quicken(sdpa) == dropouts + 2
+    # transformers 4 has a class of its own for "sdpa" there, which no table serves.
+    layers = 2 if int(transformers.__version__.partition(".")[0]) >= 5 else 0
+    assert quick.quicken(sdpa) == dropouts + layers
 
 
 def test_a_tiny_bert_learns_and_its_export_says_sdpa(tmp_path: Path) -> None:

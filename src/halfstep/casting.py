@@ -16,7 +16,8 @@ from halfstep.errors import UserError
 from halfstep.gate import Frame
 from halfstep.policy import TORCH, Policy
 from halfstep.steered import Steered
-from halfstep.traced import traced, untraced
+from halfstep.traced import traced
+from halfstep.untraced import untraced
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -11,16 +11,16 @@ import copy
 import functools
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch._C import (
     DispatchKey,
     DispatchKeySet,
-    _autocast_supported_devices,
     _dispatch_key_for_device,
     _ExcludeDispatchKeyGuard,
+    _get_privateuse1_backend_name,
     _parse_dispatch_key,
 )
 from torch._library.custom_ops import CustomOpDef
@@ -36,10 +36,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_Operator = str | CustomOpDef | OpOverloadPacket[..., Any] | OpOverload[..., Any]
+# In words: torch 2.6 has no such generic classes yet.
+_Operator: TypeAlias = (
+    "str | CustomOpDef | OpOverloadPacket[..., Any] | OpOverload[..., Any]"
+)
 
 _REGISTERED: dict[str, Library] = {}
 """Operator -> what holds its casting kernels; torch drops them with the object."""
+_DEVICES = ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "mps")
+"""Device types that have autocast in one torch or another: 2.6 cannot list its own."""
 
 
 # An autograd.Function's methods
@@ -305,10 +310,14 @@ def _register(overloads: list[OpOverload[..., Any]], category: str) -> None:
         # The old kernels must go first: torch warns of a kernel that hides another.
         _REGISTERED.pop(str(operator), None)
         library = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-        for device in _autocast_supported_devices():
+        for device in filter(
+            torch.amp.is_autocast_available,
+            (*_DEVICES, _get_privateuse1_backend_name()),
+        ):
             key = f"Autocast{_dispatch_key_for_device(device)}"
             kernel = _kernel(operator, category, device, key)
             library.impl(operator, kernel, key)  # type: ignore[no-untyped-call]
+            kernels.stand_behind(device, full, kernel)
         _REGISTERED[str(operator)] = library
         for device in steered:
             kernels.install(device, [full])

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from halfstep import saving
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import FrameType
@@ -139,12 +141,6 @@ def _node_number() -> int | None:
     return None if node is None else node._sequence_nr()  # noqa: SLF001
 
 
-def _saving() -> int:
-    """Return which hooks on saved tensors are in force, 0 for none."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
-    return 0 if top is None else id(top[0])
-
-
 def enter(device: str, frame: Frame | None) -> Frame | None:
     """Put a frame in force in this thread; return the one before, for `leave`."""
     before = _thread.frames.get(device)
@@ -155,7 +151,7 @@ def enter(device: str, frame: Frame | None) -> Frame | None:
         _thread.again.clear()
     if frame is not None:
         frame.within = within
-        frame.hooks = _saving()
+        frame.hooks = saving.hooks()
         if frame.cache is not None:
             frame.cache.begin()
     log = _thread.logs.get(device)

@@ -23,12 +23,13 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.library import Library
 
 from halfstep import gate, optable
+from halfstep.errors import UserError
 from halfstep.gate import Frame, Row
 from halfstep.policy import KEEP, cast_to
+from halfstep.untraced import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import CodeType
 
     from halfstep.cast_cache import CastCache
 
@@ -61,6 +62,9 @@ call of ours would not give up. So that one waits for this lock first."""
 _lock = threading.Lock()
 _installed: dict[tuple[str, str], Library] = {}
 _torchs: dict[tuple[str, str], Call] = {}
+_behind: dict[tuple[str, str], Call] = {}
+"""Kernels of a user's operators that are ours too: before torch 2.9 nobody could call
+a kernel that stands behind another, so these are kept to be called."""
 _ready: dict[tuple[str, int], Mapping[str, Row]] = {}
 """Device, identity -> rows that all have a kernel: regions ask at each entry."""
 
@@ -97,6 +101,17 @@ def step_aside(name: str) -> list[str]:
         for device in KEYS:
             _torchs.pop((device, name), None)
     return devices
+
+
+def stand_behind(device: str, name: str, kernel: Call) -> None:
+    """Take note of a kernel that runs where no policy has a say.
+
+    Args:
+        device: "cpu", "cuda", "mps" or "xpu".
+        name: As `install` takes it.
+        kernel: Registered at the device's autocast key.
+    """
+    _behind[device, name] = kernel
 
 
 class Everywhere:
@@ -155,26 +170,31 @@ def _register(device: str, name: str) -> Library:
             return torchs(keyset, *args, **kwargs)
         return run(frame, row, args, kwargs)
 
-    _pass_over(kernel.__code__)
     library = Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         # Overriding torch's own kernel is the purpose.
         warnings.simplefilter("ignore", UserWarning)
         spelt = name.rpartition("::")[2]
-        library.impl(spelt, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
+        # Not `library.impl`: torch 2.6 refuses there to override a kernel in Python,
+        # which its dispatcher can do.
+        registrar: Any = library.m
+        registrar.impl(spelt, key, _passed_over(kernel), True)  # noqa: FBT003 -- with the keyset
     return library
 
 
-def _pass_over(code: CodeType) -> None:
+def _passed_over(kernel: Call) -> Call:
     """Keep torch.compile from compiling a function of ours, and what that calls.
 
     Why: what it leaves to eager code calls our kernels, and it would try them next.
     """
     frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
-    if hasattr(frames, "set_code_exec_strategy"):  # an older torch does try
-        skip = frames._FrameAction.SKIP  # noqa: SLF001
-        strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001
-        frames.set_code_exec_strategy(code, strategy)
+    if not hasattr(frames, "set_code_exec_strategy"):
+        # torch 2.6 cannot mark the code: this costs a call more.
+        return untraced(kernel)
+    skip = frames._FrameAction.SKIP  # noqa: SLF001
+    strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001
+    frames.set_code_exec_strategy(kernel.__code__, strategy)
+    return kernel
 
 
 def _torchs_own(device: str, name: str, op: torch._ops.OpOverload) -> Call:
@@ -187,15 +207,31 @@ def _torchs_own(device: str, name: str, op: torch._ops.OpOverload) -> Call:
         own: Call = torch.library.get_kernel(full, key).call_boxed
         casts = optable.TABLES[device].get(name)
         return _in_turn(own) if casts and casts.category == optable.LOW else own
-    # Before torch 2.9 nobody could call a kernel that stands behind another.
+    if (device, name) in _behind:
+        return _without_keyset(_behind[device, name])
+    if "::" in name:
+        message = (
+            f"op '{name}' has an autocast kernel of its own, which a rule would hide "
+            f"for good in torch {torch.__version__}: take out the rule, or use torch "
+            "2.9 or later."
+        )
+        raise UserError(message)
     run = runner(device, name, op)
     known = optable.TABLES[device].get(name)
     row = Row(known.category if known else KEEP, None, stock=True)
 
     def as_torch(_: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return run(None, row, args, kwargs)
+        # torch's cache is out of reach, too; that of a region of ours is not.
+        return run(gate.in_force(device), row, args, kwargs)
 
     return as_torch
+
+
+def _without_keyset(kernel: Call) -> Call:
+    def call(_: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return kernel(*args, **kwargs)
+
+    return call
 
 
 def _in_turn(own: Call) -> Call:

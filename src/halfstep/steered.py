@@ -19,7 +19,8 @@ from halfstep.errors import UserError
 from halfstep.gate import Frame
 from halfstep.policy import TORCH
 from halfstep.record import Recorder
-from halfstep.traced import plain_backward, restore_backward, traced, untraced
+from halfstep.traced import plain_backward, restore_backward, traced
+from halfstep.untraced import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,45 +12,25 @@ the function as it is, or refuses it under `fullgraph=True`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._compile import _disable_dynamo
+from torch._guards import TracingContext
 from torch.fx.node import has_side_effect
 from torch.library import Library
 
-from halfstep import gate, kernels, steering
+from halfstep import gate, kernels, sign, steering
 from halfstep.errors import UserError
 from halfstep.gate import Frame
 from halfstep.policy import Policy
+from halfstep.untraced import untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     Settings = tuple[str, torch.dtype | None, bool, bool | None]
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function into which torch.compile does not look.
-
-    Why: where it gives up on a function it still tries all that this calls, our own
-    bookkeeping too.
-    """
-    disabled = _disable_dynamo(function)
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # The import takes a second; before it nothing can be traced.
-        imported = "torch._dynamo" in sys.modules
-        return (disabled if imported else function)(*args, **kwargs)
-
-    return run
 
 
 def plain_backward() -> Any:  # noqa: ANN401 -- whatever torch has there
@@ -114,7 +94,7 @@ def _steered(settings: Settings, word: str) -> Iterator[None]:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.before: list[Frame | None] = []
+        self.before: list[tuple[Frame | None, int | None]] = []
 
 
 _thread = _Thread()
@@ -127,11 +107,16 @@ def _open(device: str, word: str) -> None:
     rows = steering.rows_for(policy, device)
     kernels.install(device, rows)
     frame = Frame(policy, rows, None, steering.matches(policy))
-    _thread.before.append(gate.enter(device, frame))
+    # Not while this is traced: the sign then stands for the region around.
+    shown = sign.show(policy) if TracingContext.try_get() is None else None
+    _thread.before.append((gate.enter(device, frame), shown))
 
 
 def _close(device: str) -> None:
-    gate.leave(device, _thread.before.pop())
+    before, shown = _thread.before.pop()
+    gate.leave(device, before)
+    if shown is not None:
+        sign.restore(shown)
 
 
 def _define() -> None:
@@ -140,7 +125,8 @@ def _define() -> None:
         ("close_region", "str device", _close),
     ):
         _library.define(f"{name}({arguments}) -> ()")  # type: ignore[no-untyped-call]
-        _library.impl(name, run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+        # Where torch.compile has given up, as 2.6 does, it would try these next.
+        _library.impl(name, untraced(run), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
         packet = getattr(torch.ops.halfstep, name)
         has_side_effect(packet)
         has_side_effect(packet.default)
