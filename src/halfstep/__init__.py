@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from halfstep.scaler import LossScaleCollapse
     from halfstep.session import Session
     from halfstep.stats import StepReport
+    from halfstep.tensor_stats import TensorStats
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _ROOM_OF = {
     "Rule": "policy",
     "Session": "session",
     "StepReport": "stats",
+    "TensorStats": "tensor_stats",
     "UserError": "errors",
     "autocast": "casting",
     "custom_bwd": "functions",
@@ -66,6 +68,7 @@ __all__ = [
     "Rule",
     "Session",
     "StepReport",
+    "TensorStats",
     "UserError",
     "autocast",
     "checkpoint",

@@ -1,0 +1,251 @@
+"""Counts what a tensor's numbers are, and what casts to other formats make of them.
+
+In: a floating tensor. Out: three small tensors on its device, made in pieces, without
+waiting and without a wide copy of the whole. Those of two tensors add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep import late
+from halfstep.errors import UserError
+from halfstep.formats import BF16, FP16, FloatFormat
+from halfstep.scaler.exponents import BINS, count
+from halfstep.stats import dense
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CASTS = (FP16, BF16)
+"""The 16-bit formats that training casts to."""
+
+FACTS = ("count", "zeros", "subnormals", "infs", "nans")
+"""Counted once for a tensor, in this order, behind the histogram."""
+LOSSES = ("flushed", "subnormal", "saturated")
+"""Counted for each cast, in this order, behind the facts."""
+
+LARGEST = 2.0**480
+"""Magnitudes above count as this one in sums of squares, which would overflow fp64.
+Only fp64 has them."""
+
+_PIECE = 2**18  # 1 MB in fp32: a piece and its casts stay in a core's cache.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted, in tensors that `add_` writes to."""
+
+    counts: Tensor
+    """int64: a histogram of exponents as `scaler.exponents.count` makes it, then
+    `FACTS`, then `LOSSES` of each cast."""
+    sums: Tensor
+    """float64: the sum of squares of all finite numbers, then, for each cast, that of
+    the errors. A number that overflows counts as if it became the largest."""
+    extremes: Tensor
+    """float64: the largest finite magnitude, at least 0, and minus the smallest one
+    other than zero, -inf of none."""
+
+    @classmethod
+    def none(
+        cls, casts: int, device: torch.device, rows: tuple[int, ...] = ()
+    ) -> Counts:
+        """Return those of no numbers, for so many casts; of each of some rows."""
+        width = BINS + len(FACTS) + casts * len(LOSSES)
+        extremes = torch.zeros(*rows, 2, dtype=torch.float64, device=device)
+        extremes[..., 1] = -torch.inf
+        return cls(
+            torch.zeros(*rows, width, dtype=torch.int64, device=device),
+            torch.zeros(*rows, 1 + casts, dtype=torch.float64, device=device),
+            extremes,
+        )
+
+    def row(self, number: int) -> Counts:
+        """Return one of some rows, to be written to in place."""
+        return Counts(self.counts[number], self.sums[number], self.extremes[number])
+
+
+@torch.no_grad()
+def add_(into: Counts, tensor: Tensor, casts: tuple[FloatFormat, ...]) -> None:
+    """Add a tensor's numbers to what was counted, in place.
+
+    Args:
+        into: On the tensor's device; of as many casts.
+        tensor: fp16, bf16, fp32 or fp64; complex ones count with both parts. Of a
+            DTensor this rank's part, of a sparse one the numbers it stores.
+        casts: Formats to cast to.
+
+    Raises:
+        UserError: If it is of another dtype.
+    """
+    values = _flat(tensor)
+    if values.element_size() == 2:  # noqa: PLR2004
+        _add_patterns(into, values, casts)
+    else:
+        for piece in torch.split(values, _PIECE):
+            _add_piece(into, piece, casts)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the numbers in a row, in any order; a copy only of one with gaps."""
+    values = dense(tensor.detach())
+    values = (
+        torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    )
+    if values.dtype not in _MANTISSA:
+        message = (
+            f"a tensor of {values.dtype} has no statistics; give one of float16, "
+            "bfloat16, float32 or float64."
+        )
+        raise UserError(message)
+    order = sorted(range(values.dim()), key=values.stride, reverse=True)
+    return values.permute(order).reshape(-1)
+
+
+# 32 and 64 bits: pass by pass over a piece
+
+
+def _add_piece(into: Counts, piece: Tensor, casts: tuple[FloatFormat, ...]) -> None:
+    """Add a piece, by what its bits say: positive floats are ordered as integers."""
+    if not piece.numel():
+        return
+    integer = _INTEGERS[piece.element_size()]
+    most = torch.iinfo(integer).max
+    inf = most - 2 ** _MANTISSA[piece.dtype] + 1
+    bits = piece.view(integer) & most
+    finite = torch.where(bits < inf, bits, 0)
+    values = finite.view(piece.dtype)
+    bad, nans = torch.count_nonzero(bits >= inf), torch.count_nonzero(bits > inf)
+    histogram = count(values)
+    histogram[0] -= bad
+    histogram[-1] += bad
+    nonzero = torch.count_nonzero(finite)
+    tiny = torch.finfo(piece.dtype).smallest_normal
+    subnormals = torch.count_nonzero(values < tiny) - (piece.numel() - nonzero)
+    facts = (piece.numel() - nonzero - bad, subnormals, bad - nans, nans)
+    # Zero becomes the largest integer of all, and is never the smallest.
+    least = ((finite - 1) & most).amin()
+    lowest = (least + 1).clamp(max=inf - 1).view(piece.dtype).double()
+    largest = finite.amax().view(piece.dtype).double()
+    lowest = torch.where(least < most, lowest, torch.inf)
+    losses, errors = [], []
+    for form in casts:
+        lost, error = _cast(values, form, nonzero)
+        losses += lost
+        errors.append(error)
+    into.counts[:BINS] += histogram
+    into.counts[BINS] += piece.numel()
+    into.counts[BINS + 1 :] += torch.stack([*facts, *losses])
+    into.sums.add_(torch.stack([_square(values), *errors]))
+    torch.maximum(into.extremes, torch.stack([largest, -lowest]), out=into.extremes)
+
+
+def _cast(
+    values: Tensor, form: FloatFormat, nonzero: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Return `LOSSES` and the sum of squared errors of a cast.
+
+    Args:
+        values: Finite, none of them negative.
+        form: What they are cast to.
+        nonzero: How many are other than zero.
+    """
+    low = values.to(form.dtype)
+    integer = _INTEGERS[form.bytes]
+    bits, most = low.view(integer), torch.iinfo(integer).max
+    fraction = 2**form.mantissa_bits - 1
+    subnormal = torch.count_nonzero(((bits - 1) & most) < fraction)
+    saturated = torch.count_nonzero(bits == most - fraction)
+    flushed = nonzero - torch.count_nonzero(bits)
+    back = low.to(values.dtype).clamp_(max=form.max)
+    return [flushed, subnormal, saturated], _square(values - back)
+
+
+def _square(values: Tensor) -> Tensor:
+    wide = values.double()
+    if values.dtype == torch.float64:
+        wide = wide.clamp(-LARGEST, LARGEST)
+    return torch.dot(wide, wide)
+
+
+# 16 bits: there are 32,768 magnitudes, so count how often each is there
+
+
+@dataclass(frozen=True)
+class _Magnitudes:
+    """All magnitudes of a 16-bit format, and what is known of each."""
+
+    values: Tensor
+    """float64, of bits 0 to 32,767; zero where not finite."""
+    bins: Tensor
+    """int64: where each stands in a histogram of exponents."""
+    facts: Tensor
+    """float64, a column for each of `FACTS` and of the `LOSSES` of each cast: 1 where
+    it holds; then the squares: of the value, of the errors of each cast."""
+
+
+@cache
+def _magnitudes(
+    dtype: torch.dtype, casts: tuple[FloatFormat, ...], device: torch.device
+) -> _Magnitudes:
+    """Measure each magnitude as a tensor of one number."""
+    bits = torch.arange(2**15, dtype=torch.int16)
+    every = bits.view(dtype)
+    wide = every.float()
+    finite = wide.isfinite()
+    values = torch.where(finite, wide, 0.0)
+    nonzero = values > 0
+    columns = [
+        torch.ones_like(finite),
+        wide == 0,
+        nonzero & (wide < torch.finfo(dtype).smallest_normal),
+        wide.isinf(),
+        wide.isnan(),
+    ]
+    squares = [values.double().square()]
+    for form in casts:
+        low = values.to(form.dtype)
+        columns += [
+            nonzero & (low == 0),
+            (low > 0) & (low < form.min_normal),
+            low.isinf(),
+        ]
+        errors = values - low.float().clamp(max=form.max)
+        squares.append(errors.double().square())
+    field = (wide.double().view(torch.int64) >> 52) & (BINS - 1)
+    facts = torch.stack([*(column.double() for column in columns), *squares], 1)
+    return _Magnitudes(values.double().to(device), field.to(device), facts.to(device))
+
+
+def _add_patterns(into: Counts, values: Tensor, casts: tuple[FloatFormat, ...]) -> None:
+    """Add numbers of 16 bits by how often each magnitude is there."""
+    known = _magnitudes(values.dtype, casts, values.device)
+    often = _frequencies(values)
+    into.counts[:BINS].scatter_add_(0, known.bins, often)
+    found = often.double() @ known.facts  # exact: counts are far below 2**53
+    facts = len(FACTS) + len(LOSSES) * len(casts)
+    into.counts[BINS:] += found[:facts].long()
+    into.sums.add_(found[facts:])
+    there = torch.where(often > 0, known.values, 0.0)
+    lowest = torch.where(there > 0, there, torch.inf).amin()
+    reached = torch.stack([there.amax(), -lowest])
+    torch.maximum(into.extremes, reached, out=into.extremes)
+
+
+def _frequencies(values: Tensor) -> Tensor:
+    """Count how often each magnitude of a 16-bit format is there: int64, (32768,)."""
+    often = torch.zeros(2**15, dtype=torch.int64, device=values.device)
+    one = torch.ones((), dtype=torch.int64, device=values.device)
+    for piece in torch.split(values.view(torch.int16), 4 * _PIECE):
+        bits = piece & (2**15 - 1)
+        if late.on_host(values.device):  # elsewhere bincount reads its largest bin
+            often += torch.bincount(bits, minlength=len(often))
+        else:
+            often.scatter_add_(0, bits.long(), one.expand_as(bits))
+    return often
