@@ -179,7 +179,8 @@ def test_every_pattern(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a tensor of many pieces, the last one short, is one tensor."""
-    monkeypatch.setattr(tensor_counts, "_PIECE", 64)
+    monkeypatch.setattr(tensor_counts, "_PIECES", {True: 64})
+    monkeypatch.setattr(tensor_counts, "_PATTERNS", 64)
     spread = torch.randn(1000, dtype=torch.float64) * 2.0 ** torch.randint(
         -40, 20, (1000,)
     )

@@ -6,6 +6,7 @@ waiting and without a wide copy of the whole. Those of two tensors add up.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import torch
 from halfstep import late
 from halfstep.errors import UserError
 from halfstep.formats import BF16, FP16, FloatFormat
-from halfstep.scaler.exponents import BINS, count
+from halfstep.scaler.exponents import BINS, count, tally
 from halfstep.stats import dense
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ LARGEST = 2.0**480
 """Magnitudes above count as this one in sums of squares, which would overflow fp64.
 Only fp64 has them."""
 
-_PIECE = 2**18  # 1 MB in fp32: a piece and its casts stay in a core's cache.
+_PIECES = {True: 2**15, False: 2**22}
+"""Numbers looked at together: on a CPU what stays in a core's cache, fp64 copies and
+all; elsewhere what keeps the device busy."""
+_PATTERNS = 2**20  # 16-bit numbers counted together
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 
@@ -88,7 +92,7 @@ def add_(into: Counts, tensor: Tensor, casts: tuple[FloatFormat, ...]) -> None:
     if values.element_size() == 2:  # noqa: PLR2004
         _add_patterns(into, values, casts)
     else:
-        for piece in torch.split(values, _PIECE):
+        for piece in torch.split(values, _PIECES[late.on_host(values.device)]):
             _add_piece(into, piece, casts)
 
 
@@ -115,25 +119,27 @@ def _add_piece(into: Counts, piece: Tensor, casts: tuple[FloatFormat, ...]) -> N
     """Add a piece, by what its bits say: positive floats are ordered as integers."""
     if not piece.numel():
         return
-    integer = _INTEGERS[piece.element_size()]
-    most = torch.iinfo(integer).max
+    bits_of = _INTEGERS[piece.element_size()]
+    most = torch.iinfo(bits_of).max
     inf = most - 2 ** _MANTISSA[piece.dtype] + 1
-    bits = piece.view(integer) & most
-    finite = torch.where(bits < inf, bits, 0)
-    values = finite.view(piece.dtype)
-    bad, nans = torch.count_nonzero(bits >= inf), torch.count_nonzero(bits > inf)
+    size = piece.abs()
+    values = torch.nan_to_num(size, nan=0.0, posinf=0.0)
+    finite = values.view(bits_of)
     histogram = count(values)
-    histogram[0] -= bad
-    histogram[-1] += bad
-    nonzero = torch.count_nonzero(finite)
-    tiny = torch.finfo(piece.dtype).smallest_normal
-    subnormals = torch.count_nonzero(values < tiny) - (piece.numel() - nonzero)
-    facts = (piece.numel() - nonzero - bad, subnormals, bad - nans, nans)
+    some, numbers, nonzero = (  # a NaN is none of zero
+        torch.count_nonzero(size),
+        torch.count_nonzero(torch.nan_to_num_(size, nan=0.0)),
+        torch.count_nonzero(finite),
+    )
+    histogram[0] -= some - nonzero
+    histogram[-1] += some - nonzero
+    facts = (piece.numel() - some, _subnormals(values, histogram, nonzero))
+    facts += (numbers - nonzero, some - numbers)
     # Zero becomes the largest integer of all, and is never the smallest.
-    least = ((finite - 1) & most).amin()
+    least = (finite - 1).bitwise_and_(most).amin()
     lowest = (least + 1).clamp(max=inf - 1).view(piece.dtype).double()
-    largest = finite.amax().view(piece.dtype).double()
     lowest = torch.where(least < most, lowest, torch.inf)
+    largest = finite.amax().view(piece.dtype).double()
     losses, errors = [], []
     for form in casts:
         lost, error = _cast(values, form, nonzero)
@@ -144,6 +150,13 @@ def _add_piece(into: Counts, piece: Tensor, casts: tuple[FloatFormat, ...]) -> N
     into.counts[BINS + 1 :] += torch.stack([*facts, *losses])
     into.sums.add_(torch.stack([_square(values), *errors]))
     torch.maximum(into.extremes, torch.stack([largest, -lowest]), out=into.extremes)
+
+
+def _subnormals(values: Tensor, histogram: Tensor, nonzero: Tensor) -> Tensor:
+    tiny = torch.finfo(values.dtype).smallest_normal
+    if values.dtype == torch.float64:  # its own have no bins
+        return torch.count_nonzero(values < tiny) - (values.numel() - nonzero)
+    return histogram[1 : int(math.log2(tiny)) + (BINS // 2 - 1)].sum()
 
 
 def _cast(
@@ -157,12 +170,11 @@ def _cast(
         nonzero: How many are other than zero.
     """
     low = values.to(form.dtype)
-    integer = _INTEGERS[form.bytes]
-    bits, most = low.view(integer), torch.iinfo(integer).max
-    fraction = 2**form.mantissa_bits - 1
-    subnormal = torch.count_nonzero(((bits - 1) & most) < fraction)
-    saturated = torch.count_nonzero(bits == most - fraction)
-    flushed = nonzero - torch.count_nonzero(bits)
+    bits = low.view(_INTEGERS[form.bytes])
+    left = torch.count_nonzero(bits)
+    fields = tally(bits >> form.mantissa_bits, 2**form.exponent_bits)
+    subnormal = fields[0] - (values.numel() - left)
+    flushed, saturated = nonzero - left, fields[-1]
     back = low.to(values.dtype).clamp_(max=form.max)
     return [flushed, subnormal, saturated], _square(values - back)
 
@@ -240,12 +252,8 @@ def _add_patterns(into: Counts, values: Tensor, casts: tuple[FloatFormat, ...]) 
 
 def _frequencies(values: Tensor) -> Tensor:
     """Count how often each magnitude of a 16-bit format is there: int64, (32768,)."""
+    bits = values.view(torch.int16)
     often = torch.zeros(2**15, dtype=torch.int64, device=values.device)
-    one = torch.ones((), dtype=torch.int64, device=values.device)
-    for piece in torch.split(values.view(torch.int16), 4 * _PIECE):
-        bits = piece & (2**15 - 1)
-        if late.on_host(values.device):  # elsewhere bincount reads its largest bin
-            often += torch.bincount(bits, minlength=len(often))
-        else:
-            often.scatter_add_(0, bits.long(), one.expand_as(bits))
+    for piece in torch.split(bits, _PATTERNS):
+        often += tally(piece & (2**15 - 1), len(often))
     return often

@@ -282,7 +282,8 @@ def measure(
 ) -> TensorStats:
     """Measure a tensor on its device, without waiting.
 
-    In pieces of 2**18 numbers (2**20 of 16 bits): what it takes beside the tensor does
+    In pieces, of 2**15 numbers on a CPU (2**20 of 16 bits): what it takes beside the
+    tensor does
     not grow with it, but for a copy of one with gaps between its numbers.
 
     Args:
