@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from halfstep.mismatch import DtypeMismatch
     from halfstep.policy import Decision, Policy, Rule
     from halfstep.preparing import prepare
+    from halfstep.probe import Probe
     from halfstep.scaler import LossScaleCollapse
     from halfstep.session import Session
     from halfstep.stats import StepReport
@@ -42,6 +43,7 @@ _ROOM_OF = {
     "LossScaleCollapse": "scaler",
     "MasterWeights": "master",
     "Policy": "policy",
+    "Probe": "probe",
     "Rule": "policy",
     "Session": "session",
     "StepReport": "stats",
@@ -65,6 +67,7 @@ __all__ = [
     "LossScaleCollapse",
     "MasterWeights",
     "Policy",
+    "Probe",
     "Rule",
     "Session",
     "StepReport",

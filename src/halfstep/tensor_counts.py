@@ -20,6 +20,8 @@ from halfstep.scaler.exponents import BINS, count, tally
 from halfstep.stats import dense
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 CASTS = (FP16, BF16)
@@ -38,6 +40,8 @@ _PIECES = {True: 2**15, False: 2**22}
 """Numbers looked at together: on a CPU what stays in a core's cache, fp64 copies and
 all; elsewhere what keeps the device busy."""
 _PATTERNS = 2**20  # 16-bit numbers counted together
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Those that can be measured; complex ones are seen as pairs of these."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 
@@ -57,22 +61,45 @@ class Counts:
     other than zero, -inf of none."""
 
     @classmethod
-    def none(
-        cls, casts: int, device: torch.device, rows: tuple[int, ...] = ()
-    ) -> Counts:
-        """Return those of no numbers, for so many casts; of each of some rows."""
+    def none(cls, casts: int, device: torch.device) -> Counts:
+        """Return those of no numbers, for so many casts."""
         width = BINS + len(FACTS) + casts * len(LOSSES)
-        extremes = torch.zeros(*rows, 2, dtype=torch.float64, device=device)
-        extremes[..., 1] = -torch.inf
+        extremes = torch.zeros(2, dtype=torch.float64, device=device)
+        extremes[1].fill_(-torch.inf)
         return cls(
-            torch.zeros(*rows, width, dtype=torch.int64, device=device),
-            torch.zeros(*rows, 1 + casts, dtype=torch.float64, device=device),
+            torch.zeros(width, dtype=torch.int64, device=device),
+            torch.zeros(1 + casts, dtype=torch.float64, device=device),
             extremes,
         )
 
-    def row(self, number: int) -> Counts:
-        """Return one of some rows, to be written to in place."""
-        return Counts(self.counts[number], self.sums[number], self.extremes[number])
+    def plus(self, other: Counts) -> Counts:
+        """Return those of the numbers of both; neither is written to."""
+        at = self.counts.device
+        return Counts(
+            self.counts + other.counts.to(at),
+            self.sums + other.sums.to(at),
+            torch.maximum(self.extremes, other.extremes.to(at)),
+        )
+
+    @classmethod
+    def stacked(cls, rows: Sequence[Counts]) -> Counts:
+        """Return some as rows of one, on the device of the first; at least one."""
+        at = rows[0].counts.device
+        return cls(
+            torch.stack([row.counts.to(at) for row in rows]),
+            torch.stack([row.sums.to(at) for row in rows]),
+            torch.stack([row.extremes.to(at) for row in rows]),
+        )
+
+    def rows(self) -> list[Counts]:
+        """Return what was stacked."""
+        parts = (self.counts.unbind(), self.sums.unbind(), self.extremes.unbind())
+        return [Counts(*row) for row in zip(*parts, strict=True)]
+
+    def bad(self) -> Tensor:
+        """Return whether there are infs or NaNs: bool, for each row."""
+        first = BINS + FACTS.index("infs")
+        return self.counts[..., first : first + 2].sum(-1) > 0
 
 
 @torch.no_grad()
@@ -102,7 +129,7 @@ def _flat(tensor: Tensor) -> Tensor:
     values = (
         torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     )
-    if values.dtype not in _MANTISSA:
+    if values.dtype not in DTYPES:
         message = (
             f"a tensor of {values.dtype} has no statistics; give one of float16, "
             "bfloat16, float32 or float64."
@@ -133,8 +160,8 @@ def _add_piece(into: Counts, piece: Tensor, casts: tuple[FloatFormat, ...]) -> N
     )
     histogram[0] -= some - nonzero
     histogram[-1] += some - nonzero
-    facts = (piece.numel() - some, _subnormals(values, histogram, nonzero))
-    facts += (numbers - nonzero, some - numbers)
+    facts = [piece.numel() - some, _subnormals(values, histogram, nonzero)]
+    facts += [numbers - nonzero, some - numbers]
     # Zero becomes the largest integer of all, and is never the smallest.
     least = (finite - 1).bitwise_and_(most).amin()
     lowest = (least + 1).clamp(max=inf - 1).view(piece.dtype).double()

@@ -212,14 +212,7 @@ class TensorStats:
             UserError: If they are of different dtypes or casts.
         """
         _require_alike(self, other)
-        ours, theirs = self.counted, other.counted
-        at = ours.counts.device
-        merged = Counts(
-            ours.counts + theirs.counts.to(at),
-            ours.sums + theirs.sums.to(at),
-            torch.maximum(ours.extremes, theirs.extremes.to(at)),
-        )
-        return TensorStats(self.dtype, self.casts, merged)
+        return TensorStats(self.dtype, self.casts, self.counted.plus(other.counted))
 
     def over_ranks(self, group: dist.ProcessGroup | None = None) -> TensorStats:
         """Return the statistics of the numbers of all processes.

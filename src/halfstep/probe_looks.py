@@ -1,0 +1,161 @@
+"""What a probe has looked at in one step: a flag for each name, or full statistics.
+
+In: named tensors as they come by. Out: flags and statistics by name, on the device
+until they are fetched. A tensor that comes by again under another name, unchanged, is
+not read again: a layer's output is often its last part's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from halfstep import formats, late
+from halfstep.stats import dense
+from halfstep.tensor_counts import DTYPES, Counts, add_
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from halfstep.formats import FloatFormat
+
+Key = tuple[int, str]
+"""Number of a name, and the dtype that came by under it."""
+_Seen = tuple[StorageWeakRef, object, "bool | Tensor | Counts"]
+
+
+def numbers(tensor: Tensor) -> Tensor | None:
+    """Return a tensor's numbers as plain floats; None of one that has none."""
+    values = dense(tensor.detach())
+    values = values.values() if values.is_nested else values
+    values = (
+        torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    )
+    return values if values.dtype in DTYPES and values.numel() else None
+
+
+def non_finite(values: Tensor) -> bool | Tensor:
+    """Return whether there is an inf or a NaN: at once on a CPU, else a magnitude.
+
+    Why: on a CPU a sum takes a third of the time of both extremes, and is inf or NaN if
+    a part is. Where it only overflowed, the extremes tell. A GPU has one kernel for the
+    largest magnitude, which is inf or NaN if one is there; shape ().
+    """
+    if not late.on_host(values.device):
+        peak: Tensor = torch.linalg.vector_norm(values, torch.inf)
+        return peak
+    wide = torch.float32 if values.dtype == torch.float16 else None
+    total: float = values.sum(dtype=wide).item()
+    if total - total == 0:
+        return False
+    low, high = torch.aminmax(values)
+    return not (bool(low.isfinite()) and bool(high.isfinite()))
+
+
+class Looks:
+    """What has come by since the last `clear`."""
+
+    def __init__(self, casts: tuple[FloatFormat, ...], *, full: bool) -> None:
+        """Take what to look for.
+
+        Args:
+            casts: Of the statistics.
+            full: Take statistics; otherwise flags.
+        """
+        self._casts = casts
+        self.full = full
+        self.bad: dict[int, bool] = {}
+        """Number of a name -> whether it was not finite, in the order they came by."""
+        self.peaks: list[tuple[int, Tensor]] = []
+        """The same where the host would have to wait: magnitudes, shape ()."""
+        self.rows: dict[Key, Counts] = {}
+        self._seen: dict[int, _Seen] = {}
+
+    def look(self, number: int, tensor: Tensor, *, anew: bool = False) -> None:
+        """Look at one tensor.
+
+        Args:
+            number: Of its name.
+            tensor: Of any dtype; only floating ones are looked at.
+            anew: Statistics replace those of the same name, and do not add to them.
+        """
+        with torch._C._DisableAutocast():  # noqa: SLF001
+            found, dtype = self._found(tensor)
+        if isinstance(found, Counts):
+            key = number, dtype
+            before = None if anew else self.rows.get(key)
+            self.rows[key] = found if before is None else before.plus(found)
+        elif isinstance(found, bool):
+            self.bad[number] = found or self.bad.get(number, False)
+        elif found is not None:
+            self.peaks.append((number, found))
+
+    def look_at_all(self, named: Sequence[tuple[int, Tensor]]) -> None:
+        """Look at tensors that are all there; on a GPU, for flags, by one kernel."""
+        groups: dict[object, list[tuple[int, Tensor]]] = {}
+        for number, tensor in named:
+            at = tensor.device, tensor.dtype
+            if self.full or late.on_host(tensor.device):
+                self.look(number, tensor, anew=True)
+            elif (values := numbers(tensor)) is not None:
+                groups.setdefault(at, []).append((number, values))
+        for group in groups.values():
+            norms = torch._foreach_norm([v for _, v in group], torch.inf)  # noqa: SLF001
+            self.peaks += [(n, p) for (n, _), p in zip(group, norms, strict=True)]
+
+    def _found(self, tensor: Tensor) -> tuple[bool | Tensor | Counts | None, str]:
+        values = numbers(tensor)
+        if values is None:
+            return None, ""
+        dtype = str(values.dtype).removeprefix("torch.")
+        if values.is_inference():  # no version tells whether it was written to
+            return self._measured(values), dtype
+        storage = values.untyped_storage()
+        place = values._version, values.storage_offset()  # noqa: SLF001
+        shape = place, values.shape, values.stride(), values.dtype
+        seen = self._seen.get(storage._cdata)  # noqa: SLF001
+        # The reference keeps the number from being given to another storage.
+        if seen is not None and seen[1] == shape:
+            return seen[2], dtype
+        found = self._measured(values)
+        alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._seen[storage._cdata] = alive, shape, found  # noqa: SLF001
+        return found, dtype
+
+    def _measured(self, values: Tensor) -> bool | Tensor | Counts:
+        if not self.full:
+            return non_finite(values)
+        counted = Counts.none(len(self._casts), values.device)
+        add_(counted, values, self._casts)
+        return counted
+
+    def flags(self) -> tuple[list[int], list[Tensor]]:
+        """Return numbers of names, and for each of some groups a row of flags.
+
+        Returns:
+            Numbers, as they came by within each group; rows of bool, one a group,
+            together as long as the numbers.
+        """
+        order, rows = list(self.bad), []
+        if self.bad:
+            rows.append(torch.tensor(list(self.bad.values())))
+        groups: dict[object, list[tuple[int, Tensor]]] = {}
+        for number, peak in self.peaks:
+            groups.setdefault((peak.device, peak.dtype), []).append((number, peak))
+        for group in groups.values():
+            order += [number for number, _ in group]
+            rows.append(~torch.isfinite(torch.stack([peak for _, peak in group])))
+        return order, rows
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.bad, self.peaks, self.rows, self._seen = {}, [], {}, {}
+
+
+def label(name: str, dtype: str, first: str) -> str:
+    """Return the name of statistics: with the dtype where another came by first."""
+    return name if dtype == first else f"{name} ({formats.word(getattr(torch, dtype))})"
