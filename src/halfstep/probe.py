@@ -113,6 +113,8 @@ class Probe:
             for word in casts
         )
         self._ended = 0
+        self._blind: str | None = None
+        """What should have been seen, and was not."""
         self._log = _writer(log)
         self._over_ranks, self._group = over_ranks, group
         self._flags_coming: Parcels[tuple[int, list[int]]] = Parcels()
@@ -149,6 +151,14 @@ class Probe:
             self._send_stats()
         looking = self.mode != "sampled" or self._ended % self.every == 0
         hooks.begin(looking=looking)
+        if self._blind is not None:
+            message = (
+                f"the probe saw nothing of {self._blind}. If torch.compile ran it "
+                "before the probe was attached, attach first, or call "
+                "torch.compiler.reset()."
+            )
+            self._blind = None
+            warnings.warn(message, stacklevel=2)
 
     def flush(self) -> None:
         """Take in all that is still under way. Waits for the device."""
@@ -297,25 +307,13 @@ class Probe:
     def _arrive(self, step: int, seen: dict[int, None], bad: list[str]) -> None:
         """Take in what was found in a step."""
         if not self.arrived:
-            self._require_seen(step, seen)
+            self._blind = self._hooks.blind(seen)
         self.arrived = step
         self.non_finite = tuple(bad)
         if bad:
             self.history.append((step, self.non_finite))
             if self._log is not None:
                 self._log({"step": step, "event": "non_finite", "where": bad})
-
-    def _require_seen(self, step: int, seen: dict[int, None]) -> None:
-        """Warn if what was to be seen was not, where torch.compile may be why."""
-        blind = self._hooks.blind(seen)
-        if blind is None:
-            return
-        message = (
-            f"the probe saw nothing of {blind} in step {step}. If torch.compile ran it "
-            "before the probe was attached, attach first, or call "
-            "torch.compiler.reset()."
-        )
-        warnings.warn(message, stacklevel=4)
 
 
 def _writer(
