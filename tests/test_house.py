@@ -185,6 +185,7 @@ LAYER = {
     "bench.autocast": 41,
     "bench.contender": 41,
     "bench.encoder": 41,
+    "bench.probe": 42,
     "bench.scaler": 41,
     "bench.traces": 41,
     "bench.train": 42,
