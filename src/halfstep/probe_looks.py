@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep import formats, late
@@ -19,23 +20,25 @@ from halfstep.tensor_counts import DTYPES, Counts, add_
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from halfstep.formats import FloatFormat
 
 Key = tuple[int, str]
 """Number of a name, and the dtype that came by under it."""
+_WORDS = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 _Seen = tuple[StorageWeakRef, object, "bool | Tensor | Counts"]
 
 
 def numbers(tensor: Tensor) -> Tensor | None:
     """Return a tensor's numbers as plain floats; None of one that has none."""
-    values = dense(tensor.detach())
-    values = values.values() if values.is_nested else values
-    values = (
-        torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    )
-    return values if values.dtype in DTYPES and values.numel() else None
+    values = tensor.detach()
+    if type(values) is not Tensor or values.layout is not torch.strided:
+        values = dense(values)
+        values = values.values() if values.is_nested else values
+    if values.dtype in DTYPES:
+        return values if values.numel() else None
+    if values.is_complex():
+        return numbers(torch.view_as_real(values.resolve_conj()))
+    return None
 
 
 def non_finite(values: Tensor) -> bool | Tensor:
@@ -98,10 +101,15 @@ class Looks:
         """Look at tensors that are all there; on a GPU, for flags, by one kernel."""
         groups: dict[object, list[tuple[int, Tensor]]] = {}
         for number, tensor in named:
-            at = tensor.device, tensor.dtype
-            if self.full or late.on_host(tensor.device):
-                self.look(number, tensor, anew=True)
-            elif (values := numbers(tensor)) is not None:
+            values = numbers(tensor)
+            if values is None:
+                continue
+            if self.full:
+                self.look(number, values, anew=True)
+            elif late.on_host(values.device):  # no two share memory
+                self.bad[number] = bool(non_finite(values))
+            else:
+                at = values.device, values.dtype
                 groups.setdefault(at, []).append((number, values))
         for group in groups.values():
             norms = torch._foreach_norm([v for _, v in group], torch.inf)  # noqa: SLF001
@@ -111,19 +119,22 @@ class Looks:
         values = numbers(tensor)
         if values is None:
             return None, ""
-        dtype = str(values.dtype).removeprefix("torch.")
+        dtype = _WORDS[values.dtype]
         if values.is_inference():  # no version tells whether it was written to
             return self._measured(values), dtype
         storage = values.untyped_storage()
-        place = values._version, values.storage_offset()  # noqa: SLF001
-        shape = place, values.shape, values.stride(), values.dtype
-        seen = self._seen.get(storage._cdata)  # noqa: SLF001
+        place = storage._cdata  # noqa: SLF001
+        form = (
+            *(values._version, values.storage_offset()),  # noqa: SLF001
+            *(values.shape, values.stride(), dtype),
+        )
+        seen = self._seen.get(place)
         # The reference keeps the number from being given to another storage.
-        if seen is not None and seen[1] == shape:
+        if seen is not None and seen[1] == form:
             return seen[2], dtype
         found = self._measured(values)
         alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._seen[storage._cdata] = alive, shape, found  # noqa: SLF001
+        self._seen[place] = alive, form, found
         return found, dtype
 
     def _measured(self, values: Tensor) -> bool | Tensor | Counts:

@@ -36,7 +36,7 @@ LARGEST = 2.0**480
 """Magnitudes above count as this one in sums of squares, which would overflow fp64.
 Only fp64 has them."""
 
-_PIECES = {True: 2**15, False: 2**22}
+_PIECES = {True: 2**16, False: 2**22}
 """Numbers looked at together: on a CPU what stays in a core's cache, fp64 copies and
 all; elsewhere what keeps the device busy."""
 _PATTERNS = 2**20  # 16-bit numbers counted together

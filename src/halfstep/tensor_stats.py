@@ -85,11 +85,12 @@ class TensorStats:
 
     @cached_property
     def _read(self) -> tuple[list[int], list[float], list[float]]:
+        """Counts behind the histogram, sums, extremes."""
         held = self.counted
-        return held.counts.tolist(), held.sums.tolist(), held.extremes.tolist()
+        return held.counts[BINS:].tolist(), held.sums.tolist(), held.extremes.tolist()
 
     def _fact(self, name: str) -> int:
-        return self._read[0][BINS + FACTS.index(name)]
+        return self._read[0][FACTS.index(name)]
 
     @property
     def count(self) -> int:
@@ -138,8 +139,10 @@ class TensorStats:
 
         fp64's own subnormal numbers, below 2**-1022, are in none.
         """
-        bins = self._read[0][1 : BINS - 1]
-        return {at - _BIAS: many for at, many in enumerate(bins, 1) if many}
+        bins = self.counted.counts[1 : BINS - 1].cpu()
+        filled = bins.nonzero().flatten()
+        pairs = zip(filled.tolist(), bins[filled].tolist(), strict=True)
+        return {at + 1 - _BIAS: many for at, many in pairs}
 
     @property
     def nonzero(self) -> int:
@@ -162,7 +165,7 @@ class TensorStats:
             raise UserError(message)
         place = self.casts.index(form)
         counts, sums, _ = self._read
-        start = BINS + len(FACTS) + len(LOSSES) * place
+        start = len(FACTS) + len(LOSSES) * place
         return CastLoss(
             *(counts[start], counts[start + 1], counts[start + 2]),
             of=self.nonzero,
@@ -184,7 +187,7 @@ class TensorStats:
             scale: Loss scale. A power of two above 0.
         """
         _require_power("scale", scale)
-        histogram = torch.tensor(self._read[0][:BINS])
+        histogram = self.counted.counts[:BINS].cpu()
         wide = torch.tensor(scale, dtype=torch.float64)
         return flushed(histogram, wide, _format(to).dtype).item()
 
@@ -275,7 +278,7 @@ def measure(
 ) -> TensorStats:
     """Measure a tensor on its device, without waiting.
 
-    In pieces, of 2**15 numbers on a CPU (2**20 of 16 bits): what it takes beside the
+    In pieces, of 2**16 numbers on a CPU (2**20 of 16 bits): what it takes beside the
     tensor does
     not grow with it, but for a copy of one with gaps between its numbers.
 
