@@ -336,6 +336,21 @@ def test_elsewhere(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert step(probe, model) == here
 
 
+def test_order_over_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: names come in the order of the tensors, whatever their dtypes."""
+    wide, narrow = net(), net().half()
+    model = nn.ModuleList([net()[0], narrow[0], wide[0]])
+    for where in ("here", "elsewhere"):
+        if where == "elsewhere":
+            monkeypatch.setattr(late, "on_host", lambda _: False)
+        with hs.Probe(model) as probe:
+            model[0](X)
+            model[1](X.half() * NAN)
+            model[2](X * NAN)
+            probe.step()
+            assert probe.non_finite == ("1:output", "2:output")
+
+
 # Without a trace
 
 
@@ -434,3 +449,26 @@ def test_session(level: str, dtype: str) -> None:
     low = {"O0": "float32"}.get(level, "bfloat16")
     assert kinds["0:output"] == kinds["0:grad"] == low
     assert kinds["0.weight:grad"] == ("bfloat16" if level == "O2" else "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["flags", "full"])
+def test_cuda(mode: Any) -> None:
+    """Law: on a GPU nothing waits, and a step is known of two steps later."""
+    model = net().cuda()
+    x = X.cuda()
+    with hs.Probe(model, mode) as probe:
+        step(probe, model, x)  # kernels are loaded, tables copied, memory is mapped
+        passes(model, x)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            probe.step()
+            for value in (1.0, INF, 1.0, 1.0):
+                step(probe, model, x * value)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert probe.arrived == probe.steps - late.LAG
+        assert probe.non_finite[0] == "0:output"
+        probe.flush()
+        assert (probe.arrived, probe.non_finite) == (probe.steps, ())

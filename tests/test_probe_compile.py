@@ -63,8 +63,7 @@ def broken(value: float, *, backward: bool) -> nn.Sequential:
 
 
 @BACKENDS
-@pytest.mark.parametrize("mode", ["flags", "full"])
-@pytest.mark.parametrize("value", [INF, NAN])
+@pytest.mark.parametrize(("mode", "value"), [("flags", INF), ("full", NAN)])
 def test_the_same_is_found(mode: Any, value: float, backend: str) -> None:
     """Law: in one graph, forward and backward, as much is found as without it.
 

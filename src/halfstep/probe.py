@@ -27,7 +27,7 @@ from halfstep.tensor_counts import CASTS, Counts
 from halfstep.tensor_stats import TensorStats, counts_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from torch import Tensor, nn
 
@@ -117,7 +117,7 @@ class Probe:
         """What should have been seen, and was not."""
         self._log = _writer(log)
         self._over_ranks, self._group = over_ranks, group
-        self._flags_coming: Parcels[tuple[int, list[int]]] = Parcels()
+        self._flags_coming: Parcels[tuple[int, list[int], list[int]]] = Parcels()
         self._stats_coming: Parcels[tuple[int, list[str], list[str]]] = Parcels()
         self._hooks = Hooks(distributed.bare(model), self._casts, full=mode != "flags")
 
@@ -162,8 +162,8 @@ class Probe:
 
     def flush(self) -> None:
         """Take in all that is still under way. Waits for the device."""
-        for (step, order), tensors in self._flags_coming.flush():
-            self._flags_arrived(step, order, tensors)
+        for (step, order, came), tensors in self._flags_coming.flush():
+            self._flags_arrived(step, order, came, tensors)
         for (step, names, dtypes), tensors in self._stats_coming.flush():
             self._stats_arrived(step, names, dtypes, tensors)
 
@@ -195,49 +195,43 @@ class Probe:
     def _send_flags(self) -> None:
         hooks = self._hooks
         order, rows = hooks.looks.flags()
+        came = list(hooks.looks.came)
         rows = [moved(row, hooks.device).float() for row in rows]
         if hooks.traced:
             count = len(hooks.modules)
             # Gradients of parameters come last.
-            order = [*range(count), *reversed(range(count, 2 * count)), *order]
+            first = [*range(count), *reversed(range(count, 2 * count))]
+            order, came = [*first, *order], [*first, *came]
             rows = [hooks.flags[0].clone(), hooks.flags[1].flip(0), *rows]
         if self._over_ranks:
             order, rows = self._agreed(order, rows)
         if not rows:
             rows = [torch.empty(0)]
-        for (step, which), tensors in self._flags_coming.send(
-            (self.steps, order), rows
-        ):
-            self._flags_arrived(step, which, tensors)
+        note = self.steps, order, came
+        for (step, *lists), tensors in self._flags_coming.send(note, rows):
+            self._flags_arrived(step, *lists, tensors)
 
     def _agreed(
         self, order: list[int], rows: list[Tensor]
     ) -> tuple[list[int], list[Tensor]]:
-        """Return the flags of all processes, first what came by here."""
+        """Return the flags of all names in all processes."""
         hooks = self._hooks
         every = torch.full((len(hooks.names),), UNSEEN, device=hooks.device)
         if order:
             here = torch.tensor(order).to(hooks.device, non_blocking=True)
             every.scatter_reduce_(0, here, torch.cat(rows), "amax")
-        distributed.highest(every, self._group)
-        # Each name once, and those that only others have seen at the end.
-        numbers = list(dict.fromkeys([*order, *range(len(hooks.names))]))
-        chosen = torch.tensor(numbers).to(hooks.device, non_blocking=True)
-        return numbers, [every[chosen]]
+        return list(range(len(every))), [distributed.highest(every, self._group)]
 
     def _flags_arrived(
-        self, step: int, order: list[int], tensors: list[Tensor]
+        self, step: int, order: list[int], came: list[int], tensors: list[Tensor]
     ) -> None:
-        values = torch.cat(tensors).tolist()
-        seen = dict.fromkeys(
-            number
-            for number, value in zip(order, values, strict=True)
-            if value != UNSEEN
-        )
-        bad = dict.fromkeys(
-            number for number, value in zip(order, values, strict=True) if value > 0
-        )
-        self._arrive(step, seen, [self._hooks.names[number] for number in bad])
+        flags = list(zip(order, torch.cat(tensors).tolist(), strict=True))
+        seen = {number for number, flag in flags if flag != UNSEEN}
+        bad = {number for number, flag in flags if flag > 0}
+        # What came by in other processes only comes last.
+        ordered = dict.fromkeys([*came, *sorted(bad)])
+        names = [self.names[number] for number in ordered if number in bad]
+        self._arrive(step, seen, names)
 
     # Statistics
 
@@ -246,7 +240,7 @@ class Probe:
         if self._over_ranks:
             rows = self._over(rows)
         if not rows:
-            self._arrive(self.steps, {}, [])
+            self._arrive(self.steps, (), [])
             return
         first: dict[int, str] = {}
         names = [
@@ -299,12 +293,12 @@ class Probe:
             }
             self._log({"step": step, "event": "stats", "tensors": stats})
         numbers = {name: number for number, name in enumerate(self.names)}
-        seen = dict.fromkeys(numbers[name] for name in names if name in numbers)
+        seen = {numbers[name] for name in names if name in numbers}
         self._arrive(step, seen, bad)
 
     # Both
 
-    def _arrive(self, step: int, seen: dict[int, None], bad: list[str]) -> None:
+    def _arrive(self, step: int, seen: Container[int], bad: list[str]) -> None:
         """Take in what was found in a step."""
         if not self.arrived:
             self._blind = self._hooks.blind(seen)

@@ -71,8 +71,10 @@ class Looks:
         """
         self._casts = casts
         self.full = full
+        self.came: dict[int, None] = {}
+        """Numbers of names in the order in which they first came by."""
         self.bad: dict[int, bool] = {}
-        """Number of a name -> whether it was not finite, in the order they came by."""
+        """Number of a name -> whether it was not finite."""
         self.peaks: list[tuple[int, Tensor]] = []
         """The same where the host would have to wait: magnitudes, shape ()."""
         self.rows: dict[Key, Counts] = {}
@@ -86,6 +88,7 @@ class Looks:
             tensor: Of any dtype; only floating ones are looked at.
             anew: Statistics replace those of the same name, and do not add to them.
         """
+        self.came.setdefault(number)
         with torch._C._DisableAutocast():  # noqa: SLF001
             found, dtype = self._found(tensor)
         if isinstance(found, Counts):
@@ -104,6 +107,7 @@ class Looks:
             values = numbers(tensor)
             if values is None:
                 continue
+            self.came.setdefault(number)
             if self.full:
                 self.look(number, values, anew=True)
             elif late.on_host(values.device):  # no two share memory
@@ -145,11 +149,10 @@ class Looks:
         return counted
 
     def flags(self) -> tuple[list[int], list[Tensor]]:
-        """Return numbers of names, and for each of some groups a row of flags.
+        """Return numbers of names, perhaps twice, and as many flags.
 
         Returns:
-            Numbers, as they came by within each group; rows of bool, one a group,
-            together as long as the numbers.
+            Numbers; rows of bool, one for each dtype and device, together as long.
         """
         order, rows = list(self.bad), []
         if self.bad:
@@ -164,6 +167,7 @@ class Looks:
 
     def clear(self) -> None:
         """Forget all."""
+        self.came = {}
         self.bad, self.peaks, self.rows, self._seen = {}, [], {}, {}
 
 
