@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -290,6 +291,16 @@ def test_paused() -> None:
     with hs.Probe(model, "full") as probe:
         with probe.paused():
             passes(model, X * NAN)
+        step(probe, model)
+        assert probe.non_finite == ()
+        assert probe.stats["0:output"].count == 18
+
+
+def test_copies_are_others() -> None:
+    """Law: a deep copy made while a probe is attached is not looked at."""
+    model = net()
+    with hs.Probe(model, "full") as probe:
+        copy.deepcopy(model)(X * NAN)
         step(probe, model)
         assert probe.non_finite == ()
         assert probe.stats["0:output"].count == 18

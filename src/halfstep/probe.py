@@ -200,16 +200,16 @@ class Probe:
         if hooks.traced:
             count = len(hooks.modules)
             # Gradients of parameters come last.
-            first = [*range(count), *reversed(range(count, 2 * count))]
-            order, came = [*first, *order], [*first, *came]
+            traced = [*range(count), *reversed(range(count, 2 * count))]
+            order, came = [*traced, *order], [*traced, *came]
             rows = [hooks.flags[0].clone(), hooks.flags[1].flip(0), *rows]
         if self._over_ranks:
             order, rows = self._agreed(order, rows)
         if not rows:
             rows = [torch.empty(0)]
         note = self.steps, order, came
-        for (step, *lists), tensors in self._flags_coming.send(note, rows):
-            self._flags_arrived(step, *lists, tensors)
+        for (step, numbers, first), tensors in self._flags_coming.send(note, rows):
+            self._flags_arrived(step, numbers, first, tensors)
 
     def _agreed(
         self, order: list[int], rows: list[Tensor]

@@ -137,8 +137,11 @@ class Hooks:
 
     def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], Any]:
         names = place, place + len(self.modules)
+        own = self.modules[place][1]
 
-        def seen(_: nn.Module, __: object, output: Any) -> Any:  # noqa: ANN401
+        def seen(module: nn.Module, _: object, output: Any) -> Any:  # noqa: ANN401
+            if module is not own:  # a copy brings its hooks along
+                return None
             if torch.compiler.is_compiling():
                 if not self.on:
                     return None
