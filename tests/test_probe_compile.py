@@ -11,6 +11,7 @@ from test_probe import INF, NAN, X, net, passes, step
 from torch import nn
 
 import halfstep as hs
+from halfstep.probe_looks import Looks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,7 +105,8 @@ def test_statistics(again: bool | None, backend: str) -> None:
     assert found.keys() == eager.keys()
     for name, data in found.items():
         assert data["count"] == eager[name]["count"], name
-        near = pytest.approx(eager[name]["amax"], rel=1e-4, abs=1e-7)
+        # Terms of size 1 cancel in a normalisation's gradient; there are a few dozen.
+        near = pytest.approx(eager[name]["amax"], rel=2.0**-20, abs=64 * 2.0**-23)
         assert data["amax"] == near, name
 
 
@@ -123,6 +125,17 @@ def test_without_a_trace(backend: str) -> None:
     assert torch.equal(passes(compiled), out)
     passes(compiled, X * NAN)
     assert not any(flags.gt(0).any() for flags in held)
+
+
+def test_results_over_results() -> None:
+    """Law: what a graph writes into another result's memory is looked at anew."""
+    looks = Looks((), full=False)
+    memory = torch.zeros(3)
+    looks.look(0, memory)
+    memory.untyped_storage().copy_(torch.full((3,), NAN).untyped_storage())
+    assert memory._version == 0
+    looks.look(1, memory, known=False)
+    assert looks.bad == {0: False, 1: True}
 
 
 def test_paused() -> None:

@@ -80,17 +80,20 @@ class Looks:
         self.rows: dict[Key, Counts] = {}
         self._seen: dict[int, _Seen] = {}
 
-    def look(self, number: int, tensor: Tensor, *, anew: bool = False) -> None:
+    def look(
+        self, number: int, tensor: Tensor, *, anew: bool = False, known: bool = True
+    ) -> None:
         """Look at one tensor.
 
         Args:
             number: Of its name.
             tensor: Of any dtype; only floating ones are looked at.
             anew: Statistics replace those of the same name, and do not add to them.
+            known: It may be one that came by before, unchanged.
         """
         self.came.setdefault(number)
         with torch._C._DisableAutocast():  # noqa: SLF001
-            found, dtype = self._found(tensor)
+            found, dtype = self._found(tensor, known=known)
         if isinstance(found, Counts):
             key = number, dtype
             before = None if anew else self.rows.get(key)
@@ -108,9 +111,9 @@ class Looks:
             if values is None:
                 continue
             self.came.setdefault(number)
-            if self.full:
-                self.look(number, values, anew=True)
-            elif late.on_host(values.device):  # no two share memory
+            if self.full:  # no two share memory
+                self.look(number, values, anew=True, known=False)
+            elif late.on_host(values.device):
                 self.bad[number] = bool(non_finite(values))
             else:
                 at = values.device, values.dtype
@@ -119,12 +122,15 @@ class Looks:
             norms = torch._foreach_norm([v for _, v in group], torch.inf)  # noqa: SLF001
             self.peaks += [(n, p) for (n, _), p in zip(group, norms, strict=True)]
 
-    def _found(self, tensor: Tensor) -> tuple[bool | Tensor | Counts | None, str]:
+    def _found(
+        self, tensor: Tensor, *, known: bool
+    ) -> tuple[bool | Tensor | Counts | None, str]:
         values = numbers(tensor)
         if values is None:
             return None, ""
         dtype = _WORDS[values.dtype]
-        if values.is_inference():  # no version tells whether it was written to
+        # Of an inference tensor no version tells whether it was written to.
+        if not known or values.is_inference():
             return self._measured(values), dtype
         storage = values.untyped_storage()
         place = storage._cdata  # noqa: SLF001
