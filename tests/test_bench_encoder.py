@@ -198,7 +198,7 @@ def test_tables() -> None:
 def test_what_no_flag_sets() -> None:
     """Law: sizes that no flag sets are the device's; others stay."""
     given = asdict(WORK) | {"layers": None, "lr": None, "heads": 4}
-    work = encoder._work(Namespace(**given))
+    work = encoder.work_of(Namespace(**given))
     assert (work.layers, work.lr, work.heads, work.hidden) == (4, 3e-4, 4, 8)
 
 

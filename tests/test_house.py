@@ -44,6 +44,12 @@ LAYER = {
     "scaler.unscale": 1,
     "stats": 2,
     "scaler.exponents": 2,
+    "tensor_counts": 3,
+    "tensor_stats": 4,
+    "probe_looks": 4,
+    "probe_traced": 4,
+    "probe_hooks": 5,
+    "probe": 6,
     "scaler.singular": 1,
     "scaler.autopsy": 2,
     "scaler.logmax": 3,
@@ -193,6 +199,7 @@ LAYER = {
     "bench.autocast": 41,
     "bench.contender": 41,
     "bench.encoder": 41,
+    "bench.probe": 42,
     "bench.scaler": 41,
     "bench.traces": 41,
     "bench.train": 42,
@@ -357,7 +364,7 @@ def test_face() -> None:
     """Law: the face is small, sorted and true: each name is there, and documented."""
     names = halfstep.__all__
     assert names == sorted(set(names))
-    assert len(names) <= 26
+    assert len(names) <= 30
     assert dir(halfstep) == names
     for name in names:
         assert getattr(halfstep, name).__doc__, name

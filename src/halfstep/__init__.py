@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from halfstep.policy import Decision, Policy, Rule
     from halfstep.preflight import check
     from halfstep.preparing import prepare
+    from halfstep.probe import Probe
     from halfstep.scaler import LossScaleCollapse
     from halfstep.session import Session
     from halfstep.stats import StepReport
+    from halfstep.tensor_stats import TensorStats
 
 __version__ = "0.1.0"
 
@@ -42,9 +44,11 @@ _ROOM_OF = {
     "LossScaleCollapse": "scaler",
     "MasterWeights": "master",
     "Policy": "policy",
+    "Probe": "probe",
     "Rule": "policy",
     "Session": "session",
     "StepReport": "stats",
+    "TensorStats": "tensor_stats",
     "UserError": "errors",
     "autocast": "casting",
     "check": "preflight",
@@ -65,9 +69,11 @@ __all__ = [
     "LossScaleCollapse",
     "MasterWeights",
     "Policy",
+    "Probe",
     "Rule",
     "Session",
     "StepReport",
+    "TensorStats",
     "UserError",
     "autocast",
     "check",

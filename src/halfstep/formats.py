@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import MutableMapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 T = TypeVar("T")
 
@@ -121,6 +124,18 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
     """
     cast: T = _Cast(dtype).of(value)[0]
     return cast
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
+    """Yield the tensors in a nested value, which holds nothing that holds itself.
+
+    It looks into what `cast_floating` looks into.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for _, item in _items(value) or ():
+        yield from tensors_in(item)
 
 
 class _Cast:

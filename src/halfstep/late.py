@@ -7,7 +7,7 @@ fixed number of steps late.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+N = TypeVar("N")
 
 LAG = 2
 """Steps after which numbers of a GPU are read. By then they have arrived, unless the
@@ -74,3 +76,47 @@ class Late:
         event.synchronize()
         numbers: list[float] = arrived.tolist()
         return numbers
+
+
+class Parcels(Generic[N]):
+    """Brings whole tensors to the host some steps late, each with a note of what it is.
+
+    As with `Late`, where there is nothing to wait for they arrive at once.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[N, list[Tensor], torch.cuda.Event | None]] = (
+            deque()
+        )
+
+    def send(self, note: N, tensors: Sequence[Tensor]) -> list[tuple[N, list[Tensor]]]:
+        """Start to fetch tensors; return what has arrived, oldest first.
+
+        Args:
+            note: Comes back with them.
+            tensors: On one device, and not written to after this.
+        """
+        there = any(tensor.device.type == "cuda" for tensor in tensors)
+        if not there:
+            self._under_way.append((note, [t.cpu() for t in tensors], None))
+            return self.flush()
+        host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+        for mine, theirs in zip(host, tensors, strict=True):
+            mine.copy_(theirs, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._under_way.append((note, host, event))
+        return self._taken(LAG)
+
+    def flush(self) -> list[tuple[N, list[Tensor]]]:
+        """Return all that is under way. Waits for it."""
+        return self._taken(0)
+
+    def _taken(self, left: int) -> list[tuple[N, list[Tensor]]]:
+        found = []
+        while len(self._under_way) > left:
+            note, host, event = self._under_way.popleft()
+            if event is not None:
+                event.synchronize()
+            found.append((note, host))
+        return found

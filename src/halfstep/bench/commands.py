@@ -106,6 +106,27 @@ def _wire(arguments: argparse.Namespace) -> list[Table]:
     return wire.tables(arguments)
 
 
+def _add_probe(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench probe`: the encoder's, and two more."""
+    flags.add_encoder(parser)
+    text = "steps from one sample of statistics to the next (default 100)"
+    parser.add_argument(
+        "--every", type=flags.whole, default=100, metavar="N", help=text
+    )
+    parser.add_argument(
+        "--loop",
+        choices=("fp32", "torch.amp", "O1 torch", "O1 lean"),
+        default="O1 lean",
+        help="how it trains (default O1 lean)",
+    )
+
+
+def _probe(arguments: argparse.Namespace) -> list[Table]:
+    from halfstep.bench import probe
+
+    return probe.tables(arguments)
+
+
 BENCHES = {
     "recipe": Bench(
         "torch's recipe network, beside torch.amp, Accelerate, Fabric and by hand",
@@ -169,6 +190,13 @@ BENCHES = {
         "GradScaler and by ours, in steps of several optimizers.",
         flags.add_scaler,
         _scaler,
+    ),
+    "probe": Bench(
+        "what a probe adds to a step: flags, sampled and full statistics",
+        "Train a BERT encoder from scratch on made-up texts without a probe, and with "
+        "one in each mode, in turn; print what a step takes.",
+        _add_probe,
+        _probe,
     ),
     "wire": Bench(
         "bytes that two processes exchange in a step, at each level",

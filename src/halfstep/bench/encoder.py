@@ -95,7 +95,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         UserError: If a flag contradicts another or the machine, or transformers is
             not installed.
     """
-    work = _work(arguments)
+    work = work_of(arguments)
     batch = next(draw_batches(work, 0))
     memory = {
         name: memory_of(make_loop(name, work, 0), batch, work.device)
@@ -110,7 +110,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     return [_table(work, found, memory, more), _curves(work, found)]
 
 
-def _work(arguments: argparse.Namespace) -> Work:
+def work_of(arguments: argparse.Namespace) -> Work:
     """Fill in what no flag set, and check what flags set."""
     if find_spec("transformers") is None:
         message = (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from halfstep import late
 from halfstep.formats import parse
 from halfstep.scaler.unscale import stored
 
@@ -54,21 +55,38 @@ def exponents(tensors: Iterable[Tensor], scale: Tensor) -> Tensor:
 def count(tensor: Tensor) -> Tensor:
     """Count a tensor's numbers by their exponents, as they are.
 
-    Why: `torch.bincount` reads its largest bin on the host, and log2 is wrong next to
-    powers of two. In fp64 every number of the other formats is normal, subnormal ones
-    too, so that the exponent is a field of its bits. fp64's own subnormal numbers
-    count as zeros: no scale in fp32 makes anything of them.
+    Why: log2 is wrong next to powers of two. In fp64 every number of the other formats
+    is normal, subnormal ones too, so that the exponent is a field of its bits. fp64's
+    own subnormal numbers count as zeros: no scale in fp32 makes anything of them.
 
     Returns:
         int64, shape (BINS,), on the tensor's device.
     """
     flat = stored(tensor).flatten()
-    one = torch.ones((), dtype=torch.int64, device=flat.device)
     histogram = torch.zeros(BINS, dtype=torch.int64, device=flat.device)
     for piece in torch.split(flat, _PIECE):
-        field = _field(piece)
-        histogram.scatter_add_(0, field, one.expand_as(field))
+        histogram += tally(_field(piece), BINS)
     return histogram
+
+
+def tally(numbers: Tensor, bins: int) -> Tensor:
+    """Count how often each number from 0 to below `bins` is there, without waiting.
+
+    Why: `torch.bincount` reads the largest number on the host. On a CPU alone that is
+    no wait, and takes a half to a sixth of the time.
+
+    Args:
+        numbers: Integers, shape (n,).
+        bins: How many numbers there can be.
+
+    Returns:
+        int64, shape (bins,), on the same device.
+    """
+    if late.on_host(numbers.device):
+        return torch.bincount(numbers, minlength=bins)
+    one = torch.ones((), dtype=torch.int64, device=numbers.device)
+    found = torch.zeros(bins, dtype=torch.int64, device=numbers.device)
+    return found.scatter_add_(0, numbers.long(), one.expand_as(numbers))
 
 
 def _field(values: Tensor) -> Tensor:

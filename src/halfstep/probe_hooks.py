@@ -1,0 +1,223 @@
+"""How a probe is attached: hooks on modules, on gradients, and at a backward's end.
+
+In: a model. Out: each tensor that comes by, once, shown to `Looks` under its name;
+inside torch.compile, operations in the graph that do so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from halfstep import probe_traced
+from halfstep.formats import tensors_in
+from halfstep.probe_looks import Looks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
+    from halfstep.formats import FloatFormat
+
+OUTSIDE = -1
+"""torch's number of the backward pass under way, where there is none."""
+
+
+class Hooks:
+    """Shows what comes by in a model to `looks`, from now until `detach`."""
+
+    def __init__(
+        self, model: nn.Module, casts: tuple[FloatFormat, ...], *, full: bool
+    ) -> None:
+        """Attach to every module.
+
+        Args:
+            model: Not wrapped.
+            casts: Of the statistics.
+            full: Statistics, not flags.
+        """
+        self.model = model
+        self.modules = modules_of(model)
+        self.looks = Looks(casts, full=full)
+        self.on = True
+        """Whether it is attached and not paused. Graphs of torch.compile are guarded
+        by it: without a probe they are compiled anew, without a trace of it."""
+        self.looking = True
+        """Whether anything is looked at in this step."""
+        self.traced = False
+        """A graph of torch.compile with flags in it has run."""
+        owners = (
+            (path, module, own)
+            for path, module in self.modules
+            for own in module._parameters  # noqa: SLF001
+        )
+        self._parameters = [
+            (f"{path}.{own}" if path else own, module, own)
+            for path, module, own in owners
+        ]
+        paths = [path or "model" for path, _ in self.modules]
+        self.names: tuple[str, ...] = (
+            *(f"{path}:output" for path in paths),
+            *(f"{path}:grad" for path in paths),
+            *(f"{name}:grad" for name, _, _ in self._parameters),
+        )
+        """Number -> name."""
+        parameters = list(model.parameters())
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        count = len(self.modules)
+        shape = (count,), probe_traced.UNSEEN
+        self.flags = (
+            torch.full(*shape, device=self.device),
+            torch.full(*shape, device=self.device),
+        )
+        """Of outputs and of their gradients, written to by graphs."""
+        self._who = probe_traced.register(self) if full else 0
+        self._queued = self._parameters_seen = False
+        self._handles = [
+            module.register_forward_hook(self._hook(place))
+            for place, (_, module) in enumerate(self.modules)
+        ]
+
+    @property
+    def attached(self) -> bool:
+        """Whether `detach` was not called."""
+        return bool(self._handles)
+
+    def blind(self, seen: Container[int]) -> str | None:
+        """Return the path of what was not seen at all, though it may have run.
+
+        Args:
+            seen: Numbers of names.
+        """
+        if not any(place in seen for place in range(len(self.modules))):
+            return "the model"
+        for path, module in self.modules:
+            if not _is_compiled(module):
+                continue
+            inside = [
+                place
+                for place, (inner, _) in enumerate(self.modules)
+                if inner.startswith(f"{path}.")
+            ]
+            if inside and not any(place in seen for place in inside):
+                return repr(path)
+        return None
+
+    def detach(self) -> None:
+        """Take all hooks away."""
+        self.on = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def begin(self, *, looking: bool) -> None:
+        """Forget what was seen; begin a step."""
+        self.looking = looking
+        self.looks.clear()
+        self._queued = self._parameters_seen = False
+        if self.traced:
+            for flags in self.flags:
+                flags.fill_(probe_traced.UNSEEN)
+        self.traced = False
+
+    def finish(self) -> None:
+        """Look at the gradients of parameters, if no backward pass has shown them.
+
+        Where torch.compile ran it, no hook says that it has ended.
+        """
+        if self.on and self.looking and not self._parameters_seen:
+            self._look_at_parameters()
+
+    def at_run_time(self, name: int, value: Tensor) -> None:
+        """Be shown a tensor by a graph."""
+        if self.looking:
+            # A graph writes one result over another, and no version tells.
+            self.looks.look(name, value, known=False)
+
+    def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], Any]:
+        names = place, place + len(self.modules)
+        own = self.modules[place][1]
+
+        def seen(module: nn.Module, _: object, output: Any) -> Any:  # noqa: ANN401
+            if module is not own:  # a copy brings its hooks along
+                return None
+            if torch.compiler.is_compiling():
+                if not self.on:
+                    return None
+                if not self._who:
+                    self.traced = True
+                return probe_traced.watched(output, self.flags, place, self._who, names)
+            if self.on and self.looking:
+                self._see(output, names[0], arrived)
+            return None
+
+        def arrived(gradient: Tensor) -> None:
+            if self.on and self.looking:
+                self.looks.look(names[1], gradient)
+                self._ask_for_the_end()
+
+        return seen
+
+    def _see(
+        self,
+        output: Any,  # noqa: ANN401
+        name: int,
+        arrived: Callable[[Tensor], None],
+    ) -> None:
+        """Look at a module's output; ask for its gradient."""
+        # A module that runs in a backward pass is run again by a checkpoint. What it
+        # computes was seen; but only now may there be a graph for its gradients.
+        again = torch._C._current_graph_task_id() != OUTSIDE  # noqa: SLF001
+        for tensor in tensors_in(output):
+            if not again:
+                self.looks.look(name, tensor)
+            if tensor.grad_fn is not None:
+                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _ask_for_the_end(self) -> None:
+        """Look at the gradients of parameters once the backward pass has ended."""
+        if not self._queued:
+            self._queued = True
+            self._at_the_end(self._ended)
+
+    def _ended(self) -> None:
+        # DDP and FSDP have asked as well, perhaps later: they finish gradients first.
+        self._at_the_end(self._look_at_parameters)
+
+    @staticmethod
+    def _at_the_end(call: Callable[[], None]) -> None:
+        engine = Variable._execution_engine  # noqa: SLF001
+        engine.queue_callback(call)
+
+    def _look_at_parameters(self) -> None:
+        self._queued, self._parameters_seen = False, True
+        first = 2 * len(self.modules)
+        found = []
+        for number, (_, module, own) in enumerate(self._parameters, first):
+            parameter = module._parameters.get(own)  # noqa: SLF001
+            if parameter is not None and parameter.grad is not None:
+                found.append((number, parameter.grad))
+        self.looks.look_at_all(found)
+
+
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return modules by path, each once, parts before the whole: as they end."""
+    found: list[tuple[str, nn.Module]] = []
+    met: set[int] = set()
+
+    def visit(path: str, module: nn.Module) -> None:
+        met.add(id(module))
+        for name, child in module.named_children():
+            if id(child) not in met:
+                visit(f"{path}.{name}" if path else name, child)
+        found.append((path, module))
+
+    visit("", model)
+    return found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Say whether torch.compile runs a module."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None  # noqa: SLF001

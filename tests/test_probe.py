@@ -1,0 +1,485 @@
+"""A probe sees what is there, where it is, once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from scale_loop import NoWaiting
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+from halfstep import late
+from halfstep.errors import UserError
+from halfstep.tensor_stats import TensorStats, measure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+INF, NAN = float("inf"), float("nan")
+
+
+class Broken(nn.Module):
+    """Passes its input on; writes a number into it, or into its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_value: float | None = None
+        self.backward_value: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        x = x * 1
+        if self.forward_value is not None:
+            x = torch.cat([torch.full_like(x[:1], self.forward_value), x[1:]])
+        if self.backward_value is not None and x.requires_grad:
+            value = self.backward_value
+            x.register_hook(lambda g: torch.full_like(g, value))
+        return x * 1
+
+
+class Block(nn.Module):
+    """Two layers with something that breaks between them."""
+
+    def __init__(self, width: int, again: bool | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.broken = Broken()
+        self.last = nn.Linear(width, width)
+        self.again = again
+
+    def inside(self, x: Tensor) -> Tensor:
+        """Compute."""
+        out: Tensor = self.last(self.broken(self.first(x)))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute, now and perhaps once more in the backward pass."""
+        if self.again is None:
+            return self.inside(x)
+        out: Tensor = checkpoint(self.inside, x, use_reentrant=self.again)
+        return out
+
+
+def net(again: bool | None = None) -> nn.Sequential:
+    """Return a small model."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), Block(6, again), nn.LayerNorm(6))
+
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+OUTPUTS = ["0", "1.first", "1.broken", "1.last", "1", "2", "model"]
+PARAMETERS = ["0", "1.first", "1.last", "2"]
+
+
+def passes(model: nn.Module, x: Tensor = X) -> Tensor:
+    """Run a forward and a backward pass; return the output."""
+    model.zero_grad()
+    out: Tensor = model(x)
+    out.square().sum().backward()
+    return out.detach()
+
+
+def step(probe: hs.Probe, model: nn.Module, x: Tensor = X) -> tuple[str, ...]:
+    """Run a step; return what was not finite."""
+    passes(model, x)
+    probe.step()
+    return probe.non_finite
+
+
+# Names and values
+
+
+@pytest.mark.parametrize("again", [None, False, True])
+def test_statistics_are_those_of_the_tensors(again: bool | None) -> None:
+    """Law: by name, each output and gradient as autograd has it, counted once.
+
+    A checkpoint that runs modules again in the backward pass changes nothing.
+    """
+    model = net(again)
+    held: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: object, __: object, output: Tensor) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                held[f"{name}:output"] = output.detach().clone()
+            if output.requires_grad:
+                output.register_hook(
+                    lambda g: held.__setitem__(f"{name}:grad", g.clone())
+                )
+
+        return hook
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(keep(name or "model"))
+    with hs.Probe(model, "full") as probe:
+        step(probe, model)
+        held |= {
+            f"{name}:grad": parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+        assert probe.stats.keys() == held.keys()
+        assert set(probe.names) == held.keys()
+        for name, stats in probe.stats.items():
+            assert stats.data() == measure(held[name]).data(), name
+
+
+@pytest.mark.parametrize("mode", ["flags", "full"])
+def test_names(mode: Any) -> None:
+    """Law: names are paths; the model itself is called that; parts come first."""
+    model = net()
+    with hs.Probe(model, mode) as probe:
+        assert probe.names == (
+            *(f"{path}:output" for path in OUTPUTS),
+            *(f"{path}:grad" for path in OUTPUTS),
+            *(f"{path}.{w}:grad" for path in PARAMETERS for w in ("weight", "bias")),
+        )
+        assert step(probe, model) == ()
+        assert (probe.steps, probe.arrived) == (1, 1)
+
+
+@pytest.mark.parametrize("again", [None, False, True])
+@pytest.mark.parametrize("mode", ["flags", "full"])
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_what_broke_comes_first(mode: Any, value: float, again: bool | None) -> None:
+    """Law: forward and backward, the first name is where it began; none before it."""
+    model = net(again)
+    broken = model[1].broken
+    events: list[dict[str, Any]] = []
+    with hs.Probe(model, mode, log=events.append) as probe:
+        assert step(probe, model) == ()
+        broken.forward_value = value
+        found = step(probe, model)
+        after = ["1.broken", "1.last", "1", "2", "model"]
+        assert [*found[:5]] == [f"{path}:output" for path in after]
+        broken.forward_value, broken.backward_value = None, value
+        found = step(probe, model)
+        assert found[0] == "1.first:grad"  # its gradient is what broken has made
+        assert not [name for name in found if name.endswith(":output")]
+        assert {"0.weight:grad", "1.first.bias:grad"} <= {*found}
+        assert "1.last.weight:grad" not in found
+        broken.backward_value = None
+        assert step(probe, model) == ()
+    assert [number for number, _ in probe.history] == [2, 3]
+    told = [event for event in events if event["event"] == "non_finite"]
+    assert [(e["step"], tuple(e["where"])) for e in told] == list(probe.history)
+
+
+def test_a_single_number() -> None:
+    """Law: one inf among a million is seen, and huge finite numbers are none."""
+    model = nn.Identity()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        huge = torch.full((1000, 1000), torch.finfo(dtype).max, dtype=dtype)
+        bad = torch.zeros(1000, 1000, dtype=dtype)
+        bad[999, 999] = -INF
+        with hs.Probe(model) as probe:
+            for x, expected in [(huge, ()), (bad, ("model:output",))]:
+                model(x)
+                probe.step()
+                assert probe.non_finite == expected
+
+
+def test_masks_are_nobodys_output() -> None:
+    """Law: -inf in what is passed to modules, and inside of them, is no matter."""
+    model = nn.MultiheadAttention(4, 2, batch_first=True)
+    mask = torch.full((3, 3), -INF).triu(1)
+    with hs.Probe(model) as probe:
+        out, _ = model(X[None], X[None], X[None], attn_mask=mask)
+        out.sum().backward()
+        probe.step()
+        assert probe.non_finite == ()
+
+
+def test_outputs_of_all_kinds() -> None:
+    """Law: tensors in tuples, dicts and lists are seen; integers and None are not."""
+
+    class Many(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            complex_ = torch.complex(x, x)
+            return {"a": [x, None, (x.half(), {"b": complex_})], "n": x.long(), "s": ""}
+
+    model = Many()
+    with hs.Probe(model, "full") as probe:
+        model(X)
+        probe.step()
+        both = torch.cat([X, X, X])
+        assert probe.stats["model:output"].data() == measure(both).data()
+        half = probe.stats["model:output (fp16)"]
+        assert half.data() == measure(X.half()).data()
+    with hs.Probe(model) as probe:
+        for place in range(2):
+            x = X.clone()
+            x[place] = NAN
+            model(x)
+            probe.step()
+            assert probe.non_finite == ("model:output",)
+
+
+def test_a_step_of_several_passes() -> None:
+    """Law: outputs of all passes of a step count; gradients of parameters as left."""
+    model = net()
+    with hs.Probe(model, "full") as probe:
+        model.zero_grad()
+        for x in (X, 2 * X, 3 * X):
+            model(x).square().sum().backward()
+        probe.step()
+        stats = probe.stats
+        assert stats["0:output"].count == 3 * 18
+        assert stats["0:grad"].count == 3 * 18
+        assert stats["0.weight:grad"].data() == measure(model[0].weight.grad).data()
+    with hs.Probe(model) as probe:
+        model(X * INF)
+        model(X)
+        probe.step()
+        assert "0:output" in probe.non_finite
+
+
+def test_in_place() -> None:
+    """Law: an output that the next module writes over was seen as it was."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    with torch.no_grad():
+        model[0].bias.fill_(-INF)
+    with hs.Probe(model) as probe:
+        passes(model)
+        probe.step()
+        assert "0:output" in probe.non_finite
+        assert "1:output" not in probe.non_finite
+
+
+# When
+
+
+def test_sampled(tmp_path: Path) -> None:
+    """Law: statistics in the first step and each K from then on, in the file too."""
+    model = net()
+    path = tmp_path / "metrics.jsonl"
+    counted = []
+    with hs.Probe(model, "sampled", every=3, log=path) as probe:
+        for number in range(7):
+            step(probe, model, X * (number + 1))
+            counted.append(probe.arrived)
+        assert counted == [1, 1, 1, 4, 4, 4, 7]
+        last = {name: stats.data() for name, stats in probe.stats.items()}
+    events = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [event["step"] for event in events] == [1, 4, 7]
+    assert {event["event"] for event in events} == {"stats"}
+    assert events[-1]["tensors"] == last
+    back = TensorStats.from_data(events[-1]["tensors"]["0:output"])
+    assert back.count == 18
+
+
+def test_numbers() -> None:
+    """Law: a step has the number it is given, and events say so."""
+    model, events = net(), []
+    with hs.Probe(model, log=events.append) as probe:
+        passes(model, X * NAN)
+        probe.step(41)
+        passes(model, X * NAN)
+        probe.step()
+    assert [event["step"] for event in events] == [41, 42]
+
+
+def test_paused() -> None:
+    """Law: what runs in a pause is not looked at."""
+    model = net()
+    with hs.Probe(model, "full") as probe:
+        with probe.paused():
+            passes(model, X * NAN)
+        step(probe, model)
+        assert probe.non_finite == ()
+        assert probe.stats["0:output"].count == 18
+
+
+def test_copies_are_others() -> None:
+    """Law: a deep copy made while a probe is attached is not looked at."""
+    model = net()
+    with hs.Probe(model, "full") as probe:
+        copy.deepcopy(model)(X * NAN)
+        step(probe, model)
+        assert probe.non_finite == ()
+        assert probe.stats["0:output"].count == 18
+
+
+def test_a_failed_pass() -> None:
+    """Law: after a pass that an error ended, the next step is seen as ever."""
+    model = net()
+    with hs.Probe(model) as probe:
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(X[:, :2])
+        out = model(X)
+        out.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.sum().backward()
+        probe.step()
+        model[1].broken.backward_value = NAN
+        assert "0.weight:grad" in step(probe, model)
+
+
+@pytest.mark.parametrize("mode", ["flags", "full"])
+def test_nothing_waits(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: no number is read from a tensor, in passes or in `step`."""
+    monkeypatch.setattr(late, "on_host", lambda _: False)
+    monkeypatch.setattr(late.Parcels, "send", lambda *_: [])
+    model = net()
+    with hs.Probe(model, mode) as probe:
+        with NoWaiting():  # type: ignore[no-untyped-call]
+            for _ in range(3):
+                step(probe, model)
+        kinds = {looks for looks, _ in probe._hooks.looks.peaks}
+        assert not kinds
+
+
+@pytest.mark.parametrize("mode", ["flags", "full"])
+def test_elsewhere(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: as on a GPU, where flags stay on the device: the same is found."""
+    model = net()
+    model[1].broken.forward_value = INF
+    with hs.Probe(model, mode) as probe:
+        here = step(probe, model)
+    monkeypatch.setattr(late, "on_host", lambda _: False)
+    with hs.Probe(model, mode) as probe:
+        assert step(probe, model) == here
+
+
+def test_order_over_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: names come in the order of the tensors, whatever their dtypes."""
+    wide, narrow = net(), net().half()
+    model = nn.ModuleList([net()[0], narrow[0], wide[0]])
+    for where in ("here", "elsewhere"):
+        if where == "elsewhere":
+            monkeypatch.setattr(late, "on_host", lambda _: False)
+        with hs.Probe(model) as probe:
+            model[0](X)
+            model[1](X.half() * NAN)
+            model[2](X * NAN)
+            probe.step()
+            assert probe.non_finite == ("1:output", "2:output")
+
+
+# Without a trace
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Return all that somebody could find on a model."""
+    return {
+        path: {
+            key: len(value) if "hooks" in key else str(value)
+            for key, value in vars(module).items()
+        }
+        for path, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("mode", ["flags", "sampled", "full"])
+def test_without_a_trace(mode: Any) -> None:
+    """Law: attached or detached, the model computes the same bits; no hook is left."""
+    model = net()
+    out = passes(model)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    before, keys = _state(model), list(model.state_dict())
+    with hs.Probe(model, mode) as probe:
+        with_probe = passes(model)
+        assert torch.equal(out, with_probe)
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(map(torch.equal, gradients, found))
+        assert list(model.state_dict()) == keys
+        probe.step()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert torch.equal(out, passes(model))
+    assert all(map(torch.equal, gradients, found))
+    model.zero_grad()
+    net_ = net()
+    assert _state(model).keys() == before.keys()
+    for path, state in _state(net_).items():
+        for key, value in state.items():
+            if "hooks" in key:
+                assert _state(model)[path][key] == value, (path, key)
+    for parameter in model.parameters():
+        assert not parameter._backward_hooks
+        assert not parameter._post_accumulate_grad_hooks
+    with pytest.raises(RuntimeError, match="the probe was detached; make another one"):
+        probe.step()
+
+
+def test_a_graph_outlives_the_probe() -> None:
+    """Law: a backward pass after `detach` is nobody's."""
+    model = net()
+    probe = hs.Probe(model, "full")
+    out = model(X)
+    probe.detach()
+    out.sum().backward()
+    assert not [name for name in probe.stats if name.endswith("grad")]
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "mode='all' must be one of flags, sampled, full.": (
+        lambda: hs.Probe(net(), "all")  # type: ignore[arg-type]
+    ),
+    "every=0 must be 1 or more.": lambda: hs.Probe(net(), every=0),
+    "dtype='fp8' is not a format; choose one of fp32, bf16, fp16.": (
+        lambda: hs.Probe(net(), casts=("fp8",))
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused(text: str) -> None:
+    """Law: what makes no sense is refused, with what would."""
+    with pytest.raises(UserError) as caught:
+        REFUSED[text]()
+    assert str(caught.value) == text
+
+
+# With a session
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("O1", "bf16"), ("O2", "bf16"), ("O0", "fp32")]
+)
+def test_session(level: str, dtype: str) -> None:
+    """Law: beside a session, with `step` after the session's, gradients are seen."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {} if level == "O0" else {"dtype": dtype}
+    session = hs.prepare(model, optimizer, level, **options)
+    with hs.Probe(session.model, "full") as probe:
+        for _ in range(2):
+            with session.autocast():
+                loss = session.model(X).float().square().mean()
+            session.backward(loss)
+            session.step()
+            probe.step()
+            assert probe.stats.keys() == {*probe.names}
+        kinds = {name: stats.dtype for name, stats in probe.stats.items()}
+    low = {"O0": "float32"}.get(level, "bfloat16")
+    assert kinds["0:output"] == kinds["0:grad"] == low
+    assert kinds["0.weight:grad"] == ("bfloat16" if level == "O2" else "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["flags", "full"])
+def test_cuda(mode: Any) -> None:
+    """Law: on a GPU nothing waits, and a step is known of two steps later."""
+    model = net().cuda()
+    x = X.cuda()
+    with hs.Probe(model, mode) as probe:
+        step(probe, model, x)  # kernels are loaded, tables copied, memory is mapped
+        passes(model, x)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            probe.step()
+            for value in (1.0, INF, 1.0, 1.0):
+                step(probe, model, x * value)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert probe.arrived == probe.steps - late.LAG
+        assert probe.non_finite[0] == "0:output"
+        probe.flush()
+        assert (probe.arrived, probe.non_finite) == (probe.steps, ())
