@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from halfstep.doctor import plain
-from halfstep.doctor.tally import Sample, Tally
+from halfstep.doctor.tally import Sample, Tally, merged
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterator, Mapping
 
 
@@ -277,10 +279,19 @@ class RunFacts:
         """Word of the run's 16-bit format; "fp32" where it has none."""
         return self.config.dtype or (self.profile.dtype if self.profile else None)
 
-    @property
+    @cached_property
     def skipped(self) -> frozenset[int]:
         """Numbers of the steps that were skipped."""
         return frozenset(step.step for step in self.steps if step.skipped)
+
+    @cached_property
+    def gradients(self) -> Mapping[str, Counter[int]]:
+        """Tensor -> histogram of its gradients' exponents, at the last loss scale."""
+        return {
+            name: merged(samples, self.scale)
+            for name, samples in self.samples(":grad")
+            if any(each.tally.exponents for each in samples)
+        }
 
     def samples(self, ending: str) -> Iterator[tuple[str, tuple[Sample, ...]]]:
         """Yield tensors whose names end so, without steps that were skipped.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from halfstep import formats
 from halfstep.doctor.rule import OURS, Rule, Seen, percent
-from halfstep.doctor.tally import lowest, merged, normal, share_below, span, top
+from halfstep.doctor.tally import lowest, normal, share_below, span, top
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,15 +33,6 @@ def _in_16_bits(facts: RunFacts) -> bool:
     return facts.dtype != "fp32"
 
 
-def _gradients(facts: RunFacts) -> dict[str, Counter[int]]:
-    """Return each tensor's histogram as it is at the last loss scale."""
-    return {
-        name: merged(samples, facts.scale)
-        for name, samples in facts.samples(":grad")
-        if any(each.tally.exponents for each in samples)
-    }
-
-
 def safe_scale(facts: RunFacts) -> float | None:
     """Return the largest loss scale at which no gradient seen comes near overflow.
 
@@ -50,7 +41,7 @@ def safe_scale(facts: RunFacts) -> float | None:
     Returns:
         None if no gradient other than zero was seen.
     """
-    tops = [max(histogram) for histogram in _gradients(facts).values()]
+    tops = [max(histogram) for histogram in facts.gradients.values()]
     if not tops:
         return None
     return float(facts.scale * 2.0 ** (top(formats.FP16) - max(tops) - _MARGIN))
@@ -60,10 +51,9 @@ def _scale_word(scale: float) -> str:
     return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"
 
 
-def _cure(histogram: Counter[int], facts: RunFacts) -> str:
+def _cure(histogram: Counter[int], facts: RunFacts, safe: float) -> str:
     """Return the scale that keeps a tensor's gradients, or why there is none."""
-    line, safe = lowest(formats.FP16), safe_scale(facts) or facts.scale
-    raised = 0
+    line, raised = lowest(formats.FP16), 0
     while share_below(histogram, line - raised) > _FINE:
         raised += 1
     needed = facts.scale * 2.0**raised
@@ -81,18 +71,19 @@ def _cure(histogram: Counter[int], facts: RunFacts) -> str:
 
 
 def _underflow(facts: RunFacts) -> Iterator[Seen]:
-    for name, histogram in _gradients(facts).items():
+    safe = safe_scale(facts) or facts.scale
+    for name, histogram in facts.gradients.items():
         share = share_below(histogram, lowest(formats.FP16))
         said = f"{percent(share)} of its gradients become 0 in fp16"
         said += f" at loss scale {_scale_word(facts.scale)}"
-        yield Seen(name, said, _cure(histogram, facts), share, share)
+        yield Seen(name, said, _cure(histogram, facts, safe), share, share)
 
 
 def _subnormal(facts: RunFacts) -> Iterator[Seen]:
     low, full = lowest(formats.FP16), normal(formats.FP16)
-    for name, histogram in _gradients(facts).items():
+    safe = safe_scale(facts) or facts.scale
+    for name, histogram in facts.gradients.items():
         share = share_below(histogram, full, above=low)
-        safe = safe_scale(facts) or facts.scale
         advice = "The largest gradient leaves no room: train in bf16 (--dtype bf16)."
         if safe > facts.scale:
             word = _scale_word(safe)
@@ -153,7 +144,7 @@ def _too_low(facts: RunFacts) -> Iterator[Seen]:
 
 def _spread(facts: RunFacts) -> Iterator[Seen]:
     whole: Counter[int] = Counter()
-    for histogram in _gradients(facts).values():
+    for histogram in facts.gradients.values():
         whole.update(histogram)
     said = f"99.9 % of them span {span(whole)} powers of two; fp16 holds 41 at most"
     yield Seen("gradients", said, "Train in bf16 (--dtype bf16).", span(whole))
