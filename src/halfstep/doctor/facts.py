@@ -12,10 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from halfstep.doctor import plain
-from halfstep.doctor.tally import Sample, Tally, merged
+from halfstep.doctor.tally import Sample, Tally
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterator, Mapping
 
 
@@ -285,13 +284,17 @@ class RunFacts:
         return frozenset(step.step for step in self.steps if step.skipped)
 
     @cached_property
-    def gradients(self) -> Mapping[str, Counter[int]]:
-        """Tensor -> histogram of its gradients' exponents, at the last loss scale."""
-        return {
-            name: merged(samples, self.scale)
+    def gradients(self) -> Mapping[str, tuple[Sample, ...]]:
+        """Tensor -> samples of its gradients while they were in fp16.
+
+        Why not of others: a gradient in fp32, such as that of a norm's weight, loses
+        nothing however small it is.
+        """
+        held = {
+            name: tuple(s for s in samples if s.tally.dtype == "fp16" and s.tally.amax)
             for name, samples in self.samples(":grad")
-            if any(each.tally.exponents for each in samples)
         }
+        return {name: samples for name, samples in held.items() if samples}
 
     def samples(self, ending: str) -> Iterator[tuple[str, tuple[Sample, ...]]]:
         """Yield tensors whose names end so, without steps that were skipped.

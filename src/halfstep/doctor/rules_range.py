@@ -7,12 +7,19 @@ flow backward, multiplied by the loss scale.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from halfstep import formats
 from halfstep.doctor.rule import OURS, Rule, Seen, percent
-from halfstep.doctor.tally import lowest, normal, share_below, span, top
+from halfstep.doctor.tally import (
+    flushed,
+    lowest,
+    merged,
+    normal,
+    share_below,
+    span,
+    top,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,26 +43,30 @@ def _in_16_bits(facts: RunFacts) -> bool:
 def safe_scale(facts: RunFacts) -> float | None:
     """Return the largest loss scale at which no gradient seen comes near overflow.
 
-    Formula: the last scale times 2**(15 - highest exponent - 1).
+    Formula: 2**(15 - highest exponent of what is not scaled - 1).
 
     Returns:
         None if no gradient other than zero was seen.
     """
-    tops = [max(histogram) for histogram in facts.gradients.values()]
-    if not tops:
+    largest = [
+        s.tally.amax / s.scale for held in facts.gradients.values() for s in held
+    ]
+    if not largest:
         return None
-    return float(facts.scale * 2.0 ** (top(formats.FP16) - max(tops) - _MARGIN))
+    highest = math.frexp(max(largest))[1] - 1
+    return float(2.0 ** (top(formats.FP16) - highest - _MARGIN))
 
 
 def _scale_word(scale: float) -> str:
     return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"
 
 
-def _cure(histogram: Counter[int], facts: RunFacts, safe: float) -> str:
-    """Return the scale that keeps a tensor's gradients, or why there is none."""
-    line, raised = lowest(formats.FP16), 0
-    while share_below(histogram, line - raised) > _FINE:
-        raised += 1
+def _cure(share: float, facts: RunFacts, safe: float) -> str:
+    """Return the scale that keeps a tensor's gradients, or why there is none.
+
+    Each doubling keeps half of what was lost, where small numbers lie evenly.
+    """
+    raised = max(0, math.ceil(math.log2(share / _FINE))) if share else 0
     needed = facts.scale * 2.0**raised
     if needed <= safe:
         word = _scale_word(needed)
@@ -72,18 +83,18 @@ def _cure(histogram: Counter[int], facts: RunFacts, safe: float) -> str:
 
 def _underflow(facts: RunFacts) -> Iterator[Seen]:
     safe = safe_scale(facts) or facts.scale
-    for name, histogram in facts.gradients.items():
-        share = share_below(histogram, lowest(formats.FP16))
-        said = f"{percent(share)} of its gradients become 0 in fp16"
-        said += f" at loss scale {_scale_word(facts.scale)}"
-        yield Seen(name, said, _cure(histogram, facts, safe), share, share)
+    for name, samples in facts.gradients.items():
+        share = flushed(samples, formats.FP16)
+        said = f"about {percent(share)} of its gradients become 0 in fp16"
+        said += f" at loss scale {_scale_word(samples[-1].scale)}"
+        yield Seen(name, said, _cure(share, facts, safe), share, share)
 
 
 def _subnormal(facts: RunFacts) -> Iterator[Seen]:
     low, full = lowest(formats.FP16), normal(formats.FP16)
     safe = safe_scale(facts) or facts.scale
-    for name, histogram in facts.gradients.items():
-        share = share_below(histogram, full, above=low)
+    for name, samples in facts.gradients.items():
+        share = share_below(merged(samples), full, above=low)
         advice = "The largest gradient leaves no room: train in bf16 (--dtype bf16)."
         if safe > facts.scale:
             word = _scale_word(safe)
@@ -107,16 +118,14 @@ def _gradient_room(facts: RunFacts) -> Iterator[Seen]:
         return  # it may have stood still and yet be free to move
     largest = {
         name: max(s.tally.amax / s.scale for s in samples) * facts.scale
-        for name, samples in facts.samples(":grad")
+        for name, samples in facts.gradients.items()
     }
     for name, amax in largest.items():
-        if amax:
-            room = math.log2(formats.FP16.max / amax)
-            said = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
-            said += f"2^{room:.1f} below overflow"
-            advice = "Lower the loss scale by half, or let it move: "
-            advice += "--loss-scale dynamic."
-            yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
+        room = math.log2(formats.FP16.max / amax)
+        said = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
+        said += f"2^{room:.1f} below overflow"
+        advice = "Lower the loss scale by half, or let it move: --loss-scale dynamic."
+        yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
 
 
 def _output_room(facts: RunFacts) -> Iterator[Seen]:
@@ -143,9 +152,7 @@ def _too_low(facts: RunFacts) -> Iterator[Seen]:
 
 
 def _spread(facts: RunFacts) -> Iterator[Seen]:
-    whole: Counter[int] = Counter()
-    for histogram in facts.gradients.values():
-        whole.update(histogram)
+    whole = merged((s for held in facts.gradients.values() for s in held), 1.0)
     said = f"99.9 % of them span {span(whole)} powers of two; fp16 holds 41 at most"
     yield Seen("gradients", said, "Train in bf16 (--dtype bf16).", span(whole))
 
@@ -168,7 +175,7 @@ def _coarse(facts: RunFacts) -> Iterator[Seen]:
 RULES: tuple[Rule, ...] = (
     Rule(
         "underflow",
-        "share of a tensor's gradients that fp16 makes zeros of",
+        "share of a tensor's gradients that fp16 made zeros of, estimated",
         ("dtype", "gradients"),
         _underflow,
         "warning",
