@@ -175,7 +175,7 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         "scale too low",
         held("a:grad", counted({7: 10, 0: 10}), scale=64.0),
         held("a:grad", counted({6: 10, 0: 10}), scale=64.0),
-        "a factor of 2^9 unused (at most a factor of 2^8). It may be 16384:",
+        "a factor of 2^9 up to overflow is unused (at most a factor of 2^8).",
     ),
     ("spread", grown(-19, 10), grown(-20, 10), "31 powers of two; fp16 holds 41"),
     (
@@ -392,7 +392,7 @@ def test_the_same_facts_have_the_same_findings() -> None:
 @pytest.mark.parametrize(
     ("last", "top_", "advice"),
     [
-        # A tenth is gone: 7 doublings leave less than a thousandth of that.
+        # A tenth is gone: 7 doublings leave less than a thousandth of all.
         (2000, 0, "A loss scale of 128 keeps all but 0.1% of them, and the largest "),
         (2000, 7, "A loss scale of 128 keeps all but 0.1% of them, and the largest "),
         (2000, 8, "It would take a loss scale of 128, and the largest gradient "),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _FINE = 0.001  # share of gradients that may be lost without harm: 1710.03740
 _MARGIN = 1  # powers of two between the largest gradient and overflow
+_HIGHEST = 24  # power of two at which a moving scale stops by default
 _GUIDE = "our choice; 1710.03740: at 5 % masters were needed, at 31 % SSD diverged"
 _FORMAT = "format fact: fp16 holds numbers up to 65504"
 
@@ -43,7 +44,8 @@ def _in_16_bits(facts: RunFacts) -> bool:
 def safe_scale(facts: RunFacts) -> float | None:
     """Return the largest loss scale at which no gradient seen comes near overflow.
 
-    Formula: 2**(15 - highest exponent of what is not scaled - 1).
+    Formula: 2**(15 - highest exponent of what is not scaled - 1), but at most 2**24,
+    where a scale that moves stops by default.
 
     Returns:
         None if no gradient other than zero was seen.
@@ -54,7 +56,7 @@ def safe_scale(facts: RunFacts) -> float | None:
     if not largest:
         return None
     highest = math.frexp(max(largest))[1] - 1
-    return float(2.0 ** (top(formats.FP16) - highest - _MARGIN))
+    return float(2.0 ** min(top(formats.FP16) - highest - _MARGIN, _HIGHEST))
 
 
 def _scale_word(scale: float) -> str:
@@ -145,7 +147,7 @@ def _too_low(facts: RunFacts) -> Iterator[Seen]:
     safe = safe_scale(facts)
     if safe is not None:
         idle = math.log2(safe / facts.scale)
-        said = f"the largest gradient leaves a factor of 2^{idle + _MARGIN:.0f} unused"
+        said = f"a factor of 2^{idle + _MARGIN:.0f} up to overflow is unused"
         advice = f"It may be {_scale_word(safe)}: --loss-scale measured finds it at "
         advice += "the first step."
         yield Seen("loss scale", said, advice, idle + _MARGIN)
