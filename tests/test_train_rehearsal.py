@@ -56,6 +56,36 @@ def test_it_writes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
     assert result.summary["steps"] == 18  # 3 x 90 / 16
     assert result.summary["skipped"] == 0
     assert result.summary["step_seconds"] > 0
+    titles = [table.title for table in result.tables]
+    assert titles[:2] == ["What this run would be", "Check before training"]
+    assert "Gradients against fp32, by module" in titles
+    assert "Time and memory" in titles
+
+
+def test_it_checks_what_it_would_train(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Law: the check is of the run's level and format, recomputed and frozen too."""
+    before = tree(tmp_path)
+    frozen = settings | {"freeze": "bert.embeddings", "recompute": True}
+    result = run(frozen | {"level": "O1", "dtype": "fp16"}, check=True)
+    assert tree(tmp_path) == before
+    told = {table.title: table.text() for table in result.tables}
+    assert "O1 fp16" in told["Check before training"]
+    assert "largest safe loss scale" in told["Check before training"]
+    gradients = told["Gradients against fp32, by module"]
+    assert "bert.encoder.layer.0" in gradients
+    assert "bert.embeddings" not in gradients
+    assert "1.00000" in gradients or "0.999" in gradients
+
+
+def test_masters_in_another_form(settings: dict[str, Any]) -> None:
+    """Law: a lean form of masters is checked as it is asked for, and fp32 without."""
+    result = run(settings | {"master": "split"}, check=True)
+    data = next(t for t in result.tables if t.title == "Time and memory").data()
+    wide, low = data["rows"]
+    assert wide["masters MB"] == 0
+    assert 0 < low["masters MB"] < low["weights MB"] * 1.1
 
 
 def test_it_leaves_a_run_alone(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from halfstep.master import MasterWeights
     from halfstep.mismatch import DtypeMismatch
     from halfstep.policy import Decision, Policy, Rule
+    from halfstep.preflight import check
     from halfstep.preparing import prepare
     from halfstep.scaler import LossScaleCollapse
     from halfstep.session import Session
@@ -46,6 +47,7 @@ _ROOM_OF = {
     "StepReport": "stats",
     "UserError": "errors",
     "autocast": "casting",
+    "check": "preflight",
     "custom_bwd": "functions",
     "custom_fwd": "functions",
     "full_precision": "functions",
@@ -68,6 +70,7 @@ __all__ = [
     "StepReport",
     "UserError",
     "autocast",
+    "check",
     "checkpoint",
     "custom_bwd",
     "custom_fwd",

@@ -178,8 +178,8 @@ def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its typ
     mode.add_argument(
         "--check",
         action="store_true",
-        help="try settings, data and model for a few steps, show what a run would be, "
-        "and write nothing in --out",
+        help="try settings, data and model for a few steps, show what a run would be "
+        "and whether level and dtype suit it, and write nothing in --out",
     )
     mode.add_argument(
         "--resume", action="store_true", help="go on with the run in --out"

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.check_report import CheckReport
 from halfstep.checkpoint import Checkpoint, CheckpointError
+from halfstep.finding import Finding
 from halfstep.formats import FloatFormat, cast_floating
 from halfstep.levels import Level
 from halfstep.machine import Capabilities, Recommendation
+from halfstep.report import Table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +43,22 @@ def two_lines(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
     assert_type(session.steps_skipped, int)
     assert_type(session.policy, hs.Policy)
     return session.scaler.state.scale.item()
+
+
+def before_training(model: nn.Module, batch: tuple[Tensor, Tensor]) -> str:
+    """Check a model before it trains."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    report = hs.check(model, loss_fn, batch, level="O2", dtype="fp16", steps=3)
+    assert_type(report, CheckReport)
+    assert_type(report.good, bool)
+    assert_type(report.findings, tuple[Finding, ...])
+    assert_type(report.facts.safe_scale, float | None)
+    assert_type(report.tables(), tuple[Table, ...])
+    assert_type(report.data(), dict[str, Any])
+    return report.verdict
 
 
 def every_word(model: nn.Module, group: torch.distributed.ProcessGroup) -> hs.Session:

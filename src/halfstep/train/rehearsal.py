@@ -1,7 +1,8 @@
 """`halfstep train --check`: a few steps of a run, and what the whole of it would be.
 
-In: a trainer that stands at its first step. Out: a table of the plan, its time and its
-memory. Nothing is written in --out; what was read and tokenised stays in the cache.
+In: a run that stands at its first step. Out: tables of the plan, its time and memory,
+and of what the first batch says of level and format. Nothing is written in --out; what
+was read and tokenised stays in the cache.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import shutil
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,12 +23,13 @@ from halfstep.train.clock import Clock
 from halfstep.train.evaluate import EVAL_BATCH, noted
 from halfstep.train.feed import feed, padded_share
 from halfstep.train.findings import data_findings
+from halfstep.train.foresight import foresee
 from halfstep.train.result import Result
 
 if TYPE_CHECKING:
+    from halfstep.train.config import TrainConfig
     from halfstep.train.folder import RunFolder
-    from halfstep.train.loop import Trainer
-    from halfstep.train.text import Network
+    from halfstep.train.result import Ready
 
 _STEPS = 8
 _JUDGED = 2 * EVAL_BATCH
@@ -35,18 +37,19 @@ _WARM_UP = 3  # steps that also allocate, compile and fill caches
 _WEIGHT_BYTES = 4
 
 
-def rehearse(trainer: Trainer, network: Network, folder: RunFolder) -> Result:
+def rehearse(ready: Ready, config: TrainConfig, folder: RunFolder) -> Result:
     """Train a few steps, judge some of the dev split, and say what a run would be.
 
     Args:
-        trainer: Before its first step.
-        network: The bare model and its tokenizer.
+        ready: Its trainer is before its first step.
+        config: The run's settings.
         folder: Where a run would write; held to be possible, not touched.
 
     Raises:
         UserError: If the folder could not take a run.
     """
     room = _room(folder)
+    trainer, network = ready.trainer, ready.network
     job, session = trainer.job, trainer.session
     plan, total = job.plan, job.plan.total_steps
     source = feed(job.steps, 1, min(_STEPS, total), workers=0, pin=False)
@@ -110,9 +113,13 @@ def rehearse(trainer: Trainer, network: Network, folder: RunFolder) -> Result:
             "--overwrite to replace it, or choose another --out."
         )
     table = Table("What this run would be", ("what", "value"), rows, tuple(notes))
+    summary: dict[str, Any] = {"step_seconds": step, "steps": total, "skipped": skipped}
+    report = foresee(ready, config)
+    tables = (table,) if report is None else (table, *report.tables())
+    if report is not None:
+        summary["verdict"] = report.verdict
     distributed.wait_for_all()
-    summary = {"step_seconds": step, "steps": total, "skipped": skipped}
-    return Result(summary, (table,), folder, trainer.examples)
+    return Result(summary, tables, folder, trainer.examples)
 
 
 def _room(folder: RunFolder) -> int:

@@ -94,11 +94,11 @@ def conclude(
             beside = _beside(trainer, judged[final], summary)
             tables.append(beside)
         summary["peak_memory_bytes"] = machine.peak_memory(trainer.world.device)
-        portable = _portable(ready.network, weights)
+        model = portable(ready.network, weights)
         if ready.network.tokenizer.is_fast:
             # Its last call left its truncation there; what was cached made no call.
             ready.network.tokenizer.backend_tokenizer.no_truncation()
-        folder.publish_model(portable, ready.network.tokenizer)
+        folder.publish_model(model, ready.network.tokenizer)
         told = page.Told(
             title=f"halfstep run: {trainer.job.corpus.name}",
             lead=_lead(trainer, judged[final], final, summary),
@@ -192,7 +192,7 @@ def _beside(trainer: Trainer, judged: Judged, summary: dict[str, Any]) -> Table:
 
 
 @torch.no_grad()
-def _portable(network: Network, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401
+def portable(network: Network, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401
     """Return a model in fp32 for everybody, masters in place of 16-bit weights."""
     import transformers
 

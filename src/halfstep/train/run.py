@@ -105,7 +105,7 @@ def run(
         notes, faults = found or (None, [])
         ready = _ready(config, corpus, folder, world, notes)
         if check:
-            return rehearse(ready.trainer, ready.network, folder)
+            return rehearse(ready, config, folder)
         _open(config, ready, resume=resume, overwrite=overwrite)
         outcome = _train(config, ready, notes, faults)
     if isinstance(outcome, Stopped):

@@ -1,0 +1,327 @@
+"""The verdict of a check before training, and the findings that it rests on.
+
+In: `Facts`. Out: one sentence, and findings, worst first. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from halfstep.check_facts import away
+from halfstep.finding import Finding, Severity
+from halfstep.formats import FP32
+
+if TYPE_CHECKING:
+    from halfstep.check_facts import Facts
+    from halfstep.fidelity import Likeness
+
+FLUSH_WARN, FLUSH_ALARM = 0.01, 0.05
+"""Shares of gradients lost to zero. Our choice: in the mixed-precision paper 5 % made
+fp32 masters worth having, 31 % made training diverge, and 0.1 % did no harm."""
+
+COSINE_WARN = 0.99
+"""Least cosine to fp32's gradients that is not spoken of. Our choice: a relative error
+of 14 %."""
+
+NOISE_SHARE = 0.1
+"""1 - cosine that is small beside that of two halves of the batch. Our choice: the
+rounding then adds a twentieth to the gradient's own noise."""
+
+NORM_SHARE = 1e-3
+"""Share of the whole gradient's norm below which a layer is not spoken of: the gradient
+of a key's bias in attention is zero, and what is computed of it is rounding alone."""
+
+LOSS_WARN = 0.01
+"""Relative difference of the loss. Our choice: bf16 rounds by 0.4 % at most."""
+
+WORTH_TIME, WORTH_MEMORY = 1.05, 0.1
+"""Least speed-up, and least share of the memory saved, that make a level worth having.
+Our choice: medians of a few steps differ by some per cent."""
+
+TIME_FOR_MEMORY = 0.8
+"""Least speed, beside fp32's, at which saved memory is worth having. Our choice."""
+
+DYNAMIC = 1.0, 2.0**24
+"""Floor and ceiling of scales that move: `ScaleRule.min_scale` and `max_scale`."""
+
+_OURS = "our choice"
+_PAPER = "our choice, after Micikevicius et al. 2018"
+
+
+def judge(facts: Facts) -> tuple[str, tuple[Finding, ...]]:
+    """Return the verdict and the findings, worst first."""
+    rules = (_fp32, _level, _overflow, _scale, _underflow, _gradients, _loss, _weights)
+    found = [finding for rule in (*rules, _cost) for finding in rule(facts)]
+    found += [_note(facts, note, "note") for note in facts.notes]
+    found += [_note(facts, caution, "warning") for caution in facts.cautions]
+    return verdict(facts), tuple(sorted(found, key=lambda one: one.rank))
+
+
+def verdict(facts: Facts) -> str:
+    """Return "good", or with a loss scale, or with rules, or "not worth it: why"."""
+    why_not = _why_not(facts)
+    if why_not:
+        return f"not worth it: {why_not}"
+    asked = _scale_asked(facts)
+    scale = f"a loss scale of {power(asked)}" if asked else ""
+    if facts.rules:
+        kept = f"keep these modules in float32: {', '.join(facts.rules)}"
+        return f"{kept}; with {scale}" if scale else kept
+    return f"good with {scale}" if scale else "good"
+
+
+def _why_not(facts: Facts) -> str:
+    """Return the first reason against the level, "" where there is none."""
+    if not facts.finite_fp32:
+        return "loss or gradients are not finite in fp32 either"
+    if facts.format == FP32:
+        return f"{facts.level} is fp32 itself ({facts.reason})"
+    if facts.failed:
+        return f"{facts.words} fails: {facts.failed}"
+    if not facts.finite:
+        where = facts.fault.where if facts.fault else "the gradients"
+        return f"{where} overflows {facts.dtype} and no rule on modules mends it"
+    return _why_not_better(facts)
+
+
+def _why_not_better(facts: Facts) -> str:
+    """Return the same of a level whose passes are finite."""
+    if strays(facts):
+        return f"gradients differ from fp32's: cosine {_cosine(facts.gradients)}"
+    if not facts.weights_finite:
+        return "weights are inf or NaN after a few steps, in fp32 they are finite"
+    return _costs_more(facts)
+
+
+def _costs_more(facts: Facts) -> str:
+    faster, saved = facts.speed_up, facts.memory_saved
+    if faster is None or saved is None:
+        return ""
+    if faster >= WORTH_TIME or (saved >= WORTH_MEMORY and faster >= TIME_FOR_MEMORY):
+        return ""
+    less = f"{saved:.0%} less" if saved > 0 else f"{-saved:.0%} more"
+    return f"{faster:.2f} times the speed of fp32, {less} memory"
+
+
+def strays(facts: Facts) -> bool:
+    """Say whether the whole gradient is too far from fp32's."""
+    assert facts.gradients is not None  # noqa: S101 -- the pass was finite
+    return _is_far(facts.gradients, facts.noise)
+
+
+def _is_far(likeness: Likeness, noise: Likeness | None) -> bool:
+    far = away(likeness)
+    if far <= 1 - COSINE_WARN:
+        return False
+    if math.isinf(far):
+        return True
+    return noise is None or far > NOISE_SHARE * away(noise)
+
+
+def _scale_asked(facts: Facts) -> float | None:
+    """Return the loss scale that the verdict names, where the default is not good."""
+    if facts.safe_scale is None or facts.scale == facts.default_scale:
+        return None
+    return facts.safe_scale
+
+
+def _fp32(facts: Facts) -> list[Finding]:
+    if facts.finite_fp32:
+        return []
+    return [
+        Finding(
+            "error",
+            "fp32",
+            "loss",
+            f"loss {facts.loss_fp32:g}, or its gradients, are not finite in fp32",
+            "",
+            "",
+            "No format can mend that: look at the batch, its labels, the weights and "
+            "the loss function.",
+            1.0,
+        )
+    ]
+
+
+def _level(facts: Facts) -> list[Finding]:
+    if not facts.failed:
+        return []
+    advice = "Use level O1, where operations are cast one by one, or mend the model."
+    return [
+        Finding("error", "level", facts.words, facts.failed, "", "", advice, weight=1.0)
+    ]
+
+
+def _overflow(facts: Facts) -> list[Finding]:
+    fault = facts.fault
+    if fault is None:
+        return []
+    backward = fault.phase == "backward"
+    if backward and facts.safe_scale is not None and facts.safe_scale >= 1:
+        return []  # a lower scale is the cure, and `_scale` says so
+    limit = f"{facts.dtype} holds {facts.format.max:g}"
+    what = "the gradients of its output reach" if backward else "its output reaches"
+    made = "makes inf or NaN in its backward pass" if backward else "makes inf or NaN"
+    advice = "No rule on modules mends it: train in bf16, or keep the numbers smaller."
+    if facts.cured:
+        rules = ", ".join(facts.rules)
+        advice = f"Keep in float32: {rules} (policy={facts.policy!r}); or train in bf16"
+        advice += "."
+    return [
+        Finding(
+            "error" if not facts.finite or facts.rules else "warning",
+            f"overflow {fault.phase}",
+            fault.where,
+            f"{made} at loss scale {power(fault.scale)}; in fp32 {what} "
+            f"{fault.reaches:.2g}",
+            limit,
+            "the format",
+            advice,
+            1.0,
+        )
+    ]
+
+
+def _scale(facts: Facts) -> list[Finding]:
+    if facts.safe_scale is None or facts.default_finite:
+        return []
+    advice = _how(facts.safe_scale)
+    if facts.safe_scale >= DYNAMIC[0]:
+        steps = round(math.log2(facts.default_scale / facts.safe_scale))
+        advice += f" A dynamic scale skips about {steps} steps on its way there."
+    return [
+        Finding(
+            "warning",
+            "loss scale",
+            facts.fault.where if facts.fault else "gradients",
+            f"gradients overflow at the default loss scale {power(facts.default_scale)}"
+            f"; {power(facts.safe_scale)} is safe",
+            f"{facts.dtype} holds {facts.format.max:g}",
+            "the format",
+            advice,
+            0.5,
+        )
+    ]
+
+
+def _how(scale: float) -> str:
+    """Return how to train with a scale."""
+    low, high = DYNAMIC
+    if low <= scale <= high:
+        return f"Use loss_scale='measured', or begin at {power(scale)}."
+    return f"Use loss_scale={power(scale)}, or bf16."
+
+
+def _underflow(facts: Facts) -> list[Finding]:
+    if not facts.curve or facts.curve[0].flushed <= FLUSH_WARN:
+        return []
+    lost, scale = facts.curve[0].flushed, facts.curve[0].scale
+    best = next((p for p in facts.curve[1:] if p.scale == facts.safe_scale), None)
+    advice = "Train in bf16, which reaches as far as fp32."
+    if best is not None and best.flushed < lost / 2:
+        advice = f"{_how(best.scale)} There {best.flushed:.1%} are lost."
+    return [
+        Finding(
+            "warning",
+            "underflow",
+            "gradients",
+            f"{lost:.1%} of fp32's gradients other than zero become zero in "
+            f"{facts.dtype} at loss scale {power(scale)}",
+            f"{FLUSH_WARN:.0%}",
+            _PAPER,
+            advice,
+            min(1.0, lost),
+        )
+    ]
+
+
+def _gradients(facts: Facts) -> list[Finding]:
+    if facts.gradients is None:
+        return []
+    noise = {one.where: one for one in facts.noise_layers}
+    whole = facts.gradients.norm
+    found = []
+    for one in facts.layers:
+        share = one.norm / whole if whole else 0.0
+        if share >= NORM_SHARE and _is_far(one, noise.get(one.where)):
+            beside = noise.get(one.where)
+            halves = f", {facts.noise_of} {beside.cosine:.4f}" if beside else ""
+            found.append(
+                Finding(
+                    "warning",
+                    "gradient",
+                    one.where,
+                    f"cosine to fp32's gradient {_cosine(one)}, SQNR {one.sqnr:.1f} dB,"
+                    f" {one.flushed:.1%} flushed{halves}",
+                    f"cosine {COSINE_WARN}",
+                    _OURS,
+                    f"Keep it in float32: 'module:{one.where}=fp32'.",
+                    share,
+                )
+            )
+    return found
+
+
+def _loss(facts: Facts) -> list[Finding]:
+    error = facts.loss_error
+    if error is None or not facts.finite or abs(error) <= LOSS_WARN:
+        return []
+    return [
+        Finding(
+            "warning",
+            "loss",
+            "loss",
+            f"{facts.loss:.6g}, in fp32 {facts.loss_fp32:.6g}: {error:+.2%}",
+            f"{LOSS_WARN:.0%}",
+            _OURS,
+            "Compute the loss, and what leads up to it, in float32.",
+            min(1.0, abs(error)),
+        )
+    ]
+
+
+def _weights(facts: Facts) -> list[Finding]:
+    if facts.weights_finite:
+        return []
+    seen = "weights of the copy are inf or NaN after the timed steps"
+    advice = "Use level O2, whose optimizer works in fp32, or lower the learning rate."
+    return [Finding("error", "weights", facts.words, seen, "", "", advice, 1.0)]
+
+
+def _cost(facts: Facts) -> list[Finding]:
+    why = _costs_more(facts)
+    if not why or not facts.finite:
+        return []
+    return [
+        Finding(
+            "warning",
+            "cost",
+            facts.words,
+            why,
+            f"{WORTH_TIME} times as fast, or {WORTH_MEMORY:.0%} less memory",
+            _OURS,
+            "Train in fp32 (level O0), or try larger batches, where matrix products "
+            "take more of the time.",
+            0.5,
+        )
+    ]
+
+
+def _note(facts: Facts, text: str, severity: Severity) -> Finding:
+    where = f"{facts.words} on {facts.device}"
+    rule = "note" if severity == "note" else "caution"
+    return Finding(severity, rule, where, text.rstrip("."), "", "", "")
+
+
+def power(scale: float) -> str:
+    """Return a loss scale as people write it: 1024, or 2**30 where that is shorter."""
+    mantissa, exponent = math.frexp(scale)
+    if mantissa == 0.5 and not 1 <= scale <= 2**20:  # noqa: PLR2004
+        return f"2**{exponent - 1}"
+    return f"{scale:g}" if scale < 1e5 else f"{scale:.0f}"  # noqa: PLR2004
+
+
+def _cosine(likeness: Likeness | None) -> str:
+    assert likeness is not None  # noqa: S101 -- the pass was finite
+    return f"{likeness.cosine:.5f}"

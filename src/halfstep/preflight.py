@@ -1,0 +1,285 @@
+"""Before training: will this model, on this batch, train at this level?
+
+In: a model, a loss function, a batch, a level. Out: a `CheckReport`: overflow and who
+made it, the largest safe loss scale, gradients beside fp32's, time, memory, a verdict.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep import fidelity
+from halfstep.check_facts import Cost, Facts, Range, ScalePoint
+from halfstep.check_guards import check_model
+from halfstep.check_report import CheckReport
+from halfstep.check_rules import FLUSH_WARN, judge
+from halfstep.choice import Choice, choose
+from halfstep.errors import require
+from halfstep.formats import FP16
+from halfstep.policy import Policy
+from halfstep.scaler.exponents import flushed, largest_safe_scale, subnormal
+from halfstep.trials import Trials
+from halfstep.twin import RandomState, Twin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from halfstep.trials import Trial
+    from halfstep.twin import LossFn, Pass
+
+_WARM_UP = 1  # it makes the optimizer's state; kernels have run before
+_LONGEST = 10.0  # seconds of timing after which one step of each kind must do
+_CURVE = tuple(2.0**power for power in range(0, 28, 4))
+
+
+def check(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: object,
+    *,
+    level: str | Choice = "auto",
+    dtype: str | torch.dtype = "auto",
+    policy: Policy | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    master: str = "fp32",
+    more: Sequence[object] = (),
+    margin: int = 1,
+    steps: int = 5,
+) -> CheckReport:
+    """Say before training whether it can be done at a level, and what it would gain.
+
+    Works on copies: weights, gradients, buffers and random states are afterwards what
+    they were, to the bit. It needs memory for two more trainings of the model and some
+    copies of its gradients, and the time of some ten training steps, besides `steps`
+    of each kind. What hooks of yours,
+    or `loss_fn`, do to other things they do here too.
+
+    Args:
+        model: In fp32, on its device, not wrapped, not prepared; in training mode if
+            it will train so.
+        loss_fn: `loss_fn(model, batch)` gives the mean loss, shape (). It is called
+            with copies of the model, inside the region of the level.
+        batch: As `loss_fn` takes it, on the device where that expects it.
+        level: "O0" to "O3", "auto", or a `Choice`: as for `prepare`.
+        dtype: "bf16", "fp16" or "auto": as for `prepare`.
+        policy: As for `prepare`; None is "lean".
+        optimizer: That will train it; copied with it. Its kind matters for time and
+            memory only. None takes AdamW.
+        master: As for `prepare`; of no effect at levels without masters.
+        more: Further batches: overflow, the safe scale and underflow are then those of
+            all. The gradient's noise is told from the first of them, not from halves.
+        margin: Powers of two that the safe loss scale stays away from overflow, >= 0.
+            1 leaves room for a batch whose gradients are twice as large.
+        steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 times
+            none, and then nothing is said of speed and memory. 5 tell a factor, not a
+            per cent; after ten seconds it is left at fewer.
+
+    Raises:
+        UserError: If the model cannot be copied or is not in fp32, if the loss is no
+            scalar or has no gradient, or if the batch is on another device.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> model.weight.data.fill_(1.0)  # gradients of 8: 2**13 would reach 65536
+        tensor([[1., 1., 1., 1.]])
+        >>> report = check(
+        ...     model,
+        ...     lambda model, batch: model(batch).square().mean(),
+        ...     torch.ones(8, 4),
+        ...     level="O1",
+        ...     dtype="fp16",
+        ...     steps=0,
+        ... )
+        >>> report.verdict
+        'good with a loss scale of 2048'
+    """
+    began = time.perf_counter()
+    require("margin", margin, margin >= 0, "0 or more powers of two")
+    require("steps", steps, steps >= 0, "0 or more steps to time")
+    bare = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    check_model(bare)
+    device = next(bare.parameters()).device
+    choice = level if isinstance(level, Choice) else choose(level, dtype, device.type)
+    rules = Policy.parse(policy or "lean") if not isinstance(policy, Policy) else policy
+    state = RandomState([device])
+    own = [(buffer, buffer.clone()) for buffer in bare.buffers()]
+    try:
+        make = partial(Twin, bare, optimizer, master=master, state=state)
+        trials = Trials(make, bare, loss_fn, [batch, *more], choice, margin)
+        facts = _facts(trials, rules, steps)
+    finally:
+        state.restore()
+        with torch.no_grad():
+            for buffer, value in own:
+                if not torch.equal(buffer, value):  # by a loss_fn that was refused
+                    buffer.copy_(value)
+    notes = (*facts.notes, *trials.notes)
+    if bare is not model:
+        notes += ("torch.compile was left out: passes and times are eager",)
+    if not bare.training:
+        notes += ("the model is in evaluation mode, and was checked so",)
+    facts = replace(
+        facts,
+        cautions=tuple(trials.cautions),
+        notes=notes,
+        seconds=time.perf_counter() - began,
+    )
+    return CheckReport(*judge(facts), facts)
+
+
+def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
+    """Measure all that there is to be measured."""
+    choice, plain = trials.choice, trials.plain
+    right = trials.right
+    peaks, gradients = _peaks(right)
+    scaled = choice.format == FP16
+    seen = _histogram(right)
+    facts = Facts(
+        level=choice.level.name,
+        dtype=choice.format.name,
+        reason=choice.reason,
+        device=plain.device.type,
+        policy=str(policy),
+        loss_fp32=right[0].loss,
+        finite_fp32=all(one.finite and math.isfinite(one.loss) for one in right),
+        default_scale=trials.default,
+        scale=trials.default,
+        curve=_curve(seen, [trials.default, *_CURVE]) if scaled else (),
+        ranges=tuple(
+            Range(path, trials.kinds[path], peak, gradients.get(path, math.nan))
+            for path, peak in peaks.items()
+        ),
+        dropout_off=plain.device.type != "cpu",
+    )
+    if not facts.finite_fp32 or not choice.level.low:
+        return facts
+    trial, fault, rules = trials.mended(policy)
+    facts = replace(facts, fault=fault, rules=rules, cured=bool(rules))
+    if trial.failed or trial.twin is None:
+        return replace(facts, failed=trial.failed)
+    if scaled and trial.safe is not None:
+        top = trial.safe * 2.0**trials.margin
+        curve = _curve(seen, [trials.default, *_CURVE, trial.safe], top)
+        facts = replace(facts, safe_scale=trial.safe, curve=curve)
+    used = _used(facts, trial)
+    facts = replace(
+        facts,
+        policy=str(trial.policy),
+        loss=trial.passes[0].loss,
+        default_finite=trial.finite,
+    )
+    if used is None:
+        return facts
+    facts = _compared(replace(facts, scale=used.scale), trials, used)
+    if not steps:
+        return facts
+    costs = _costs(trials, trial.twin, used, steps)
+    good = trials.plain.weights_finite() <= trial.twin.weights_finite()
+    return replace(facts, cost_fp32=costs[0], cost=costs[1], weights_finite=good)
+
+
+def _used(facts: Facts, trial: Trial) -> Pass | None:
+    """Return the pass whose gradients are compared: at the default scale if it will do.
+
+    It will not where gradients overflow, nor where many are lost at it, and fewer at
+    the safe one, which is then higher.
+    """
+    if trial.finite:
+        lost = facts.curve[0].flushed if facts.curve else 0.0
+        higher = trial.safe is not None and trial.safe > facts.default_scale
+        if not (higher and lost > FLUSH_WARN):
+            return trial.passes[0]
+    return trial.at_safe
+
+
+def _compared(facts: Facts, trials: Trials, used: Pass) -> Facts:
+    """Compare gradients with fp32's, and those of fp32 with each other."""
+    right = trials.right[0]
+    owner = partial(_owner, kinds=trials.kinds)
+    whole, layers = fidelity.compare(right.gradients, used.gradients, owner)
+    facts = replace(facts, gradients=whole, layers=layers)
+    pair = trials.pair()
+    if pair is None:
+        return facts
+    noise, by_layer = fidelity.compare(pair[0], pair[1], owner)
+    of = "two batches" if len(trials.batches) > 1 else facts.noise_of
+    return replace(facts, noise=noise, noise_layers=by_layer, noise_of=of)
+
+
+def _costs(trials: Trials, twin: Twin, used: Pass, steps: int) -> tuple[Cost, Cost]:
+    """Time training steps in fp32 and at the level, in turns; take their memory."""
+    twins = (trials.plain, twin)
+    trials.plain.begin(1.0)
+    twin.begin(used.scale)
+    times: tuple[list[float], list[float]] = ([], [])
+    batch = trials.batches[0]
+    began = time.perf_counter()
+    for done in range(_WARM_UP + steps):
+        if done > _WARM_UP and time.perf_counter() - began > _LONGEST:
+            break
+        for one, spent in zip(twins, times, strict=True):
+            spent.append(one.step(trials.loss_fn, batch))
+    saved = trials.right[0].saved_bytes, used.saved_bytes
+    costs = []
+    for one, spent, kept in zip(twins, times, saved, strict=True):
+        memory = {**one.memory(trials.loss_fn, batch), "saved": kept}
+        costs.append(Cost(statistics.median(spent[_WARM_UP:]), memory))
+    return costs[0], costs[1]
+
+
+def _owner(name: str, kinds: dict[str, str]) -> str:
+    """Return the module that a parameter belongs to; of the model's own, its name."""
+    path = name.rpartition(".")[0]
+    return path if path and path in kinds else name
+
+
+def _histogram(passes: Sequence[Pass]) -> Tensor:
+    return torch.stack([one.histogram for one in passes]).sum(0)
+
+
+def _curve(
+    histogram: Tensor, scales: Sequence[float], top: float | None = None
+) -> tuple[ScalePoint, ...]:
+    """Return what scales would do in fp16; the first given stays first.
+
+    Args:
+        histogram: Of fp32's gradients.
+        scales: Powers of two.
+        top: The largest at which nothing overflows; None concludes it from fp32.
+    """
+    top = largest_safe_scale(histogram, margin=0).item() if top is None else top
+    points = []
+    for scale in dict.fromkeys(scales):
+        power = torch.tensor(scale, dtype=torch.float32)
+        points.append(
+            ScalePoint(
+                scale,
+                flushed(histogram, power).item(),
+                subnormal(histogram, power).item(),
+                math.log2(top / scale),
+            )
+        )
+    return tuple(points)
+
+
+def _peaks(passes: Sequence[Pass]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the largest outputs and gradients of each module, of several passes."""
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    for one in passes:
+        for found, seen in (
+            (forward, one.trace.peaks()),
+            (backward, one.trace.gradient_peaks()),
+        ):
+            for path, peak in seen.items():
+                found[path] = max(found.get(path, 0.0), peak)
+    return forward, backward

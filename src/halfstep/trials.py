@@ -1,0 +1,291 @@
+"""Passes at a level until they are finite: other loss scales, and modules in fp32.
+
+In: a way to make twins, batches, a level. Out: the reference in fp32, and a trial at
+the level with the largest safe loss scale and the rules that overflow asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep import fidelity, levels, nested
+from halfstep.boundaries import LOSS, first_backward, first_forward
+from halfstep.check_facts import Fault
+from halfstep.check_guards import misplaced
+from halfstep.check_rules import COSINE_WARN
+from halfstep.choice import Choice
+from halfstep.errors import UserError
+from halfstep.formats import FP16, FP32
+from halfstep.policy import Policy, Rule
+from halfstep.scaler.exponents import largest_safe_scale
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from halfstep.twin import LossFn, Pass, Twin
+
+DEFAULT_SCALE = 2.0**16
+"""Where a dynamic loss scale begins: `ScaleRule.init_scale`."""
+
+_TRIES = 12  # passes that look for a scale; mostly one or two
+_RULES = 8  # modules kept in fp32 before the format is held to be the wrong one
+_LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried; fp32 must hold the loss
+_LEAP = 2.0**12  # from a scale at which all is zero to the next
+_COMPARED = 2
+_SHOWN = 200  # characters of somebody's error
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Passes at the level under one policy."""
+
+    policy: Policy
+    twin: Twin | None
+    """None where it cannot run at all."""
+    passes: tuple[Pass, ...] = ()
+    """Of each batch, at the default loss scale."""
+    safe: float | None = None
+    """The largest safe scale that was found, where the format needs one."""
+    at_safe: Pass | None = None
+    """The first batch's pass at it."""
+    failed: str = ""
+    """What the level's pass raised, in a line."""
+
+    @property
+    def finite(self) -> bool:
+        """All is, at the default scale."""
+        return all(one.finite and math.isfinite(one.loss) for one in self.passes)
+
+
+class Trials:
+    """The reference, and trials at a level.
+
+    Args:
+        make: Makes a twin of `model`.
+        model: The user's.
+        loss_fn: As for `check`.
+        batches: One or more.
+        choice: Level and format.
+        margin: Powers of two to stay away from overflow.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Twin],
+        model: nn.Module,
+        loss_fn: LossFn,
+        batches: Sequence[object],
+        choice: Choice,
+        margin: int,
+    ) -> None:
+        self._make, self.margin = make, margin
+        self.loss_fn, self.batches, self.choice = loss_fn, batches, choice
+        self._others = frozenset(id(param) for param in model.parameters())
+        self.kinds = {path: type(m).__name__ for path, m in model.named_modules()}
+        self.notes: list[str] = []
+        """What was left out, and why."""
+        self.cautions: list[str] = []
+        """What `prepare` warned of."""
+        self._scaled = choice.format == FP16  # the others need no scale
+        self.default = DEFAULT_SCALE if self._scaled else 1.0
+        """The loss scale that training begins with."""
+        fp32 = Choice(levels.O0, FP32, "the reference")
+        self.plain = make(choice=fp32, policy=Policy())
+        try:
+            self.right = self._passes(self.plain, 1.0)
+        except RuntimeError as error:
+            message = misplaced(model, batches)
+            if not message:
+                raise
+            raise UserError(message) from error
+
+    def _passes(self, twin: Twin, scale: float) -> tuple[Pass, ...]:
+        passes = []
+        for number, batch in enumerate(self.batches):
+            one = twin.run(
+                self.loss_fn, batch, scale, others=self._others, counted=self._scaled
+            )
+            # Those of the first two are compared; others would only fill memory.
+            passes.append(one if number < _COMPARED else replace(one, gradients={}))
+        return tuple(passes)
+
+    def pair(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        """Return fp32 gradients of two batches, or of two halves of the one."""
+        if len(self.right) > 1:
+            return self.right[0].gradients, self.right[1].gradients
+        cut = nested.halves(self.batches[0])
+        if cut is None:
+            self.notes.append("the batch cannot be halved: no yardstick for gradients")
+            return None
+        try:
+            one, other = (self._uncounted(half) for half in cut)
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
+            # Half a batch is our idea: whoever cannot run it has done nothing wrong.
+            why = _line(error)
+            self.notes.append(f"half the batch does not run ({why}): no yardstick")
+            return None
+        return one.gradients, other.gradients
+
+    def _uncounted(self, batch: object) -> Pass:
+        return self.plain.run(self.loss_fn, batch, counted=False)
+
+    def mended(self, policy: Policy) -> tuple[Trial, Fault | None, tuple[str, ...]]:
+        """Return a trial that is finite, if rules on modules can make one.
+
+        Args:
+            policy: To begin with.
+
+        Returns:
+            The trial; the first fault that was met; the rules that were added. Where
+            rules do not mend it, the trial before any of them.
+        """
+        first = trial = self._trial(policy)
+        begun: Fault | None = None
+        rules: list[str] = []
+        while trial.twin is not None:
+            fault, harm = self._fault(trial)
+            begun = begun or fault
+            if fault is None or not harm:
+                return trial, begun, tuple(rules)
+            rule = _rule_for(fault, rules)
+            if not rule or len(rules) == _RULES:
+                break
+            rules.append(rule)
+            row = replace(Rule.parse(rule), reason="overflowed in a check")
+            try:
+                trial = self._trial(trial.policy + row)
+            except UserError:  # a rule that this level cannot obey, ours, not theirs
+                break
+        return first, begun, ()
+
+    def _trial(self, policy: Policy) -> Trial:
+        try:
+            twin = self._make(choice=self.choice, policy=policy)
+            passes = self._passes(twin, self.default)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- in fp32 it raised nothing
+            return Trial(policy, None, failed=_line(error))
+        self.cautions = twin.notes  # it grows as the twin trains
+        trial = Trial(policy, twin, passes)
+        good = all(math.isfinite(one.loss) for one in passes)
+        if self._scaled and good:
+            safe, at_safe = self._search(twin)
+            trial = replace(trial, safe=safe, at_safe=at_safe)
+        return trial
+
+    def _search(self, twin: Twin) -> tuple[float | None, Pass | None]:
+        """Return the largest scale at which gradients stay away from overflow.
+
+        Each pass proposes the next, until one is proposed that was tried and was
+        finite: what flowed at it is then known, and not concluded from fp32.
+        """
+        proposed = self._safe(self.right)
+        scale = 1.0 if proposed is None else proposed
+        ceiling = math.inf
+        finite: dict[float, Pass] = {}
+        for _ in range(_TRIES):
+            passes = self._passes(twin, scale)
+            if all(one.finite for one in passes):
+                finite[scale] = passes[0]
+                safe = self._safe(passes)
+                if not any(int(one.histogram.sum()) for one in passes):
+                    return scale, passes[0]  # nothing of it is in 16 bits
+                # Where all of it is zero, fp32 has promised too much.
+                following = min(scale * _LEAP if safe is None else safe, ceiling)
+            else:
+                following = ceiling = scale / 4
+            if following in finite:
+                return following, finite[following]
+            if not _LOWEST <= following <= _HIGHEST:
+                break
+            scale = following
+        lowest = min(finite, default=None)
+        return lowest, None if lowest is None else finite[lowest]
+
+    def _safe(self, passes: Sequence[Pass]) -> float | None:
+        seen = torch.stack([one.histogram for one in passes]).sum(0)
+        safe = largest_safe_scale(seen, torch.float16, self.margin).item()
+        return None if math.isnan(safe) else min(max(safe, _LOWEST), _HIGHEST)
+
+    def _fault(self, trial: Trial) -> tuple[Fault | None, bool]:
+        """Return the first inf or NaN of a trial, and whether it needs a rule."""
+        assert trial.twin is not None  # noqa: S101
+        pairs = list(zip(trial.passes, self.right, strict=True))
+        wrong = [one for one, _ in pairs if not math.isfinite(one.loss)]
+        enough = trial.finite or (trial.safe is not None and trial.safe >= 1)
+        harm = bool(wrong) or not enough
+        for one, right in pairs:
+            place = first_forward(one.trace, right.trace)
+            if place is None and not math.isfinite(one.loss):
+                place = LOSS
+            if place is not None:
+                harm = harm or self._strays(trial)
+                return self._told("forward", place, one, right), harm
+        if enough and trial.finite:
+            return None, False
+        passes = trial.passes
+        if not enough:
+            passes = self._passes(trial.twin, 1.0)  # where a rule would have to help
+        for one, right in zip(passes, self.right, strict=True):
+            if not one.finite:
+                place = first_backward(one.trace, right.trace)
+                place = _of_parameters(one) if place is None else place
+                return self._told("backward", place, one, right), harm
+        return None, False
+
+    def _strays(self, trial: Trial) -> bool:
+        """Say whether gradients are finite, but far from fp32's."""
+        used = trial.passes[0] if trial.finite else trial.at_safe
+        if used is None:
+            return True
+        right = self.right[0].gradients
+        whole, _ = fidelity.compare(right, used.gradients, lambda _: "")
+        return not whole.cosine >= COSINE_WARN  # NaN is none
+
+    def _told(self, phase: str, place: str, one: Pass, right: Pass) -> Fault:
+        """Describe a fault, with how far numbers reach there in fp32."""
+        forward = phase == "forward"
+        crossings = right.trace.forward if forward else right.trace.backward
+        here = [
+            seen.peak
+            for seen in crossings
+            if seen.path == place and (seen.side == "output" or not forward)
+        ]
+        reaches = max(here, default=math.nan)
+        if place == LOSS:
+            reaches = right.loss if forward else math.nan
+        kind = self.kinds.get(place, "")
+        factor = 1.0 if forward else one.scale
+        return Fault(phase, place, kind, reaches * factor, one.scale)
+
+
+def _rule_for(fault: Fault, rules: Sequence[str]) -> str:
+    """Return the rule that might mend a fault: on the module, or on one around it.
+
+    Why one around: where a module was kept in fp32 already, what it gives may still be
+    cast to the format, as at levels without autocast.
+
+    Returns:
+        "" where none is left.
+    """
+    path = fault.module if fault.kind else ""
+    while path and f"module:{path}=fp32" in rules:
+        path = path.rpartition(".")[0]
+    return f"module:{path}=fp32" if path else ""
+
+
+def _of_parameters(one: Pass) -> str:
+    """Return the module whose own gradient is the first that is not finite."""
+    return one.bad[-1].rpartition(".")[0] if one.bad else ""
+
+
+def _line(error: Exception) -> str:
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."

@@ -1,0 +1,293 @@
+"""A copy of a model at work at one level, for passes that leave the model alone.
+
+In: a model, perhaps its optimizer, a level. Out: passes over batches with all that is
+to be known of them, and whole training steps with the time they took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+import time
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.boundaries import Boundaries, Trace
+from halfstep.check_guards import check_gradients, check_loss
+from halfstep.errors import UserError
+from halfstep.preparing import prepare
+from halfstep.scaler import ScaleRule
+from halfstep.scaler.exponents import unscaled
+from halfstep.tally import Saved, Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from halfstep.choice import Choice
+    from halfstep.policy import Policy
+
+LossFn: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
+
+_ANY = 2.0**-126, 2.0**127
+"""Scales that fp32 holds as powers of two."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass of a twin."""
+
+    loss: float
+    scale: float
+    gradients: dict[str, Tensor]
+    """Of parameters, by name: fp32, unscaled, dense."""
+    bad: tuple[str, ...]
+    """Names of those that hold inf or NaN."""
+    trace: Trace
+    histogram: Tensor
+    """Exponents of unscaled gradients in the twin's format (`scaler.exponents`), of
+    activations and of weights as they arrive; zeros where they were not counted.
+    int64, shape (BINS,), on the CPU."""
+    saved_bytes: int
+    """What the forward pass kept for the backward pass, weights and buffers apart."""
+
+    @property
+    def finite(self) -> bool:
+        """Neither gradients of parameters nor those that made them hold inf or NaN."""
+        return not self.bad and not int(self.histogram[-1])
+
+
+class Twin:
+    """A copy of a model and of its optimizer, prepared at a level.
+
+    Every pass begins with the same random state and buffers: dropout masks and batch
+    statistics are those of any other twin's pass. On a GPU masks depend on the format,
+    so there the copies' own dropout layers let everything through.
+
+    Args:
+        model: Stays as it is.
+        optimizer: Over its parameters, copied with them; None makes an AdamW.
+        choice: Level and format.
+        policy: As for `prepare`.
+        master: As for `prepare`, where the level has masters.
+        state: Random state that each pass begins with.
+
+    Raises:
+        UserError: If it cannot be copied, or `prepare` refuses it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        choice: Choice,
+        policy: Policy,
+        master: str,
+        state: RandomState,
+    ) -> None:
+        twin, stepper = _copied(model, optimizer)
+        self.notes: list[str] = []
+        """What `prepare` warned of."""
+        self._low = choice.format.dtype
+        self._random = state
+        self.device = next(twin.parameters()).device
+        if self.device.type != "cpu":
+            _let_through(twin)
+        rule = ScaleRule.parse(1.0)
+        with _noted(self.notes):
+            self.session = prepare(
+                twin,
+                stepper,
+                choice,
+                policy=policy,
+                loss_scale=rule,
+                master=master if choice.level.masters else "fp32",
+            )
+        self._buffers = [(one, one.clone()) for one in twin.buffers()]
+
+    @property
+    def model(self) -> nn.Module:
+        """The copy."""
+        return self.session.model
+
+    def run(
+        self,
+        loss_fn: LossFn,
+        batch: object,
+        scale: float = 1.0,
+        *,
+        others: frozenset[int] = frozenset(),
+        counted: bool = True,
+    ) -> Pass:
+        """Run a batch forward and backward; weights stay.
+
+        Args:
+            loss_fn: Gives the loss of a model on a batch, shape ().
+            batch: What it takes.
+            scale: Of the loss, a power of two.
+            others: Ids of parameters that no loss may depend on.
+            counted: Count exponents, which takes about as long as the pass.
+
+        Raises:
+            UserError: If the loss is none that can be trained with.
+        """
+        self.begin(scale)
+        session, seen = self.session, Saved(self.model)
+        tally = Tally(self._low if counted else None)
+        with Boundaries(self.model) as boundaries:
+            with session.autocast(), seen.counting():
+                loss = loss_fn(session.model, batch)
+                check_loss(loss, others)
+            boundaries.end_forward()
+            with tally.over(loss):
+                session.backward(loss)
+        gradients = self._gradients(scale, tally)
+        check_gradients(gradients)
+        session.zero_grad()
+        power = torch.tensor(scale, dtype=torch.float32)
+        return Pass(
+            loss.detach().double().item(),
+            scale,
+            gradients,
+            _not_finite(gradients),
+            boundaries.trace(),
+            unscaled(tally.total(), power),
+            seen.bytes,
+        )
+
+    def _gradients(self, scale: float, tally: Tally) -> dict[str, Tensor]:
+        """Return the gradients that a backward pass left, unscaled in fp32."""
+        found = {}
+        for name, param in self.model.named_parameters():
+            if param.grad is None:
+                continue
+            dense = param.grad.detach()
+            dense = dense.to_dense() if dense.layout != torch.strided else dense
+            dense = torch.view_as_real(dense) if dense.is_complex() else dense
+            tally.add(dense)  # as leaves, they come to no node
+            found[name] = dense.to(torch.float32, copy=True).div_(scale)
+        return found
+
+    def begin(self, scale: float) -> None:
+        """Put random state and buffers back, and set the scale."""
+        self._random.restore()
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        scaler = self.session.scaler
+        power = torch.full_like(scaler.state.scale, min(max(scale, _ANY[0]), _ANY[1]))
+        scaler.state = replace(scaler.state, scale=power)
+
+    def step(self, loss_fn: LossFn, batch: object) -> float:
+        """Make a whole training step, which changes the copy; return its seconds."""
+        self._wait()
+        began = time.perf_counter()
+        with self.session.autocast():
+            loss = loss_fn(self.session.model, batch)
+        self.session.backward(loss)
+        with _noted(self.notes):
+            self.session.step()
+        self._wait()
+        return time.perf_counter() - began
+
+    def memory(self, loss_fn: LossFn, batch: object) -> dict[str, int]:
+        """Return the bytes that training holds after a backward pass, by purpose.
+
+        Comes after a step, which makes the optimizer's state.
+        """
+        with self.session.autocast():
+            loss = loss_fn(self.session.model, batch)
+        self.session.backward(loss)
+        held = self.session.memory()
+        self.session.zero_grad()
+        return held
+
+    def weights_finite(self) -> bool:
+        """Say whether no weight is inf or NaN. Waits for the device."""
+        return all(bool(torch.isfinite(one).all()) for one in self.model.parameters())
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _not_finite(gradients: dict[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of gradients with inf or NaN; waits for the device once."""
+    good = torch.stack([torch.isfinite(one).all().cpu() for one in gradients.values()])
+    return tuple(
+        name for name, fine in zip(gradients, good.tolist(), strict=True) if not fine
+    )
+
+
+def _copied(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a copy of a model, and of its optimizer or a new one over the copy."""
+    try:
+        twin, stepper = copy.deepcopy((model, optimizer))
+    except Exception as error:
+        message = (
+            f"{type(model).__name__} cannot be copied, and check works on copies: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+        raise UserError(message) from error
+    if stepper is None:
+        learning = [param for param in twin.parameters() if param.requires_grad]
+        stepper = torch.optim.AdamW(learning, fused=True)
+    for param in twin.parameters():
+        param.grad = None
+    return twin, stepper
+
+
+def _let_through(model: nn.Module) -> None:
+    """Switch off what draws masks in a copy."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001
+            module.p = 0.0
+        elif isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            module.dropout = 0.0
+
+
+@contextlib.contextmanager
+def _noted(notes: list[str]) -> Iterator[None]:
+    """Take warnings down instead of showing them, each once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for one in caught:
+        if str(one.message) not in notes:
+            notes.append(str(one.message))
+
+
+class RandomState:
+    """The random state of torch, Python and numpy, as it was when this was made.
+
+    Args:
+        devices: Devices whose generators count besides the CPU's.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = {
+            device: torch.cuda.get_rng_state(device)
+            for device in devices
+            if device.type == "cuda"
+        }
+        self._python = random.getstate()
+        # Only if somebody uses it: the library does not.
+        self._numpy = sys.modules.get("numpy")
+        self._numpys = self._numpy.random.get_state() if self._numpy else None
+
+    def restore(self) -> None:
+        """Put all of it back."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            self._numpy.random.set_state(self._numpys)

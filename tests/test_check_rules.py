@@ -1,0 +1,189 @@
+"""The verdict of a check, from planted facts: each rule at its limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from halfstep.check_facts import Cost, Facts, Fault, ScalePoint
+from halfstep.check_rules import DYNAMIC, judge, power, verdict
+from halfstep.fidelity import Likeness
+from halfstep.scaler import ScaleRule
+
+
+def likeness(cosine: float, where: str = "all", norm: float = 1.0) -> Likeness:
+    """Return a likeness of which only the cosine and the norm matter."""
+    return Likeness(where, 10, cosine, 40.0, 0.0, norm)
+
+
+GOOD = Facts(
+    level="O2",
+    dtype="fp16",
+    reason="asked for",
+    device="cpu",
+    policy="lean",
+    loss_fp32=1.0,
+    finite_fp32=True,
+    loss=1.0,
+    default_scale=2.0**16,
+    safe_scale=2.0**17,
+    scale=2.0**16,
+    curve=(ScalePoint(2.0**16, 0.0, 0.0, 2.0),),
+    gradients=likeness(0.9999),
+    layers=(likeness(0.9999, "a"),),
+    noise=likeness(0.5),
+    noise_layers=(likeness(0.5, "a"),),
+)
+FAULT = Fault("forward", "a.b", "Linear", 1e5, 2.0**16)
+
+
+def cost(seconds: float, size: int) -> Cost:
+    """Return what a level takes."""
+    return Cost(seconds, {"weights": size})
+
+
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({}, "good"),
+    ({"dtype": "bf16", "curve": (), "safe_scale": None}, "good"),
+    ({"scale": 2.0**10, "safe_scale": 2.0**10}, "good with a loss scale of 1024"),
+    ({"scale": 2.0**40, "safe_scale": 2.0**40}, "good with a loss scale of 2**40"),
+    (
+        {"fault": FAULT, "rules": ("module:a.b=fp32",), "cured": True},
+        "keep these modules in float32: module:a.b=fp32",
+    ),
+    (
+        {
+            "fault": FAULT,
+            "rules": ("module:a.b=fp32", "module:c=fp32"),
+            "scale": 2.0**10,
+            "safe_scale": 2.0**10,
+        },
+        (
+            "keep these modules in float32: module:a.b=fp32, module:c=fp32; with a "
+            "loss scale of 1024"
+        ),
+    ),
+    (
+        {"fault": FAULT, "gradients": None},
+        "not worth it: a.b (Linear) overflows fp16 and no rule on modules mends it",
+    ),
+    (
+        {"finite_fp32": False},
+        "not worth it: loss or gradients are not finite in fp32 either",
+    ),
+    ({"failed": "no kernel"}, "not worth it: O2 fp16 fails: no kernel"),
+    (
+        {"weights_finite": False},
+        (
+            "not worth it: weights are inf or NaN after a few steps, in fp32 they are "
+            "finite"
+        ),
+    ),
+    (
+        {"gradients": likeness(0.94)},
+        "not worth it: gradients differ from fp32's: cosine 0.94000",
+    ),
+    ({"gradients": likeness(0.96)}, "good"),  # a tenth of the noise is 0.05
+    ({"gradients": likeness(0.991), "noise": None}, "good"),
+    (
+        {"gradients": likeness(0.98), "noise": None},
+        "not worth it: gradients differ from fp32's: cosine 0.98000",
+    ),
+    (
+        {"cost_fp32": cost(1.0, 100), "cost": cost(1.0, 95)},
+        "not worth it: 1.00 times the speed of fp32, 5% less memory",
+    ),
+    (
+        {"cost_fp32": cost(1.0, 100), "cost": cost(1.0, 104)},
+        "not worth it: 1.00 times the speed of fp32, 4% more memory",
+    ),
+    ({"cost_fp32": cost(1.0, 100), "cost": cost(0.9, 100)}, "good"),
+    ({"cost_fp32": cost(1.0, 100), "cost": cost(1.2, 80)}, "good"),
+    (
+        {"cost_fp32": cost(1.0, 100), "cost": cost(2.0, 50)},
+        "not worth it: 0.50 times the speed of fp32, 50% less memory",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), CASES)
+def test_verdict(changed: dict[str, Any], words: str) -> None:
+    """Law: each reason has its words, and a limit on both of its sides."""
+    assert verdict(replace(GOOD, **changed)) == words
+
+
+def found(**changed: Any) -> dict[str, str]:
+    """Return what each rule says."""
+    return {one.rule: str(one) for one in judge(replace(GOOD, **changed))[1]}
+
+
+def test_findings_of_nothing() -> None:
+    """Law: good facts make no finding."""
+    assert found() == {}
+
+
+def test_words_of_findings() -> None:
+    """Law: a finding names place, number, limit and what to do."""
+    rules = ("module:a.b=fp32",)
+    policy = "lean + module:a.b=fp32"
+    told = found(fault=FAULT, rules=rules, cured=True, policy=policy)
+    assert told["overflow forward"] == (
+        "a.b (Linear): makes inf or NaN at loss scale 65536; in fp32 its output "
+        "reaches 1e+05 (fp16 holds 65504). Keep in float32: module:a.b=fp32 "
+        "(policy='lean + module:a.b=fp32'); or train in bf16."
+    )
+    fault = Fault("backward", "a", "Linear", 3e5, 2.0**16)
+    told = found(fault=fault, default_finite=False, safe_scale=2.0**12, scale=2.0**12)
+    assert told == {
+        "loss scale": "a (Linear): gradients overflow at the default loss scale 65536; "
+        "4096 is safe (fp16 holds 65504). Use loss_scale='measured', or begin at 4096. "
+        "A dynamic scale skips about 4 steps on its way there."
+    }
+    low = found(default_finite=False, safe_scale=0.25, scale=0.25)["loss scale"]
+    assert low.endswith("Use loss_scale=2**-2, or bf16.")
+    lost = (ScalePoint(2.0**16, 0.4, 0, 9), ScalePoint(2.0**24, 0.001, 0, 1))
+    told = found(curve=lost, safe_scale=2.0**24, scale=2.0**24)
+    assert told["underflow"] == (
+        "gradients: 40.0% of fp32's gradients other than zero become zero in fp16 at "
+        "loss scale 65536 (1%). Use loss_scale='measured', or begin at 2**24. "
+        "There 0.1% are lost."
+    )
+    assert found(loss=1.02)["loss"].startswith("loss: 1.02, in fp32 1: +2.00% (1%).")
+    assert "loss" not in found(loss=1.005)
+
+
+def test_bounds_of_scales() -> None:
+    """Law: what is said of scales that move is what their rule says."""
+    assert (ScaleRule().min_scale, ScaleRule().max_scale) == DYNAMIC
+
+
+def test_layers_that_do_not_matter() -> None:
+    """Law: a layer is spoken of if it strays, more than noise, and has some weight."""
+    bad = likeness(0.5, "b", norm=0.1)
+    assert "gradient" in found(layers=(bad,))
+    assert found(layers=(bad,))["gradient"].startswith(
+        "b: cosine to fp32's gradient 0.50000, SQNR 40.0 dB, 0.0% flushed (cosine 0.99)"
+    )
+    assert "gradient" not in found(layers=(likeness(0.5, "b", norm=1e-4),))
+    noisy = (likeness(-1.0, "b"),)
+    close = likeness(0.95, "b", norm=0.1)
+    assert "gradient" not in found(layers=(close,), noise_layers=noisy)
+    assert "gradient" in found(layers=(close,), noise_layers=(likeness(0.9, "b"),))
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [(1.0, "1"), (65536.0, "65536"), (131072.0, "131072"), (0.25, "2**-2")],
+)
+def test_power(scale: float, words: str) -> None:
+    """Law: a scale is written so that Python reads it back."""
+    assert power(scale) == words
+    assert eval(power(scale)) == scale  # noqa: S307
+
+
+def test_power_of_any() -> None:
+    """Law: large powers are written as such."""
+    assert power(2.0**40) == "2**40"
+    assert power(1000.0) == "1000"

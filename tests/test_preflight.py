@@ -1,0 +1,392 @@
+"""A check before training: overflow, scales, gradients and verdicts, planted."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from checked_nets import LOUD, Net, batch, loss
+from torch import Tensor, nn
+from torch.nn import functional
+
+import halfstep as hs
+from halfstep.finding import Finding
+
+if TYPE_CHECKING:
+    from halfstep.check_report import CheckReport
+
+pytestmark = pytest.mark.usefixtures("any_machine")
+
+LOW = [(level, dtype) for level in ("O1", "O2", "O3") for dtype in ("bf16", "fp16")]
+
+
+def checked(model: nn.Module, level: str, dtype: str, **more: Any) -> CheckReport:
+    """Check without timing, which differs from machine to machine."""
+    given = {"loss_fn": loss, "batch": batch(), "steps": 0} | more
+    return hs.check(model, level=level, dtype=dtype, **given)
+
+
+def rules_of(report: CheckReport) -> set[str]:
+    """Return the names of the rules that found something."""
+    return {finding.rule for finding in report.findings}
+
+
+@pytest.mark.parametrize(("level", "dtype"), LOW)
+def test_a_healthy_network(level: str, dtype: str) -> None:
+    """Law: nothing is found in a network that has nothing, at any level and format."""
+    report = checked(Net(), level, dtype)
+    found = [str(finding) for finding in report.findings if finding.rule != "caution"]
+    assert not found
+    assert report.verdict == "good"
+    assert report.good
+    facts = report.facts
+    assert facts.gradients is not None
+    assert facts.gradients.cosine > 0.99
+    error = facts.loss_error
+    assert error is not None
+    assert abs(error) < 4 * facts.format.epsilon
+
+
+def test_fp32_is_itself() -> None:
+    """Law: O0 gains nothing, and the verdict says so."""
+    report = checked(Net(), "O0", "auto")
+    assert report.verdict.startswith("not worth it: O0 is fp32 itself")
+    assert not report.findings
+
+
+def gradients(
+    model: nn.Module, level: str, dtype: str, scale: float
+) -> dict[str, np.ndarray]:
+    """Return a session's unscaled gradients, in float64, with the masks of a check."""
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    session = hs.prepare(twin, optimizer, level, dtype=dtype, loss_scale=scale)
+    with session.autocast():
+        value = loss(session.model, batch())
+    session.backward(value)
+    return {
+        name: param.grad.double().numpy() / scale
+        for name, param in twin.named_parameters()
+        if param.grad is not None
+    }
+
+
+@pytest.mark.parametrize(("level", "dtype"), LOW)
+def test_gradients_like_numpy(level: str, dtype: str) -> None:
+    """Law: cosine and SQNR of each layer are numpy's in float64, of the same passes."""
+    model = Net()
+    before = torch.get_rng_state()
+    report = checked(model, level, dtype)
+    torch.set_rng_state(before)
+    right = gradients(model, "O0", "fp32", 1.0)
+    torch.set_rng_state(before)
+    low = gradients(model, level, dtype, report.facts.scale)
+    assert {one.where for one in report.facts.layers} == {
+        name.rpartition(".")[0] for name in right
+    }
+    for one in report.facts.layers:
+        names = [name for name in right if name.rpartition(".")[0] == one.where]
+        x = np.concatenate([right[name].ravel() for name in names])
+        q = np.concatenate([low[name].ravel() for name in names])
+        cosine = np.dot(x, q) / np.linalg.norm(x) / np.linalg.norm(q)
+        sqnr = 10 * np.log10(np.sum(x**2) / np.sum((x - q) ** 2))
+        assert one.cosine == pytest.approx(cosine, abs=1e-9)
+        assert one.sqnr == pytest.approx(sqnr, abs=1e-4)
+        assert one.flushed == pytest.approx(np.mean(q[x != 0] == 0))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_forward_overflow_and_its_cure(level: str) -> None:
+    """Law: the module that overflows is named, and the rules advised cure it."""
+    model = Net(LOUD)
+    report = checked(model, level, "fp16")
+    fault = report.facts.fault
+    assert fault is not None
+    assert (fault.phase, fault.module, fault.kind) == ("forward", "loud", "Linear")
+    assert fault.reaches > 65504
+    assert report.verdict.startswith("keep these modules in float32: module:loud=fp32")
+    assert report.findings[0].rule == "overflow forward"
+    assert "loud (Linear)" in str(report)
+    assert report.facts.gradients is not None
+    assert report.facts.gradients.cosine > 0.99
+    # As advised, the same model has nothing to be found.
+    mended = checked(model, level, "fp16", policy=report.facts.policy)
+    assert mended.verdict == "good"
+    assert not mended.findings
+    # And a session of its own trains: with the rule it steps, without it it skips.
+    for policy, skipped in ((report.facts.policy, False), ("lean", True)):
+        twin = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
+        session = hs.prepare(twin, optimizer, level, dtype="fp16", policy=policy)
+        with session.autocast():
+            value = loss(session.model, batch())
+        session.backward(value)
+        assert session.step().skipped is skipped
+
+
+def test_no_rule_mends_it() -> None:
+    """Law: where no rule on modules helps, the verdict says so, and names bf16."""
+    report = checked(Net(LOUD), "O3", "fp16")
+    assert report.verdict == (
+        "not worth it: loud (Linear) overflows fp16 and no rule on modules mends it"
+    )
+    assert "train in bf16" in report.findings[0].advice
+    assert not report.facts.rules
+    assert checked(Net(LOUD), "O3", "bf16").verdict == "good"
+
+
+def test_a_rule_around_the_module() -> None:
+    """Law: without autocast, where what a module gives is cast, its block is tried."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = Net(LOUD), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute."""
+            return self.head(self.block(x))  # type: ignore[no-any-return]
+
+    report = checked(Outer(), "O3", "fp16")
+    assert report.facts.fault is not None
+    assert report.facts.fault.module == "block.loud"
+    assert report.facts.rules == ("module:block.loud=fp32", "module:block=fp32")
+    mended = checked(Outer(), "O3", "fp16", policy=report.facts.policy)
+    assert mended.verdict == "good"
+
+
+def test_overflow_in_the_loss() -> None:
+    """Law: what overflows after the model is told from what does so inside."""
+
+    def squared(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]).half() * 300).square().mean().float()
+
+    report = checked(Net(), "O1", "fp16", loss_fn=squared)
+    # It does so in fp32's pass too, whose loss is cast by hand.
+    assert report.verdict.startswith("not worth it: loss or gradients are not finite")
+
+
+def largest(model: nn.Module, level: str, loss_fn: Any) -> float:
+    """Return the largest power of two at which a step is applied, by trying all."""
+    state, best = torch.get_rng_state(), 0.0
+    for power in range(-8, 60):
+        torch.set_rng_state(state)
+        twin = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
+        scale = 2.0**power
+        session = hs.prepare(twin, optimizer, level, dtype="fp16", loss_scale=scale)
+        with session.autocast():
+            value = loss_fn(session.model, batch())
+        session.backward(value)
+        if session.step().skipped:
+            break
+        best = scale
+    torch.set_rng_state(state)
+    return best
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("factor", [1e-6, 1e-9])
+def test_large_gradients_in_fp32_do_not_count(level: str, factor: float) -> None:
+    """Law: gradients that never are in 16 bits do not lower the safe scale."""
+
+    def weighted(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        each = functional.mse_loss(model(x).float(), y, reduction="none")
+        return (each.mean(1) * factor).sum()
+
+    model = Net()
+    true = largest(model, level, weighted)
+    assert true > 2.0**24
+    safe = checked(model, level, "fp16", loss_fn=weighted).facts.safe_scale
+    assert safe is not None
+    assert true / 2 <= safe <= true
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 100.0, 3000.0])
+def test_the_largest_safe_scale(level: str, factor: float) -> None:
+    """Law: it is at most the true one, found by trying all, and at least half of it."""
+
+    def scaled(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model, batch) * factor
+
+    model = Net()
+    true = largest(model, level, scaled)
+    report = checked(model, level, "fp16", loss_fn=scaled)
+    safe = report.facts.safe_scale
+    assert safe is not None
+    assert true / 2 <= safe <= true
+    bold = checked(model, level, "fp16", loss_fn=scaled, margin=0).facts.safe_scale
+    assert bold is not None
+    assert bold in {true, true / 2}
+    assert report.facts.default_finite == (true >= 2.0**16)
+    if true < 2.0**16:
+        assert report.verdict == f"good with a loss scale of {safe:g}"
+        assert "loss scale" in rules_of(report)
+        assert report.facts.fault is not None
+        assert report.facts.fault.phase == "backward"
+    else:
+        assert report.verdict.startswith("good")
+
+
+def test_tiny_gradients() -> None:
+    """Law: gradients that fp16 flushes at the default scale are counted, and cured."""
+    model = Net()
+
+    def tiny(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model, batch) * 1e-11
+
+    report = checked(model, "O2", "fp16", loss_fn=tiny)
+    facts = report.facts
+    assert facts.curve[0].scale == 2.0**16
+    assert facts.curve[0].flushed > 0.5
+    assert "underflow" in rules_of(report)
+    assert facts.safe_scale is not None
+    assert facts.safe_scale > 2.0**30
+    assert facts.scale == facts.safe_scale
+    assert report.verdict == f"good with a loss scale of 2**{math.log2(facts.scale):g}"
+    assert facts.gradients is not None
+    assert facts.gradients.cosine > 0.99
+    assert checked(model, "O2", "bf16", loss_fn=tiny).verdict == "good"
+
+
+def test_the_share_lost_is_that_of_a_cast() -> None:
+    """Law: the curve is what casting fp32's weight gradients to fp16 would lose."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, bias=False)
+
+    def tiny(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]) * batch[1]).mean() * 1e-10
+
+    report = checked(model, "O1", "fp16", loss_fn=tiny)
+    x, y = batch()
+    product = torch.full_like(y, 1e-10 / y.numel())
+    weight = (product * y).T @ x  # once as the product gives it, once as it is kept
+    seen = torch.cat([g.flatten() for g in (product, product * y, weight, weight)])
+    for point in report.facts.curve:
+        cast = (seen * point.scale).half()
+        assert point.flushed == pytest.approx((cast == 0).double().mean().item())
+        small = (cast != 0) & (cast.abs() < 2.0**-14)
+        # Those just below a normal number are rounded up to it by the cast.
+        lost = pytest.approx(small.double().mean().item(), abs=0.01)
+        assert point.subnormal == lost
+
+
+def test_gradients_that_stray() -> None:
+    """Law: gradients unlike fp32's are found, unless the batch's noise is larger."""
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            del ctx
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            del ctx
+            coarse = grads[0].sign() * grads[0].abs().amax()
+            return coarse if grads[0].dtype == torch.bfloat16 else grads[0]
+
+    class Coarse(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute; the backward pass is wrong in bf16."""
+            return self.head(Rounded.apply(self.loud(self.inner(x))))  # type: ignore[no-untyped-call, no-any-return]
+
+    x, y = batch()
+    twice = torch.cat([x, x]), torch.cat([y, y])  # halves are alike: no noise
+    report = checked(Coarse(), "O2", "bf16", batch=twice)
+    assert report.verdict.startswith("not worth it: gradients differ from fp32's")
+    where = {one.where for one in report.findings if one.rule == "gradient"}
+    assert "loud" in where
+    assert "head" not in where
+    noise = report.facts.noise
+    assert noise is not None
+    assert noise.cosine > 0.999
+
+
+def test_more_batches() -> None:
+    """Law: overflow is that of all batches; the noise is told from two of them."""
+    loud = batch()[0] * 1e6, batch()[1]
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8))
+    assert checked(model, "O1", "fp16").verdict == "good"
+    report = checked(model, "O1", "fp16", more=[loud])
+    assert report.facts.fault is not None
+    assert report.facts.fault.module == "0"
+    assert report.facts.noise_of == "two batches"
+
+
+def test_a_level_that_fails() -> None:
+    """Law: what a level raises is in the verdict, not an exception."""
+
+    class Stubborn(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute; a product of two dtypes fails without autocast."""
+            return functional.linear(x, self.head.weight.float().new_ones(8, 16))[
+                :, :8
+            ] + self.head(torch.ones(1, 32))
+
+    report = checked(Stubborn(), "O3", "bf16")
+    assert report.verdict.startswith("not worth it: O3 bf16 fails: ")
+    assert "level" in rules_of(report)
+    assert checked(Stubborn(), "O1", "bf16").facts.failed == ""
+
+
+def test_not_finite_in_fp32() -> None:
+    """Law: a loss that is bad in fp32 is no format's fault."""
+    x, y = batch()
+    report = checked(Net(), "O2", "fp16", batch=(x / 0, y))
+    assert "not finite in fp32" in report.verdict
+    assert report.findings[0].severity == "error"
+
+
+def test_times_and_memory() -> None:
+    """Law: with steps, both levels are timed and weighed, as formats say."""
+    report = checked(Net(), "O2", "bf16", steps=2)
+    facts = report.facts
+    assert facts.cost_fp32 is not None
+    assert facts.cost is not None
+    assert facts.speed_up is not None
+    assert facts.speed_up > 0
+    numbers = sum(param.numel() for param in Net().parameters())
+    buffers = sum(buffer.nbytes for buffer in Net().buffers())
+    # AdamW: two moments, and a step count of 4 bytes for each parameter.
+    wide = facts.cost_fp32.memory
+    assert wide["weights"] == 4 * numbers + buffers
+    assert wide["gradients"] == 4 * numbers
+    assert wide["masters"] == 0
+    assert 8 * numbers <= wide["moments"] <= 8 * numbers + 4 * 16
+    low = facts.cost.memory
+    assert 2 * numbers < low["weights"] < wide["weights"]
+    assert low["masters"] > 0
+    assert low["saved"] < wide["saved"]
+    assert wide["saved"] >= 4 * 32 * (16 + 32 + 32)
+
+
+def test_data_and_tables() -> None:
+    """Law: a report is JSON, text and tables, also of passes that broke."""
+    whole = checked(Net(LOUD), "O2", "fp16", steps=1)
+    broken = checked(Net(LOUD), "O3", "fp16")
+    titles = [table.title for table in whole.tables()]
+    assert titles == [
+        "Check before training",
+        "Gradients against fp32, by module",
+        "Loss scales",
+        "Ranges",
+        "Time and memory",
+        "Findings",
+    ]
+    assert len(broken.tables()) < len(titles)
+    for report in (whole, broken):
+        told = json.loads(json.dumps(report.data(), allow_nan=False))
+        assert told["verdict"] == report.verdict
+        found = [Finding.from_data(one) for one in told["findings"]]
+        assert tuple(found) == report.findings
+        assert told["facts"]["level"] == report.facts.level
+        assert len(str(report).splitlines()) <= 5
+        assert all(table.text() for table in report.tables())

@@ -1,0 +1,105 @@
+"""Whole runs with --compile: the same training, and the same after a restart."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from small_training import (
+    assert_same_run,
+    one_thread,
+    small_and_measured,
+    steps_of,
+    without_figures,
+    write_letters,
+)
+
+from halfstep.train.loop import Trainer
+from halfstep.train.run import run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from halfstep.train.feed import Work
+
+pytestmark = [
+    pytest.mark.slow,  # the first batches take half a minute to compile
+    # torch's own, on the way into its compiler
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums depend on how many threads share them."""
+    with one_thread():
+        yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return settings of a run of a few steps without dropout."""
+    small_and_measured(monkeypatch)
+    without_figures(monkeypatch)
+    return {
+        "data": str(write_letters(tmp_path, 106)),
+        "dev_share": 0.1,
+        "model": "mini",
+        "dropout": 0.0,
+        "mask_tokens": 0.0,
+        "lr": 1e-3,
+        "epochs": 1,
+        "batch_size": 16,
+        "eval_every": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "tolerance"),
+    [("O0", "auto", 1e-5), ("O2", "bf16", 2**-6)],
+)
+def test_compiled_is_eager(
+    settings: dict[str, Any], tmp_path: Path, level: str, dtype: str, tolerance: float
+) -> None:
+    """Law: a compiled run takes the steps of an eager one, to the format's rounding."""
+    found = []
+    for compiled in (False, True):
+        more = {"compile": compiled, "level": level, "dtype": dtype}
+        out = tmp_path / f"compiled-{compiled}"
+        result = run(settings | more | {"out": str(out)})
+        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+        assert config["compile"] is compiled
+        found.append(steps_of(result.folder.records()))
+    eager, compiled_run = ([record["loss"] for record in each] for each in found)
+    assert len(eager) == STEPS
+    assert compiled_run == pytest.approx(eager, rel=tolerance)
+    assert eager[-1] < eager[0]
+
+
+def test_resumed(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a compiled run that is cut off goes on to the same end."""
+    given = settings | {"compile": True, "level": "O2", "dtype": "bf16"}
+    whole = run(given | {"out": str(tmp_path / "whole")})
+    step = Trainer.train_step
+
+    def cut(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
+        if work.number == STEPS - 1:
+            raise KeyboardInterrupt
+        return step(self, work, *rest)
+
+    monkeypatch.setattr(Trainer, "train_step", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run(given | {"out": str(tmp_path / "cut")})
+    monkeypatch.setattr(Trainer, "train_step", step)
+    torch.compiler.reset()
+    again = run({"out": str(tmp_path / "cut")}, resume=True)
+    assert_same_run(again.folder.path, whole.folder.path)
