@@ -15,6 +15,7 @@ from halfstep.train.feed import Order
 
 if TYPE_CHECKING:
     from halfstep.distributed import World
+    from halfstep.levels import Level
     from halfstep.train.config import TrainConfig
     from halfstep.train.data import Corpus
 
@@ -88,6 +89,18 @@ def resolve(
         parallel=config.parallel,
         fingerprint=corpus.fingerprint,
     )
+
+
+def counting(config: TrainConfig, level: Level, plan: Plan) -> int | None:
+    """Return how often updates that rounding swallows are counted; None: never.
+
+    They are counted where nothing keeps what 16-bit weights cannot hold, in the step
+    of each evaluation.
+    """
+    kept = level.masters and config.master != "none"
+    if not level.low_weights or kept or config.parallel != "ddp":
+        return None
+    return plan.eval_every
 
 
 def resolved(config: TrainConfig, plan: Plan, level: str, dtype: str) -> TrainConfig:
