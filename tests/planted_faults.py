@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from planted_models import (
     CLASSES,
     INNER,
     NEXT,
-    WIDTH,
     WORDS,
     batch,
     build,
@@ -85,6 +85,18 @@ class Run:
             return hs.autocast("cpu", self.dtype, policy=policy, model=self.model)
         return torch.autocast("cpu", self.dtype)
 
+    def spoilt(self) -> tuple[bool, bool]:
+        """Say whether the loss, and whether a gradient, is not finite: torch's word."""
+        model = self.wrapped()
+        try:
+            value = self.step(model)
+        except (IndexError, RuntimeError):
+            return True, True
+        (value * self.scale).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        good = all(bool(grad.isfinite().all()) for grad in grads)
+        return not bool(value.isfinite()), not good
+
     def found(self) -> BadOp | None:
         """Return what a replay finds."""
         model = self.wrapped()
@@ -103,8 +115,10 @@ class Fault:
     """Words that will do for the operation; "" for any."""
     cause: str
     phase: str
-    curable: bool = False
-    """The advised row must cure it."""
+    curable: bool = True
+    """Rows can cure it: its numbers fit float32, and its code does no cast itself."""
+    at_once: bool = False
+    """The first of them must."""
 
     def judge(self, found: BadOp | None) -> tuple[bool, bool, bool]:
         """Say whether module, operation and cause are right."""
@@ -128,14 +142,15 @@ def add(
     cause: str,
     phase: str = "forward",
     *,
-    curable: bool = False,
+    curable: bool = True,
+    at_once: bool = False,
     **run: Any,
 ) -> None:
     """Write down a fault; its name begins with the model's."""
-    run = {"name": name.split()[0]} | run
+    run = {"name": name.split(maxsplit=1)[0]} | run
     name += f" {run.get('mode', '')}".rstrip()
     assert name not in FAULTS
-    FAULTS[name] = Fault(plant, run, module, ops, cause, phase, curable)
+    FAULTS[name] = Fault(plant, run, module, ops, cause, phase, curable, at_once)
 
 
 # What is planted
@@ -199,12 +214,13 @@ def product(name: str) -> str:
 def common(name: str, kinds: str, mode: str = "eager") -> None:
     """Plant what can be planted in any model."""
     inner, before = INNER[name], BEFORE[name]
-    word = "lstm linear" if name == "lstm" else product(name)
+    # A ReLU takes -inf out of the loss, not out of the gradient.
+    late = "backward" if name == "cnn" else "forward"
     rows: dict[str, tuple[Any, ...]] = {
         "overflow": (overflow, inner, product(name), "forward range"),
-        "cast": (at(BEFORE, large), NEXT[name], word, "forward range"),
+        "cast": (at(BEFORE, large), NEXT[name], product(name), "forward range"),
         "div": (at(INNER, divided), inner, "div", "zero"),
-        "log": (at(BEFORE, logged), before, "log", "zero"),
+        "log": (at(BEFORE, logged), before, "log", "zero", late),
         "root": (at(INNER, rooted), inner, "sqrt", "zero", "backward"),
         "amplified": (at(INNER, amplified), inner, "mul", "backward range", "backward"),
         "weight": (spoilt_weight, inner, "", "weight", "weight"),
@@ -212,10 +228,9 @@ def common(name: str, kinds: str, mode: str = "eager") -> None:
     for kind in kinds.split():
         plant, *expected = rows[kind]
         scale = 2.0**16 if kind == "amplified" else 2.0**10
-        curable = kind in {"overflow", "cast"} and name in {"mlp", "bert"}
-        add(
-            f"{name} {kind}", plant, *expected, mode=mode, scale=scale, curable=curable
-        )
+        # Behind T5's last layer is a norm in fp32, so nothing stays large.
+        once = kind == "overflow" and name == "t5"
+        add(f"{name} {kind}", plant, *expected, mode=mode, scale=scale, at_once=once)
 
 
 for each in INNER:
@@ -315,7 +330,9 @@ def unit(y: Tensor) -> Tensor:
 
 def lone(y: Tensor) -> Tensor:
     """Divide by the deviation of a single number."""
-    return y + y.float()[:, :1].std(1, keepdim=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch sees it too
+        return y + y.float()[:, :1].std(1, keepdim=True)
 
 
 def lost_eps(y: Tensor) -> Tensor:
@@ -395,7 +412,13 @@ add(
     *("mlp loss squares", loss(lambda y, _: (y.half() * 9e3).square().sum())),
     *("loss", "square pow mul", "loss function"),
 )
-add("bert loss inf", loss(lambda y, _: y.sum() * math.inf), "loss", "mul", "loss function")
+add(
+    "bert loss inf",
+    loss(lambda y, _: y.sum() * math.inf),
+    "loss",
+    "mul",
+    "loss function",
+)
 add(
     *("cnn loss exp", loss(lambda y, _: (y.float() * 0 + 200).exp().mean())),
     *("loss", "exp", "loss function"),
@@ -432,9 +455,15 @@ def steep(run: Run) -> None:
 
 
 RANGE = "forward range"
-add("mlp range exp", named("fc1", exponential), "fc1", "exp", RANGE)
-add("lstm range squares", at(INNER, squares), "outer", "mul", RANGE)
-add("cnn range squares", at(INNER, squares), "conv2", "mul", RANGE)
+add(
+    *("mlp range exp", named("fc1", exponential), "fc1", "exp", RANGE),
+    curable=False,
+)
+for each in ("lstm", "cnn"):
+    add(
+        *(f"{each} range squares", at(INNER, squares), INNER[each], "mul", RANGE),
+        curable=False,
+    )
 add("gpt range scores", steep, "h.layers.1.attention", "matmul bmm", RANGE)
 add("bert range scores", steep, "encoder.layers.1.attention", "matmul bmm", RANGE)
 add("t5 range scores", steep, "decoder.layers.1.across", "matmul bmm", RANGE)
@@ -442,12 +471,13 @@ add(
     *("t5 range scores", steep, "decoder.layers.1.across", "matmul bmm", RANGE),
     mode="plain",
 )
-add("mlp range hidden", at(INNER, logistic), "fc2", "exp", RANGE)
+add("mlp range hidden", at(INNER, logistic), "fc2", "exp", RANGE, curable=False)
 for kind, dtype in (("bf16", torch.bfloat16), ("fp32", None)):
     for each in ("bert", "lstm"):
         add(
             *(f"{each} range {kind}", at(INNER, lambda y: (y * 1e30) * 1e30)),
             *(INNER[each], "mul", RANGE),
+            curable=False,
             dtype=dtype,
             scale=1.0,
         )
@@ -469,11 +499,18 @@ add("mlp range weight", weight_beyond, "fc2", "linear", RANGE)
 add("lstm range weight", weight_beyond, "outer", "linear", RANGE)
 add("cnn weight statistics", statistics, "bn2", "batch_norm", "weight", "weight")
 
+
+def steepened(y: Tensor) -> Tensor:
+    """Change nothing on the way forward; on the way back leave float16 at any scale."""
+    wide = y.float() * 1e9
+    return y.float() + (wide - wide.detach())
+
+
 BACK = ("backward range", "backward")
 for each in ("bert", "lstm", "cnn"):
     # At scale 1 too: no halving helps.
     add(
-        *(f"{each} back always", at(INNER, lambda y: (y.float() / 1e10) * 1e10)),
+        *(f"{each} back always", at(INNER, steepened)),
         *(INNER[each], "to cast _to_copy", *BACK),
         scale=1.0,
     )
@@ -640,6 +677,14 @@ def searched(name: str) -> BadOp | None:
     run = Run(**fault.run)
     fault.plant(run)
     return run.found()
+
+
+def spoilt(name: str) -> tuple[bool, bool]:
+    """Return what a fault does to the loss and to the gradients, by torch alone."""
+    fault = FAULTS[name]
+    run = Run(**fault.run)
+    fault.plant(run)
+    return run.spoilt()
 
 
 def alarmed(name: str) -> BadOp | None:

@@ -255,7 +255,7 @@ BEFORE = {
     "bert": "encoder.layers.0.norm2",
     "gpt": "h.layers.1.norm1",
     "t5": "decoder.layers.0.norm3",
-    "lstm": "inner",
+    "lstm": "lstm",
 }
 """A place whose result a product takes next."""
 
@@ -265,7 +265,7 @@ NEXT = {
     "bert": "encoder.layers.0.ff.wi",
     "gpt": "h.layers.1.attention.q",
     "t5": "decoder.layers.0.across.q",
-    "lstm": "lstm",
+    "lstm": "outer",
 }
 """That product."""
 

@@ -111,7 +111,9 @@ class BadOp:
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`; all floats are finite or null."""
-        inputs = self.inputs if self.inputs is None or math.isfinite(self.inputs) else None
+        inputs = (
+            self.inputs if self.inputs is None or math.isfinite(self.inputs) else None
+        )
         return asdict(self) | {"inputs": inputs}
 
     @classmethod
