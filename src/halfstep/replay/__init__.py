@@ -7,6 +7,6 @@ afterwards as they were before.
 
 from __future__ import annotations
 
-from halfstep.replay.searching import first_bad
+from halfstep.replay.searching import first_bad, not_reproduced
 
-__all__ = ["first_bad"]
+__all__ = ["first_bad", "not_reproduced"]

@@ -71,28 +71,38 @@ def first_bad(
     """
     history = losses if isinstance(losses, Losses) else _history(losses)
     known = Known(number, scale, history)
-    for _ in range(2 if failed else 1):
-        seen = _replay(model, step, scale, generator_state)
-        if seen.refused is not None:
-            return verdict.out_of_range(seen.refused, known)
-        if seen.bad:
-            break
-    else:
+    # Where each replay exchanges shards, all processes must make as many.
+    sharded = _is_sharded(model)
+    seen = _replay(model, step, scale, generator_state)
+    if sharded or (failed and not seen.spoilt):
+        again = _replay(model, step, scale, generator_state)
+        seen = seen if seen.spoilt else again
+    low = None
+    if sharded or (seen.in_backward and scale > 1):
+        low = _replay(model, step, 1.0, generator_state)
+    if seen.refused is not None:
+        return verdict.out_of_range(seen.refused, known)
+    if not seen.bad:
         return verdict.not_reproduced(known) if failed else None
     event = seen.culprit
     if event is None:
         return verdict.unseen(known, seen.bad.made)
-    if event.phase == "backward" and not (event.flaw and event.wide[0] != "finite"):
-        low = seen
-        if scale > 1:
-            low = _replay(model, step, 1.0, generator_state)
-        before = low.culprit if low.bad else None
-        known = replace(known, before=before, boundary=low.boundary, tried=scale > 1)
-        event = before or event
-        if before is not None:
-            known = replace(known, scale=1.0 if scale > 1 else scale)
-    found = verdict.bad_op(event, known)
-    return replace(found, scale=scale)
+    if not seen.in_backward:
+        return verdict.bad_op(event, known)
+    if low is None or scale <= 1:
+        return verdict.bad_op(event, replace(known, boundary=seen.boundary, low=event))
+    known = replace(known, boundary=low.boundary, low=low.culprit)
+    return verdict.bad_op(low.culprit or event, known)
+
+
+def not_reproduced(number: int | None, scale: float) -> BadOp:
+    """Return what is said of a step that failed, and was finite in two replays.
+
+    Args:
+        number: Of the step.
+        scale: Loss scale at which it failed.
+    """
+    return verdict.not_reproduced(Known(number, scale, Losses()))
 
 
 @dataclass
@@ -104,6 +114,19 @@ class _Seen:
     culprit: Event | None = None
     boundary: float | None = None
     refused: OutOfRange | None = None
+
+    @property
+    def spoilt(self) -> bool:
+        """Something was wrong."""
+        return bool(self.bad) or self.refused is not None
+
+    @property
+    def in_backward(self) -> bool:
+        """A number grew too large on the way back: it may be the loss scale's."""
+        event = self.culprit
+        if event is None or event.phase != "backward":
+            return False
+        return event.flaw is None or event.wide[0] == "finite"
 
 
 def _replay(
@@ -159,7 +182,7 @@ def _needs_backward(model: nn.Module, loss: Tensor) -> bool:
 
     So it is with reentrant checkpoints; and FSDP2's reach its shards only there.
     """
-    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
+    if _is_sharded(model):
         return True
     left, seen = [loss.grad_fn], {loss.grad_fn}
     while left:
@@ -172,6 +195,10 @@ def _needs_backward(model: nn.Module, loss: Tensor) -> bool:
         seen |= more
         left += more
     return False
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(hasattr(m, "set_requires_gradient_sync") for m in model.modules())
 
 
 def _history(losses: Sequence[float]) -> Losses:
@@ -207,10 +234,10 @@ def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Non
 @contextlib.contextmanager
 def _alone(module: nn.parallel.DistributedDataParallel) -> Iterator[None]:
     """Let DDP exchange nothing, buffers neither."""
-    kept = module.require_forward_param_sync
-    module.require_forward_param_sync = False
+    kept = module.require_forward_param_sync, module.broadcast_buffers
+    module.require_forward_param_sync = module.broadcast_buffers = False
     try:
         with module.no_sync():
             yield
     finally:
-        module.require_forward_param_sync = kept
+        module.require_forward_param_sync, module.broadcast_buffers = kept

@@ -51,12 +51,10 @@ class Known:
     step: int | None
     scale: float
     losses: Losses
-    before: Event | None = None
-    """What was bad at scale 1, where the event is of a higher scale."""
+    low: Event | None = None
+    """What was bad at scale 1; None if all was finite there."""
     boundary: float | None = None
     """Largest gradient that came out of the loss at scale 1."""
-    tried: bool = False
-    """Another replay at scale 1 was made."""
 
 
 @dataclass(frozen=True)
@@ -277,10 +275,11 @@ def _forward(event: Event, known: Known) -> _Said | None:
 
 def _backward(event: Event, known: Known) -> _Said:
     """A format was left on the way back."""
-    seen = f"{_seen(event)}, at loss scale {known.scale:g}"
-    if known.tried and known.before is None:
+    if known.low is None:
+        seen = f"{_seen(event)}, at loss scale {known.scale:g}"
         evidence = f"{seen}; at scale 1 all gradients are finite"
         return _Said("backward range", evidence, _SCALE, "backward")
+    seen = f"{_seen(event)}, at loss scale 1"
     limit = torch.finfo(event.dtype).max
     out = known.boundary or 0.0
     if event.place.is_loss or out > limit:

@@ -69,6 +69,8 @@ _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _UNSET |= {"empty_permuted", "resize", "resize_as", "set"}
 _OVERWRITE = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random"}
 _OVERWRITE |= {"exponential", "log_normal", "cauchy", "geometric", "set"}
+_EXCHANGES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"}
+"""Libraries whose results may still be under way."""
 _CASTS = {"_to_copy", "to", "copy"}
 _SUMS = {"addmm", "mm", "bmm", "baddbmm", "convolution", "add", "sum", "mean"}
 """They give +inf where they take -inf alone only by an overflow of their own."""
@@ -105,6 +107,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = words.base(func)
         returns = func._schema.returns  # noqa: SLF001
         written = _written(func, args, kwargs)
+        if func.namespace in _EXCHANGES:
+            return func(*args, **kwargs)
         if not written and any(out.alias_info for out in returns):
             self.places.note(name)
             return func(*args, **kwargs)
