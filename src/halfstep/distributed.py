@@ -307,6 +307,11 @@ def same_everywhere(value: T) -> T:
     return box[0]
 
 
+def size() -> int:
+    """Return how many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def first_given(value: T | None) -> T | None:
     """Return the value of the first process that has one, on each; None if none has."""
     if not dist.is_initialized():

@@ -206,17 +206,19 @@ def _masked(event: Event, known: Known) -> _Said | None:
 
 
 def _constant(event: Event, known: Known) -> _Said | None:
-    """An infinity that was meant reached the loss as it is."""
+    """A constant that is not finite reached the loss."""
     del known
-    if not event.meant:
+    if not (event.meant or event.constant) or event.parents:
         return None
     if event.place.is_loss:
         evidence = "a constant of the loss function is not finite"
         return _Said("loss function", evidence, "Use a finite one.", event.phase)
+    if event.given:
+        return None
     if event.word in {"masked_fill", "where"}:
         evidence = "what it masks reaches the loss: a target names a masked class"
         return _Said("label", evidence, "Mask no class that a target names.", "forward")
-    evidence = "a constant there is not finite, and it reaches the loss"
+    evidence = "it is given a constant that is not finite"
     return _Said("zero", evidence, "Use a finite one.", event.phase)
 
 
@@ -279,7 +281,7 @@ def _backward(event: Event, known: Known) -> _Said:
         seen = f"{_seen(event)}, at loss scale {known.scale:g}"
         evidence = f"{seen}; at scale 1 all gradients are finite"
         return _Said("backward range", evidence, _SCALE, "backward")
-    seen = f"{_seen(event)}, at loss scale 1"
+    seen = f"{_seen(event)}, at loss scale {min(known.scale, 1):g}"
     limit = torch.finfo(event.dtype).max
     out = known.boundary or 0.0
     if event.place.is_loss or out > limit:

@@ -47,8 +47,10 @@ class Event:
     """Largest finite magnitude that it took in."""
     wide: tuple[str, float] = ("not run", 0.0)
     flaw: Flaw | None = None
+    constant: bool = False
+    """The program itself gave the operation a number that is not finite."""
     meant: bool = False
-    """A constant of the program's, such as the -inf of a mask."""
+    """Such a number only fills places, as the -inf of a mask does."""
     given: str = ""
     """Nothing made it: "weight", "buffer", "input" (of the model) or "outside"."""
     source: str = ""
@@ -69,6 +71,8 @@ _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _UNSET |= {"empty_permuted", "resize", "resize_as", "set"}
 _OVERWRITE = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random"}
 _OVERWRITE |= {"exponential", "log_normal", "cauchy", "geometric", "set"}
+_FILLS = {"full", "full_like", "new_full", "scalar_tensor", "fill", "masked_fill"}
+_FILLS |= {"index_fill", "constant_pad_nd", "where", "clamp", "scatter"}
 _EXCHANGES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"}
 """Libraries whose results may still be under way."""
 _CASTS = {"_to_copy", "to", "copy"}
@@ -193,6 +197,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = self.places.node()
         args, kwargs = call.before
         scalars = [v for v in _pytree.tree_leaves((args, kwargs)) if type(v) is float]
+        constant = not all(map(math.isfinite, scalars))
         found = flaw(call.name, args, kwargs, call.outs)
         event = Event(
             number=len(self.events),
@@ -205,7 +210,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs=values.reach(call.taken),
             wide=values.wide(call.func, args, kwargs),
             flaw=found,
-            meant=not all(map(math.isfinite, scalars)) and not parents,
+            constant=constant,
+            meant=constant and call.name in _FILLS and not parents,
             raw=self._raw(call.taken),
             parents=parents,
             casts=call.name in _CASTS,
