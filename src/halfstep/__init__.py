@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from halfstep.mismatch import DtypeMismatch
     from halfstep.policy import Decision, Policy, Rule
     from halfstep.preparing import prepare
+    from halfstep.replay import first_bad
     from halfstep.scaler import LossScaleCollapse
     from halfstep.session import Session
     from halfstep.stats import StepReport
@@ -48,6 +49,7 @@ _ROOM_OF = {
     "autocast": "casting",
     "custom_bwd": "functions",
     "custom_fwd": "functions",
+    "first_bad": "replay",
     "full_precision": "functions",
     "low_precision": "functions",
     "prepare": "preparing",
@@ -71,6 +73,7 @@ __all__ = [
     "checkpoint",
     "custom_bwd",
     "custom_fwd",
+    "first_bad",
     "formats",
     "full_precision",
     "levels",

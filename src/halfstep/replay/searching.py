@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -221,6 +222,11 @@ def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Non
         for module in model.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 stack.enter_context(_alone(module))
+        stack.enter_context(warnings.catch_warnings())
+        # That hooks fire for a wrapper too: they are ours, and know wrappers.
+        warnings.filterwarnings(
+            "ignore", "Using `torch.compile\\(module\\)` when there"
+        )
         torch.clear_autocast_cache()
         try:
             yield
