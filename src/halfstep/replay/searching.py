@@ -68,7 +68,8 @@ def first_bad(
             None goes on from the present state, for a `step` that seeds by itself.
 
     Returns:
-        None if loss and gradients are finite, and nobody said that they were not.
+        None if loss and gradients are finite, and nobody said that they were not; and
+        where another process made what is bad here, which is told there.
     """
     history = losses if isinstance(losses, Losses) else _history(losses)
     known = Known(number, scale, history)
@@ -138,10 +139,12 @@ def _replay(
 ) -> _Seen:
     with _as_it_was(model, generator_state), Places(model) as places:
         watcher = Watcher(places)
+        shards = [p for p in places.root.parameters() if p.requires_grad]
         try:
             with watcher, torch.enable_grad():
                 loss = step()
-                gradients = _gradients(model, loss, scale)
+                watcher.going_back = True
+                gradients = _gradients(model, loss, scale, shards)
         except OutOfRange as error:
             return _Seen(values.Held(), refused=error)
         results: list[Tensor | None] = [loss]
@@ -150,7 +153,11 @@ def _replay(
         bad = values.Held()
         for part in values.floats(results):
             bad |= values.held(part)
-        return _Seen(bad, _first(watcher.behind(results)), watcher.boundary)
+        behind = watcher.behind(results) | watcher.sent
+        mine = {event for event in behind if event.given != "exchange"}
+        if behind and not mine:
+            return _Seen(values.Held())
+        return _Seen(bad, _first(mine), watcher.boundary)
 
 
 def _first(events: set[Event]) -> Event | None:
@@ -158,8 +165,17 @@ def _first(events: set[Event]) -> Event | None:
     return min(events, key=lambda event: (event.meant, event.number), default=None)
 
 
-def _gradients(model: nn.Module, loss: Tensor, scale: float) -> list[Tensor | None]:
-    """Return the gradients of the scaled loss, without a trace in the model."""
+def _gradients(
+    model: nn.Module, loss: Tensor, scale: float, shards: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of the scaled loss; those in the model may be lost.
+
+    Args:
+        model: Bare or wrapped.
+        loss: Not scaled.
+        scale: To multiply it by.
+        shards: The model's parameters, as they were before the forward pass.
+    """
     params = [p for p in distributed.bare(model).parameters() if p.requires_grad]
     if not params or not loss.requires_grad:
         return []
@@ -167,15 +183,11 @@ def _gradients(model: nn.Module, loss: Tensor, scale: float) -> list[Tensor | No
     if not _needs_backward(model, scaled):
         found = torch.autograd.grad(scaled, params, allow_unused=True)
         return list(found)
-    kept = [p.grad for p in params]
-    try:
-        for param in params:
-            param.grad = None
-        torch.autograd.backward(scaled)
-        return [param.grad for param in params]
-    finally:
-        for param, gradient in zip(params, kept, strict=True):
-            param.grad = gradient
+    # Shards are other parameters than what was gathered of them for the forward pass.
+    for param in (*params, *shards):
+        param.grad = None
+    torch.autograd.backward(scaled)
+    return [param.grad for param in (*params, *shards)]
 
 
 def _needs_backward(model: nn.Module, loss: Tensor) -> bool:
@@ -211,7 +223,11 @@ def _history(losses: Sequence[float]) -> Losses:
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[None]:
-    """Put back buffers and random numbers; let nothing be compiled or exchanged."""
+    """Put back buffers, gradients and random numbers; let nothing be compiled.
+
+    Nor exchanged: by DDP, that is.
+    """
+    gradients = [(param, param.grad) for param in model.parameters()]
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
@@ -232,6 +248,8 @@ def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Non
             yield
         finally:
             torch.clear_autocast_cache()
+            for param, gradient in gradients:
+                param.grad = gradient
             with torch.no_grad():
                 for buffer, value in kept:
                     buffer.copy_(value)

@@ -52,7 +52,8 @@ class Event:
     meant: bool = False
     """Such a number only fills places, as the -inf of a mask does."""
     given: str = ""
-    """Nothing made it: "weight", "buffer", "input" (of the model) or "outside"."""
+    """Nothing made it: "weight", "buffer", "input" (of the model), "outside"; or
+    "exchange": another process made it."""
     source: str = ""
     """Name of the parameter, buffer or argument that was given, or cast."""
     raw: str = ""
@@ -93,6 +94,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.boundary: float | None = None
         """Largest magnitude that came back out of the loss, into the model."""
+        self.sent: set[Event] = set()
+        """What is behind numbers that went to other processes."""
+        self.going_back = False
+        """The backward pass has begun."""
+        self._exchanged = False
         self._origins: dict[int, frozenset[Event]] = {}
         self._casts: dict[int, Event] = {}
         self._known = dict(_stored(places.root))
@@ -112,6 +118,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returns = func._schema.returns  # noqa: SLF001
         written = _written(func, args, kwargs)
         if func.namespace in _EXCHANGES:
+            self._exchanged = True
+            self.sent |= self.behind(values.floats((args, kwargs)))
             return func(*args, **kwargs)
         if not written and any(out.alias_info for out in returns):
             self.places.note(name)
@@ -233,8 +241,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, source = self._known.get(key, ("", ""))
         if not kind and key in self.places.arguments:
             kind, source = "input", self.places.arguments[key]
-        cast = "" if kind else self._cast_of(tensor)
         node = self.places.node()
+        if not kind and self._exchanged and self.going_back:
+            kind = "exchange"
+        cast = "" if kind else self._cast_of(tensor)
         event = Event(
             number=len(self.events),
             place=self.places.here(),
