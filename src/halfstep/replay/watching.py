@@ -145,7 +145,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for out in outs:
             kinds = Held() if name in _UNSET else values.held(out)
             if not kinds:
-                if not written:
+                # Some operations that split give views, and do not say so.
+                if not written and values.key(out) not in keys:
                     self._origins.pop(values.key(out), None)
                 continue
             self._origins[values.key(out)] = self._behind(call, bad, keys, kinds, out)
