@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.bad_op import BadOp
 from halfstep.checkpoint import Checkpoint, CheckpointError
+from halfstep.finding import Finding
 from halfstep.formats import FloatFormat, cast_floating
 from halfstep.levels import Level
 from halfstep.machine import Capabilities, Recommendation
@@ -35,6 +37,10 @@ def two_lines(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
         assert_type(report.scale, float)
         assert_type(report.grad_norm, float | None)
         assert_type(report.found_inf_in, tuple[str, ...])
+    bad = hs.first_bad(session.model, lambda: model(x).mean(), losses=[1.0])
+    if bad is not None:
+        assert_type(bad, BadOp)
+        assert_type(bad.finding(), Finding)
     session.optimizer.zero_grad()
     assert_type(session.steps_applied, int)
     assert_type(session.steps_skipped, int)

@@ -64,6 +64,7 @@ class Places:
         self._paths = {id(m): path or ROOT for path, m in self.root.named_modules()}
         self._stack: list[tuple[nn.Module, Place | None]] = []
         self._nodes: dict[int, tuple[Place, str]] = {}
+        self._highest = 0
         self._hooks: list[RemovableHandle] = []
         self._ran = self._done = False
         self.arguments: dict[int, str] = {}
@@ -156,8 +157,12 @@ class Places:
         if self.node() is None:
             made = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001
             self._nodes.setdefault(made, (self.here(), word))
+            self._highest = max(self._highest, made)
 
     def _of(self, node: Node) -> tuple[Place, str]:
         number = node._sequence_nr()  # noqa: SLF001
-        unknown = Place(LOSS if number > max(self._nodes, default=0) else ROOT, "")
-        return self._nodes.get(number, (unknown, words.node_word(node.name())))
+        known = self._nodes.get(number)
+        if known is not None:
+            return known
+        place = Place(LOSS if number > self._highest else ROOT, "")
+        return place, words.node_word(node.name())
