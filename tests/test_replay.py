@@ -332,6 +332,95 @@ def test_nothing_that_torch_did() -> None:
     assert bad.reproduced
 
 
+def test_a_target_that_is_no_probability() -> None:
+    """Law: a target that a loss refuses is told, not raised."""
+    model = nn.Linear(8, 1)
+
+    def step() -> Tensor:
+        out = torch.sigmoid(model(X))
+        return nn.functional.binary_cross_entropy(out, torch.full_like(out, 2.0))
+
+    bad = hs.first_bad(model, step)
+    assert bad is not None
+    assert (bad.module, bad.op, bad.cause) == ("loss", "binary_cross_entropy", "label")
+    assert "4 of 4 targets are not inside 0 to 1" in str(bad)
+
+
+def test_an_operation_that_refuses_nan() -> None:
+    """Law: where one raises for what it takes, whoever made that is told."""
+    model = nn.Linear(8, 1)
+
+    def step() -> Tensor:
+        out = model(X)
+        odd = torch.log(out * 0 - 1)
+        return nn.functional.binary_cross_entropy(torch.sigmoid(odd), out * 0)
+
+    with pytest.raises(RuntimeError):
+        step()
+    bad = hs.first_bad(model, step)
+    assert bad is not None
+    assert (bad.module, bad.op, bad.cause) == ("loss", "log", "zero")
+
+
+def test_nan_of_small_numbers_is_no_matter_of_range() -> None:
+    """Law: an operation whose flaw is not known is told to be undefined, no more."""
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(8, 1))
+    with torch.no_grad():
+        model.get_parameter("parametrizations.weight.original1").zero_()
+    bad = hs.first_bad(model, lambda: model(X).sum())
+    assert bad is not None
+    assert (bad.module, bad.cause) == ("parametrizations.weight.0", "zero")
+    assert "yet its inputs reach" in bad.evidence
+
+
+def test_a_hook_that_spoils_a_gradient() -> None:
+    """Law: what a hook on a parameter makes is told at the parameter's module."""
+    model = Net()
+    model.wide.weight.register_hook(lambda grad: grad * math.inf)  # type: ignore[no-untyped-call]
+    bad = hs.first_bad(model, lambda: model(X).sum())
+    assert bad is not None
+    assert (bad.module, bad.op, bad.phase) == ("wide", "mul", "backward")
+
+
+class Waves(nn.Module):
+    """Complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Filter."""
+        return torch.fft.ifft(torch.fft.fft(x) * self.weight).real
+
+
+def test_kinds_of_tensors() -> None:
+    """Law: complex, sparse and batched tensors, and second slopes, are looked at."""
+    model: nn.Module = Waves()
+    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    with torch.no_grad():
+        model.weight[0] = math.nan
+    bad = hs.first_bad(model, lambda: model(X).sum())
+    assert bad is not None
+    assert bad.cause == "weight"
+    words = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 1))
+    ids = torch.tensor([1, 8])
+    assert hs.first_bad(words, lambda: words(ids).sum()) is None
+    line = nn.Linear(8, 1)
+    assert hs.first_bad(line, lambda: torch.vmap(line)(X).sum()) is None
+    net = Net()
+
+    def penalty(power: float) -> Tensor:
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad((net(x) * power).sum(), x, create_graph=True)
+        return slope.square().sum(1).sqrt().mean()
+
+    assert hs.first_bad(net, lambda: penalty(1.0)) is None
+    bad = hs.first_bad(net, lambda: penalty(0.0))
+    assert bad is not None
+    assert (bad.op, bad.cause, bad.phase) == ("sqrt", "zero", "backward")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_a_gpu(*, reentrant: bool | None) -> None:

@@ -1,4 +1,4 @@
-"""Indices that point nowhere: words without a vector, labels without a class.
+"""Indices that point nowhere, and other words and labels that torch refuses.
 
 In: an operation and its arguments, before it runs. Out: nothing, or an `OutOfRange`.
 
@@ -54,6 +54,13 @@ def check(name: str, args: Sequence[Any], places: Places) -> None:
         bad = (places_of < 0) | (places_of >= count)
         label, what = False, f"the table has rows 0 to {count - 1}"
         word = "embedding"
+    elif name == "binary_cross_entropy":
+        targets = args[1]
+        good = (targets >= 0) & (targets <= 1)
+        if bool(good.all()):
+            return
+        says = f"{int((~good).sum())} of {good.numel()} targets are not inside 0 to 1"
+        raise OutOfRange(places.here(), name, label=True, says=says)
     else:
         return
     if bool(bad.any()):

@@ -62,6 +62,11 @@ class Places:
     def __init__(self, model: nn.Module) -> None:
         self.root = distributed.bare(model)
         self._paths = {id(m): path or ROOT for path, m in self.root.named_modules()}
+        self._owners = {
+            id(param): Place(path or ROOT, type(module).__name__)
+            for path, module in self.root.named_modules()
+            for param in module.parameters(recurse=False)
+        }
         self._stack: list[tuple[nn.Module, Place | None]] = []
         self._nodes: dict[int, tuple[Place, str]] = {}
         self._highest = 0
@@ -92,8 +97,8 @@ class Places:
         names = list(inspect.signature(module.forward).parameters)
         names += [f"argument {place}" for place in range(len(names), len(args))]
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-            for tensor in values.floats(value):
-                self.arguments[values.key(tensor)] = name
+            for key in filter(None, map(values.key, values.floats(value))):
+                self.arguments[key] = name
 
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         del args
@@ -164,5 +169,8 @@ class Places:
         known = self._nodes.get(number)
         if known is not None:
             return known
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            return self._owners.get(id(leaf), Place(ROOT, "")), ""
         place = Place(LOSS if number > self._highest else ROOT, "")
         return place, words.node_word(node.name())

@@ -147,6 +147,11 @@ def _replay(
                 gradients = _gradients(model, loss, scale, shards)
         except OutOfRange as error:
             return _Seen(values.Held(), refused=error)
+        except Exception:
+            if not watcher.refused:
+                raise
+            culprit = _first(watcher.refused)
+            return _Seen(values.Held(nan=True), culprit)
         results: list[Tensor | None] = [loss]
         if not any(map(values.held, values.floats(loss))):
             results = gradients

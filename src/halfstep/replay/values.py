@@ -50,15 +50,20 @@ def floats(value: object) -> list[Tensor]:
     for leaf in _pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.device.type != "meta":
             part = plain(leaf)
-            part = torch.view_as_real(part) if part.is_complex() else part
+            if part.is_complex():
+                # Of a conjugate view there is none, and what it views is as finite.
+                part = torch.view_as_real(part.conj() if part.is_conj() else part)
             if part.is_floating_point() and part.itemsize > 1:
                 found.append(part)
     return found
 
 
 def key(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor, as long as it is held."""
-    return tensor.untyped_storage()._cdata if tensor.numel() else 0  # noqa: SLF001
+    """Return what tells the memory of a tensor, as long as it is held; 0 of none."""
+    if not tensor.numel() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
+        return 0
+    memory: int = tensor.untyped_storage()._cdata  # noqa: SLF001
+    return memory
 
 
 def held(value: Tensor) -> Held:

@@ -41,6 +41,7 @@ _NOT_AGAIN = (
 )
 _EXP = "Subtract the maximum before exp, or clamp its argument."
 _DOWN = "Scale down or normalise what flows in."
+_PRINT = "Print its inputs: it is not defined for one of them."
 _MASKS = {"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"}
 
 
@@ -158,7 +159,7 @@ def unseen(known: Known, made: str) -> BadOp:
 def _said(event: Event, known: Known) -> _Said:
     """Return cause, evidence and remedy; the first charge that holds is taken."""
     charges = (
-        *(_came_in, _masked, _constant, _undefined),
+        *(_came_in, _masked, _constant, _undefined, _not_a_number),
         *(_ran_away, _in_loss, _forward, _backward),
     )
     found = (charge(event, known) for charge in charges)
@@ -231,6 +232,17 @@ def _undefined(event: Event, known: Known) -> _Said | None:
     if event.phase == "backward" and found.cause == "zero":
         found = backward_flaw(event.word, found)
     return _Said(found.cause, found.says, found.advice, event.phase)
+
+
+def _not_a_number(event: Event, known: Known) -> _Said | None:
+    """It made NaN of numbers too small to overflow, in float32 too."""
+    del known
+    inputs = event.inputs or 0.0
+    small = inputs * inputs <= torch.finfo(torch.float32).max
+    if event.wide[0] != "not finite" or not event.held.nan or not small:
+        return None
+    evidence = f"it makes NaN in float32 too, yet its inputs reach {inputs:.1e} only"
+    return _Said("zero", evidence, _PRINT, event.phase)
 
 
 def _ran_away(event: Event, known: Known) -> _Said | None:

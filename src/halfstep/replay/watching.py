@@ -94,6 +94,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.boundary: float | None = None
         """Largest magnitude that came back out of the loss, into the model."""
+        self.refused: set[Event] = set()
+        """What is behind numbers that an operation refused to take."""
         self.sent: set[Event] = set()
         """What is behind numbers that went to other processes."""
         self.going_back = False
@@ -135,7 +137,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [] if name in _UNSET else [*map(values.key, values.floats((args, kwargs)))]
         )
         keys = keys[len(keys) - len(taken) :]
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except Exception:
+            # Some refuse what is not finite, as losses of probabilities do.
+            self.refused = self.behind(taken)
+            raise
         outs = values.floats(output) or values.floats(written)
         word = self._word(func, name, outs, args)
         self.places.note(word)
