@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.scaler import ScaleRule
+from halfstep.scaler import ScaleRule, told
 from halfstep.scaler.autopsy import Finding
 from halfstep.scaler.collapse import Losses, diagnose
 
@@ -168,6 +168,69 @@ def test_the_error_names_the_cause(cause: str, train: Callable[..., None]) -> No
         "outer.weight",
         "outer.bias",
     }
+
+
+OPS: dict[str, tuple[str, str, str, str]] = {
+    "data": ("input", "model", "", "data"),
+    "zero": ("forward", "model", "", "zero"),
+    "learning rate": ("", "", "", "learning rate"),
+    "range": ("forward", "model", "", "forward range"),
+    "loss": ("backward", "loss", "", "loss function"),
+}
+"""Phase, module, operation and cause of the value; "" where chance decides."""
+
+
+@pytest.mark.filterwarnings("ignore:level O1 with dtype fp16")
+@pytest.mark.parametrize("train", [by_hand, by_session])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_error_holds_a_value(cause: str, train: Callable[..., None]) -> None:
+    """Law: what the graph showed is a value too, which claims no replay."""
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        train(**CAUSES[cause])
+    bad = caught.value.bad_op
+    assert bad is not None
+    held = (bad.phase, bad.module, bad.op, bad.cause)
+    for part, expected in zip(held, OPS[cause], strict=True):
+        assert part == expected or not expected, held
+    assert not bad.reproduced
+    assert bad.advice == caught.value.advice
+    assert bad.evidence.rpartition(": ")[2] in str(caught.value)
+    assert bad.scale == caught.value.history[-1]
+
+
+@pytest.mark.parametrize(
+    ("found", "module", "op", "phase"),
+    [
+        (
+            Finding("range", "linear (a.b.weight, a.b.bias)", "", ""),
+            "a.b",
+            "linear",
+            "forward",
+        ),
+        (
+            Finding("zero", "log, after linear (a.weight)", "", ""),
+            "model",
+            "",
+            "forward",
+        ),
+        (Finding("weights", "a.b.weight", "it holds NaN", ""), "a.b", "", "weight"),
+        (Finding("weights", "weight", "it holds inf", ""), "model", "", "weight"),
+        (
+            Finding("data", "the input of linear (a.weight)", "", ""),
+            "model",
+            "",
+            "input",
+        ),
+        (Finding("loss", "the backward pass", "", ""), "loss", "", "backward"),
+    ],
+)
+def test_a_finding_becomes_a_value(
+    found: Finding, module: str, op: str, phase: str
+) -> None:
+    """Law: a module is named only where an operation takes its parameters itself."""
+    bad = told.bad_op(found, 8.0, finite=found.cause == "loss")
+    assert (bad.module, bad.op, bad.phase) == (module, op, phase)
+    assert bad.made == ("NaN" if "NaN" in found.evidence else "inf")
 
 
 def test_the_error_survives_pickle() -> None:

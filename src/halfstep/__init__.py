@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from halfstep.preflight import check
     from halfstep.preparing import prepare
     from halfstep.probe import Probe
+    from halfstep.replay import first_bad
     from halfstep.scaler import LossScaleCollapse
     from halfstep.session import Session
     from halfstep.stats import StepReport
@@ -54,6 +55,7 @@ _ROOM_OF = {
     "check": "preflight",
     "custom_bwd": "functions",
     "custom_fwd": "functions",
+    "first_bad": "replay",
     "full_precision": "functions",
     "low_precision": "functions",
     "prepare": "preparing",
@@ -80,6 +82,7 @@ __all__ = [
     "checkpoint",
     "custom_bwd",
     "custom_fwd",
+    "first_bad",
     "formats",
     "full_precision",
     "levels",

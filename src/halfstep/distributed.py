@@ -307,6 +307,20 @@ def same_everywhere(value: T) -> T:
     return box[0]
 
 
+def size() -> int:
+    """Return how many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def first_given(value: T | None) -> T | None:
+    """Return the value of the first process that has one, on each; None if none has."""
+    if not dist.is_initialized():
+        return value
+    box: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return next((each for each in box if each is not None), None)
+
+
 def wait_for_all() -> None:
     """Return when every process has come this far."""
     if dist.is_initialized():

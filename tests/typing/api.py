@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.bad_op import BadOp
 from halfstep.check_report import CheckReport
 from halfstep.checkpoint import Checkpoint, CheckpointError
 from halfstep.finding import Finding
@@ -38,6 +39,10 @@ def two_lines(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
         assert_type(report.scale, float)
         assert_type(report.grad_norm, float | None)
         assert_type(report.found_inf_in, tuple[str, ...])
+    bad = hs.first_bad(session.model, lambda: model(x).mean(), losses=[1.0])
+    if bad is not None:
+        assert_type(bad, BadOp)
+        assert_type(bad.finding(), Finding)
     session.optimizer.zero_grad()
     assert_type(session.steps_applied, int)
     assert_type(session.steps_skipped, int)

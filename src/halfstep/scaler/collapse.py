@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.late import Late
+from halfstep.scaler import told
 from halfstep.scaler.autopsy import Finding, examine
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from halfstep.bad_op import BadOp
     from halfstep.scaler.rule import ScaleRule, ScaleState
     from halfstep.stats import Culprit
 
@@ -46,6 +48,7 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
         nan_in: Parameters whose gradients held NaN.
         cause: "data", "weights", "zero", "range", "learning rate" or "loss".
         advice: What to do next.
+        bad_op: The same as a value, and what a replay has found, once there was one.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
         nan_in: Sequence[str] = (),
         cause: str = "",
         advice: str = "",
+        bad_op: BadOp | None = None,
     ) -> None:
         super().__init__(message)
         self.history = tuple(history)
@@ -66,6 +70,13 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
         self.nan_in = tuple(nan_in)
         self.cause = cause
         self.advice = advice
+        self.bad_op = bad_op
+
+    def tell(self, bad_op: BadOp) -> None:
+        """Add what a replay of the last step has found, which is the better witness."""
+        self.bad_op = bad_op
+        self.cause, self.advice = bad_op.cause, bad_op.advice
+        self.args = (f"{self.args[0]} The step, run again: {bad_op}",)
 
 
 def is_collapsed(scale: float, skips_in_a_row: int, rule: ScaleRule) -> bool:
@@ -244,6 +255,7 @@ class Watch:
             nan_in=nan_in,
             cause=verdict.cause,
             advice=verdict.advice,
+            bad_op=told.bad_op(verdict, last, finite=finite),
         )
 
     def __getstate__(self) -> dict[str, Any]:

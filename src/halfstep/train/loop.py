@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep import distributed
-from halfstep.train import saving
+from halfstep.scaler import LossScaleCollapse
+from halfstep.train import replayed, saving
 from halfstep.train.board import Board
 from halfstep.train.clock import Clock
 from halfstep.train.evaluate import noted
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from halfstep.bad_op import BadOp
     from halfstep.distributed import World
     from halfstep.report import Table
     from halfstep.session import Session
@@ -86,6 +88,8 @@ class Trainer:
         self.places = 0
         """Tokens of this process since then, without and with padding."""
         self._asked = 0
+        self._failures = replayed.Watcher()
+        self._last: Work | None = None
 
     def open(self, *, tensorboard: bool) -> None:
         """Begin to write what TensorBoard reads, where that is asked for."""
@@ -123,7 +127,7 @@ class Trainer:
                 work = next(source, None)
             if work is None:
                 return
-            record = self.train_step(work, clock)
+            record = self._watched_step(work, clock)
             number = self.standing.step = work.number
             self._note(record)
             progress.step(record)
@@ -138,6 +142,44 @@ class Trainer:
             if self._asked and number < plan.total_steps:
                 out = self.folder.path
                 raise Stopped(self._asked, number, plan.total_steps, out)
+
+    def _watched_step(self, work: Work, clock: Clock) -> dict[str, Any]:
+        """Make one step; where it fails for good or without end, see why.
+
+        Raises:
+            LossScaleCollapse: With what was found.
+        """
+        self._last = work
+        try:
+            record = self.train_step(work, clock)
+        except LossScaleCollapse as error:
+            bad = self._again(work, error.history[-1], failed=True)
+            if bad is not None:
+                error.tell(bad)
+            raise
+        moves = self.session.scaler.rule.backoff_factor < 1
+        if self._failures.due(record, moves=moves):
+            self._again(work, record["scale"], failed=True)
+        return record
+
+    def _again(self, work: Work, scale: float, *, failed: bool) -> BadOp | None:
+        """Run a step again, and write down what was bad in it."""
+        bad = replayed.found(
+            self.session,
+            work,
+            self._loss,
+            lambda: self._seed(work),
+            scale=scale,
+            losses=self._failures.losses,
+            failed=failed,
+        )
+        if bad is not None and self.world.leads:
+            event = {"step": work.number, "event": "bad_op"}
+            self.folder.log(bad.data() | event)
+        return bad
+
+    def _seed(self, work: Work) -> None:
+        _seed(self.job.steps.seed_of(work.number), self.world.device)
 
     def _is_over(self) -> bool:
         """Say whether patience has run out."""
@@ -156,7 +198,7 @@ class Trainer:
         """Make one optimizer step on a global batch; return its record."""
         began = time.perf_counter()
         session, world, plan = self.session, self.world, self.job.plan
-        _seed(self.job.steps.seed_of(work.number), world.device)
+        self._seed(work)
         applied = session.steps_applied
         rate = plan.lr * rate_factor(applied, plan.total_steps, plan.warmup)
         for group in session.optimizer.param_groups:
@@ -234,7 +276,10 @@ class Trainer:
         self.seconds["evaluate"] += time.perf_counter() - began
         number, name = self.standing.step, self.job.plan.best_by
         if not math.isfinite(judged.loss):
-            raise Diverged(self._diverged(judged.loss))
+            # The weights are those after its update, so it need not fail again.
+            work = self._last
+            bad = work and self._again(work, 1.0, failed=False)
+            raise Diverged(self._diverged(judged.loss), bad)
         score = -judged.loss if name == "loss" else judged.scores[name]
         before = self.standing.best_score
         better = before is None or score > before

@@ -17,13 +17,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    from halfstep.bad_op import BadOp
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_WISH = 1.0  # seconds
 _BASE = 128  # what a shell adds to the number of the signal that ended a program
 
 
 class Diverged(RuntimeError):  # noqa: N818 -- an outcome, as LossScaleCollapse is
-    """The weights give a loss that is not a number."""
+    """The weights give a loss that is not a number.
+
+    Args:
+        message: What was seen.
+        bad_op: What running the last batch again, on these weights, has shown.
+    """
+
+    def __init__(self, message: str, bad_op: BadOp | None = None) -> None:
+        more = "" if bad_op is None else f" The last batch, run again: {bad_op}"
+        super().__init__(message + more)
+        self.bad_op = bad_op
 
 
 class Stopped(Exception):  # noqa: N818 -- likewise

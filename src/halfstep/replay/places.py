@@ -1,0 +1,176 @@
+"""Where an operation runs: which module, and which pass.
+
+In: modules as they are entered and left, and nodes of the backward pass. Out: a
+`Place` for the operation under way.
+
+Why by sequence numbers: autograd numbers each node before its operation runs. So the
+operation that made a node is the first that sees the number, and its module is known
+when the node runs backwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from halfstep import distributed
+from halfstep.replay import values, words
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
+
+ROOT, LOSS, INPUT = "model", "loss", "input"
+"""The model itself, what comes after its forward pass, and what comes before it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module, and the class that runs there."""
+
+    module: str
+    """Path; or one of `ROOT`, `LOSS`, `INPUT`."""
+    kind: str
+    """Class name; "" outside of the model."""
+
+    @property
+    def is_module(self) -> bool:
+        """A rule on modules can speak of it."""
+        return self.module not in {ROOT, LOSS, INPUT}
+
+    @property
+    def is_loss(self) -> bool:
+        """It belongs to the loss function, wherever that is called."""
+        return self.module == LOSS or self.kind.endswith("Loss")
+
+
+class Places:
+    """Follows modules and nodes while it is entered.
+
+    Args:
+        model: Bare or wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = distributed.bare(model)
+        self._paths = {id(m): path or ROOT for path, m in self.root.named_modules()}
+        self._owners = {
+            id(param): Place(path or ROOT, type(module).__name__)
+            for path, module in self.root.named_modules()
+            for param in module.parameters(recurse=False)
+        }
+        self._stack: list[tuple[nn.Module, Place | None]] = []
+        self._nodes: dict[int, tuple[Place, str]] = {}
+        self._highest = 0
+        self._hooks: list[RemovableHandle] = []
+        self._ran = self._done = False
+        self.arguments: dict[int, str] = {}
+        """Memory of what the model was called with -> name of the argument."""
+
+    def __enter__(self) -> Self:
+        """Begin to follow."""
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            self.root.register_forward_pre_hook(self._called, with_kwargs=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Follow no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._stack.clear()
+
+    def _called(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        """Take note of what the model is called with."""
+        names = list(inspect.signature(module.forward).parameters)
+        names += [f"argument {place}" for place in range(len(names), len(args))]
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+            for key in filter(None, map(values.key, values.floats(value))):
+                self.arguments[key] = name
+
+    def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        del args
+        path = self._paths.get(id(module))
+        kind = type(module).__name__
+        self._ran = self._ran or path is not None
+        if path is not None:
+            place: Place | None = Place(path, kind)
+        else:
+            # A loss that is made anew in each forward pass, or a wrapper of the model.
+            around = self._inside()
+            place = None if around is None else Place(around.module, kind)
+        self._stack.append((module, place))
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        del args, output
+        if self._stack and self._stack[-1][0] is module:
+            self._stack.pop()
+        self._done = self._done or module is self.root
+
+    def _inside(self) -> Place | None:
+        return self._stack[-1][1] if self._stack else None
+
+    @staticmethod
+    def node() -> Node | None:
+        """Return the node that runs backwards; None in a forward pass.
+
+        Also None while a forward pass is computed again for a backward pass.
+        """
+        return None if torch.is_grad_enabled() else Places._running()
+
+    @staticmethod
+    def _running() -> Node | None:
+        return torch._C._current_autograd_node()  # noqa: SLF001
+
+    def here(self) -> Place:
+        """Return where the operation under way runs."""
+        node = self.node()
+        if node is not None:
+            return self._of(node)[0]
+        inside = self._inside()
+        if inside is not None:
+            return inside
+        again = self._running()
+        if again is not None:
+            return self._of(again)[0]
+        return Place(LOSS if self._done or self._ran else INPUT, "")
+
+    def forward_word(self) -> str:
+        """Return the operation whose node runs backwards."""
+        node = self.node()
+        return "" if node is None else self._of(node)[1]
+
+    def receiver(self, node: Node) -> tuple[Place, str] | None:
+        """Return whose gradient a node computes; None if that is a leaf's."""
+        after = next((one for one, _ in node.next_functions if one is not None), None)
+        return None if after is None else self._nodes.get(after._sequence_nr())  # noqa: SLF001
+
+    def note(self, word: str) -> None:
+        """Take note that an operation runs, which may have made a node."""
+        if self.node() is None:
+            made = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001
+            self._nodes.setdefault(made, (self.here(), word))
+            self._highest = max(self._highest, made)
+
+    def _of(self, node: Node) -> tuple[Place, str]:
+        number = node._sequence_nr()  # noqa: SLF001
+        known = self._nodes.get(number)
+        if known is not None:
+            return known
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            return self._owners.get(id(leaf), Place(ROOT, "")), ""
+        place = Place(LOSS if number > self._highest else ROOT, "")
+        return place, words.node_word(node.name())

@@ -1,0 +1,339 @@
+"""From what a replay showed to what is said: the cause, the evidence and the remedy.
+
+In: an `Event`, and what is known of the run. Out: a `BadOp`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep.bad_op import BadOp
+from halfstep.replay import words
+from halfstep.replay.domains import MASK, backward_flaw
+from halfstep.scaler.collapse import YOUNG, Losses
+
+if TYPE_CHECKING:
+    from halfstep.replay.indices import OutOfRange
+    from halfstep.replay.places import Place
+    from halfstep.replay.watching import Event
+
+_RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)."
+_MEAN = (
+    "Take a mean over elements, not a sum, or divide the loss; or train in bfloat16."
+)
+_CHECKPOINT = "Go back to the last good checkpoint: no loss scale mends a weight."
+_FIND = "Find it in the batch: print it, and leave it out or clean it."
+_WIDE_LOSS = "Compute the loss in float32: call .float() on what the model gives."
+_SCALE = (
+    "That is normal in float16: the step is skipped, the loss scale is halved, and "
+    "training goes on."
+)
+_NO_SCALE = "No loss scale helps. "
+_NOT_AGAIN = (
+    "Either an operation is not deterministic (set "
+    "torch.use_deterministic_algorithms(True)), or the replay had not the same batch "
+    "and random numbers, or the hardware erred: if it comes back on one machine alone, "
+    "test its memory."
+)
+_EXP = "Subtract the maximum before exp, or clamp its argument."
+_DOWN = "Scale down or normalise what flows in."
+_PRINT = "Print its inputs: it is not defined for one of them."
+_MASKS = {"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of the run beside the event."""
+
+    step: int | None
+    scale: float
+    losses: Losses
+    low: Event | None = None
+    """What was bad at scale 1; None if all was finite there."""
+    boundary: float | None = None
+    """Largest gradient that came out of the loss at scale 1."""
+
+
+@dataclass(frozen=True)
+class _Said:
+    cause: str
+    evidence: str
+    advice: str
+    phase: str
+    rule: str = ""
+
+
+def bad_op(event: Event, known: Known) -> BadOp:
+    """Return what is said of an event."""
+    said = _said(event, known)
+    place, word = event.consumer or (event.place, event.word)
+    module, kind = place.module, place.kind
+    if event.given in {"weight", "buffer"}:
+        module = event.source.rpartition(".")[0] or "model"
+    return BadOp(
+        phase=said.phase,
+        module=module,
+        kind=kind,
+        op=word,
+        step=known.step,
+        scale=known.scale,
+        dtype=_word(event.dtype),
+        inputs=event.inputs,
+        made=event.held.made,
+        wide=event.wide[0],
+        cause=said.cause,
+        evidence=said.evidence,
+        advice=said.advice,
+        reproduced=True,
+        rule=said.rule,
+    )
+
+
+def out_of_range(error: OutOfRange, known: Known) -> BadOp:
+    """Return what is said of an index that points nowhere."""
+    cause, advice = "data", "Use the tokenizer of this model, or a larger table."
+    if error.label:
+        cause, advice = "label", "Mend the labels, or give the model more outputs."
+    return BadOp(
+        phase="input",
+        module=error.place.module,
+        kind=error.place.kind,
+        op=error.word,
+        step=known.step,
+        scale=known.scale,
+        dtype="int64",
+        inputs=None,
+        made="",
+        wide="not run",
+        cause=cause,
+        evidence=error.says,
+        advice=advice,
+        reproduced=True,
+    )
+
+
+def not_reproduced(known: Known) -> BadOp:
+    """Return what is said where the run failed and two exact replays were finite."""
+    return BadOp(
+        phase="none",
+        module="model",
+        kind="",
+        op="",
+        step=known.step,
+        scale=known.scale,
+        dtype="",
+        inputs=None,
+        made="",
+        wide="not run",
+        cause="hardware",
+        evidence="the step failed, yet two replays of it are finite",
+        advice=_NOT_AGAIN,
+        reproduced=False,
+    )
+
+
+def unseen(known: Known, made: str) -> BadOp:
+    """Return what is said where no operation that was seen is to blame."""
+    return BadOp(
+        phase="forward",
+        module="model",
+        kind="",
+        op="",
+        step=known.step,
+        scale=known.scale,
+        dtype="",
+        inputs=None,
+        made=made,
+        wide="not run",
+        cause="loss function",
+        evidence="no operation of torch's that was seen made it",
+        advice="Look at custom kernels and at what is computed outside of torch.",
+        reproduced=True,
+    )
+
+
+def _said(event: Event, known: Known) -> _Said:
+    """Return cause, evidence and remedy; the first charge that holds is taken."""
+    charges = (
+        *(_came_in, _masked, _constant, _undefined, _not_a_number),
+        *(_ran_away, _in_loss, _forward, _backward),
+    )
+    found = (charge(event, known) for charge in charges)
+    return next(said for said in found if said is not None)
+
+
+def _came_in(event: Event, known: Known) -> _Said | None:
+    """Something not finite was there before any operation ran."""
+    del known
+    made = event.held.made
+    if event.given in {"weight", "buffer"}:
+        what = "parameter" if event.given == "weight" else "buffer"
+        evidence = f"{what} {event.source} held {made} before the step"
+        return _Said("weight", evidence, _CHECKPOINT, "weight")
+    if event.given:
+        label = event.place.is_loss and event.given == "outside"
+        what = f"argument {event.source!r} of the model" if event.source else "a tensor"
+        what = "a target" if label else what
+        evidence = f"{what} that no operation made holds {made}"
+        if event.source:
+            evidence = f"{what} holds {made}"
+        return _Said("label" if label else "data", evidence, _FIND, "input")
+    if event.raw and event.casts and event.phase == "forward":
+        evidence = f"argument {event.raw!r} of the model {_too_large(event)}"
+        advice = "Normalise the data, or train in bfloat16."
+        return _Said("data", evidence, advice, "forward")
+    return None
+
+
+def _masked(event: Event, known: Known) -> _Said | None:
+    """It made NaN of an infinity that was meant, as a softmax does of a masked row."""
+    del known
+    if not event.parents:
+        return None
+    made = event.held.made
+    if event.word in _MASKS:
+        evidence = f"a mask leaves a row nothing, so it gives {made}"
+        return _Said("zero", evidence, MASK, event.phase)
+    origin = min(event.parents, key=lambda parent: parent.number)
+    source = origin.source or f"{origin.place.module} ({origin.word})"
+    evidence = f"it makes {made} of the infinity that {source} puts in"
+    if origin.given in {"input", "outside"}:
+        return _Said("data", evidence, _FIND, "input")
+    return _Said("zero", evidence, "Keep that infinity out of it.", event.phase)
+
+
+def _constant(event: Event, known: Known) -> _Said | None:
+    """A constant that is not finite reached the loss."""
+    del known
+    if not (event.meant or event.constant) or event.parents:
+        return None
+    if event.place.is_loss:
+        evidence = "a constant of the loss function is not finite"
+        return _Said("loss function", evidence, "Use a finite one.", event.phase)
+    if event.given:
+        return None
+    if event.word in {"masked_fill", "where"}:
+        evidence = "what it masks reaches the loss: a target names a masked class"
+        return _Said("label", evidence, "Mask no class that a target names.", "forward")
+    evidence = "it is given a constant that is not finite"
+    return _Said("zero", evidence, "Use a finite one.", event.phase)
+
+
+def _undefined(event: Event, known: Known) -> _Said | None:
+    """Its result, or its slope, is infinite or undefined at its arguments."""
+    del known
+    found = event.flaw
+    if found is None or event.wide[0] == "finite":
+        return None
+    if event.phase == "backward" and found.cause == "zero":
+        found = backward_flaw(event.word, found)
+    return _Said(found.cause, found.says, found.advice, event.phase)
+
+
+def _not_a_number(event: Event, known: Known) -> _Said | None:
+    """It made NaN of numbers too small to overflow, in float32 too."""
+    del known
+    inputs = event.inputs or 0.0
+    small = inputs * inputs <= torch.finfo(torch.float32).max
+    if event.wide[0] != "not finite" or not event.held.nan or not small:
+        return None
+    evidence = f"it makes NaN in float32 too, yet its inputs reach {inputs:.1e} only"
+    return _Said("zero", evidence, _PRINT, event.phase)
+
+
+def _ran_away(event: Event, known: Known) -> _Said | None:
+    """Training had run away, or the forward pass worked for some steps only."""
+    losses = known.losses
+    if not losses.applied or event.place.module == "input":
+        return None
+    diverged = losses.ran_away(math.nan)
+    young = losses.applied <= YOUNG and event.phase == "forward"
+    if not diverged and not young:
+        return None
+    evidence = (
+        f"{_seen(event)}; the forward pass worked for {losses.applied} steps only"
+    )
+    if diverged:
+        went = f"the loss went from {losses.first:.3g} to {losses.last:.3g}"
+        evidence = f"{_seen(event)}; {went}"
+    return _Said("learning rate", evidence, _RATE, event.phase)
+
+
+def _in_loss(event: Event, known: Known) -> _Said | None:
+    """It left its range after the model had given finite numbers."""
+    del known
+    if event.phase != "forward" or not event.place.is_loss:
+        return None
+    advice = _WIDE_LOSS if event.wide[0] == "finite" else _DOWN
+    if event.name == "exp":
+        advice = _EXP
+    return _Said("loss function", _seen(event), advice, "forward")
+
+
+def _forward(event: Event, known: Known) -> _Said | None:
+    """A format was left on the way forward."""
+    del known
+    if event.phase != "forward":
+        return None
+    if event.wide[0] != "finite":
+        advice = _EXP if event.name in {"exp", "expm1"} else _DOWN
+        return _Said("forward range", _seen(event), advice, "forward")
+    place, word = event.consumer or (event.place, event.word)
+    advice, rule = _kept(place, word)
+    return _Said("forward range", _seen(event), advice, "forward", rule)
+
+
+def _backward(event: Event, known: Known) -> _Said:
+    """A format was left on the way back."""
+    if known.low is None:
+        seen = f"{_seen(event)}, at loss scale {known.scale:g}"
+        evidence = f"{seen}; at scale 1 all gradients are finite"
+        return _Said("backward range", evidence, _SCALE, "backward")
+    seen = f"{_seen(event)}, at loss scale {min(known.scale, 1):g}"
+    limit = torch.finfo(event.dtype).max
+    out = known.boundary or 0.0
+    if event.place.is_loss or out > limit:
+        evidence = f"{_seen(event)}, though the loss scale is 1"
+        return _Said("loss function", evidence, _MEAN, "backward")
+    if event.wide[0] != "finite":
+        return _Said("backward range", seen, _NO_SCALE + _DOWN, "backward")
+    advice, rule = _kept(*(event.receiver or (event.place, event.word)))
+    return _Said("backward range", seen, f"{_NO_SCALE}{advice}", "backward", rule)
+
+
+def _kept(place: Place, word: str) -> tuple[str, str]:
+    """Return what keeps an operation in float32, and the row of a policy that does."""
+    rule = words.module_rule(place.module) if place.is_module else words.op_rule(word)
+    if not rule:
+        return "Compute it in float32, or train in bfloat16.", ""
+    return f"Keep it in float32 (rule '{rule}') or train in bfloat16.", rule
+
+
+def _seen(event: Event) -> str:
+    """Say what was too large for which format."""
+    inputs = 0.0 if event.inputs is None else event.inputs
+    kind, reach = event.wide
+    name, limit = _word(event.dtype), torch.finfo(event.dtype).max
+    ends = {
+        "finite": "; in float32 the result is finite",
+        "not finite": "; in float32 too" * (event.dtype != torch.float32),
+        "not run": "",
+    }[kind]
+    if inputs > limit:
+        return f"inputs reach {inputs:.1e}, {name} holds {limit:.6g}{ends}"
+    if kind == "finite" and reach > limit:
+        return f"its result reaches {reach:.1e}, {name} holds {limit:.6g}{ends}"
+    return f"inputs reach {inputs:.1e}, {name} holds {limit:.6g}{ends}"
+
+
+def _too_large(event: Event) -> str:
+    name, limit = _word(event.dtype), torch.finfo(event.dtype).max
+    return f"reaches {event.inputs or 0.0:.1e}, {name} holds {limit:.6g}"
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

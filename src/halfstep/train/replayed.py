@@ -1,0 +1,111 @@
+"""A step of the training program that failed, run again to see why.
+
+In: the records of steps, and the work of the failing one. Out: a `BadOp` for the
+metrics and the error that ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep import distributed
+from halfstep.replay import first_bad, not_reproduced
+from halfstep.scaler.collapse import Losses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from halfstep.bad_op import BadOp
+    from halfstep.session import Session
+    from halfstep.train.feed import Work
+
+SKIPS = 5
+"""In a row, after which even a scale that still falls is looked into. From 2**16, a
+usual start loses about two; five are a factor of 32."""
+
+MOST = 10
+"""Replays of a run: each takes as long as tens of steps, and the first ones tell."""
+
+
+@dataclass
+class Watcher:
+    """Says when a step is worth running again."""
+
+    losses: Losses = field(default_factory=Losses)
+    """Of the steps applied."""
+    in_a_row: int = 0
+    """Steps skipped since the last one applied."""
+    left: int = MOST
+
+    def due(self, record: Mapping[str, Any], *, moves: bool) -> bool:
+        """Take in the record of a step; say whether it should be run again.
+
+        Once in a row of skips: at the first where no scale can mend it, since the loss
+        is not finite or the scale is fixed; otherwise after `SKIPS`.
+
+        Args:
+            record: Of the step.
+            moves: The loss scale falls when steps are skipped.
+        """
+        if not record["skipped"]:
+            if math.isfinite(record["loss"]):
+                self.losses.add(record["loss"])
+            self.in_a_row = 0
+            return False
+        self.in_a_row += 1
+        hopeless = not (moves and math.isfinite(record["loss"]))
+        due = self.in_a_row == (1 if hopeless else SKIPS) and self.left > 0
+        self.left -= due
+        return due
+
+
+def found(
+    session: Session,
+    work: Work,
+    loss_of: Callable[[dict[str, Tensor]], Tensor],
+    seed: Callable[[], None],
+    *,
+    scale: float,
+    losses: Losses,
+    failed: bool,
+) -> BadOp | None:
+    """Run the micro-batches of a step again; return the first fault on any process.
+
+    All processes must call it: they tell each other what they found.
+
+    Args:
+        session: Its weights are those of the failing step.
+        work: Of the step.
+        loss_of: Computes the summed loss of a micro-batch.
+        seed: Seeds what the step drew from.
+        scale: Loss scale of the step.
+        losses: Of the steps applied before.
+        failed: The step was seen to fail, from these very weights.
+    """
+    world = distributed.size()
+    weight = world / work.weight  # as the session divides by the micro-batches
+
+    def look(place: int) -> BadOp | None:
+        def step() -> Tensor:
+            seed()
+            with torch.no_grad():
+                for part in work.parts[:place]:
+                    loss_of(part)
+            return loss_of(work.parts[place]) * work.real[place] * weight
+
+        return first_bad(
+            session.model, step, scale=scale, number=work.number, losses=losses
+        )
+
+    for _ in range(2 if failed else 1):
+        mine = [look(place) for place in range(len(work.parts))]
+        bad = distributed.first_given(next(filter(None, mine), None))
+        if bad is not None:
+            return bad
+    return not_reproduced(work.number, scale) if failed else None

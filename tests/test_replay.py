@@ -1,0 +1,452 @@
+"""First bad operation: in sessions, behind scalers, and what a replay leaves alone."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.bad_op import BadOp
+from halfstep.scaler import ScaleRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("any_machine")
+WARNED = pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
+
+
+class Net(nn.Module):
+    """A layer that overflows in fp16, between two that do not."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.wide = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.outer = nn.Linear(8, 1)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one number a row."""
+        hidden = torch.tanh(self.inner(x)) * self.factor
+        return self.outer(self.norm(self.wide(hidden)))  # type: ignore[no-any-return]
+
+
+X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+def lost(session: hs.Session, steps: int = 20) -> hs.LossScaleCollapse:
+    """Train until that ends; return how."""
+
+    def train() -> None:
+        for _ in range(steps):
+            with session.autocast():
+                loss = session.model(X).float().square().mean()
+            session.backward(loss)
+            session.step()
+
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        train()
+    return caught.value
+
+
+@WARNED
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_session_that_collapsed_is_asked(level: str, *, compiled: bool) -> None:
+    """Law: after a collapse the model and the step tell module and operation."""
+    model = Net(9e4 if level == "O1" else 6e4)
+    with torch.no_grad():
+        model.wide.weight.fill_(1.0)
+    session = hs.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        level,
+        dtype="fp16",
+        loss_scale=ScaleRule(max_consecutive_skips=3),
+    )
+    error = lost(session)
+    assert error.bad_op is not None
+    assert not error.bad_op.reproduced
+    if compiled:
+        session.model = torch.compile(session.model, backend="eager")
+    before = {k: v.clone() for k, v in session.model.state_dict().items()}
+
+    def step() -> Tensor:
+        with session.autocast():
+            return session.model(X).float().square().mean()
+
+    bad = hs.first_bad(session.model, step, scale=error.history[-1], number=3)
+    assert bad is not None
+    assert (bad.module, bad.op, bad.cause) == ("wide", "linear", "forward range")
+    assert bad.rule == "module:wide=fp32"
+    error.tell(bad)
+    assert error.bad_op == bad
+    assert str(bad) in str(error)
+    after = session.model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(p.grad is None for p in session.model.parameters())
+
+
+SENTENCE = (
+    "wide (linear) produced inf at step 812: its result reaches 2.0e+05, float16 holds "
+    "65504; in float32 the result is finite. Keep it in float32 (rule "
+    "'module:wide=fp32') or train in bfloat16."
+)
+
+
+def test_the_sentence() -> None:
+    """Law: it names module, operation, step, input, limit and remedy."""
+    model = Net()
+    with torch.no_grad():
+        model.wide.weight.fill_(5e4)
+        model.inner.weight.fill_(0.0)
+        model.inner.bias.fill_(math.atanh(0.5))
+
+    def step() -> Tensor:
+        with hs.autocast("cpu", torch.float16):
+            return model(X).float().mean()
+
+    bad = hs.first_bad(model, step, scale=2.0**10, number=812)
+    assert str(bad) == SENTENCE
+
+
+@WARNED
+def test_a_weight_cast_before_the_replay_is_known() -> None:
+    """Law: a weight that fp16 does not hold is told, though its cast was kept."""
+    model = Net()
+    with torch.no_grad():
+        model.wide.weight[0, 0] = 1e5
+    session = hs.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        "O1",
+        dtype="fp16",
+        loss_scale=ScaleRule(max_consecutive_skips=3),
+    )
+    lost(session)
+
+    def step() -> Tensor:
+        with session.autocast():
+            return session.model(X).float().square().mean()
+
+    bad = hs.first_bad(session.model, step)
+    assert bad is not None
+    assert (bad.module, bad.op, bad.cause) == ("wide", "linear", "forward range")
+    assert bad.inputs == 1e5
+
+
+def test_released_gradients_update_nothing() -> None:
+    """Law: where a backward pass would update weights, a replay does not."""
+    model = Net()
+    session = hs.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        "O2",
+        dtype="bf16",
+        loss_scale="none",
+        release_gradients=True,
+    )
+    before = {k: v.clone() for k, v in session.weights().items()}
+
+    def step() -> Tensor:
+        with session.autocast():
+            return session.model(X).float().square().mean()
+
+    assert hs.first_bad(session.model, step) is None
+    after = session.weights()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_smaller_scale_is_normal() -> None:
+    """Law: gradients that overflow at this scale alone are told to be normal."""
+    model = Net()
+
+    def step() -> Tensor:
+        with hs.autocast("cpu", torch.float16):
+            return model(X).float().square().mean()
+
+    assert hs.first_bad(model, step, scale=2.0**8) is None
+    bad = hs.first_bad(model, step, scale=2.0**24)
+    assert bad is not None
+    assert (bad.phase, bad.cause, bad.normal) == ("backward", "backward range", True)
+    assert "at scale 1 all gradients are finite" in str(bad)
+    assert bad.finding().severity == "note"
+
+
+def test_it_did_not_come_again() -> None:
+    """Law: hardware is named where the run was seen to fail, and only there."""
+    model = Net()
+
+    def step() -> Tensor:
+        return model(X).square().mean()
+
+    assert hs.first_bad(model, step) is None
+    bad = hs.first_bad(model, step, failed=True)
+    assert bad is not None
+    assert (bad.cause, bad.phase, bad.reproduced) == ("hardware", "none", False)
+    assert "not deterministic" in str(bad)
+    assert "two replays of it are finite" in str(bad)
+
+
+def test_a_step_that_raises_is_not_swallowed() -> None:
+    """Law: an error of the step's own comes through, and all is put back."""
+    model = Net()
+
+    def step() -> Tensor:
+        model(X)
+        reason = "its own"
+        raise KeyError(reason)
+
+    with pytest.raises(KeyError):
+        hs.first_bad(model, step)
+    assert not model._forward_pre_hooks
+    model(X)
+
+
+FIELDS: dict[str, Any] = {
+    "phase": "backward",
+    "module": "encoder.0.fc",
+    "kind": "Linear",
+    "op": "linear",
+    "step": 7,
+    "scale": 512.0,
+    "dtype": "float16",
+    "inputs": 3.5,
+    "made": "NaN",
+    "wide": "finite",
+    "cause": "backward range",
+    "evidence": "seen",
+    "advice": "Do this.",
+    "reproduced": True,
+    "rule": "module:encoder.*.fc=fp32",
+}
+
+
+def test_a_bad_op_survives_json() -> None:
+    """Law: no field is lost, and keys of the event around it are left aside."""
+    bad = BadOp(**FIELDS)
+    assert bad.data() == FIELDS
+    assert BadOp.from_data(bad.data() | {"event": "bad_op"}) == bad
+    assert not bad.normal
+    assert bad.finding().severity == "error"
+    assert bad.finding().where == "encoder.0.fc (linear)"
+
+
+@pytest.mark.parametrize("name", ["phase", "cause", "wide"])
+def test_a_word_that_is_none_is_refused(name: str) -> None:
+    """Law: the message holds the word and those that are known."""
+    with pytest.raises(hs.UserError, match=f"^{name}='odd' of a BadOp: use "):
+        BadOp(**FIELDS | {name: "odd"})
+
+
+LOSSES: list[tuple[list[float], str]] = [
+    ([], "forward range"),
+    ([1.0] * 100, "forward range"),
+    ([1.0, 1.5, 9.0], "learning rate"),
+    ([1.0] * 60 + [40.0], "learning rate"),
+    ([1.0, 0.9], "learning rate"),
+]
+
+
+@pytest.mark.parametrize(("losses", "cause"), LOSSES)
+def test_the_learning_rate_needs_a_history(losses: list[float], cause: str) -> None:
+    """Law: it is named where the loss ran away, or the pass worked a few times only."""
+    model = Net()
+    nn.init.constant_(model.wide.weight, 6e4)
+
+    def step() -> Tensor:
+        with hs.autocast("cpu", torch.float16):
+            return model(X).float().mean()
+
+    bad = hs.first_bad(model, step, losses=losses)
+    assert bad is not None
+    assert (bad.module, bad.cause) == ("wide", cause)
+
+
+class Bare(nn.Module):
+    """All in one forward pass: no module to name."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it."""
+        return self.function(x * self.weight)
+
+
+def test_a_row_on_operations_where_there_is_no_module() -> None:
+    """Law: in the model's own forward pass the row speaks of the operation."""
+    model = Bare(lambda x: (x * 300) @ (x * 300).t())
+
+    def step() -> Tensor:
+        with hs.autocast("cpu", torch.float16):
+            return model(X).float().mean()
+
+    bad = hs.first_bad(model, step)
+    assert bad is not None
+    assert (bad.module, bad.op) == ("model", "matmul")
+    assert bad.rule == "op:matmul=fp32"
+
+    def kept() -> Tensor:
+        with hs.autocast("cpu", torch.float16, policy=f"torch + {bad.rule}"):
+            return model(X).float().mean()
+
+    assert hs.first_bad(model, kept) is None
+
+
+def test_what_is_written_in_place_is_seen_before() -> None:
+    """Law: an operation that writes into its argument is judged by what was there."""
+    model = Bare(lambda x: (x + 2).sub_(x + 2).log_())
+    bad = hs.first_bad(model, lambda: model(X).sum())
+    assert bad is not None
+    assert (bad.op, bad.cause, bad.phase) == ("log", "zero", "forward")
+    assert "its argument is 0 at 32 of 32 places" in bad.evidence
+
+
+def test_nothing_that_torch_did() -> None:
+    """Law: a result that no operation made is not blamed on one."""
+
+    class Odd(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            del ctx
+            return torch.from_numpy(x.detach().numpy() * float("nan")).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            del ctx
+            return grad.expand(4, 8)
+
+    model = Bare(Odd.apply)
+    bad = hs.first_bad(model, lambda: model(X))
+    assert bad is not None
+    assert bad.made == "NaN"
+    assert bad.reproduced
+
+
+def test_a_target_that_is_no_probability() -> None:
+    """Law: a target that a loss refuses is told, not raised."""
+    model = nn.Linear(8, 1)
+
+    def step() -> Tensor:
+        out = torch.sigmoid(model(X))
+        return nn.functional.binary_cross_entropy(out, torch.full_like(out, 2.0))
+
+    bad = hs.first_bad(model, step)
+    assert bad is not None
+    assert (bad.module, bad.op, bad.cause) == ("loss", "binary_cross_entropy", "label")
+    assert "4 of 4 targets are not inside 0 to 1" in str(bad)
+
+
+def test_an_operation_that_refuses_nan() -> None:
+    """Law: where one raises for what it takes, whoever made that is told."""
+    model = nn.Linear(8, 1)
+
+    def step() -> Tensor:
+        out = model(X)
+        odd = torch.log(out * 0 - 1)
+        return nn.functional.binary_cross_entropy(torch.sigmoid(odd), out * 0)
+
+    with pytest.raises(RuntimeError):
+        step()
+    bad = hs.first_bad(model, step)
+    assert bad is not None
+    assert (bad.module, bad.op, bad.cause) == ("loss", "log", "zero")
+
+
+def test_nan_of_small_numbers_is_no_matter_of_range() -> None:
+    """Law: an operation whose flaw is not known is told to be undefined, no more."""
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(8, 1))
+    with torch.no_grad():
+        model.get_parameter("parametrizations.weight.original1").zero_()
+    bad = hs.first_bad(model, lambda: model(X).sum())
+    assert bad is not None
+    assert (bad.module, bad.cause) == ("parametrizations.weight.0", "zero")
+    assert "yet its inputs reach" in bad.evidence
+
+
+def test_a_hook_that_spoils_a_gradient() -> None:
+    """Law: what a hook on a parameter makes is told at the parameter's module."""
+    model = Net()
+    model.wide.weight.register_hook(lambda grad: grad * math.inf)  # type: ignore[no-untyped-call]
+    bad = hs.first_bad(model, lambda: model(X).sum())
+    assert bad is not None
+    assert (bad.module, bad.op, bad.phase) == ("wide", "mul", "backward")
+
+
+class Waves(nn.Module):
+    """Complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Filter."""
+        return torch.fft.ifft(torch.fft.fft(x) * self.weight).real
+
+
+def test_kinds_of_tensors() -> None:
+    """Law: complex, sparse and batched tensors, and second slopes, are looked at."""
+    model: nn.Module = Waves()
+    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    with torch.no_grad():
+        model.weight[0] = math.nan
+    bad = hs.first_bad(model, lambda: model(X).sum())
+    assert bad is not None
+    assert bad.cause == "weight"
+    words = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 1))
+    ids = torch.tensor([1, 8])
+    assert hs.first_bad(words, lambda: words(ids).sum()) is None
+    line = nn.Linear(8, 1)
+    assert hs.first_bad(line, lambda: torch.vmap(line)(X).sum()) is None
+    net = Net()
+
+    def penalty(power: float) -> Tensor:
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad((net(x) * power).sum(), x, create_graph=True)
+        return slope.square().sum(1).sqrt().mean()
+
+    assert hs.first_bad(net, lambda: penalty(1.0)) is None
+    bad = hs.first_bad(net, lambda: penalty(0.0))
+    assert bad is not None
+    assert (bad.op, bad.cause, bad.phase) == ("sqrt", "zero", "backward")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_a_gpu(*, reentrant: bool | None) -> None:
+    """Law: on a GPU, where backward passes run in threads of their own, it is told."""
+    from torch.utils.checkpoint import checkpoint
+
+    for factor, phase in ((9e4, "forward"), (1.0, "backward")):
+        model = Net(factor).cuda()
+        x = X.cuda().requires_grad_()
+
+        def step(model: Net = model, x: Tensor = x) -> Tensor:
+            with hs.autocast("cuda", torch.float16):
+                if reentrant is None:
+                    return model(x).float().square().mean()
+                out = checkpoint(model, x, use_reentrant=reentrant)
+                return out.float().square().mean()
+
+        state = torch.cuda.get_rng_state()
+        scale = 2.0**10 if phase == "forward" else 2.0**26
+        assert hs.first_bad(Net().cuda(), lambda: step(Net().cuda())) is None
+        bad = hs.first_bad(model, step, scale=scale)
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+        assert bad is not None
+        assert bad.phase == phase
+        if phase == "forward":
+            assert (bad.module, bad.op) == ("wide", "linear")
+        else:
+            assert bad.module in {"inner", "wide", "norm", "outer", "model", "loss"}
+            assert bad.cause == "backward range"

@@ -1,0 +1,295 @@
+"""First bad operation in models that others wrote: torch's own, and transformers'.
+
+The detector was not made on these: they were run once it was done.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from small_training import one_thread
+from torch import Tensor, nn
+from torch.nn import functional
+
+import halfstep as hs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from halfstep.bad_op import BadOp
+
+    Plant = Callable[[Any], None]
+
+X = torch.linspace(-2, 2, 160).sin().view(2, 5, 16)
+IDS = torch.tensor([[3, 7, 1, 9, 4, 2], [5, 6, 8, 2, 1, 3]])
+KEEP = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+CLASSES = torch.tensor([0, 2])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """A small model gains nothing from a second thread."""
+    with one_thread():
+        yield
+
+
+def encoder() -> nn.Module:
+    """Return torch's encoder."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+class Gru(nn.Module):
+    """Words through a gated recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 16)
+        self.gru = nn.GRU(16, 16, batch_first=True)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits."""
+        found, _ = self.gru(self.words(ids))
+        return self.out(found[:, -1])  # type: ignore[no-any-return]
+
+
+class Vae(nn.Module):
+    """A variational autoencoder, which exponentiates what it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(16, 4)
+        self.spread = nn.Linear(16, 4)
+        self.decoder = nn.Linear(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss."""
+        mean, spread = self.mean(x), self.spread(x)
+        code = mean + torch.randn_like(mean) * torch.exp(0.5 * spread)
+        miss = functional.mse_loss(self.decoder(code).float(), x)
+        far = -0.5 * (1 + spread - mean.pow(2) - spread.exp())
+        return miss + far.float().mean()
+
+
+def hub(name: str, **more: Any) -> nn.Module:
+    """Return a small model of transformers'."""
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "bert": ("BertConfig", "BertForSequenceClassification"),
+        "t5": ("T5Config", "T5ForConditionalGeneration"),
+        "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    }[name]
+    sizes = {
+        "bert": {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "num_labels": 3,
+        },
+        "t5": {
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
+        },
+        "gpt2": {
+            "n_positions": 8,
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 2,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    }[name]
+    config = getattr(transformers, small[0])(vocab_size=20, **sizes)
+    config._attn_implementation = more.get("attention", "eager")
+    model: nn.Module = getattr(transformers, small[1])(config)
+    if more.get("recompute"):
+        config.use_cache = False
+        # The older name is going, the newer one not yet everywhere.
+        newer = getattr(model, "activation_checkpointing_enable", None)
+        (newer or model.gradient_checkpointing_enable)()
+    return model.train()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "encoder": encoder,
+    "gru": Gru,
+    "vae": Vae,
+    "bert": lambda: hub("bert"),
+    "bert sdpa": lambda: hub("bert", attention="sdpa"),
+    "t5": lambda: hub("t5"),
+    "t5 recomputed": lambda: hub("t5", recompute=True),
+    "gpt2": lambda: hub("gpt2"),
+}
+
+
+def loss_of(name: str, model: nn.Module, labels: Tensor = CLASSES) -> Tensor:
+    """Return the loss that a model of this name is trained with."""
+    kind = name.partition(" ")[0]
+    if kind == "encoder":
+        padding = torch.zeros(2, 5, dtype=torch.bool)
+        padding[0, 3:] = True
+        return model(X, src_key_padding_mask=padding).float().square().mean()  # type: ignore[no-any-return]
+    if kind == "gru":
+        return functional.cross_entropy(model(IDS).float(), labels)
+    if kind == "vae":
+        return model(X)  # type: ignore[no-any-return]
+    given = {"input_ids": IDS, "labels": labels if kind == "bert" else IDS}
+    if kind != "gpt2":
+        given["attention_mask"] = KEEP
+    return model(**given).loss  # type: ignore[no-any-return]
+
+
+def told(name: str, plant: Plant | None = None, **more: Any) -> BadOp | None:
+    """Return what is said of a model, perhaps with a fault in it."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if plant is not None:
+        with torch.no_grad():
+            plant(model)
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return loss_of(name, model, **more)
+
+    return hs.first_bad(model, step, scale=2.0**6)
+
+
+def wide(path: str) -> Plant:
+    """Return what makes a layer's product leave float16."""
+
+    def plant(model: nn.Module) -> None:
+        # Not all inputs: behind a norm they all sum to 0.
+        model.get_submodule(path).weight[::2, ::2] = 6e4
+
+    return plant
+
+
+def nan(path: str) -> Plant:
+    """Return what puts NaN into a parameter."""
+
+    def plant(model: nn.Module) -> None:
+        model.get_parameter(path).view(-1)[0] = math.nan
+
+    return plant
+
+
+def norm(path: str) -> Plant:
+    """Return what makes a norm give what float16 does not hold."""
+
+    def plant(model: nn.Module) -> None:
+        model.get_submodule(path).weight.fill_(1e6)
+
+    return plant
+
+
+def scores(model: nn.Module) -> None:
+    """Make scores leave float16, from queries and keys that fit."""
+    attention = model.get_submodule("bert.encoder.layer.0.attention.self")
+    for part in ("query", "key"):
+        attention.get_submodule(part).weight.mul_(3e4)
+
+
+def vae_bias(model: nn.Module) -> None:
+    """Let a logarithm of a deviation grow."""
+    model.get_parameter("spread.bias").fill_(40.0)
+
+
+PRODUCT = "linear"
+RANGE, WEIGHT = ("forward range", "forward"), ("weight", "weight")
+BERT, T5 = "bert.encoder.layer", "DenseReluDense"
+FAULTS: dict[str, tuple[str, Plant, str, str, tuple[str, str]]] = {}
+"""Model, plant, and the module, operations, cause and phase that are expected."""
+
+
+def add(
+    name: str, plant: Plant, module: str, ops: str, verdict: tuple[str, str]
+) -> None:
+    """Write a fault down."""
+    FAULTS[f"{name}: {module} {verdict[0]}"] = (name, plant, module, ops, verdict)
+
+
+add("encoder", norm("layers.0.norm1"), "layers.0.linear1", PRODUCT, RANGE)
+add("gru", nan("gru.weight_ih_l0"), "gru", "", WEIGHT)
+add("gru", lambda m: m.words.weight.fill_(1e6), "gru", "", RANGE)
+add("vae", vae_bias, "model", "exp mul", RANGE)
+add("bert", scores, f"{BERT}.0.attention.self", "matmul", RANGE)
+add("gpt2", norm("transformer.h.1.ln_2"), "transformer.h.1.mlp.c_fc", PRODUCT, RANGE)
+for each, path in (
+    ("encoder", "layers.1.linear1"),
+    ("bert", f"{BERT}.1.intermediate.dense"),
+    ("bert sdpa", f"{BERT}.0.attention.self.value"),
+    ("t5", f"encoder.block.0.layer.1.{T5}.wi"),
+    ("t5", "decoder.block.1.layer.0.SelfAttention.v"),
+    ("t5 recomputed", f"decoder.block.1.layer.2.{T5}.wi"),
+    ("gpt2", "transformer.h.1.mlp.c_fc"),
+    ("gpt2", "transformer.h.0.attn.c_attn"),
+):
+    add(each, wide(path), path, PRODUCT, RANGE)
+for each, path in (
+    ("encoder", "layers.1.linear2.bias"),
+    ("bert", "classifier.weight"),
+    ("bert sdpa", f"{BERT}.0.output.LayerNorm.weight"),
+    ("t5 recomputed", "decoder.final_layer_norm.weight"),
+):
+    add(each, nan(path), path.rpartition(".")[0], "", WEIGHT)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_told(name: str) -> None:
+    """Law: module, operation and cause are right in models of other people's."""
+    model, plant, module, ops, verdict = FAULTS[name]
+    bad = told(model, plant)
+    assert bad is not None
+    assert bad.module == module, str(bad)
+    assert not ops or bad.op in ops.split(), str(bad)
+    assert (bad.cause, bad.phase) == verdict, str(bad)
+
+
+@pytest.mark.parametrize("name", ["gru", "bert", "bert sdpa"])
+def test_a_label_is_told(name: str) -> None:
+    """Law: a label without a class is told, in the loss or where the model takes it."""
+    bad = told(name, labels=torch.tensor([0, 3]))
+    assert bad is not None
+    assert (bad.cause, bad.op) == ("label", "cross_entropy"), str(bad)
+    assert bad.module == ("loss" if name == "gru" else "model")
+    assert "index 3 at 1 of 2 places, yet classes are 0 to 2" in str(bad)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_healthy_model_raises_no_alarm(name: str) -> None:
+    """Law: masks, dropout and checkpoints of others' are no faults."""
+    assert told(name) is None
+
+
+def plain(function: Callable[[nn.Linear], Tensor]) -> BadOp | None:
+    """Return what is said of a loss in float32."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    return hs.first_bad(model, lambda: function(model))
+
+
+HEALTHY: dict[str, Callable[[nn.Linear], Tensor]] = {
+    "normalised zeros": lambda m: functional.normalize(m(X) * 0, dim=-1).sum(),
+    "norm of zeros": lambda m: (m(X) * 0).norm(dim=-1).sum(),
+    "distance to itself": lambda m: torch.cdist(m(X), m(X)).sum(),
+    "x log y": lambda m: torch.xlogy(torch.zeros(2, 5, 4), m(X).softmax(-1)).sum(),
+    "saturated": lambda m: functional.binary_cross_entropy(
+        torch.sigmoid(m(X) * 1e4), torch.ones(2, 5, 4)
+    ),
+    "deviation of equals": lambda m: (m(X) * 0).std(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_torch_keeps_finite_is_no_fault(name: str) -> None:
+    """Law: infinities that torch makes and masks inside a slope are not named."""
+    assert plain(HEALTHY[name]) is None

@@ -1,0 +1,186 @@
+"""Steps of a run that fail are run again: what is in metrics.jsonl and in the error."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from small_training import (
+    one_thread,
+    small_and_measured,
+    without_figures,
+    write_letters,
+)
+from torch import Tensor
+
+from halfstep import LossScaleCollapse
+from halfstep.bad_op import BadOp
+from halfstep.train import replayed
+from halfstep.train.loop import Trainer
+from halfstep.train.run import run
+from halfstep.train.stopping import Diverged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LAYER = "bert.encoder.layer.1.output.dense"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """A small model gains nothing from a second thread, and waits for it."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train a small size, draw no figures."""
+    small_and_measured(monkeypatch)
+    without_figures(monkeypatch)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    """Return settings of some steps on texts whose characters tell their class."""
+    return {
+        "data": str(write_letters(tmp_path, 100, "abcx", "defx")),
+        "dev_share": 0.1,
+        "model": "mini",
+        "lr": 3e-3,
+        "epochs": 10,
+        "batch_size": 16,
+        "out": str(tmp_path / "run"),
+    }
+
+
+def events(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what was written of bad operations."""
+    lines = (Path(settings["out"]) / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r.get("event") == "bad_op"]
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float) -> None:
+    """Multiply what one layer gives, in some steps."""
+    clean = Trainer._loss
+
+    def loss(self: Trainer, part: dict[str, Tensor]) -> Tensor:
+        names = {name for name, _ in self.session.model.named_modules()}
+        path = next(n for n in sorted(names) if n.endswith("output.dense"))
+        module = self.session.model.get_submodule(path)
+        forward = type(module).forward
+        bad = self.standing.step + 1 in steps
+        if bad:
+            module.forward = lambda x: forward(module, x) * factor
+        try:
+            return clean(self, part)
+        finally:
+            vars(module).pop("forward", None)
+
+    monkeypatch.setattr(Trainer, "_loss", loss)
+
+
+@pytest.mark.parametrize("kind", ["O1 fp16", "O2 bf16", "O0 auto"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_failed_is_told(
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    accumulate: int,
+) -> None:
+    """Law: a loss that is not finite is traced to module and operation, at once.
+
+    The run goes on as if nobody had looked: its other steps are the same to the bit.
+    """
+    level, dtype = kind.split()
+    spoil(monkeypatch, 4, 5, 9, factor=math.inf)
+    more = {"level": level, "dtype": dtype, "epochs": 2, "accumulate": accumulate}
+    watched = run(settings | more).folder.records()
+    told = events(settings)
+    assert [event["step"] for event in told] == [4, 9]
+    for event in told:
+        bad = BadOp.from_data(event)
+        assert bad.module.endswith("output.dense")
+        assert bad.op == "mul"
+        assert bad.reproduced
+    monkeypatch.setattr(replayed, "MOST", 0)
+    monkeypatch.setattr(replayed.Watcher, "due", lambda *_, **__: False)
+    out = {"out": settings["out"] + "2"}
+    alone = run(settings | more | out).folder.records()
+    keep = ("step", "loss", "scale", "skipped", "grad_norm")
+    plain = [
+        [{k: r[k] for k in keep} for r in each if "event" not in r]
+        for each in (watched, alone)
+    ]
+    assert plain[0] == plain[1]
+
+
+def test_a_collapse_carries_the_operation(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: the error that ends a run names module and operation, and is on record."""
+    spoil(monkeypatch, *range(3, 99), factor=1e6)
+    with pytest.raises(LossScaleCollapse) as caught:
+        run(settings | {"level": "O1", "dtype": "fp16"})
+    bad = caught.value.bad_op
+    assert bad is not None
+    assert bad.module.endswith("output.dense")
+    assert str(bad) in str(caught.value)
+    assert caught.value.cause == bad.cause
+    told = events(settings)
+    assert told[-1]["step"] == bad.step
+    assert BadOp.from_data(told[-1]) == bad
+
+
+def test_a_usual_start_is_not_run_again(settings: dict[str, Any]) -> None:
+    """Law: a scale that has to fall a little first is no fault."""
+    run(settings | {"level": "O1", "dtype": "fp16", "epochs": 2})
+    assert not events(settings)
+
+
+def test_a_divergence_carries_what_the_last_batch_shows(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where the model's loss on dev is not a number, its weights are looked at."""
+
+    def ruin(self: Trainer, *_: Any) -> tuple[Tensor, float]:
+        weight = next(
+            p
+            for n, p in self.session.model.named_parameters()
+            if n.endswith("dense.weight")
+        )
+        with torch.no_grad():
+            weight.view(-1)[0] = math.nan
+        return torch.zeros(1), math.nan
+
+    monkeypatch.setattr(Trainer, "noted", ruin)
+    monkeypatch.setattr(
+        Trainer, "judge", lambda *_: type("J", (), {"loss": math.nan})()
+    )
+    with pytest.raises(Diverged) as caught:
+        run(settings | {"level": "O0", "epochs": 1})
+    bad = caught.value.bad_op
+    assert bad is not None
+    assert bad.cause == "weight"
+    assert str(bad) in str(caught.value)
+
+
+def test_when_a_step_is_run_again() -> None:
+    """Law: once in a row of skips; at once where no smaller scale can help."""
+    watcher = replayed.Watcher()
+    good, skip = {"skipped": False, "loss": 1.0}, {"skipped": True, "loss": 1.0}
+    rows = [skip] * 7 + [good] + [skip] * 5 + [good]
+    due = [watcher.due(row, moves=True) for row in rows]
+    assert [place for place, is_due in enumerate(due) if is_due] == [4, 12]
+    assert watcher.losses.applied == 2
+    worse = skip | {"loss": math.nan}
+    assert [watcher.due(worse, moves=True) for _ in range(3)] == [True, False, False]
+    assert not watcher.due(good, moves=False)
+    assert [watcher.due(skip, moves=False) for _ in range(3)] == [True, False, False]
+    watcher.left = 0
+    watcher.due(good, moves=False)
+    assert not watcher.due(skip, moves=False)
