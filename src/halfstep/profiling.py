@@ -1,0 +1,364 @@
+"""Where the time of a training step goes.
+
+In: a function that makes one step, and the batches for it where there are any. Out: a
+`Profile` of plain values: seconds a step, in operations by shape and dtype, in casts,
+in matrix products, outside any operation, in waiting for the device and for data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.profiler import profile as watch
+from torch.autograd.profiler import record_function
+
+from halfstep import timeline
+from halfstep.errors import UserError, require
+from halfstep.marks import OWN
+from halfstep.timeline import DRAIN, FETCH, INPUT, UPDATE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from halfstep.timeline import Op, Timeline
+
+_STEP = f"{OWN}step"
+_PROFILED = 2
+"""Steps under the profiler. The shorter one counts: whatever else the machine does
+only adds to it."""
+
+_Shapes = tuple[tuple[int, ...], ...]
+_LOW = {"bf16", "fp16"}
+_FLOATS = _LOW | {"fp32", "float64"}
+
+GEMM = re.compile(
+    r"(add)?(mm|bmm|mv)|baddbmm|addbmm|_addmm_activation|_scaled_mm"
+    r"|.*conv(olution)?([1-3]d)?(_.*)?(backward)?|.*_dilated[23]d.*"
+    r"|.*(flash|efficient|cudnn|fused|overrideable)_attention.*"
+    r"|_scaled_dot_product.*|mkldnn_rnn_layer.*|_cudnn_rnn.*|mkldnn_linear.*"
+    r"|.*linear_pointwise.*|_flex_attention.*"
+)
+"""Names of the operations that are matrix products, as kernels have them: "linear" and
+"matmul" only call one."""
+
+_OF_UPDATES = ("_foreach", "_fused", "_amp")
+"""How operations begin that work on lists of gradients and weights."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """All calls of one operation on operands of the same shapes and dtypes."""
+
+    op: str
+    """As the dispatcher has it, without "aten::", such as "addmm"."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of its tensor operands, in order; of lists of tensors nothing is known."""
+    dtypes: tuple[str, ...]
+    """Of the same: "fp32", "bf16", "fp16", or torch's word."""
+    calls: int
+    """In one step."""
+    self_s: float
+    """Seconds of one step, what it calls left out; on a GPU those of its kernels."""
+    flops: int
+    """Of all calls; 0 where it is no product, or its work is not known."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step, in seconds.
+
+    What is in `rows` was seen under the profiler, which slows a step down; it was
+    brought to the length of a step without it. So shares are to be trusted to some
+    hundredths, and small operations look a little larger than they are.
+    """
+
+    wall_s: float
+    """Mean length of a step without the profiler, input included."""
+    rows: tuple[Row, ...]
+    """Longest first."""
+    casts_s: float
+    """In copies from one float dtype to another, wherever they were asked for."""
+    gemm_s: float
+    """In matrix products, convolutions, attention and recurrent layers."""
+    fp32_only_s: float
+    """In a run in 16 bits: in operations all of whose floating operands were fp32 or
+    wider, the optimizer's update and casts left out. 0 in a run in fp32."""
+    update_s: float
+    """In the optimizer's step."""
+    python_s: float
+    """On a CPU: outside of any operation, in Python and autograd. On a GPU: while the
+    device had nothing to do. Time spent on input is not part of it."""
+    waits: int
+    """How often a step waited for the device. On a CPU, which has nothing to wait for:
+    how often it read a number out of a tensor, which on a GPU would wait."""
+    wait_s: float
+    """In these."""
+    input_s: float
+    """In fetching batches; on a GPU, while the device had nothing to do."""
+    device: str
+    """"cpu", or "cuda" where a device was seen at work."""
+    level: str | None = None
+    """The level that the run asked for; None where nobody said."""
+    dtype: str = "fp32"
+    """The format that the run asked for, or else the one its products ran in."""
+
+    def share(self, seconds: float) -> float:
+        """Return what part of a step some seconds are, 0 to 1."""
+        return min(1.0, seconds / self.wall_s) if self.wall_s else 0.0
+
+    def data(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Profile:
+        """Return the profile that `data` was made from, through JSON or not."""
+        rows = (
+            Row(
+                **{
+                    **row,
+                    "shapes": tuple(map(tuple, row["shapes"])),
+                    "dtypes": tuple(row["dtypes"]),
+                }
+            )
+            for row in data["rows"]
+        )
+        return cls(**{**data, "rows": tuple(rows)})
+
+
+def profile(
+    step: Callable[..., object],
+    *,
+    steps: int = 3,
+    warmup: int = 1,
+    device: str | torch.device | None = None,
+    batches: Iterable[Any] | None = None,
+    level: str | None = None,
+    dtype: str | None = None,
+) -> Profile:
+    """Make some steps, and say where the time of one went.
+
+    They are real steps: whatever `step` does to weights and counters is done
+    `warmup + steps + 2` times, the last two under torch's profiler.
+
+    Args:
+        step: Makes one step. Called without arguments, or with a batch.
+        steps: Steps that are timed, at least 1. Default 3: the mean of fewer tells
+            little where lengths differ from batch to batch.
+        warmup: Steps before those, 0 or more, which also allocate, compile and fill
+            caches.
+        device: Whose work is waited for at the end of what is timed; default: a GPU
+            that torch has begun to use, or the CPU.
+        batches: What to fetch the argument of `step` from, one for each step. A
+            collection that ends is begun again.
+        level: The level that the run asked for, such as "O1"; it is only passed on.
+        dtype: The format that the run asked for; default: the one seen.
+
+    Raises:
+        UserError: If `steps` or `warmup` is out of range, or `batches` run out.
+    """
+    require("steps", steps, steps >= 1, "at least 1")
+    require("warmup", warmup, warmup >= 0, "at least 0")
+    run = _Runner(step, batches, _device(device))
+    for _ in range(warmup):
+        run.once()
+    run.drain()
+    run.fetched = 0.0
+    began = time.perf_counter()
+    for _ in range(steps):
+        run.once()
+    run.drain()
+    wall = (time.perf_counter() - began) / steps
+    fetched = run.fetched / steps if batches is not None else None
+    found = watched(run.whole, _PROFILED, cuda=run.device == "cuda")
+    return summary(found, wall, fetched, level=level, dtype=dtype)
+
+
+def watched(
+    step: Callable[[], object], times: int = 1, *, cuda: bool = False
+) -> Timeline:
+    """Make steps under torch's profiler; return the shortest.
+
+    Args:
+        step: Makes one.
+        times: How many, at least 1.
+        cuda: Whether kernels of a GPU are to be seen.
+    """
+    with (
+        _in_silence(),
+        watch(record_shapes=True, use_device="cuda" if cuda else None) as seen,
+    ):
+        for _ in range(times):
+            with record_function(_STEP):
+                step()
+    results = seen.kineto_results
+    found = timeline.read(results.events() if results else (), _STEP)
+    return min(found, key=lambda each: each.length - each.inside(each.fetching))
+
+
+def summary(
+    seen: Timeline,
+    wall: float | None = None,
+    fetched: float | None = None,
+    *,
+    level: str | None = None,
+    dtype: str | None = None,
+) -> Profile:
+    """Return what a step that was seen under the profiler says.
+
+    Args:
+        seen: The step.
+        wall: Seconds that one takes without the profiler; None: as long as this.
+        fetched: Seconds of these that were spent on input; None: the same share.
+        level: The level that the run asked for.
+        dtype: The format that the run asked for; None takes the one seen.
+    """
+    length = seen.length / 1e9
+    wall = length if wall is None else wall
+    idle_input = seen.inside(seen.fetching) / 1e9
+    factor = wall / length
+    if fetched is not None:
+        # What is left when both leave their input out.
+        factor = max(0.0, wall - fetched) / max(length - idle_input, 1e-9)
+    at_work = seen.busy or seen.covered
+    taken = seen.inside([*at_work, *seen.fetching])
+    if seen.busy:
+        # What is fetched while the device works costs nothing.
+        idle_input, fetched = (taken - seen.inside(seen.busy)) / 1e9, None
+    passes = [op for op in seen.ops if op.part != FETCH]
+    dtype = dtype or _prevalent(passes)
+
+    def seconds(ops: Iterable[Op]) -> float:
+        return sum(op.own for op in ops) / 1e9 * factor
+
+    return Profile(
+        wall_s=wall,
+        rows=_rows(passes, factor),
+        casts_s=seconds(op for op in passes if _casts(op)),
+        gemm_s=seconds(op for op in passes if GEMM.fullmatch(op.name)),
+        fp32_only_s=seconds(op for op in passes if _wide(op)) * (dtype in _LOW),
+        update_s=seconds(op for op in passes if op.part == UPDATE),
+        python_s=(seen.length - taken) / 1e9 * factor,
+        waits=len(seen.waiting),
+        wait_s=seen.inside(seen.waiting) / 1e9 * factor,
+        input_s=idle_input * factor if fetched is None else fetched,
+        device="cuda" if seen.busy else "cpu",
+        level=level,
+        dtype=dtype,
+    )
+
+
+def _casts(op: Op) -> bool:
+    """Say whether an operation copies from one float dtype to another."""
+    floats = [dtype for dtype in op.dtypes if dtype in _FLOATS]
+    return op.name == "copy_" and len(set(floats)) > 1
+
+
+def _wide(op: Op) -> bool:
+    """Say whether an operation of the passes computed in fp32 or wider, and only so."""
+    floats = {dtype for dtype in op.dtypes if dtype in _FLOATS}
+    at_work = op.part != UPDATE and not op.name.startswith(_OF_UPDATES)
+    return at_work and bool(floats) and not floats & _LOW
+
+
+def _prevalent(ops: Iterable[Op]) -> str:
+    """Return the float format that most of the time in products was in."""
+    spent: dict[str, int] = defaultdict(int)
+    for op in ops:
+        if op.dtypes and GEMM.fullmatch(op.name) and op.dtypes[-1] in _FLOATS:
+            spent[op.dtypes[-1]] += op.own
+    return max(spent, key=spent.__getitem__, default="fp32")
+
+
+def _rows(ops: Iterable[Op], factor: float) -> tuple[Row, ...]:
+    alike: dict[tuple[str, _Shapes, tuple[str, ...]], list[Op]] = defaultdict(list)
+    for op in ops:
+        alike[op.name, op.shapes, op.dtypes].append(op)
+    rows = []
+    for key, found in alike.items():
+        spent = max(0, sum(op.own for op in found)) / 1e9 * factor
+        rows.append(Row(*key, len(found), spent, sum(op.flops for op in found)))
+    return tuple(sorted(rows, key=lambda row: -row.self_s))
+
+
+class _Runner:
+    """Makes steps, and fetches a batch for each where there are some."""
+
+    def __init__(
+        self,
+        step: Callable[..., object],
+        batches: Iterable[Any] | None,
+        device: torch.device,
+    ) -> None:
+        self.device = device.type
+        self.fetched = 0.0
+        """Seconds spent on fetching so far."""
+        self._step = step
+        self._batches = batches
+        self._source = iter(() if batches is None else batches)
+
+    def once(self) -> None:
+        """Make one step."""
+        if self._batches is None:
+            self._step()
+            return
+        began = time.perf_counter()
+        batch = self._next()
+        self.fetched += time.perf_counter() - began
+        self._step(batch)
+
+    def whole(self) -> None:
+        """Make one step that the profiler can read, to the end of the device's work."""
+        if self._batches is None:
+            self._step()
+        else:
+            with record_function(INPUT):
+                batch = self._next()
+            self._step(batch)
+        with record_function(DRAIN):
+            self.drain()
+
+    def drain(self) -> None:
+        """Wait for the device."""
+        if self.device != "cpu":
+            getattr(torch, self.device).synchronize()
+
+    def _next(self) -> Any:  # noqa: ANN401 -- the user's batch
+        for batch in self._source:
+            return batch
+        self._source = iter(() if self._batches is None else self._batches)
+        for batch in self._source:
+            return batch
+        message = "batches ran out: give a collection, or an iterator that has more."
+        raise UserError(message)
+
+
+def _device(given: str | torch.device | None) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _in_silence() -> Iterator[None]:
+    """Keep the profiler's library from announcing itself on the error stream.
+
+    Why by the environment: it is read when the library first logs, and nothing else
+    can be said to it. What the user has set stays.
+    """
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[name]
