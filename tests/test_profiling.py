@@ -82,8 +82,8 @@ def test_input_is_seen(fetch: str) -> None:
     else:
         source = iter(loader)
         found = profile(lambda: next(source) * 2)
-    assert found.share(found.input_s) > 0.8
-    assert found.share(found.python_s) < 0.2
+    assert found.share(found.input_s) > 0.5
+    assert found.python_s < found.input_s
 
 
 def test_python_is_seen() -> None:
@@ -95,16 +95,16 @@ def test_python_is_seen() -> None:
         x.mul(2)
 
     found = profile(step)
-    assert found.share(found.python_s) > 0.8
+    assert found.share(found.python_s) > 0.5
     assert found.input_s == 0
 
 
 def test_casts_are_seen() -> None:
     """Law: copies between float dtypes are casts; from ints, or of one dtype, none."""
-    wide, whole = torch.randn(1 << 20), torch.ones(1 << 20, dtype=torch.int64)
+    wide, whole = torch.randn(1 << 22), torch.ones(1 << 20, dtype=torch.int64)
     assert profile(lambda: (wide.clone(), whole.float())).casts_s == 0
     found = profile(wide.bfloat16)
-    assert found.share(found.casts_s) > 0.5
+    assert found.share(found.casts_s) > 0.3
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
@@ -137,7 +137,7 @@ def test_fp32_islands_of_a_16_bit_run() -> None:
     inside = sum(row.self_s for row in found.rows if "softmax" in row.op)
     assert found.fp32_only_s == pytest.approx(inside)
     assert found.update_s > 0
-    assert profile(lambda: torch.softmax(x.bfloat16(), -1), dtype="bf16").rows
+    assert profile(lambda: x @ x, dtype="bf16").fp32_only_s == 0
     low = x.bfloat16()
     assert profile(lambda: torch.softmax(low, -1), dtype="bf16").fp32_only_s == 0
 
@@ -284,7 +284,9 @@ def test_batches_begin_again_or_run_out() -> None:
         profile(seen.append, batches=iter([1]))
 
 
-@pytest.mark.parametrize(("name", "value"), [("steps", 0), ("warmup", -1)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("steps", 0), ("warmup", -1), ("profiled", 0)]
+)
 def test_refused(name: str, value: int) -> None:
     """Law: a number of steps that makes no sense is refused by name."""
     arguments: dict[str, Any] = {name: value}

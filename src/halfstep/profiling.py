@@ -22,21 +22,21 @@ from torch.autograd.profiler import record_function
 from halfstep import timeline
 from halfstep.errors import UserError, require
 from halfstep.marks import OWN
+from halfstep.report import Table
 from halfstep.timeline import DRAIN, FETCH, INPUT, UPDATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from halfstep.report import Cell
     from halfstep.timeline import Op, Timeline
 
 _STEP = f"{OWN}step"
-_PROFILED = 2
-"""Steps under the profiler. The shorter one counts: whatever else the machine does
-only adds to it."""
-
 _Shapes = tuple[tuple[int, ...], ...]
 _LOW = {"bf16", "fp16"}
 _FLOATS = _LOW | {"fp32", "float64"}
+_PARTED = {"complex64", "complex128"}
+"""Their parts are fp32 and float64."""
 
 GEMM = re.compile(
     r"(add)?(mm|bmm|mv)|baddbmm|addbmm|_addmm_activation|_scaled_mm"
@@ -69,6 +69,12 @@ class Row:
     flops: int
     """Of all calls; 0 where it is no product, or its work is not known."""
 
+    def operands(self) -> str:
+        """Return dtypes and shapes in words, such as "bf16 (8 x 16), fp32 (16)"."""
+        shown = zip(self.dtypes, self.shapes, strict=True)
+        words = (f"{dtype} ({' x '.join(map(str, shape))})" for dtype, shape in shown)
+        return ", ".join(words)
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -89,7 +95,8 @@ class Profile:
     """In matrix products, convolutions, attention and recurrent layers."""
     fp32_only_s: float
     """In a run in 16 bits: in operations all of whose floating operands were fp32 or
-    wider, the optimizer's update and casts left out. 0 in a run in fp32."""
+    wider. Products, casts and the optimizer's update are not among them. 0 in a run
+    in fp32."""
     update_s: float
     """In the optimizer's step."""
     python_s: float
@@ -117,6 +124,33 @@ class Profile:
         """Return plain values for `json.dumps`."""
         return asdict(self)
 
+    def table(self, most: int = 8) -> Table:
+        """Return where the time goes, for people.
+
+        Args:
+            most: Operations that are named, longest first.
+        """
+        names = {
+            "data loading": self.input_s,
+            "outside operations": self.python_s,
+            "matrix products": self.gemm_s,
+            "casts": self.casts_s,
+            "fp32 in a 16-bit run": self.fp32_only_s,
+            "optimizer": self.update_s,
+            "waits": self.wait_s,
+        }
+        rows: list[tuple[Cell, ...]] = [
+            (name, "-", None, 1000 * spent, 100 * self.share(spent))
+            for name, spent in names.items()
+        ]
+        for row in self.rows[:most]:
+            share = 100 * self.share(row.self_s)
+            rows.append((row.op, row.operands(), row.calls, 1000 * row.self_s, share))
+        whole = f"{1000 * self.wall_s:.3f} ms a step on {self.device}"
+        note = f"{whole}; {self.waits} waits. The first lines may overlap."
+        columns = ("what", "operands", "calls", "ms", "% of a step")
+        return Table("Where the time goes", columns, tuple(rows), (note,))
+
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Profile:
         """Return the profile that `data` was made from, through JSON or not."""
@@ -138,6 +172,7 @@ def profile(
     *,
     steps: int = 3,
     warmup: int = 1,
+    profiled: int = 2,
     device: str | torch.device | None = None,
     batches: Iterable[Any] | None = None,
     level: str | None = None,
@@ -146,7 +181,7 @@ def profile(
     """Make some steps, and say where the time of one went.
 
     They are real steps: whatever `step` does to weights and counters is done
-    `warmup + steps + 2` times, the last two under torch's profiler.
+    `warmup + steps + profiled` times.
 
     Args:
         step: Makes one step. Called without arguments, or with a batch.
@@ -154,6 +189,8 @@ def profile(
             little where lengths differ from batch to batch.
         warmup: Steps before those, 0 or more, which also allocate, compile and fill
             caches.
+        profiled: Steps under torch's profiler after those, at least 1. The shortest
+            counts: whatever else the machine does only adds to it.
         device: Whose work is waited for at the end of what is timed; default: a GPU
             that torch has begun to use, or the CPU.
         batches: What to fetch the argument of `step` from, one for each step. A
@@ -162,9 +199,10 @@ def profile(
         dtype: The format that the run asked for; default: the one seen.
 
     Raises:
-        UserError: If `steps` or `warmup` is out of range, or `batches` run out.
+        UserError: If a number of steps is out of range, or `batches` run out.
     """
     require("steps", steps, steps >= 1, "at least 1")
+    require("profiled", profiled, profiled >= 1, "at least 1")
     require("warmup", warmup, warmup >= 0, "at least 0")
     run = _Runner(step, batches, _device(device))
     for _ in range(warmup):
@@ -177,7 +215,7 @@ def profile(
     run.drain()
     wall = (time.perf_counter() - began) / steps
     fetched = run.fetched / steps if batches is not None else None
-    found = watched(run.whole, _PROFILED, cuda=run.device == "cuda")
+    found = watched(run.whole, profiled, cuda=run.device == "cuda")
     return summary(found, wall, fetched, level=level, dtype=dtype)
 
 
@@ -263,9 +301,10 @@ def _casts(op: Op) -> bool:
 
 def _wide(op: Op) -> bool:
     """Say whether an operation of the passes computed in fp32 or wider, and only so."""
-    floats = {dtype for dtype in op.dtypes if dtype in _FLOATS}
+    floats = {dtype for dtype in op.dtypes if dtype in _FLOATS | _PARTED}
     at_work = op.part != UPDATE and not op.name.startswith(_OF_UPDATES)
-    return at_work and bool(floats) and not floats & _LOW
+    product = GEMM.fullmatch(op.name) is not None
+    return at_work and bool(floats) and not floats & _LOW and not product
 
 
 def _prevalent(ops: Iterable[Op]) -> str:

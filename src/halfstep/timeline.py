@@ -39,6 +39,8 @@ _WORDS = {
     "long": "int64",
     "int": "int32",
     "unsigned char": "uint8",
+    "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128",
 }
 """What the profiler calls a dtype, which is C++'s name for it -> ours."""
 
