@@ -29,6 +29,7 @@ examples:
   halfstep train --data posts.csv --out runs/posts
   halfstep train --resume --out runs/posts   after a crash
   halfstep predict runs/latest "..."         labels, or entities
+  halfstep doctor runs/latest                what went wrong or will, and what mends it
   torchrun --nproc-per-node 2 -m halfstep train
 """
 
@@ -123,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_train(commands)
     _add_predict(commands)
+    _add_doctor(commands)
     _add_bench(commands)
     _add_env(commands)
     _add_levels(commands)
@@ -137,17 +139,24 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _show(tables: Sequence[Table], json_file: Path | None) -> None:
     """Print tables, and write them as data where asked for."""
-    from halfstep.report import write_text
-
     print("\n\n".join(table.text().rstrip() for table in tables))
     if json_file:
-        data = [table.data() for table in tables]
-        text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-        try:
-            write_text(json_file, text)
-        except OSError as error:
-            message = f"--json {json_file} cannot be written: {error.strerror}."
-            raise UserError(message) from error
+        _write_json([table.data() for table in tables], json_file)
+
+
+def _write_json(data: object, path: Path) -> None:
+    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    _write(text, path, "--json")
+
+
+def _write(text: str, path: Path, flag: str) -> None:
+    from halfstep.report import write_text
+
+    try:
+        write_text(path, text)
+    except OSError as error:
+        message = f"{flag} {path} cannot be written: {error.strerror}."
+        raise UserError(message) from error
 
 
 def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its type private
@@ -241,6 +250,37 @@ def _predict(arguments: argparse.Namespace) -> None:
         predicted.write(found, arguments.json)
     else:
         _show(predicted.tables(found, predictor.outputs), None)
+
+
+def _add_doctor(commands: Any) -> None:  # noqa: ANN401
+    parser = commands.add_parser(
+        "doctor",
+        help="what went wrong in a run or will, and what mends it",
+        description="Judge a run by its files alone: steps, statistics of a probe, "
+        "profile, machine. Worst first, then what could not be looked at. The exit "
+        "status is 0 whatever is found: --json is for programs.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder of a run")
+    _add_json(parser)
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page with histograms, scale and profile; it needs no network",
+    )
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from halfstep.doctor import examination, files, page, text
+
+    facts = files.read(arguments.run)
+    found = examination(facts)
+    print(text.text(facts, found))
+    if arguments.json:
+        _write_json(text.data(facts, found), arguments.json)
+    if arguments.html:
+        _write(page.page(facts, found), arguments.html, "--html")
 
 
 def _add_bench(commands: Any) -> None:  # noqa: ANN401

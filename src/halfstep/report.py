@@ -80,8 +80,8 @@ class Table:
             sizes[words[-1]] = min(full, max(full - excess, _NARROWEST))
         head, *body = [_stacked(row, sizes, numeric) for row in grid]
         rule = "  ".join("-" * size for size in sizes)
-        title = _wrapped(self.title, width) if self.title else []
-        notes = chain.from_iterable(_wrapped(note, width) for note in self.notes)
+        title = wrapped(self.title, width) if self.title else []
+        notes = chain.from_iterable(wrapped(note, width) for note in self.notes)
         return "\n".join([*title, *head, rule, *chain.from_iterable(body), *notes])
 
     def markdown(self) -> str:
@@ -175,15 +175,20 @@ def _padded(text: str, size: int, right: bool) -> str:
 
 def _stacked(row: tuple[str, ...], sizes: list[int], numeric: list[bool]) -> list[str]:
     """Lay out one row as the lines that its tallest cell needs."""
-    stacks = map(_wrapped, row, sizes)
+    stacks = map(wrapped, row, sizes)
     return [
         "  ".join(map(_padded, parts, sizes, numeric)).rstrip()
         for parts in zip_longest(*stacks, fillvalue="")
     ]
 
 
-def _wrapped(text: str, size: int | None) -> list[str]:
-    """Break `text` at blanks, or anywhere where there are none, as in Chinese."""
+def wrapped(text: str, size: int | None) -> list[str]:
+    """Break `text` at blanks, or anywhere where there are none, as in Chinese.
+
+    Args:
+        text: Line breaks in it count as blanks.
+        size: Terminal columns that each line may take; None breaks nothing.
+    """
     text, lines = line(text).strip(), []
     while size is not None and _width(text) > size:
         fits = [i for i in range(2, size + 1) if _width(text[:i]) <= size] or [1]

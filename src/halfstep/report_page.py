@@ -55,6 +55,14 @@ th:last-child, td:last-child { padding-right: 0; }
 .number, .short { min-width: 0; white-space: nowrap; }
 .number { text-align: right; } td.long { min-width: 15rem; }
 .scroll { overflow-x: auto; }
+.card { border-left: .3rem solid #56b4e9; padding: .1rem 0 .1rem .9rem;
+  margin: 0 0 1.25rem; overflow-wrap: anywhere; }
+.is-warning { border-color: #e69f00; } .is-error { border-color: #d55e00; }
+.card h3 { font-size: 1rem; margin: 0 0 .25rem; }
+.card h3 span { text-transform: uppercase; font-size: .75rem; letter-spacing: .06em;
+  margin-right: .5rem; }
+dl { display: grid; grid-template-columns: 5.5rem 1fr; gap: .1rem .75rem; margin: 0;
+  font-size: .9375rem; } dt { opacity: .7; } dd { margin: 0; }
 .heat th, .heat td { min-width: 0; max-width: 8rem; padding: .3rem .6rem;
   text-align: center; vertical-align: middle; overflow-wrap: break-word; }
 .heat tr:first-child th, .heat tbody th { text-align: left; }
@@ -79,6 +87,10 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 {% if section.text %}<p>{{ section.text }}</p>{% endif %}
 {% if section.points %}<ul>{% for point in section.points %}
 <li>{{ point }}</li>{% endfor %}</ul>{% endif %}
+{% for card in section.cards %}<div class="card is-{{ card.kind }}">
+<h3><span>{{ card.kind }}</span>{{ card.title }}</h3><dl>
+{% for name, words in card.lines %}<dt>{{ name }}</dt><dd>{{ words }}</dd>
+{% endfor %}</dl></div>{% endfor %}
 {% for bar in section.bars %}
 <figure>{% if bar.title %}<figcaption>{{ bar.title }}</figcaption>{% endif %}
 <div class="bar" aria-hidden="true">{% for name, share, colour in bar.drawn() %}
@@ -112,6 +124,9 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 {% for note in table.notes %}<p class="note">{{ note }}</p>{% endfor %}</figure>
 {% endfor %}<div class="charts">{% for chart in section.charts %}
 <figure><figcaption>{{ chart.title }}</figcaption>{{ chart.svg() | safe }}</figure>
+{% endfor %}{% for drawing in section.drawings %}
+<figure><figcaption>{{ drawing.title }}</figcaption>{{ drawing.svg | safe }}
+{% for note in drawing.notes %}<p class="note">{{ note }}</p>{% endfor %}</figure>
 {% endfor %}</div></section>
 {% endfor %}</body></html>
 """
@@ -275,6 +290,30 @@ class Heat:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """A picture that somebody else has drawn."""
+
+    title: str
+    "Its caption."
+    svg: str
+    "An SVG element, put into the page as it is: its texts must be escaped."
+    notes: tuple[str, ...] = ()
+    "Sentences shown below it."
+
+
+@dataclass(frozen=True)
+class Card:
+    """Something to know, in named lines."""
+
+    kind: str
+    "A word: error, warning and note have colours."
+    title: str
+    "A few words."
+    lines: tuple[tuple[str, str], ...]
+    "Names of a word each, and what there is to say."
+
+
+@dataclass(frozen=True)
 class Section:
     """A part of a page: all it holds, in the order in which it is named here."""
 
@@ -284,6 +323,8 @@ class Section:
     "Plain text; line breaks are kept."
     points: tuple[str, ...] = ()
     "Items of a list."
+    cards: tuple[Card, ...] = ()
+    "One below the other."
     bars: tuple[Bar, ...] = ()
     "One below the other, with the shares of their parts."
     tables: tuple[Table, ...] = ()
@@ -292,6 +333,8 @@ class Section:
     "One below the other."
     charts: tuple[Chart, ...] = ()
     "Side by side where the window is wide enough."
+    drawings: tuple[Drawing, ...] = ()
+    "Beside the charts."
 
 
 def page(title: str, sections: Sequence[Section], lead: str = "") -> str:

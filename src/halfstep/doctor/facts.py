@@ -1,0 +1,309 @@
+"""What is known of a run: settings, steps, statistics, profile, machine.
+
+In: live objects or files. Out: frozen plain values, which rules judge. Nothing here
+holds a tensor, and what is not known is empty or None, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from halfstep.doctor import plain
+from halfstep.doctor.tally import Sample, Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The record of one optimizer step."""
+
+    step: int
+    loss: float | None = None
+    """NaN where it was not finite; None where it was not recorded, as below."""
+    lr: float | None = None
+    scale: float | None = None
+    skipped: bool | None = None
+    found_inf_in: tuple[str, ...] = ()
+    grad_norm: float | None = None
+    input_s: float | None = None
+    """Seconds of waiting for a batch."""
+    total_s: float | None = None
+    """Seconds of the whole step."""
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Step:
+        """Return the step that a line of metrics.jsonl tells of.
+
+        Raises:
+            UserError: If a value has the wrong type.
+        """
+        parts = plain.mapping(data.get("seconds") or {}, "seconds")
+        spent = [plain.real(value, name) for name, value in parts.items()]
+        return cls(
+            plain.whole(data, "step"),
+            plain.number(data, "loss"),
+            plain.number(data, "lr"),
+            _positive(plain.number(data, "scale")),
+            plain.flag(data, "skipped"),
+            plain.words(data, "found_inf_in"),
+            plain.number(data, "grad_norm"),
+            plain.number(parts, "input"),
+            math.fsum(spent) if spent else None,
+        )
+
+
+def _positive(value: float | None) -> float | None:
+    return value if value is not None and 0 < value < math.inf else None
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the run was set up; None is: not known."""
+
+    level: str | None = None
+    """"O0" to "O3"."""
+    dtype: str | None = None
+    """"fp32", "bf16" or "fp16"."""
+    master: str | None = None
+    """Form of the master weights; "none" where there are none."""
+    loss_scale: str | None = None
+    """"none", "dynamic", another strategy, or a number in words."""
+    device: str | None = None
+    """"cpu" or "cuda"."""
+    accumulate: int | None = None
+    """Micro-batches in one optimizer step."""
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Config:
+        """Return what settings by name tell; "auto" tells nothing.
+
+        Raises:
+            UserError: If a value has the wrong type.
+        """
+        names = ("level", "dtype", "master", "loss_scale", "device")
+        found = {name: plain.word(data, name) for name in names}
+        known = {name: value for name, value in found.items() if value != "auto"}
+        least = plain.whole(data, "accumulate", 0) or None
+        return cls(**known, accumulate=least)
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """One operation on tensors of certain shapes, in one step."""
+
+    op: str
+    """Word of aten, such as "mm"."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of its tensor inputs."""
+    dtypes: tuple[str, ...]
+    calls: float
+    """In a step."""
+    self_s: float
+    """Seconds in a step, of itself alone."""
+    flops: float
+    module: str | None = None
+    """Path of the module that called it."""
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> ProfileRow:
+        """Return the row that `data` tells of."""
+        shapes = (
+            plain.items(shape, "shapes")
+            for shape in plain.items(data.get("shapes") or [], "shapes")
+        )
+        return cls(
+            plain.word(data, "op") or "unknown",
+            tuple(
+                tuple(plain.whole({"shapes": n}, "shapes") for n in shape)
+                for shape in shapes
+            ),
+            plain.words(data, "dtypes"),
+            plain.amount(data, "calls"),
+            plain.amount(data, "self_s"),
+            plain.amount(data, "flops") if data.get("flops") is not None else 0.0,
+            plain.word(data, "module"),
+        )
+
+
+@dataclass(frozen=True)
+class ProfileFacts:
+    """Where the time of a step went. All seconds are those of one step."""
+
+    wall_s: float
+    rows: tuple[ProfileRow, ...] = ()
+    casts_s: float = 0.0
+    """In copies from one format to another."""
+    gemm_s: float = 0.0
+    """In matrix products and convolutions."""
+    fp32_only_s: float = 0.0
+    """In operations that the policy runs in fp32."""
+    python_s: float = 0.0
+    """Of the host, not in any operation; on a GPU the time it lay idle for that."""
+    waits: float = 0.0
+    """How often in a step the host waited for the device."""
+    wait_s: float = 0.0
+    input_s: float = 0.0
+    """Waiting for a batch."""
+    device: str | None = None
+    level: str | None = None
+    dtype: str | None = None
+
+    def share(self, seconds: float) -> float:
+        """Return seconds as a part of the step, 0 to 1."""
+        return min(1.0, seconds / self.wall_s) if self.wall_s > 0 else 0.0
+
+    @classmethod
+    def from_data(cls, data: object) -> ProfileFacts:
+        """Return what a profile's `data()` tells.
+
+        Raises:
+            UserError: If it is nothing of the kind.
+        """
+        told = plain.mapping(data, "profile")
+        rows = plain.items(told.get("rows") or [], "rows")
+        return cls(
+            wall_s=plain.amount(told, "wall_s"),
+            rows=tuple(ProfileRow.from_data(plain.mapping(r, "rows")) for r in rows),
+            casts_s=plain.amount(told, "casts_s"),
+            gemm_s=plain.amount(told, "gemm_s"),
+            fp32_only_s=plain.amount(told, "fp32_only_s"),
+            python_s=plain.amount(told, "python_s"),
+            waits=plain.amount(told, "waits"),
+            wait_s=plain.amount(told, "wait_s"),
+            input_s=plain.amount(told, "input_s"),
+            device=plain.word(told, "device"),
+            level=plain.word(told, "level"),
+            dtype=plain.word(told, "dtype"),
+        )
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What the run's machine can do."""
+
+    chip: str = ""
+    """Name of the processor or GPU that trains."""
+    instruction_sets: tuple[str, ...] = ()
+    """Of the CPU, in the words of `machine.CPU_FLAGS`."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Format -> measured rate of matrix products on the device, TFLOP/s."""
+    fp16_accumulation: bool | None = None
+    """torch may sum products of fp16 numbers in fp16."""
+
+    @classmethod
+    def from_data(cls, data: object) -> MachineFacts:
+        """Return what `here.machine_data` wrote down.
+
+        Raises:
+            UserError: If it is nothing of the kind.
+        """
+        told = plain.mapping(data, "machine")
+        rates = plain.mapping(told.get("rates") or {}, "rates")
+        return cls(
+            plain.word(told, "chip") or "",
+            plain.words(told, "instruction_sets"),
+            {name: plain.amount(rates, name) for name in rates},
+            plain.flag(told, "fp16_accumulation"),
+        )
+
+
+@dataclass(frozen=True)
+class LostUpdates:
+    """Updates of one parameter group that rounding swallowed in one step."""
+
+    step: int
+    group: int
+    share: float
+    """Part of the updates that is gone for good, 0 to 1."""
+
+    @classmethod
+    def from_data(cls, step: int, data: Mapping[str, Any]) -> LostUpdates:
+        """Return what a group in an event "lost_updates" tells."""
+        return cls(step, plain.whole(data, "group"), plain.amount(data, "share"))
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """Tensors that held inf or NaN at one step."""
+
+    step: int
+    where: tuple[str, ...]
+    """Names as the probe gives them, the first one made first."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All that is known of a run."""
+
+    name: str = ""
+    """What to call it, such as its folder."""
+    config: Config = field(default_factory=Config)
+    steps: tuple[Step, ...] = ()
+    """In the order of the run."""
+    stats: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
+    """Name of a tensor -> its samples in the order of the run. Names end in ":output"
+    or ":grad", as the probe gives them."""
+    non_finite: tuple[NonFinite, ...] = ()
+    bad_ops: tuple[Mapping[str, Any], ...] = ()
+    """As `BadOp.data()` gives them, each with "step"."""
+    lost: tuple[LostUpdates, ...] = ()
+    profile: ProfileFacts | None = None
+    machine: MachineFacts | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """Parameter -> word of the format that it was in before the level was applied."""
+    padding: float | None = None
+    """Share of what was computed that was padding, 0 to 1."""
+    plan: tuple[Mapping[str, Any], ...] = ()
+    """Rows of a precision plan: "op", "module", "dtype", "reason"."""
+    problems: tuple[str, ...] = ()
+    """What could not be read, a line each."""
+
+    @property
+    def scale(self) -> float:
+        """The last loss scale; 1 where none is known."""
+        return next((s.scale for s in reversed(self.steps) if s.scale), 1.0)
+
+    @property
+    def device(self) -> str | None:
+        """Where it ran: "cpu" or "cuda"."""
+        return self.config.device or (self.profile.device if self.profile else None)
+
+    @property
+    def dtype(self) -> str | None:
+        """Word of the run's 16-bit format; "fp32" where it has none."""
+        return self.config.dtype or (self.profile.dtype if self.profile else None)
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """Numbers of the steps that were skipped."""
+        return frozenset(step.step for step in self.steps if step.skipped)
+
+    def samples(self, ending: str) -> Iterator[tuple[str, tuple[Sample, ...]]]:
+        """Yield tensors whose names end so, without steps that were skipped.
+
+        Why: gradients of a step that overflowed are as the overflow left them.
+        """
+        lost = self.skipped
+        for name, samples in self.stats.items():
+            if name.endswith(ending):
+                kept = tuple(each for each in samples if each.step not in lost)
+                if kept:
+                    yield name, kept
+
+
+def sample(step: int, data: object, scale: float) -> Sample:
+    """Return the statistics of one tensor in an event "stats".
+
+    Args:
+        step: When.
+        data: As `TensorStats.data()` gives them.
+        scale: The step's loss scale.
+
+    Raises:
+        UserError: If `data` is nothing of the kind.
+    """
+    return Sample(step, Tally.from_data(data), scale)

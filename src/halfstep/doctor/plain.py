@@ -1,0 +1,104 @@
+"""Plain values out of JSON that anybody may have written.
+
+In: a mapping as `json.loads` gives it, and a key. Out: a value of the type that is
+wanted, or one line that says what stands there instead.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_LARGEST = 1 << 63
+
+
+def _refuse(key: str, value: object, right: str) -> NoReturn:
+    message = f"{key!r} is {reprlib.repr(value)}; it must be {right}."
+    raise UserError(message)
+
+
+def mapping(value: object, what: str) -> Mapping[str, Any]:
+    """Return `value`, which must be a JSON object."""
+    if not isinstance(value, dict):
+        _refuse(what, value, "an object")
+    return value
+
+
+def items(value: object, what: str) -> list[Any]:
+    """Return `value`, which must be a JSON array."""
+    if not isinstance(value, list | tuple):
+        _refuse(what, value, "an array")
+    return list(value)
+
+
+def real(value: object, what: str) -> float:
+    """Return a number; "inf", "-inf" and "nan" are some, and null is what was not."""
+    if value is None:
+        return math.nan
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return _NOT_FINITE[value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        _refuse(what, value, "a number")
+    try:
+        return float(value)
+    except OverflowError:
+        _refuse(what, value, "a number")
+
+
+def number(data: Mapping[str, Any], key: str) -> float | None:
+    """Return the number at a key: NaN for null, None where there is no such key."""
+    return real(data[key], key) if key in data else None
+
+
+def amount(data: Mapping[str, Any], key: str) -> float:
+    """Return the finite number >= 0 at a key; 0 where there is no such key."""
+    found = real(data.get(key, 0.0), key)
+    if not 0 <= found < math.inf:
+        _refuse(key, data[key], "a finite number of at least 0")
+    return found
+
+
+def whole(data: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return the whole number >= 0 at a key.
+
+    Args:
+        data: Where it stands.
+        key: Its name.
+        default: What a missing one is; None: it must be there.
+    """
+    found = data.get(key, default)
+    fits = isinstance(found, int) and not isinstance(found, bool)
+    if not fits or not 0 <= found < _LARGEST:
+        _refuse(key, found, "a whole number of at least 0")
+    return int(found)
+
+
+def word(data: Mapping[str, Any], key: str) -> str | None:
+    """Return the text at a key; None for null and where there is no such key."""
+    found = data.get(key)
+    if found is not None and not isinstance(found, str):
+        _refuse(key, found, "text")
+    return found
+
+
+def flag(data: Mapping[str, Any], key: str) -> bool | None:
+    """Return the truth at a key; None for null and where there is no such key."""
+    found = data.get(key)
+    if found is not None and not isinstance(found, bool):
+        _refuse(key, found, "true or false")
+    return found
+
+
+def words(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return the texts in the array at a key; none where there is no such key."""
+    found = items(data.get(key) or (), key)
+    if not all(isinstance(each, str) for each in found):
+        _refuse(key, found, "an array of texts")
+    return tuple(found)

@@ -1,0 +1,237 @@
+"""A rule as a row, and what comes of holding it against a run.
+
+In: a `Rule` and `RunFacts`. Out: findings, or why there was nothing to look at. The
+comparison with the limit is here, once; a rule's function only says what was seen.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from halfstep.finding import Finding, Severity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from halfstep.doctor.facts import RunFacts
+
+OURS = "our choice"
+"""Source of a limit for which nobody has published a better one."""
+_PLACES = 3  # of one rule that are findings of their own; the rest is counted
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rule's function saw in one place, healthy or not."""
+
+    where: str
+    measured: str
+    """In words, with its unit."""
+    advice: str
+    value: float | None = None
+    """What is held against the limit; None: seeing it at all is the finding."""
+    weight: float = 0.0
+    """Share of the time or of the numbers that it concerns, 0 to 1."""
+    severity: Severity | None = None
+    """Where this place's is not the rule's."""
+
+
+def _always(facts: RunFacts) -> bool:
+    del facts
+    return True
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that the doctor looks for."""
+
+    name: str
+    about: str
+    """What is held against the limit."""
+    needs: tuple[str, ...]
+    """Facts without which nothing can be said: names in `NEEDS`."""
+    look: Callable[[RunFacts], Iterable[Seen]]
+    """Pure: the same facts, the same answer."""
+    severity: Severity
+    source: str
+    """Where the limit is from."""
+    limit: float | None = None
+    """Values beyond it are findings; None where there is no number."""
+    severe: float | None = None
+    """Beyond this the finding is an error."""
+    below: bool = False
+    """Values under the limit are the findings, not those over it."""
+    shown: str = "{:g}"
+    """How the limit is written."""
+    concerns: Callable[[RunFacts], bool] = _always
+    """Whether the rule has anything to do with such a run."""
+
+    def limit_text(self) -> str:
+        """Return the limit in words; nothing where there is none."""
+        if self.limit is None:
+            return ""
+        if not self.limit:
+            return "none"
+        word = "at least" if self.below else "at most"
+        return f"{word} {self.shown.format(self.limit)}"
+
+    def _beyond(self, value: float | None, limit: float | None) -> bool:
+        if value is None or limit is None:
+            return value is None
+        return value < limit if self.below else value > limit
+
+    def found(self, facts: RunFacts) -> list[Finding]:
+        """Return the rule's findings, worst first.
+
+        Of many places the worst are named, and the others counted in the last.
+        """
+        beyond = [s for s in self.look(facts) if self._beyond(s.value, self.limit)]
+        findings = sorted(map(self._finding, beyond), key=_order)
+        rest = len(findings) - _PLACES
+        if rest <= 0:
+            return findings
+        *kept, last = findings[:_PLACES]
+        places = "place" if rest == 1 else "places"
+        more = f"{last.measured}; and so in {rest} more {places}"
+        return [*kept, Finding.from_data({**last.data(), "measured": more})]
+
+    def _finding(self, seen: Seen) -> Finding:
+        severity = seen.severity or self.severity
+        if self.severe is not None and self._beyond(seen.value, self.severe):
+            severity = "error"
+        return Finding(
+            severity=severity,
+            rule=self.name,
+            where=seen.where,
+            measured=seen.measured,
+            limit=self.limit_text(),
+            source=self.source,
+            advice=seen.advice,
+            weight=min(1.0, max(0.0, seen.weight)),
+        )
+
+
+def _order(finding: Finding) -> tuple[int, float]:
+    return finding.rank
+
+
+_NO_MACHINE = "nothing is known of the machine (environment.json)"
+_NO_STATS = "no statistics of tensors: nothing was observed by a probe"
+
+NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
+    "level": (lambda f: f.config.level is not None, "the level is not known"),
+    "dtype": (lambda f: f.dtype is not None, "the 16-bit format is not known"),
+    "device": (lambda f: f.device is not None, "the device is not known"),
+    "loss scale": (
+        lambda f: f.config.loss_scale is not None or any(s.scale for s in f.steps),
+        "neither a setting nor a record tells of a loss scale",
+    ),
+    "steps": (
+        lambda f: any(s.skipped is not None for s in f.steps),
+        "no records of steps say whether they were skipped",
+    ),
+    "losses": (
+        lambda f: any(s.loss is not None for s in f.steps),
+        "no records of steps hold a loss",
+    ),
+    "scales": (
+        lambda f: any(s.scale for s in f.steps),
+        "no records of steps hold a loss scale",
+    ),
+    "rates of learning": (
+        lambda f: any(s.lr is not None for s in f.steps),
+        "no records of steps hold a learning rate",
+    ),
+    "outputs": (
+        lambda f: any(True for _ in f.samples(":output")),
+        _NO_STATS,
+    ),
+    "gradients": (lambda f: any(True for _ in f.samples(":grad")), _NO_STATS),
+    "probe": (
+        lambda f: bool(f.stats or f.non_finite or f.bad_ops),
+        _NO_STATS,
+    ),
+    "profile": (
+        lambda f: f.profile is not None and f.profile.wall_s > 0,
+        "no profile of a step (profile.json)",
+    ),
+    "operations": (
+        lambda f: bool(f.plan or f.bad_ops or (f.profile and f.profile.rows)),
+        "no profile (profile.json) or plan tells which operations ran",
+    ),
+    "input time": (
+        lambda f: (
+            f.profile is not None
+            or any(s.input_s is not None and s.total_s for s in f.steps)
+        ),
+        "neither records nor a profile tell how long batches took",
+    ),
+    "padding": (
+        lambda f: f.padding is not None,
+        "no summary.json tells how much was padding",
+    ),
+    "machine": (lambda f: f.machine is not None, _NO_MACHINE),
+    "rates": (
+        lambda f: f.machine is not None and "fp32" in f.machine.rates,
+        _NO_MACHINE,
+    ),
+    "weights": (
+        lambda f: bool(f.weights),
+        "nothing tells in which format the weights came (environment.json)",
+    ),
+    "lost updates": (
+        lambda f: bool(f.lost),
+        "lost updates were not counted (lost_updates_every)",
+    ),
+}
+"""Name of a fact -> whether it is known, and what to say where it is not."""
+
+
+@dataclass(frozen=True)
+class Unlooked:
+    """Rules that had nothing to look at."""
+
+    why: str
+    rules: tuple[str, ...]
+
+
+def missing(rule: Rule, facts: RunFacts) -> str | None:
+    """Return why a rule cannot judge a run; None where it can."""
+    return next((NEEDS[n][1] for n in rule.needs if not NEEDS[n][0](facts)), None)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What came of holding rules against a run."""
+
+    findings: tuple[Finding, ...]
+    """Worst first."""
+    unlooked: tuple[Unlooked, ...]
+    """What nothing can be said about, and why."""
+    looked: int
+    """Rules that could judge."""
+
+
+def examined(rules: Iterable[Rule], facts: RunFacts) -> Examination:
+    """Hold rules against a run, those that concern it."""
+    found: list[Finding] = []
+    reasons: dict[str, list[str]] = {}
+    looked = 0
+    for rule in (each for each in rules if each.concerns(facts)):
+        why = missing(rule, facts)
+        if why is not None:
+            reasons.setdefault(why, []).append(rule.name)
+            continue
+        looked += 1
+        found += rule.found(facts)
+    unlooked = tuple(Unlooked(why, tuple(names)) for why, names in reasons.items())
+    return Examination(tuple(sorted(found, key=_order)), unlooked, looked)
+
+
+def percent(share: float) -> str:
+    """Return a share as people write it, with a digit more where it is small."""
+    if math.isnan(share):
+        return "an unknown part"
+    return f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"  # noqa: PLR2004

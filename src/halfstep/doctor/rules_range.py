@@ -1,0 +1,255 @@
+"""Rules on what numbers a 16-bit format must hold: too small, too large, too coarse.
+
+In: statistics of outputs and gradients. Out: rows. Gradients are looked at as they
+flow backward, multiplied by the loss scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from halfstep import formats
+from halfstep.doctor.rule import OURS, Rule, Seen, percent
+from halfstep.doctor.tally import lowest, merged, normal, share_below, span, top
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from halfstep.doctor.facts import RunFacts
+
+_FINE = 0.001  # share of gradients that may be lost without harm: 1710.03740
+_MARGIN = 1  # powers of two between the largest gradient and overflow
+_GUIDE = "our choice; 1710.03740: at 5 % masters were needed, at 31 % SSD diverged"
+_FORMAT = "format fact: fp16 holds numbers up to 65504"
+
+
+def _in_fp16(facts: RunFacts) -> bool:
+    return facts.dtype in {None, "fp16"}
+
+
+def _in_16_bits(facts: RunFacts) -> bool:
+    return facts.dtype != "fp32"
+
+
+def _gradients(facts: RunFacts) -> dict[str, Counter[int]]:
+    """Return each tensor's histogram as it is at the last loss scale."""
+    return {
+        name: merged(samples, facts.scale)
+        for name, samples in facts.samples(":grad")
+        if any(each.tally.exponents for each in samples)
+    }
+
+
+def safe_scale(facts: RunFacts) -> float | None:
+    """Return the largest loss scale at which no gradient seen comes near overflow.
+
+    Formula: the last scale times 2**(15 - highest exponent - 1).
+
+    Returns:
+        None if no gradient other than zero was seen.
+    """
+    tops = [max(histogram) for histogram in _gradients(facts).values()]
+    if not tops:
+        return None
+    return float(facts.scale * 2.0 ** (top(formats.FP16) - max(tops) - _MARGIN))
+
+
+def _scale_word(scale: float) -> str:
+    return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"
+
+
+def _cure(histogram: Counter[int], facts: RunFacts) -> str:
+    """Return the scale that keeps a tensor's gradients, or why there is none."""
+    line, safe = lowest(formats.FP16), safe_scale(facts) or facts.scale
+    raised = 0
+    while share_below(histogram, line - raised) > _FINE:
+        raised += 1
+    needed = facts.scale * 2.0**raised
+    if needed <= safe:
+        word = _scale_word(needed)
+        return (
+            f"A loss scale of {word} keeps all but {percent(_FINE)} of them, and the "
+            f"largest gradient allows {_scale_word(safe)}: --loss-scale {word}, or "
+            "--loss-scale measured."
+        )
+    return (
+        f"It would take a loss scale of {_scale_word(needed)}, and the largest "
+        f"gradient allows {_scale_word(safe)}: train in bf16 (--dtype bf16)."
+    )
+
+
+def _underflow(facts: RunFacts) -> Iterator[Seen]:
+    for name, histogram in _gradients(facts).items():
+        share = share_below(histogram, lowest(formats.FP16))
+        said = f"{percent(share)} of its gradients become 0 in fp16"
+        said += f" at loss scale {_scale_word(facts.scale)}"
+        yield Seen(name, said, _cure(histogram, facts), share, share)
+
+
+def _subnormal(facts: RunFacts) -> Iterator[Seen]:
+    low, full = lowest(formats.FP16), normal(formats.FP16)
+    for name, histogram in _gradients(facts).items():
+        share = share_below(histogram, full, above=low)
+        safe = safe_scale(facts) or facts.scale
+        advice = "The largest gradient leaves no room: train in bf16 (--dtype bf16)."
+        if safe > facts.scale:
+            word = _scale_word(safe)
+            advice = f"Raise the loss scale; the largest gradient allows {word}: "
+            advice += f"--loss-scale {word}, or --loss-scale measured."
+        said = f"{percent(share)} of its gradients keep fewer digits than fp16 has"
+        yield Seen(name, said, advice, share, share / 10)
+
+
+def _fixed(facts: RunFacts) -> bool:
+    """Say whether the loss scale cannot fall by itself."""
+    try:
+        return float(facts.config.loss_scale or "none") > 0
+    except ValueError:
+        return facts.config.loss_scale == "none"
+
+
+def _gradient_room(facts: RunFacts) -> Iterator[Seen]:
+    largest = {
+        name: max(s.tally.amax / s.scale for s in samples) * facts.scale
+        for name, samples in facts.samples(":grad")
+    }
+    for name, amax in largest.items():
+        if amax:
+            room = math.log2(formats.FP16.max / amax)
+            said = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
+            said += f"2^{room:.1f} below overflow"
+            advice = "Lower the loss scale by half, or let it move: "
+            advice += "--loss-scale dynamic."
+            yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
+
+
+def _output_room(facts: RunFacts) -> Iterator[Seen]:
+    for name, samples in facts.samples(":output"):
+        held = [s.tally for s in samples if s.tally.dtype == "fp16" and s.tally.amax]
+        if held:
+            amax = max(tally.amax for tally in held)
+            room = math.log2(formats.FP16.max / amax)
+            module = name.removesuffix(":output")
+            advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', "
+            advice += "or train in bf16."
+            said = f"it reaches {amax:.3g}, a factor of 2^{room:.1f} below overflow"
+            yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
+
+
+def _too_low(facts: RunFacts) -> Iterator[Seen]:
+    safe = safe_scale(facts)
+    if safe is not None:
+        idle = math.log2(safe / facts.scale)
+        said = f"the largest gradient leaves a factor of 2^{idle + _MARGIN:.0f} unused"
+        advice = f"It may be {_scale_word(safe)}: --loss-scale measured finds it at "
+        advice += "the first step."
+        yield Seen("loss scale", said, advice, idle + _MARGIN)
+
+
+def _spread(facts: RunFacts) -> Iterator[Seen]:
+    whole: Counter[int] = Counter()
+    for histogram in _gradients(facts).values():
+        whole.update(histogram)
+    said = f"99.9 % of them span {span(whole)} powers of two; fp16 holds 41 at most"
+    yield Seen("gradients", said, "Train in bf16 (--dtype bf16).", span(whole))
+
+
+def _coarse(facts: RunFacts) -> Iterator[Seen]:
+    format_ = formats.parse(facts.dtype or "bf16")
+    # 10 log10(28) + 6.02 bits, less what a bell curve loses to a uniform mantissa.
+    best = 13.5 + 6.02 * format_.mantissa_bits
+    for name, samples in facts.samples(":output"):
+        casts = [s.tally.casts.get(format_.name) for s in samples]
+        found = [c.sqnr for c in casts if c is not None and c.sqnr is not None]
+        if found:
+            lost = best - min(found)
+            module = name.removesuffix(":output")
+            advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32'."
+            said = f"{min(found):.0f} dB are left of it in {format_}, of {best:.0f}"
+            yield Seen(name, said, advice, lost)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "underflow",
+        "share of a tensor's gradients that fp16 makes zeros of",
+        ("dtype", "gradients"),
+        _underflow,
+        "warning",
+        _GUIDE,
+        limit=0.01,
+        severe=0.05,
+        shown="{:.0%}",
+        concerns=_in_fp16,
+    ),
+    Rule(
+        "subnormal",
+        "share of a tensor's gradients below fp16's full precision",
+        ("dtype", "gradients"),
+        _subnormal,
+        "warning",
+        OURS,
+        limit=0.2,
+        shown="{:.0%}",
+        concerns=_in_fp16,
+    ),
+    Rule(
+        "output near overflow",
+        "powers of two between a module's largest output and 65504",
+        ("dtype", "outputs"),
+        _output_room,
+        "warning",
+        _FORMAT + "; the margin is our choice",
+        limit=1,
+        below=True,
+        shown="a factor of 2^{:g}",
+        concerns=_in_fp16,
+    ),
+    Rule(
+        "gradient near overflow",
+        "powers of two between the largest gradient and 65504, at a fixed scale",
+        ("dtype", "loss scale", "gradients"),
+        _gradient_room,
+        "warning",
+        _FORMAT + "; the margin is our choice",
+        limit=1,
+        below=True,
+        shown="a factor of 2^{:g}",
+        concerns=lambda facts: _in_fp16(facts) and _fixed(facts),
+    ),
+    Rule(
+        "scale too low",
+        "powers of two that the loss scale leaves unused",
+        ("dtype", "gradients"),
+        _too_low,
+        "note",
+        OURS,
+        limit=8,
+        shown="a factor of 2^{:g}",
+        concerns=_in_fp16,
+    ),
+    Rule(
+        "spread",
+        "powers of two that 99.9 % of all gradients span",
+        ("dtype", "gradients"),
+        _spread,
+        "warning",
+        OURS + "; fp16 holds 41 at one scale",
+        limit=30,
+        shown="{:g}",
+        concerns=_in_fp16,
+    ),
+    Rule(
+        "coarse",
+        "decibels that a cast of an output loses beyond what rounding must",
+        ("dtype", "outputs"),
+        _coarse,
+        "note",
+        OURS + "; a range problem, not one of digits",
+        limit=6,
+        shown="{:g} dB",
+        concerns=_in_16_bits,
+    ),
+)

@@ -1,0 +1,317 @@
+"""Rules on the loss scale, skipped steps, and what was not finite.
+
+In: records of steps, settings, events of a probe. Out: rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from halfstep.doctor.rule import OURS, Rule, Seen, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from halfstep.doctor.facts import RunFacts, Step
+    from halfstep.finding import Severity
+
+_FEW = 3  # skips or rounds that prove nothing yet
+_SETTLED = 10  # applied steps in a row that show that the scale has found its place
+_WINDOW = 1000
+_LAWS = "our choice; growth alone skips one step in 2,000"
+_SCHEDULE = "the rate is a function of the updates made"
+
+
+def _warm(facts: RunFacts) -> Sequence[Step]:
+    """Return the steps from the first on that was applied, with some behind it.
+
+    Why: a dynamic scale begins too high on purpose, and finds its place by skips.
+    """
+    applied = [step.skipped is False for step in facts.steps]
+    for stretch in (_SETTLED, 1):
+        for start in range(len(applied) - stretch + 1):
+            if all(applied[start : start + stretch]):
+                return facts.steps[start:]
+    return facts.steps
+
+
+def _skip_rate(facts: RunFacts) -> Iterator[Seen]:
+    steps = _warm(facts)
+    skipped = [step for step in steps if step.skipped]
+    if len(skipped) < _FEW:
+        return
+    share = len(skipped) / len(steps)
+    names = Counter(name for step in skipped for name in step.found_inf_in)
+    where = "steps"
+    if names:
+        where = f"steps, first in {names.most_common(1)[0][0]}"
+    said = f"{len(skipped)} of {len(steps)} steps were skipped for inf or NaN, "
+    said += f"{percent(share)}; the last is step {skipped[-1].step}"
+    advice = "Lower --lr, and look at the data of these steps."
+    if facts.dtype == "fp16":
+        advice = "Train in bf16 (--dtype bf16), or lower --lr; --loss-scale measured "
+        advice += "keeps away from overflow."
+    yield Seen(where, said, advice, share, share)
+
+
+def _moves(steps: Sequence[Step]) -> tuple[int, int, int]:
+    """Return how often the scale fell, how often it rose, and between how many."""
+    scales = [step.scale for step in steps if step.scale]
+    fell = sum(b < a for a, b in pairwise(scales))
+    rose = sum(b > a for a, b in pairwise(scales))
+    return fell, rose, len(scales)
+
+
+def _second_half(facts: RunFacts) -> Sequence[Step]:
+    steps = _warm(facts)
+    return steps[len(steps) // 2 :]
+
+
+def _unsettled(facts: RunFacts) -> Iterator[Seen]:
+    steps = _second_half(facts)
+    fell, rose, count = _moves(steps)
+    rounds = min(fell, rose)
+    if rounds >= _FEW:
+        said = f"it fell {fell} and rose {rose} times in the last {count:,} steps"
+        advice = "Raise it less often (ScaleRule(growth_interval=2000)), bear single "
+        advice += "overflows (hysteresis=2), or use --loss-scale measured or bf16."
+        skipped = sum(bool(step.skipped) for step in steps) / max(1, len(steps))
+        each = rounds * _WINDOW / count
+        yield Seen("loss scale", said, advice, each, skipped)
+
+
+def _falling(facts: RunFacts) -> Iterator[Seen]:
+    scales = [step.scale for step in _second_half(facts) if step.scale]
+    fell, rose, count = _moves(_second_half(facts))
+    if not scales or rose:
+        return
+    down = math.log2(scales[0] / scales[-1])
+    said = f"it fell {fell} times in the last {count:,} steps, to {scales[-1]:g}, "
+    said += "and never rose"
+    advice = "Ask which operation overflows (halfstep.Probe), lower --lr, or train in "
+    advice += "bf16 (--dtype bf16)."
+    gone: Severity | None = "error" if scales[-1] <= 1 else None
+    yield Seen("loss scale", said, advice, down, min(1.0, fell / count), gone)
+
+
+def _schedule(facts: RunFacts) -> Iterator[Seen]:
+    pairs = [
+        (a.lr, b.lr)
+        for a, b in pairwise(facts.steps)
+        if a.skipped and b.step == a.step + 1 and a.lr is not None and b.lr is not None
+    ]
+    if pairs:
+        moved = sum(a != b for a, b in pairs)
+        said = f"the rate moved on after {moved} of {len(pairs)} skipped steps"
+        advice = "Step it only when report.applied (StepReport), or hand it over: "
+        advice += "prepare(..., scheduler=scheduler)."
+        whole = max(1, len(facts.steps))
+        yield Seen("learning rate", said, advice, moved / len(pairs), moved / whole)
+
+
+def _unscaled(facts: RunFacts) -> bool | None:
+    """Say whether the loss is not scaled; None where nothing tells."""
+    word = facts.config.loss_scale
+    if word is not None:
+        try:
+            return float(word) == 1
+        except ValueError:
+            return word == "none"
+    scales = {step.scale for step in facts.steps if step.scale}
+    return scales == {1.0} if scales else None
+
+
+def _without(facts: RunFacts) -> Iterator[Seen]:
+    if _unscaled(facts):
+        said = "fp16 without a loss scale: gradients below 2^-25 become 0"
+        yield Seen("loss scale", said, "Use --loss-scale dynamic, or bf16.", weight=1.0)
+
+
+def _needless(facts: RunFacts) -> Iterator[Seen]:
+    if _unscaled(facts) is False:
+        word = facts.config.loss_scale or f"{facts.scale:g}"
+        lost = len(facts.skipped)
+        cost = f", and {lost} steps were skipped" if lost else ""
+        said = f"{facts.dtype} with loss scale {word}{cost}"
+        advice = "Leave it out (--loss-scale none): the range is that of fp32."
+        yield Seen("loss scale", said, advice, weight=lost / max(1, len(facts.steps)))
+
+
+def _lost_loss(facts: RunFacts) -> Iterator[Seen]:
+    known = [step for step in facts.steps if step.loss is not None]
+    bad = [s for s in known if not math.isfinite(s.loss or 0.0) and not s.skipped]
+    if bad:
+        said = f"it was not finite in {len(bad)} steps that were applied, "
+        said += f"first in step {bad[0].step}"
+        advice = "Ask which operation made it (halfstep.Probe); lower --lr."
+        yield Seen("loss", said, advice, len(bad), len(bad) / len(known))
+
+
+def _events(facts: RunFacts, ending: str) -> tuple[str, list[int]]:
+    """Return the tensor that was not finite first, and the steps at which one was."""
+    where, steps = "", []
+    for event in facts.non_finite:
+        names = [name for name in event.where if name.endswith(ending)]
+        if names:
+            where = where or names[0]
+            steps.append(event.step)
+    return where, steps
+
+
+def _told(steps: list[int]) -> str:
+    times = "once" if len(steps) == 1 else f"{len(steps)} times"
+    return f"it, or what follows, held inf or NaN {times}, first at step {steps[0]}"
+
+
+def _forward(facts: RunFacts) -> Iterator[Seen]:
+    where, steps = _events(facts, ":output")
+    if steps:
+        module = where.removesuffix(":output")
+        advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', or train "
+        advice += "in bf16; no loss scale mends a forward pass."
+        if facts.dtype != "fp16":
+            advice = "Look at its inputs at that step; lower --lr."
+        weight = len(steps) / max(1, len(facts.steps))
+        yield Seen(where, _told(steps), advice, len(steps), weight)
+
+
+def _backward(facts: RunFacts) -> Iterator[Seen]:
+    where, steps = _events(facts, ":grad")
+    if steps:
+        advice = "Not a matter of the loss scale: look for log, sqrt or division at 0 "
+        advice += "there, at the data of that step, and lower --lr."
+        weight = len(steps) / max(1, len(facts.steps))
+        yield Seen(where, _told(steps), advice, len(steps), weight)
+
+
+def _bad_op(facts: RunFacts) -> Iterator[Seen]:
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for event in facts.bad_ops:
+        key = tuple(str(event.get(k)) for k in ("module", "op", "cause", "phase"))
+        groups.setdefault(key, []).append(event)
+    for (module, op, cause, phase), events in groups.items():
+        first = events[0]
+        if phase == "none" or first.get("reproduced") is False:
+            said = f"a replay of step {first.get('step')} did not show what was seen"
+            advice = str(first.get("advice") or "Try again with deterministic kernels.")
+            yield Seen(module, said, advice, severity="warning")
+            continue
+        kind = f"{first.get('kind')}, " if first.get("kind") else ""
+        times = f", and {len(events) - 1} times more" if len(events) > 1 else ""
+        said = (
+            f"{op} ({kind}{phase}) made {first.get('made') or 'inf or NaN'} at step "
+            f"{first.get('step')}{times}; cause: {cause}"
+        )
+        evidence = str(first.get("evidence") or "").rstrip(".")
+        said += f" ({evidence})" if evidence else ""
+        # A dynamic scale halves, and goes on.
+        normal = cause == "backward range" and not _unscaled(facts)
+        advice = str(first.get("advice") or "")
+        severity: Severity | None = "note" if normal else None
+        weight = len(events) / max(1, len(facts.steps))
+        yield Seen(module, said, advice, weight=weight, severity=severity)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "bad op",
+        "what made the first inf or NaN of a step that was replayed",
+        ("probe",),
+        _bad_op,
+        "error",
+        "a replay of the step",
+    ),
+    Rule(
+        "not finite forward",
+        "steps in which a module's output held inf or NaN",
+        ("probe",),
+        _forward,
+        "error",
+        "any is one too many",
+        limit=0,
+        shown="{:g} steps",
+    ),
+    Rule(
+        "not finite backward",
+        "steps in which a gradient held inf or NaN without a loss scale",
+        ("dtype", "probe"),
+        _backward,
+        "warning",
+        "any is one too many; under a loss scale it is normal",
+        limit=0,
+        shown="{:g} steps",
+        concerns=lambda facts: facts.dtype in {None, "fp32", "bf16"},
+    ),
+    Rule(
+        "loss not finite",
+        "steps that were applied although the loss was inf or NaN",
+        ("losses",),
+        _lost_loss,
+        "error",
+        "any is one too many",
+        limit=0,
+        shown="{:g} steps",
+    ),
+    Rule(
+        "skipped steps",
+        "share of the steps that were skipped, from the first applied one on",
+        ("steps",),
+        _skip_rate,
+        "warning",
+        _LAWS,
+        limit=0.01,
+        severe=0.25,
+        shown="{:.0%} of the steps",
+    ),
+    Rule(
+        "scale unsettled",
+        "rounds of growth and back-off in 1,000 steps of the second half",
+        ("scales",),
+        _unsettled,
+        "warning",
+        _LAWS,
+        limit=1,
+        shown="{:g} in 1,000 steps",
+    ),
+    Rule(
+        "scale falling",
+        "powers of two that the scale fell in the second half, never rising",
+        ("scales",),
+        _falling,
+        "warning",
+        OURS,
+        limit=2,
+        shown="a factor of 2^{:g}",
+    ),
+    Rule(
+        "schedule on skipped steps",
+        "share of skipped steps after which the learning rate moved on",
+        ("rates of learning", "steps"),
+        _schedule,
+        "warning",
+        _SCHEDULE,
+        limit=0.5,
+        shown="{:.0%} of them",
+    ),
+    Rule(
+        "no loss scale",
+        "fp16 without a loss scale",
+        ("dtype", "loss scale"),
+        _without,
+        "error",
+        "format fact: fp16 makes 0 of 2^-25 and less",
+        concerns=lambda facts: facts.dtype in {None, "fp16"},
+    ),
+    Rule(
+        "needless loss scale",
+        "a loss scale where the format has fp32's range",
+        ("dtype", "loss scale"),
+        _needless,
+        "warning",
+        "format fact: bf16 has the exponents of fp32",
+        concerns=lambda facts: facts.dtype in {None, "bf16", "fp32"},
+    ),
+)

@@ -1,0 +1,186 @@
+"""Folders of runs as a trainer and a probe leave them, sick or sound, without either.
+
+In: a folder. Out: `metrics.jsonl`, `resolved.toml`, `profile.json`,
+`environment.json` and `summary.json` with planted figures.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def tally(middle: int, width: int = 6, dtype: str = "float16", **more: Any) -> Any:
+    """Return statistics of numbers around 2**middle, as `TensorStats.data()` has them.
+
+    Args:
+        middle: Power of two that most of them have.
+        width: Powers of two to both sides.
+        dtype: Their format.
+        more: What else is to be said, or said otherwise.
+    """
+    exponents = {
+        str(middle + off): round(4096 * math.exp(-((2.5 * off / width) ** 2)))
+        for off in range(-width, width + 1)
+    }
+    told = {
+        "dtype": dtype,
+        "count": sum(exponents.values()),
+        "zeros": 0,
+        "subnormals": 0,
+        "infs": 0,
+        "nans": 0,
+        "amax": 1.5 * 2.0 ** (middle + width),
+        "amin": 2.0 ** (middle - width),
+        "exponents": exponents,
+        "casts": {},
+    }
+    return told | more
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    """Return the record of a sound step."""
+    told = {
+        "step": number,
+        "epoch": 1,
+        "loss": 2.0 / number,
+        "lr": 1e-3,
+        "scale": 1024.0,
+        "skipped": False,
+        "found_inf_in": [],
+        "grad_norm": 1.0,
+        "seconds": {"input": 0.001, "forward": 0.04, "backward": 0.05, "update": 0.01},
+    }
+    return told | more
+
+
+def profile(**more: Any) -> dict[str, Any]:
+    """Return the profile of a sound step, as part of a run's folder."""
+    row = {"calls": 12, "dtypes": ["bf16", "bf16"], "flops": 1e9, "module": None}
+    told = {
+        "wall_s": 0.1,
+        "rows": [
+            row | {"op": "mm", "shapes": [[512, 768], [768, 768]], "self_s": 0.06},
+            row | {"op": "gelu", "shapes": [[512, 768]], "self_s": 0.02},
+        ],
+        "casts_s": 0.005,
+        "gemm_s": 0.06,
+        "fp32_only_s": 0.005,
+        "python_s": 0.005,
+        "waits": 0,
+        "wait_s": 0.0,
+        "input_s": 0.001,
+        "device": "cpu",
+        "level": "O2",
+        "dtype": "bf16",
+    }
+    return told | more
+
+
+def environment(**more: Any) -> dict[str, Any]:
+    """Return what is known of a sound machine and of weights that came in fp32."""
+    machine = {
+        "chip": "a processor",
+        "instruction_sets": ["AVX512", "AVX512-BF16", "AMX-BF16"],
+        "rates": {"fp32": 1.0, "bf16": 8.0, "fp16": 8.0},
+        "fp16_accumulation": False,
+    }
+    weights = {"layer.0.weight": "fp32", "head.weight": "fp32"}
+    return {"machine": machine | more, "weights": weights}
+
+
+def write(
+    folder: Path,
+    records: list[dict[str, Any]],
+    *,
+    settings: dict[str, str] | None = None,
+    **files: Any,
+) -> Path:
+    """Write a run's folder; return it.
+
+    Args:
+        folder: Made if need be.
+        records: Lines of metrics.jsonl.
+        settings: In place of those of a sound run.
+        files: Names without ".json", and what they hold.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    told = {"level": "O2", "dtype": "bf16", "master": "fp32", "loss_scale": "none"}
+    told |= {"device": "cpu"}
+    text = "".join(
+        f"{key} = {json.dumps(value)}\n" for key, value in (settings or told).items()
+    )
+    (folder / "resolved.toml").write_text(text, encoding="utf-8")
+    for name, content in files.items():
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def sick(folder: Path, hostile: str = "") -> Path:
+    """Write a run in fp16 that has many faults; return its folder.
+
+    Args:
+        folder: Where.
+        hostile: Put into names of modules and of parameters.
+    """
+    records: list[dict[str, Any]] = []
+    scale = 65536.0
+    for number in range(1, 401):
+        skipped = number % 19 == 0
+        record = step(number, scale=scale, skipped=skipped, lr=1e-3 / number)
+        if skipped:
+            record["found_inf_in"] = [f"encoder.layer.3.output{hostile}.weight"]
+            scale /= 2
+        elif number % 19 == 9:
+            scale *= 2
+        records.append(record)
+        if number % 20 == 1:
+            tensors = {}
+            for layer in range(6):
+                name = f"bert.encoder.layer.{layer}.attention.self{hostile}.query"
+                tensors[f"{name}:output"] = tally(2 * layer - 2, dtype="float16")
+                tensors[f"{name}:grad"] = tally(-22 + 3 * layer - number // 100, 7)
+                wide = f"bert.encoder.layer.{layer}.intermediate{hostile}.dense"
+                tensors[f"{wide}:output"] = tally(3 + 2 * layer // 2, dtype="float16")
+            last = f"bert.encoder.layer.5.output{hostile}.dense:output"
+            tensors[last] = tally(9, 6, amax=50000.0)
+            records.append({"step": number, "event": "stats", "tensors": tensors})
+    where = [f"bert.encoder.layer.5.output{hostile}.dense:output", "model:output"]
+    records.append({"step": 120, "event": "non_finite", "where": where})
+    bad = {
+        "phase": "forward",
+        "module": f"bert.encoder.layer.5.output{hostile}.dense",
+        "kind": "Linear",
+        "op": "linear",
+        "made": "inf",
+        "cause": "forward range",
+        "evidence": "inputs reach 8.3e+04, float16 holds 65504; finite in float32",
+        "advice": "Keep it in float32: --policy 'lean + module:*.output.dense=fp32'.",
+        "reproduced": True,
+    }
+    records.append({"step": 120, "event": "bad_op", **bad})
+    half = {"dtypes": ["fp16", "fp16"], "calls": 24, "flops": 1e8}
+    rows = [
+        {"op": "mm", "shapes": [[500, 770], [770, 770]], "self_s": 0.03, **half},
+        {"op": "_to_copy", "shapes": [[770, 770]], "self_s": 0.03, **half},
+        {"op": "layer_norm", "shapes": [[500, 770]], "self_s": 0.012, **half},
+        {"op": f"odd{hostile}", "shapes": [[1]], "self_s": 0.001, **half},
+    ]
+    settings = {"level": "O1", "dtype": "fp16", "loss_scale": "dynamic"}
+    return write(
+        folder,
+        records,
+        settings=settings | {"device": "cuda"},
+        profile=profile(
+            rows=rows, casts_s=0.03, gemm_s=0.03, device="cuda", waits=4, wait_s=0.01
+        ),
+        environment=environment(),
+        summary={"level": "O1", "dtype": "fp16", "padded_share": 0.4},
+    )
