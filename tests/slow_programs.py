@@ -123,7 +123,7 @@ class _Recurrent(nn.Module):
 
 def small_products() -> Running:
     """Go through a sequence step by step, a few rows at once."""
-    return _running(_trained(_Recurrent()), torch.randn(64, 16, 128))
+    return _running(_trained(_Recurrent()), torch.randn(64, 32, 128))
 
 
 class _Odd(nn.Module):
@@ -145,8 +145,9 @@ def odd_sizes() -> Running:
 
 def casts() -> Running:
     """Cast large weights that do not learn, each step anew, for a few rows."""
-    layers = [nn.Linear(4096, 4096, bias=False).requires_grad_(False) for _ in range(2)]
-    model = nn.Sequential(*layers, nn.Linear(4096, 32))
+    frozen = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(2)))
+    frozen.requires_grad_(requires_grad=False)
+    model = nn.Sequential(frozen, nn.Linear(4096, 32))
     return _running(_trained(model, "O1", policy="torch"), torch.randn(16, 4096))
 
 
@@ -169,8 +170,8 @@ def fp32_only() -> Running:
 
 def emulated() -> Running:
     """Train in bf16 where the processor emulates it."""
-    layers = (nn.Linear(512, 512) for _ in range(2))
-    return _running(_trained(nn.Sequential(*layers)), torch.randn(512, 512))
+    layers = (nn.Linear(1024, 1024) for _ in range(2))
+    return _running(_trained(nn.Sequential(*layers)), torch.randn(512, 1024))
 
 
 def no_region() -> Running:
@@ -186,6 +187,19 @@ def no_region() -> Running:
     return Running(step, live={"session": session})
 
 
+def waits() -> Running:
+    """Read a number after every product, for which the host waits."""
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        made = x
+        for _ in range(8):
+            made = made @ x
+            made = made / made.abs().max().item()
+
+    return Running(step, live={"level": "O3"})
+
+
 PROGRAMS = {
     "data loading": Program(data_loading, "data loading"),
     "python": Program(python, "overhead"),
@@ -197,3 +211,6 @@ PROGRAMS = {
     "no region": Program(no_region, "no 16-bit products"),
 }
 """Name -> program. Each holds on a CPU."""
+
+ON_A_GPU = {"waits": Program(waits, "waits")}
+"""What costs nothing where there is no device to wait for."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from halfstep import checkpoint, formats, levels, machine, policy, scaler, sharded
     from halfstep.cast_cache import CastCache
     from halfstep.casting import autocast
+    from halfstep.diagnosis import diagnose
     from halfstep.errors import UserError
     from halfstep.functions import (
         custom_bwd,
@@ -48,6 +49,7 @@ _ROOM_OF = {
     "autocast": "casting",
     "custom_bwd": "functions",
     "custom_fwd": "functions",
+    "diagnose": "diagnosis",
     "full_precision": "functions",
     "low_precision": "functions",
     "prepare": "preparing",
@@ -71,6 +73,7 @@ __all__ = [
     "checkpoint",
     "custom_bwd",
     "custom_fwd",
+    "diagnose",
     "formats",
     "full_precision",
     "levels",

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +20,12 @@ from torch.autograd.profiler import record_function
 from halfstep import timeline
 from halfstep.errors import UserError, require
 from halfstep.marks import OWN
-from halfstep.report import Table
+from halfstep.profiled import GEMM, Profile, Row
 from halfstep.timeline import DRAIN, FETCH, INPUT, UPDATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from halfstep.report import Cell
     from halfstep.timeline import Op, Timeline
 
 _STEP = f"{OWN}step"
@@ -38,133 +35,8 @@ _FLOATS = _LOW | {"fp32", "float64"}
 _PARTED = {"complex64", "complex128"}
 """Their parts are fp32 and float64."""
 
-GEMM = re.compile(
-    r"(add)?(mm|bmm|mv)|baddbmm|addbmm|_addmm_activation|_scaled_mm"
-    r"|.*conv(olution)?([1-3]d)?(_.*)?(backward)?|.*_dilated[23]d.*"
-    r"|.*(flash|efficient|cudnn|fused|overrideable)_attention.*"
-    r"|_scaled_dot_product.*|mkldnn_rnn_layer.*|_cudnn_rnn.*|mkldnn_linear.*"
-    r"|.*linear_pointwise.*|_flex_attention.*"
-)
-"""Names of the operations that are matrix products, as kernels have them: "linear" and
-"matmul" only call one."""
-
 _OF_UPDATES = ("_foreach", "_fused", "_amp")
 """How operations begin that work on lists of gradients and weights."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """All calls of one operation on operands of the same shapes and dtypes."""
-
-    op: str
-    """As the dispatcher has it, without "aten::", such as "addmm"."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Of its tensor operands, in order; of lists of tensors nothing is known."""
-    dtypes: tuple[str, ...]
-    """Of the same: "fp32", "bf16", "fp16", or torch's word."""
-    calls: int
-    """In one step."""
-    self_s: float
-    """Seconds of one step, what it calls left out; on a GPU those of its kernels."""
-    flops: int
-    """Of all calls; 0 where it is no product, or its work is not known."""
-
-    def operands(self) -> str:
-        """Return dtypes and shapes in words, such as "bf16 (8 x 16), fp32 (16)"."""
-        shown = zip(self.dtypes, self.shapes, strict=True)
-        words = (f"{dtype} ({' x '.join(map(str, shape))})" for dtype, shape in shown)
-        return ", ".join(words)
-
-
-@dataclass(frozen=True)
-class Profile:
-    """One step, in seconds.
-
-    What is in `rows` was seen under the profiler, which slows a step down; it was
-    brought to the length of a step without it. So shares are to be trusted to some
-    hundredths, and small operations look a little larger than they are.
-    """
-
-    wall_s: float
-    """Mean length of a step without the profiler, input included."""
-    rows: tuple[Row, ...]
-    """Longest first."""
-    casts_s: float
-    """In copies from one float dtype to another, wherever they were asked for."""
-    gemm_s: float
-    """In matrix products, convolutions, attention and recurrent layers."""
-    fp32_only_s: float
-    """In a run in 16 bits: in operations all of whose floating operands were fp32 or
-    wider. Products, casts and the optimizer's update are not among them. 0 in a run
-    in fp32."""
-    update_s: float
-    """In the optimizer's step."""
-    python_s: float
-    """On a CPU: outside of any operation, in Python and autograd. On a GPU: while the
-    device had nothing to do. Time spent on input is not part of it."""
-    waits: int
-    """How often a step waited for the device. On a CPU, which has nothing to wait for:
-    how often it read a number out of a tensor, which on a GPU would wait."""
-    wait_s: float
-    """In these."""
-    input_s: float
-    """In fetching batches; on a GPU, while the device had nothing to do."""
-    device: str
-    """"cpu", or "cuda" where a device was seen at work."""
-    level: str | None = None
-    """The level that the run asked for; None where nobody said."""
-    dtype: str = "fp32"
-    """The format that the run asked for, or else the one its products ran in."""
-
-    def share(self, seconds: float) -> float:
-        """Return what part of a step some seconds are, 0 to 1."""
-        return min(1.0, seconds / self.wall_s) if self.wall_s else 0.0
-
-    def data(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`."""
-        return asdict(self)
-
-    def table(self, most: int = 8) -> Table:
-        """Return where the time goes, for people.
-
-        Args:
-            most: Operations that are named, longest first.
-        """
-        names = {
-            "data loading": self.input_s,
-            "outside operations": self.python_s,
-            "matrix products": self.gemm_s,
-            "casts": self.casts_s,
-            "fp32 in a 16-bit run": self.fp32_only_s,
-            "optimizer": self.update_s,
-            "waits": self.wait_s,
-        }
-        rows: list[tuple[Cell, ...]] = [
-            (name, "-", None, 1000 * spent, 100 * self.share(spent))
-            for name, spent in names.items()
-        ]
-        for row in self.rows[:most]:
-            share = 100 * self.share(row.self_s)
-            rows.append((row.op, row.operands(), row.calls, 1000 * row.self_s, share))
-        whole = f"{1000 * self.wall_s:.3f} ms a step on {self.device}"
-        note = f"{whole}; {self.waits} waits. The first lines may overlap."
-        columns = ("what", "operands", "calls", "ms", "% of a step")
-        return Table("Where the time goes", columns, tuple(rows), (note,))
-
-    @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Profile:
-        """Return the profile that `data` was made from, through JSON or not."""
-        rows = (
-            Row(
-                **{
-                    **row,
-                    "shapes": tuple(map(tuple, row["shapes"])),
-                    "dtypes": tuple(row["dtypes"]),
-                }
-            )
-            for row in data["rows"]
-        )
-        return cls(**{**data, "rows": tuple(rows)})
 
 
 def profile(
@@ -229,16 +101,33 @@ def watched(
         times: How many, at least 1.
         cuda: Whether kernels of a GPU are to be seen.
     """
-    with (
-        _in_silence(),
-        watch(record_shapes=True, use_device="cuda" if cuda else None) as seen,
-    ):
+    plain, device = _calls(), "cuda" if cuda else None
+    with _in_silence(), watch(record_shapes=True, use_device=device) as seen:
+        slower = _calls() - plain
         for _ in range(times):
             with record_function(_STEP):
                 step()
     results = seen.kineto_results
-    found = timeline.read(results.events() if results else (), _STEP)
+    # On a GPU it is the kernels' time that counts, which nothing slows down.
+    cost = 0.0 if cuda else max(0.0, slower) / (_CALLS * _EVENTS)
+    found = timeline.read(results.events() if results else (), _STEP, cost)
     return min(found, key=lambda each: each.length - each.inside(each.fetching))
+
+
+_CALLS, _EVENTS = 100, 3
+"""Calls of `Tensor.t`, each of which is three nested events of the profiler."""
+
+
+def _calls() -> float:
+    """Return the nanoseconds of some calls that do nothing, as short as may be."""
+    x = torch.ones(1, 1)
+    times = []
+    for _ in range(3):
+        began = time.perf_counter_ns()
+        for _ in range(_CALLS):
+            x.t()
+        times.append(time.perf_counter_ns() - began)
+    return float(min(times))
 
 
 def summary(
@@ -258,7 +147,7 @@ def summary(
         level: The level that the run asked for.
         dtype: The format that the run asked for; None takes the one seen.
     """
-    length = seen.length / 1e9
+    length = (seen.length - seen.overhead) / 1e9
     wall = length if wall is None else wall
     idle_input = seen.inside(seen.fetching) / 1e9
     factor = wall / length
@@ -283,7 +172,7 @@ def summary(
         gemm_s=seconds(op for op in passes if GEMM.fullmatch(op.name)),
         fp32_only_s=seconds(op for op in passes if _wide(op)) * (dtype in _LOW),
         update_s=seconds(op for op in passes if op.part == UPDATE),
-        python_s=(seen.length - taken) / 1e9 * factor,
+        python_s=max(0.0, seen.length - taken - seen.between) / 1e9 * factor,
         waits=len(seen.waiting),
         wait_s=seen.inside(seen.waiting) / 1e9 * factor,
         input_s=idle_input * factor if fetched is None else fetched,
@@ -309,7 +198,7 @@ def _wide(op: Op) -> bool:
 
 def _prevalent(ops: Iterable[Op]) -> str:
     """Return the float format that most of the time in products was in."""
-    spent: dict[str, int] = defaultdict(int)
+    spent: dict[str, float] = defaultdict(float)
     for op in ops:
         if op.dtypes and GEMM.fullmatch(op.name) and op.dtypes[-1] in _FLOATS:
             spent[op.dtypes[-1]] += op.own

@@ -66,7 +66,7 @@ class Op:
     dtypes: tuple[str, ...]
     """Words of the same, such as "bf16" and "int64"."""
     span: Span
-    own: int
+    own: float
     """Nanoseconds outside the operations that it called; on a GPU, of its kernels."""
     flops: int
     """Floating-point operations of a product or convolution; 0 of anything else."""
@@ -88,6 +88,10 @@ class Timeline:
     """The host was fetching a batch."""
     waiting: list[Span] = field(default_factory=list)
     """The host waited for the device, or, on a CPU, read a number as if it did."""
+    overhead: float = 0.0
+    """Nanoseconds that the profiler itself spent on events of the step."""
+    between: float = 0.0
+    """Of these, what fell outside of operations and of fetching."""
 
     @property
     def length(self) -> int:
@@ -115,12 +119,16 @@ def total(spans: Iterable[Span]) -> int:
     return length
 
 
-def read(events: Sequence[Any], region: str) -> list[Timeline]:
+def read(events: Sequence[Any], region: str, cost: float = 0.0) -> list[Timeline]:
     """Return a timeline for each time a region was entered.
+
+    Why a cost: the profiler notes an event just before it begins, so the time for
+    that is spent in whatever called the operation, and looks like Python's.
 
     Args:
         events: The profiler's, as `profile.kineto_results.events()` has them.
         region: Name of the region that is one step.
+        cost: Nanoseconds that the profiler takes for an event.
     """
     on_host, on_device = [], []
     for event in events:
@@ -144,7 +152,7 @@ def read(events: Sequence[Any], region: str) -> list[Timeline]:
     for event in on_host:
         threads[event.start_thread_id()].append(event)
     for thread in threads.values():
-        reader = _Thread(steps, kernels if on_device else None)
+        reader = _Thread(steps, kernels if on_device else None, cost)
         for event in sorted(thread, key=lambda each: (each.start_ns(), -each.end_ns())):
             reader.take(event)
     return steps
@@ -174,11 +182,13 @@ class _Thread:
     Args:
         steps: That were seen.
         kernels: Event -> nanoseconds of its kernels; None where no device was seen.
+        cost: Nanoseconds that the profiler takes for an event.
     """
 
     def __init__(
-        self, steps: Sequence[Timeline], kernels: dict[int, int] | None
+        self, steps: Sequence[Timeline], kernels: dict[int, int] | None, cost: float
     ) -> None:
+        self._cost = cost
         self._steps = steps
         self._kernels = kernels
         self._stack: list[_Open] = []
@@ -198,6 +208,9 @@ class _Thread:
             step.fetching.append((begin, end))
         elif name.startswith(_UPDATES):
             here.part = UPDATE
+        step.overhead += self._cost
+        step.between += self._cost * (here.part != FETCH and not here.in_op)
+        self._charge(self._cost)
         if _is_op(event, name):
             here.op = _op_of(event, name, here.part, self._kernels)
             step.ops.append(here.op)
@@ -215,8 +228,8 @@ class _Thread:
             return name == "aten::_local_scalar_dense"
         return _WAITS.fullmatch(name) is not None
 
-    def _charge(self, spent: int) -> None:
-        """Take the host's time in an operation from the one that called it."""
+    def _charge(self, spent: float) -> None:
+        """Take time of the host from the operation that it was spent inside."""
         if self._kernels is None:
             caller = next((each.op for each in reversed(self._stack) if each.op), None)
             if caller is not None:
@@ -237,7 +250,7 @@ def _op_of(event: Any, name: str, part: str, kernels: dict[int, int] | None) -> 
         if dtype not in _NO_TENSOR
     ]
     shapes = tuple(shape for shape, _ in tensors)
-    own = event.duration_ns()
+    own: float = event.duration_ns()
     if kernels is not None:
         own = kernels.get(event.correlation_id(), 0)
     short = name.removeprefix("aten::")
