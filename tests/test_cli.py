@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-COMMANDS = ("train", "predict", "bench", "env", "levels")
+COMMANDS = ("train", "predict", "doctor", "bench", "env", "levels")
 BENCHES = tuple(commands.BENCHES)
 EVERY = [
     [],

@@ -128,6 +128,7 @@ LAYER = {
     "doctor.rules": 6,
     "doctor.__init__": 7,
     "doctor.files": 4,
+    "doctor.here": 4,
     "doctor.text": 5,
     "doctor.heat": 0,
     "doctor.page": 6,

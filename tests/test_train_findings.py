@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from halfstep import formats
 from halfstep.train.encode import Encoded
-from halfstep.train.findings import cut_texts, data_findings, findings
+from halfstep.train.findings import cut_texts, data_findings
 
 
 def texts(*lengths: int, inexact: int = 0) -> Encoded:
@@ -40,37 +38,13 @@ def trainer(**more: Any) -> Any:
         ),
     }
     job |= {name: more.pop(name) for name in ("encoded", "longest") if name in more}
-    # A copy, as it comes from another process.
-    dtype = replace(formats.parse(more.pop("dtype", "fp16")))
-    choice = SimpleNamespace(format=dtype)
-    session = {"steps_applied": 1000, "steps_skipped": 0, "choice": choice}
-    session |= {name: more.pop(name) for name in [*session] if name in more}
-    run: dict[str, Any] = {
-        "seconds": {"train": 10.0, "input": 0.5, "evaluate": 1.0, "save": 1.0},
-        "tokens": 80,
-        "places": 100,
-    }
-    return SimpleNamespace(
-        session=SimpleNamespace(**session), job=SimpleNamespace(**job), **(run | more)
-    )
+    return SimpleNamespace(job=SimpleNamespace(**job), **more)
 
 
 def test_nothing_to_say() -> None:
     """Law: a sound run has no findings; an empty test split is none."""
-    assert findings(trainer()) == ()
-    assert findings(trainer(task="ner")) == ()
-    assert data_findings(trainer()) == []
-
-
-def test_a_run_without_steps() -> None:
-    """Law: a resumed run that had nothing left to do divides by nothing."""
-    idle = trainer(
-        steps_applied=0,
-        seconds=dict.fromkeys(("train", "input", "evaluate", "save"), 0.0),
-        tokens=0,
-        places=0,
-    )
-    assert findings(idle) == ()
+    assert data_findings(trainer()) == ()
+    assert data_findings(trainer(task="ner")) == ()
 
 
 @pytest.mark.parametrize(
@@ -82,35 +56,6 @@ def test_a_run_without_steps() -> None:
             (
                 "The test texts hold no entity: whatever the model finds there, its F1 "
                 "is 0; mark some, or judge on other texts."
-            ),
-        ),
-        (
-            {"steps_applied": 95, "steps_skipped": 5},
-            {"steps_applied": 94, "steps_skipped": 6},
-            (
-                "6% of the steps were skipped for inf or NaN: train in bf16, or lower "
-                "--lr."
-            ),
-        ),
-        (
-            {"steps_applied": 95, "steps_skipped": 5, "dtype": "bf16"},
-            {"steps_applied": 94, "steps_skipped": 6, "dtype": "bf16"},
-            "6% of the steps were skipped for inf or NaN: lower --lr.",
-        ),
-        (
-            {"seconds": {"train": 10.0, "input": 1.0}},
-            {"seconds": {"train": 10.0, "input": 1.2}},
-            (
-                "12% of the time in training steps was spent on waiting for batches: "
-                "give more --workers."
-            ),
-        ),
-        (
-            {"tokens": 75, "places": 100},
-            {"tokens": 70, "places": 100},
-            (
-                "30% of what was computed was padding: the texts of a batch differ "
-                "much in length; --max-length cuts the longest."
             ),
         ),
         (
@@ -150,24 +95,22 @@ def test_a_run_without_steps() -> None:
 )
 def test_what_is_said(just: Any, more: Any, said: str) -> None:
     """Law: each finding has its bound, and says what to do about it beyond."""
-    assert findings(trainer(**just)) == ()
-    assert findings(trainer(**more)) == (said,)
+    assert data_findings(trainer(**just)) == ()
+    assert data_findings(trainer(**more)) == (said,)
 
 
 def test_faults_come_first() -> None:
-    """Law: damaged checkpoints and data come before what is about the training."""
-    told = findings(
+    """Law: damaged checkpoints come before what is about the data."""
+    told = data_findings(
         trainer(
             encoded={"train": texts(8, inexact=1), "dev": texts(8), "test": texts(8)},
-            steps_skipped=1000,
         ),
         ["step-00000009 is damaged"],
     )
     assert told[0] == "step-00000009 is damaged"
     assert [line.split(maxsplit=4)[3] for line in told[1:4]] == ["train", "dev", "test"]
     assert told[4].startswith("1 entity")
-    assert told[5].startswith("50% of the steps")
-    assert len(told) == 6
+    assert len(told) == 5
 
 
 @pytest.mark.parametrize(("count", "more"), [(1, ""), (20, ""), (22, " And 2 more.")])

@@ -23,7 +23,10 @@ from halfstep.train.folder import RunFolder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-FILES = ("metrics.jsonl", "summary.json", "report.html", "config.json")
+FILES = (
+    *("metrics.jsonl", "summary.json", "report.html", "environment.json"),
+    *("profile.json", "config.json"),
+)
 FOLDERS = ("checkpoints", "model", "tensorboard")
 NO_SPACE = OSError(28, "No space left on device")
 

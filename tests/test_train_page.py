@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.report import Table
+from halfstep.report_page import Card
 from halfstep.train.judged import Judged
 from halfstep.train.page import Told, page, where_it_ran
 
@@ -335,6 +336,7 @@ def test_everything_is_text() -> None:
             {},
             (MARK,),
             table,
+            (Card(MARK, MARK, ((MARK, MARK),)),),
         )
     )
     assert "<script" not in html

@@ -152,6 +152,8 @@ def _write_json(data: object, path: Path) -> None:
 def _write(text: str, path: Path, flag: str) -> None:
     from halfstep.report import write_text
 
+    # A name in a file of JSON may hold half of a surrogate pair, which UTF-8 has not.
+    text = text.encode(errors="backslashreplace").decode()
     try:
         write_text(path, text)
     except OSError as error:

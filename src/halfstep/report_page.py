@@ -323,8 +323,6 @@ class Section:
     "Plain text; line breaks are kept."
     points: tuple[str, ...] = ()
     "Items of a list."
-    cards: tuple[Card, ...] = ()
-    "One below the other."
     bars: tuple[Bar, ...] = ()
     "One below the other, with the shares of their parts."
     tables: tuple[Table, ...] = ()
@@ -335,6 +333,8 @@ class Section:
     "Side by side where the window is wide enough."
     drawings: tuple[Drawing, ...] = ()
     "Beside the charts."
+    cards: tuple[Card, ...] = ()
+    "Below the list, one below the other."
 
 
 def page(title: str, sections: Sequence[Section], lead: str = "") -> str:

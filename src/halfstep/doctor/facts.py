@@ -51,8 +51,8 @@ class Step:
             plain.flag(data, "skipped"),
             plain.words(data, "found_inf_in"),
             plain.number(data, "grad_norm"),
-            plain.number(parts, "input"),
-            math.fsum(spent) if spent else None,
+            plain.amount(parts, "input") if "input" in parts else None,
+            _positive(sum(spent)),
         )
 
 

@@ -97,6 +97,20 @@ def read(folder: Path) -> RunFacts:
     )
 
 
+def _loads(text: bytes) -> Any:  # noqa: ANN401 -- any JSON value
+    """Return what JSON says, halves of surrogate pairs replaced: UTF-8 has none."""
+    found = json.loads(text)
+    return _whole(found) if b"\\ud" in text.lower() else found
+
+
+def _whole(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_whole(key): _whole(item) for key, item in value.items()}
+    return [_whole(item) for item in value] if isinstance(value, list) else value
+
+
 class _Metrics:
     """What the lines of metrics.jsonl tell, in their order."""
 
@@ -190,7 +204,7 @@ class _Reader:
         path = self.folder / name
         if not path.exists():
             return None
-        return self.understood(name, lambda: make(json.loads(path.read_bytes())))
+        return self.understood(name, lambda: make(_loads(path.read_bytes())))
 
     def settings(self) -> Mapping[str, Any]:
         """Return the settings from the first file that can be used."""
@@ -200,7 +214,7 @@ class _Reader:
             def load(name: str = name, path: Path = path) -> Mapping[str, Any]:
                 text = path.read_text(encoding="utf-8")
                 found = tomllib.loads(text) if name.endswith("toml") else None
-                return found or plain.mapping(json.loads(text), name)
+                return found or plain.mapping(_loads(text.encode()), name)
 
             if path.exists():
                 told = self.understood(name, load)
@@ -218,7 +232,7 @@ class _Reader:
             damaged = 0
             for number, line in self._lines():
                 try:
-                    metrics.take(plain.mapping(json.loads(line), "the line"))
+                    metrics.take(plain.mapping(_loads(line), "the line"))
                 except (UserError, ValueError, RecursionError) as error:
                     damaged += 1
                     if damaged <= _MOST_LINES:

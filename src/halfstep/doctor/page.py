@@ -13,7 +13,7 @@ from halfstep.doctor import heat
 from halfstep.doctor.products import name_of
 from halfstep.doctor.tally import lowest, merged, top
 from halfstep.doctor.text import lead, unlooked
-from halfstep.report import Table
+from halfstep.report import Table, line
 from halfstep.report_page import Bar, Card, Chart, Curve, Drawing, Section
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def page(facts: RunFacts, examination: Examination) -> str:
     bare = {Section(each.heading) for each in sections}
     bare.add(Section("Exponents by layer", _EXPONENTS))
     shown = [section for section in sections if section not in bare]
-    title = f"halfstep doctor: {facts.name}"
+    title = line(f"halfstep doctor: {facts.name}")
     return report_page.page(title, shown, lead(facts, examination))
 
 
@@ -69,8 +69,9 @@ def _card(found: Finding) -> Card:
     against = (("limit", f"{found.limit} ({found.source})"),)
     if not found.limit:
         against = (("source", found.source),)
-    lines = (("measured", found.measured), *against, ("advice", found.advice))
-    return Card(found.severity, f"{found.rule}: {found.where}", lines)
+    said = (("measured", found.measured), *against, ("advice", found.advice))
+    lines = tuple((name, line(words)) for name, words in said)
+    return Card(found.severity, line(f"{found.rule}: {found.where}"), lines)
 
 
 def _lines(facts: RunFacts, histograms: Sequence[Counter[int]]) -> list[heat.Line]:
@@ -98,7 +99,7 @@ def _layers(facts: RunFacts) -> tuple[Drawing, ...]:
     drawings = []
     for ending, title, how, scale in kinds:
         found = [
-            (name.removesuffix(ending), merged(samples, scale))
+            (line(name.removesuffix(ending)), merged(samples, scale))
             for name, samples in facts.stats.items()
             if name.endswith(ending)
         ]
@@ -146,7 +147,8 @@ def _films(facts: RunFacts, findings: Sequence[Finding]) -> tuple[Drawing, ...]:
         scale = facts.scale if name.endswith(":grad") else 1.0
         samples = [(s.step, merged([s], scale)) for s in many[name]]
         lines = _lines(facts, [h for _, h in samples if h])
-        drawings.append(Drawing(name, heat.over_steps(samples, lines, name)))
+        words = line(name)
+        drawings.append(Drawing(words, heat.over_steps(samples, lines, words)))
     return tuple(drawings)
 
 

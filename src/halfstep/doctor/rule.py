@@ -123,7 +123,6 @@ _NO_STATS = "no statistics of tensors: nothing was observed by a probe"
 NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
     "level": (lambda f: f.config.level is not None, "the level is not known"),
     "dtype": (lambda f: f.dtype is not None, "the 16-bit format is not known"),
-    "device": (lambda f: f.device is not None, "the device is not known"),
     "loss scale": (
         lambda f: f.config.loss_scale is not None or any(s.scale for s in f.steps),
         "neither a setting nor a record tells of a loss scale",
@@ -163,7 +162,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
     ),
     "input time": (
         lambda f: (
-            f.profile is not None
+            (f.profile is not None and f.profile.wall_s > 0)
             or any(s.input_s is not None and s.total_s for s in f.steps)
         ),
         "neither records nor a profile tell how long batches took",

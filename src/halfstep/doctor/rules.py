@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from halfstep.doctor import rules_range, rules_scale, rules_speed, rules_weights
-from halfstep.doctor.rule import NEEDS, Examination, Rule, examined
+from halfstep.doctor.rule import Examination, Rule, examined
 
 if TYPE_CHECKING:
     from halfstep.doctor.facts import RunFacts
@@ -51,8 +51,3 @@ def markdown() -> str:
         cells = (rule.name, worst, rule.about, limit or "-", rule.source)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def needs() -> tuple[str, ...]:
-    """Return the names of all facts that some rule needs."""
-    return tuple(name for name in NEEDS if any(name in rule.needs for rule in RULES))

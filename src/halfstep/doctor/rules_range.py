@@ -103,14 +103,17 @@ def _subnormal(facts: RunFacts) -> Iterator[Seen]:
 
 
 def _fixed(facts: RunFacts) -> bool:
-    """Say whether the loss scale cannot fall by itself."""
+    """Say whether the loss scale cannot fall by itself, or that is not known."""
+    word = facts.config.loss_scale
     try:
-        return float(facts.config.loss_scale or "none") > 0
+        return word in {None, "none"} or float(word or "") > 0
     except ValueError:
-        return facts.config.loss_scale == "none"
+        return False
 
 
 def _gradient_room(facts: RunFacts) -> Iterator[Seen]:
+    if facts.config.loss_scale is None:
+        return  # it may have stood still and yet be free to move
     largest = {
         name: max(s.tally.amax / s.scale for s in samples) * facts.scale
         for name, samples in facts.samples(":grad")

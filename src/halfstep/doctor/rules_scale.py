@@ -194,7 +194,7 @@ def _bad_op(facts: RunFacts) -> Iterator[Seen]:
         groups.setdefault(key, []).append(event)
     for (module, op, cause, phase), events in groups.items():
         first = events[0]
-        if phase == "none" or first.get("reproduced") is False:
+        if phase == "none":
             said = f"a replay of step {first.get('step')} did not show what was seen"
             advice = str(first.get("advice") or "Try again with deterministic kernels.")
             yield Seen(module, said, advice, severity="warning")
@@ -207,8 +207,8 @@ def _bad_op(facts: RunFacts) -> Iterator[Seen]:
         )
         evidence = str(first.get("evidence") or "").rstrip(".")
         said += f" ({evidence})" if evidence else ""
-        # A dynamic scale halves, and goes on.
-        normal = cause == "backward range" and not _unscaled(facts)
+        # What a lower scale cures has no row in the policy: it halves, and goes on.
+        normal = cause == "backward range" and not first.get("rule")
         advice = str(first.get("advice") or "")
         severity: Severity | None = "note" if normal else None
         weight = len(events) / max(1, len(facts.steps))

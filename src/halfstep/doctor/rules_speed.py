@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from halfstep import machine, optable
+from halfstep import levels, machine
 from halfstep.doctor.facts import ProfileFacts
-from halfstep.doctor.products import LOW, low_products, name_of
+from halfstep.doctor.products import LOW, low_products, name_of, size_of
 from halfstep.doctor.rule import OURS, Rule, Seen, percent
 from halfstep.profiled import GEMM
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
     from halfstep.doctor.facts import ProfileRow, RunFacts
     from halfstep.doctor.products import Size
+    from halfstep.finding import Severity
 
 _SMALL = {"cpu": 2.0 * 128**3, "cuda": 2.0 * 512**3}
 """Operations of one call below which starting it and moving its numbers cost more."""
+_FLOATS = ("fp32", "bf16", "fp16", "float64")
 _BCE = "binary_cross_entropy"
 
 
@@ -60,21 +62,32 @@ def _casts(facts: RunFacts) -> Iterator[Seen]:
         won = profile.gemm_s * (rates[dtype] / rates["fp32"] - 1)
         said += f"; its products save about {_ms(max(0.0, won))} over fp32"
     advice = "Store the weights low (--level O2), so that they are not cast each step;"
-    advice += " larger batches cast less for each product."
+    level = levels.LEVELS.get(facts.config.level or profile.level or "")
+    if level is not None and level.low_weights:
+        advice = "Put fewer operations into fp32 (--policy lean);"
+    advice += " larger batches cast less for each product, --compile fuses casts."
     yield Seen("a step", said, advice, share, share)
+
+
+def _wide(row: ProfileRow) -> bool:
+    """Say whether a row is an operation of the passes on fp32 numbers alone."""
+    name, floats = name_of(row.op), [d for d in row.dtypes if d in _FLOATS]
+    update = name.startswith(("_foreach", "_fused", "_amp"))
+    wide = bool(floats) and not {"bf16", "fp16"} & set(floats)
+    return wide and not update and size_of(row) is None and name != "copy_"
 
 
 def _fp32_only(facts: RunFacts) -> Iterator[Seen]:
     profile = _profile(facts)
     share = profile.share(profile.fp32_only_s)
-    table = optable.TABLES.get(facts.device or "cpu", optable.TABLES["cpu"])
-    kept = {op.partition(".")[0] for op, row in table.items() if row.category == "fp32"}
-    rows = [row for row in profile.rows if name_of(row.op) in kept]
+    rows = [row for row in profile.rows if _wide(row)]
     most = max(rows, key=lambda row: row.self_s, default=None)
     where = "operations in fp32" if most is None else _place(most)
+    said = _of_step(facts, profile.fp32_only_s)
+    said += "" if most is None else f"; most of it in {name_of(most.op)}"
     advice = "Policy lean leaves norms and softmax in 16 bits where the kernel sums in "
     advice += "fp32 (--policy lean); let the rest be compiled into few (--compile)."
-    yield Seen(where, _of_step(facts, profile.fp32_only_s), advice, share, share)
+    yield Seen(where, said, advice, share, share)
 
 
 def _overhead(facts: RunFacts) -> Iterator[Seen]:
@@ -89,12 +102,17 @@ def _overhead(facts: RunFacts) -> Iterator[Seen]:
 
 def _waits(facts: RunFacts) -> Iterator[Seen]:
     profile = _profile(facts)
+    share = profile.share(profile.wait_s)
     said = f"the host waits {profile.waits:g} times a step for the device, "
     said += _of_step(facts, profile.wait_s)
+    severity: Severity | None = None
+    if facts.device == "cpu":
+        said = f"a step reads {profile.waits:g} numbers out of tensors: on a GPU each "
+        said += "would wait for it"
+        severity = "note"
     advice = "Look for .item(), .cpu(), print and `if tensor` in the loop; read the "
     advice += "loss every so many steps."
-    share = profile.share(profile.wait_s)
-    yield Seen("a step", said, advice, profile.waits, share)
+    yield Seen("a step", said, advice, profile.waits, share, severity)
 
 
 def _input(facts: RunFacts) -> Iterator[Seen]:
@@ -319,7 +337,6 @@ RULES: tuple[Rule, ...] = (
         OURS + ": one, for a loss that is shown",
         limit=1,
         shown="{:g} a step",
-        concerns=lambda facts: _on(facts, "cuda"),
     ),
     Rule(
         "data loading",

@@ -1,7 +1,7 @@
-"""What somebody should know about a run, and what to do about it.
+"""What somebody should know about a run's data, and what to do about it.
 
-In: a trainer that has come to its end. Out: sentences for the report, none where
-there is nothing to say.
+In: a trainer. Out: sentences for the report, none where there is nothing to say. What
+there is to say of the training itself the doctor says.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halfstep import formats
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,47 +17,18 @@ if TYPE_CHECKING:
     from halfstep.train.encode import Encoded
     from halfstep.train.loop import Trainer
 
-_MUCH_PADDING = 0.25
-_MUCH_SKIPPED = 0.05  # growth of the scale alone skips one step in some thousand
-_MUCH_WAITING = 0.1
 _SHOWN = 20  # sentences left out that are named
 
 
-def findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return what is worth knowing.
+def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return what is worth knowing about the examples, before any step.
 
     Args:
-        trainer: After its last step.
-        faults: Lines about checkpoints that could not be used.
+        trainer: Of a run; its steps are the doctor's matter.
+        faults: Lines about checkpoints that could not be used; they come first.
     """
-    told = [*faults, *data_findings(trainer)]
-    attempted = trainer.session.steps_applied + trainer.session.steps_skipped
-    skipped = trainer.session.steps_skipped / max(1, attempted)
-    if skipped > _MUCH_SKIPPED:
-        cure = "lower --lr"
-        if trainer.session.choice.format == formats.FP16:
-            cure = f"train in bf16, or {cure}"
-        told.append(f"{skipped:.0%} of the steps were skipped for inf or NaN: {cure}.")
-    spent = trainer.seconds["train"]
-    waited = trainer.seconds["input"] / spent if spent else 0.0
-    if waited > _MUCH_WAITING:
-        told.append(
-            f"{waited:.0%} of the time in training steps was spent on waiting for "
-            "batches: give more --workers."
-        )
-    padding = 1 - trainer.tokens / trainer.places if trainer.places else 0.0
-    if padding > _MUCH_PADDING:
-        told.append(
-            f"{padding:.0%} of what was computed was padding: the texts of a batch "
-            "differ much in length; --max-length cuts the longest."
-        )
-    return tuple(told)
-
-
-def data_findings(trainer: Trainer) -> list[str]:
-    """Return what is worth knowing about the examples, before any step."""
     corpus = trainer.job.corpus
-    told = left_out(corpus)
+    told = [*faults, *left_out(corpus)]
     if corpus.task == "ner" and len(corpus.test) and not corpus.test.words():
         told.append(
             "The test texts hold no entity: whatever the model finds there, its F1 is "
@@ -83,7 +52,7 @@ def data_findings(trainer: Trainer) -> list[str]:
             f"{inexact} {things} of the training file cannot be shown exactly by "
             f"tokens: {they} beyond --max-length."
         )
-    return told
+    return tuple(told)
 
 
 def left_out(corpus: Corpus) -> list[str]:

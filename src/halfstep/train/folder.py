@@ -35,6 +35,7 @@ __all__ = ["RunFolder", "finite"]
 _OWN_FOLDERS = ("checkpoints", "model", "tensorboard")
 _OWN = (
     *("metrics.jsonl", "summary.json", "report.html"),
+    *("environment.json", "profile.json"),
     # What tells that the others are a run's goes last.
     *("launch.json", "resolved.toml", "config.json"),
 )

@@ -246,11 +246,23 @@ class Trainer:
         better = self.standing.best_step == number
         scores = {f"dev_{key}": value for key, value in judged.scores.items()}
         self._note({"step": number, "event": "eval", "dev_loss": judged.loss, **scores})
+        self._note_lost()
         self._save()
         star = " (best)" if better else ""
         shown = {"loss": judged.loss, **judged.scores}
         words = ", ".join(f"{words_of(key)} {shown[key]:.4f}" for key in shown)
         return f"step {number}: dev {words}{star}"
+
+    def _note_lost(self) -> None:
+        """Write down which updates rounding swallowed, where they were counted."""
+        groups = [
+            {"group": lost.group, "share": lost.share}
+            for lost in self.session.lost_updates()
+            if lost.share is not None
+        ]
+        if groups and self.world.leads:
+            step = self.standing.step
+            self.folder.log({"step": step, "event": "lost_updates", "groups": groups})
 
     def _diverged(self, loss: float) -> str:
         kept = "The last good checkpoint is kept; " * (self.standing.best_step > 0)

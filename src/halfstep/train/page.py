@@ -14,7 +14,7 @@ import numpy as np
 
 from halfstep import machine, report_page
 from halfstep.report import Cell, Table
-from halfstep.report_page import Bar, Chart, Curve, Heat, Section
+from halfstep.report_page import Bar, Card, Chart, Curve, Heat, Section
 from halfstep.train.judged import Judged, words_of
 
 if TYPE_CHECKING:
@@ -72,8 +72,10 @@ class Told:
     summary: Mapping[str, Any]
     """As in summary.json; what is missing in it is not shown."""
     findings: tuple[str, ...]
-    """What somebody should know about this run."""
+    """What somebody should know about its data."""
     machine: Table = field(default_factory=where_it_ran)
+    cards: tuple[Card, ...] = ()
+    """What the doctor found."""
 
 
 def page(told: Told) -> str:
@@ -89,7 +91,7 @@ def page(told: Told) -> str:
     about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
     memory = _memory(told.summary, on_gpu=on_gpu)
     sections = [
-        Section("Findings", points=told.findings),
+        Section("Findings", points=told.findings, cards=told.cards),
         Section("Quality", tables=(*_quality(told.judged), *beside)),
         Section("Confusion", heats=_confusion(told.judged)),
         Section(

@@ -7,17 +7,19 @@ In: a trainer that has come to the end of its plan. Out: `summary.json`,
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfstep import machine, sharded
+from halfstep.doctor import examine, files
+from halfstep.doctor.page import cards
 from halfstep.master import form as forms
 from halfstep.report import Table
 from halfstep.train import page, saving
 from halfstep.train.evaluate import baseline_accuracy
-from halfstep.train.findings import findings
+from halfstep.train.findings import data_findings
 from halfstep.train.folder import RunFolder, finite
 from halfstep.train.judged import words_of
 
@@ -39,6 +41,8 @@ class Ready:
     """The bare model and its tokenizer."""
     originals: Mapping[str, torch.Tensor]
     """Values of parameters that do not learn, where storing rounds them."""
+    weights: Mapping[str, str]
+    """Parameter -> format that it was in before it was prepared."""
     tokenise_seconds: float
     """What it took to tokenise every split, or to find that done."""
 
@@ -72,7 +76,6 @@ def conclude(
     session = trainer.session
     precision = session.explain()
     summary = _summary(config, trainer, ready.tokenise_seconds)
-    found = findings(trainer, faults)
     # From here on the session's counters are those of the best step.
     trainer.load_best()
     splits = [name for name in ("dev", "test") if len(trainer.job.encoded[name])]
@@ -86,7 +89,7 @@ def conclude(
 
     def write() -> None:
         folder = trainer.folder
-        beside = None
+        beside, padding = None, summary["padded_share"]
         if config.data is None and config.task == "classify":
             beside = _beside(trainer, judged[final], summary)
             tables.append(beside)
@@ -107,7 +110,8 @@ def conclude(
             precision=precision,
             records=folder.records(),
             summary=summary,
-            findings=found,
+            findings=data_findings(trainer, faults),
+            cards=cards(examine(replace(files.read(folder.path), padding=padding))),
         )
         folder.write("report.html", page.page(told))
         text = json.dumps(finite(summary), indent=1, allow_nan=False)

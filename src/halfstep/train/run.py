@@ -16,6 +16,7 @@ import torch
 
 from halfstep import distributed, formats, levels, machine
 from halfstep.choice import Choice, choose
+from halfstep.doctor import here
 from halfstep.errors import UserError
 from halfstep.preparing import prepare
 from halfstep.train import (
@@ -37,7 +38,7 @@ from halfstep.train.findings import left_out
 from halfstep.train.folder import RunFolder
 from halfstep.train.job import Job
 from halfstep.train.loop import Trainer
-from halfstep.train.plan import resolve, resolved
+from halfstep.train.plan import counting, resolve, resolved
 from halfstep.train.progress import progress
 from halfstep.train.rehearsal import rehearse
 from halfstep.train.result import Ready, Result, conclude
@@ -105,7 +106,7 @@ def run(
         ready = _ready(config, corpus, folder, world, notes)
         if check:
             return rehearse(ready.trainer, ready.network, folder)
-        _open(config, ready.trainer, resume=resume, overwrite=overwrite)
+        _open(config, ready, resume=resume, overwrite=overwrite)
         outcome = _train(config, ready, notes, faults)
     if isinstance(outcome, Stopped):
         raise outcome
@@ -241,12 +242,13 @@ def _ready(
     )
     longest = network.tokenizer.model_max_length
     job = Job(task, corpus, encoded, objective, steps, plan, pad_id, multiple, longest)
+    weights = here.weight_formats(network.model)
     session, originals = _session(config, network, plan, notes, world)
     trainer = Trainer(session, job, world, folder)
     if notes is not None:
         trainer.standing = saving.standing_of(notes)
         saving.load(session, folder.checkpoint_path(trainer.standing.step))
-    return Ready(trainer, network, originals, tokenise_seconds)
+    return Ready(trainer, network, originals, weights, tokenise_seconds)
 
 
 def _objective(config: TrainConfig, corpus: Corpus, train: Encoded) -> Objective:
@@ -318,6 +320,7 @@ def _session(
         clip_grad_norm=config.clip,
         accumulate=config.accumulate,
         master=config.master,
+        lost_updates_every=counting(config, choice.level, plan),
     )
     session.model = parallel.wrapped(model, world, config.parallel)
     return session, originals
@@ -339,10 +342,9 @@ def _choice(
     return Choice(level, dtype, notes["reason"])
 
 
-def _open(
-    config: TrainConfig, trainer: Trainer, *, resume: bool, overwrite: bool
-) -> None:
+def _open(config: TrainConfig, ready: Ready, *, resume: bool, overwrite: bool) -> None:
     """Make the folder ready, and say in it what the run is."""
+    trainer = ready.trainer
     folder, plan, choice = trainer.folder, trainer.job.plan, trainer.session.choice
 
     def make() -> None:
@@ -354,6 +356,7 @@ def _open(
         if not path.exists():  # a run may be killed before it says so
             full = resolved(config, plan, choice.level.name, choice.format.name)
             write_resolved(path, full.data_dict())
+        folder.write("environment.json", here.text(plan.device, ready.weights))
         trainer.open(tensorboard=config.tensorboard)
 
     saving.first_alone(trainer.world, make)

@@ -1,0 +1,340 @@
+"""The doctor on folders: facts from files alone, damage named, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sick_run import environment, profile, sick, step, tally, write
+
+from halfstep import cli
+from halfstep.doctor import examination, examine, files, text
+from halfstep.doctor.facts import Config, MachineFacts, ProfileFacts, RunFacts, Step
+from halfstep.doctor.rule import Examination, Unlooked
+from halfstep.errors import UserError
+from halfstep.finding import Finding
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HOSTILE = "<script>alert('x')</script>\x1b[31m\n{{ 7 * 7 }}\ud800"
+SOUND = {
+    "profile": profile(),
+    "environment": environment(),
+    "summary": {"level": "O2", "dtype": "bf16", "padded_share": 0.1},
+}
+
+
+def sound(folder: Path, **more: Any) -> Path:
+    """Write a run with nothing wrong."""
+    tensors = {"fc:output": tally(0, dtype="bfloat16"), "fc:grad": tally(-9)}
+    records = [step(n, scale=1.0) for n in range(1, 60)]
+    records.append({"step": 10, "event": "stats", "tensors": tensors})
+    return write(folder, records, **(SOUND | more))
+
+
+def damage(folder: Path, name: str, content: bytes) -> list[str]:
+    """Put other bytes into a file; return what is said of the folder."""
+    (folder / name).write_bytes(content)
+    return list(files.read(folder).problems)
+
+
+def test_all_of_a_folder_is_read(tmp_path: Path) -> None:
+    """Law: each file's facts arrive, gradients with the scale of their step."""
+    facts = files.read(sick(tmp_path / "run"))
+    assert facts.name == str(tmp_path / "run")
+    assert facts.config == Config("O1", "fp16", None, "dynamic", "cuda")
+    assert len(facts.steps) == 400
+    assert facts.steps[18] == Step.from_data(
+        step(19, scale=131072.0, skipped=True, lr=1e-3 / 19)
+        | {"found_inf_in": ["encoder.layer.3.output.weight"]}
+    )
+    name = "bert.encoder.layer.0.attention.self.query"
+    gradients, outputs = facts.stats[f"{name}:grad"], facts.stats[f"{name}:output"]
+    assert [each.step for each in gradients] == list(range(1, 401, 20))
+    assert {each.scale for each in outputs} == {1.0}
+    assert [each.scale for each in gradients[:2]] == [65536.0, 65536.0]
+    assert gradients[0].tally.dtype == "fp16"
+    assert facts.non_finite[0].step == 120
+    assert facts.bad_ops[0]["op"] == "linear"
+    assert facts.profile is not None
+    assert facts.profile.rows[0].shapes == ((500, 770), (770, 770))
+    assert facts.machine is not None
+    assert facts.machine.rates["bf16"] == 8.0
+    assert facts.weights == {"layer.0.weight": "fp32", "head.weight": "fp32"}
+    assert facts.padding == 0.4
+    assert facts.problems == ()
+
+
+def test_a_sound_run_is_sound(tmp_path: Path) -> None:
+    """Law: nothing wrong, nothing found; what was not there is said."""
+    facts = files.read(sound(tmp_path / "run"))
+    found = examination(facts)
+    assert found.findings == ()
+    assert [each.rules for each in found.unlooked] == [("swamped updates",)]
+    told = text.text(facts, found)
+    assert "nothing found by the" in told
+    assert "Not looked at:" in told
+
+
+def test_an_event_may_name_its_scale(tmp_path: Path) -> None:
+    """Law: the event's own scale goes before that of the step; else it is 1."""
+    for more, scale in (({"scale": 8.0}, 8.0), ({}, 1024.0)):
+        tensors = {"a:grad": tally(0), "a:output": tally(0)}
+        event = {"step": 1, "event": "stats", "tensors": tensors} | more
+        facts = files.read(write(tmp_path, [event, step(1)]))
+        assert facts.stats["a:grad"][0].scale == scale
+        assert facts.stats["a:output"][0].scale == 1.0
+    bare = files.read(write(tmp_path, [{**event, "step": 7}, step(1)]))
+    assert bare.stats["a:grad"][0].scale == 1.0
+
+
+def test_lost_updates_arrive(tmp_path: Path) -> None:
+    """Law: what rounding swallowed is judged, where there are no masters."""
+    event = {"step": 9, "event": "lost_updates", "groups": [{"group": 1, "share": 0.7}]}
+    told = {"level": "O3", "dtype": "bf16", "loss_scale": "none"}
+    facts = files.read(write(tmp_path, [step(1, scale=1.0), event], settings=told))
+    (found,) = [each for each in examine(facts) if each.rule == "swamped updates"]
+    assert (found.severity, found.where) == ("error", "parameter group 1")
+
+
+def test_long_runs_are_thinned(tmp_path: Path) -> None:
+    """Law: of many events some are kept, evenly, the first among them."""
+    tensors = {"a:grad": tally(0, 1)}
+    events = [{"step": n, "event": "stats", "tensors": tensors} for n in range(1, 701)]
+    kept = files.read(write(tmp_path, events)).stats["a:grad"]
+    assert [each.step for each in kept] == list(range(1, 701, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("profile.json", b"{", "profile.json is damaged: it is not valid JSON."),
+        ("profile.json", b"\xff\xfe", "profile.json is damaged: it is not valid JSON."),
+        (
+            "profile.json",
+            b"[1]",
+            "profile.json is damaged: 'profile' is [1]; it must be an object.",
+        ),
+        (
+            "profile.json",
+            b'{"wall_s": -1}',
+            (
+                "profile.json is damaged: 'wall_s' is -1; it must be a finite number "
+                "of at least 0."
+            ),
+        ),
+        (
+            "environment.json",
+            b'{"machine": {"rates": {"fp32": "fast"}}}',
+            "environment.json is damaged: 'fp32' is 'fast'; it must be a number.",
+        ),
+        (
+            "environment.json",
+            b'{"weights": [1]}',
+            "environment.json is damaged: 'weights' is [1]; it must be an object.",
+        ),
+        (
+            "summary.json",
+            b"null",
+            "summary.json is damaged: 'summary.json' is None; it must be an object.",
+        ),
+        (
+            "resolved.toml",
+            b"level = ",
+            "resolved.toml is damaged: it is not valid TOML.",
+        ),
+        (
+            "resolved.toml",
+            b"loss_scale = 3",
+            "settings is damaged: 'loss_scale' is 3; it must be text.",
+        ),
+        ("metrics.jsonl", b"{", "metrics.jsonl line 1: not JSON."),
+        (
+            "metrics.jsonl",
+            b'{"step": 1}\n{"loss": 1}',
+            (
+                "metrics.jsonl line 2: 'step' is None; it must be a whole number of at "
+                "least 0."
+            ),
+        ),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "event": "stats", "tensors": {"a": {"count": "many"}}}',
+            (
+                "metrics.jsonl line 1: 'count' is 'many'; it must be a whole number of "
+                "at least 0."
+            ),
+        ),
+    ],
+)
+def test_damaged_files_are_named(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    """Law: a damaged file is a line, and the others are used."""
+    folder = sound(tmp_path / "run")
+    assert damage(folder, name, content) == [said]
+    facts = files.read(folder)
+    assert facts.steps or name == "metrics.jsonl"
+    assert said in " ".join(text.text(facts, examination(facts), 500).split("\n  - "))
+
+
+def test_many_damaged_lines_are_counted(tmp_path: Path) -> None:
+    """Law: five are named, the rest is counted, and good ones in between are used."""
+    folder = sound(tmp_path / "run")
+    lines = b"\n".join([b"junk", b'{"step": 1, "loss": 2.0}'] * 9)
+    problems = damage(folder, "metrics.jsonl", lines)
+    assert problems[-1] == "metrics.jsonl: 4 more damaged lines."
+    assert len(problems) == 6
+    assert len(files.read(folder).steps) == 9
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Law: a folder in a file's place is a line too, and so is a missing one."""
+    folder = sound(tmp_path / "run")
+    (folder / "profile.json").unlink()
+    (folder / "profile.json").mkdir()
+    (folder / "metrics.jsonl").unlink()
+    assert list(files.read(folder).problems) == [
+        "profile.json cannot be read: Is a directory.",
+        "metrics.jsonl is missing: nothing is known of the steps",
+    ]
+
+
+def test_settings_as_given_will_do(tmp_path: Path) -> None:
+    """Law: a damaged resolved.toml leaves config.json; "auto" is not known."""
+    folder = sound(tmp_path / "run")
+    (folder / "resolved.toml").write_bytes(b"\0")
+    (folder / "config.json").write_text('{"dtype": "fp16", "loss_scale": "auto"}')
+    (folder / "summary.json").unlink()
+    assert files.read(folder).config == Config(dtype="fp16")
+
+
+def test_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: what is no folder of a run is one line and status 2."""
+    for path, said in (
+        (tmp_path / "none", "none is not a folder; give the folder of a run"),
+        (tmp_path, "holds no run: neither metrics.jsonl nor any other file of one."),
+    ):
+        with pytest.raises(UserError):
+            files.read(path)
+        assert cli.run(["doctor", str(path)]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert err.count("\n") == 1
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: status 0, 80 columns, worst first; data and text say the same."""
+    folder, out = sick(tmp_path / "run"), tmp_path / "d.json"
+    assert cli.run(["doctor", str(folder), "--json", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80
+    found = examination(files.read(folder))
+    data = json.loads(out.read_text(encoding="utf-8"))
+    assert tuple(map(Finding.from_data, data["findings"])) == found.findings
+    assert data["looked_at"] == found.looked
+    assert [tuple(each["rules"]) for each in data["not_looked_at"]] == [
+        each.rules for each in found.unlooked
+    ]
+    heads = [line for line in told.splitlines() if line.partition(" ")[0].isupper()]
+    assert [head.split("  ")[1] for head in heads] == [f.rule for f in found.findings]
+    assert [head.split()[0].lower() for head in heads] == [
+        each.severity for each in found.findings
+    ]
+    rules = {each.rule for each in found.findings if each.severity == "error"}
+    assert rules == {"bad op", "not finite forward", "underflow"}
+
+
+def test_hostile_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: escape codes and broken text in names do no harm."""
+    folder, out = sick(tmp_path / "run", HOSTILE), tmp_path / "d.json"
+    html = tmp_path / "d.html"
+    words = ["doctor", str(folder), "--json", str(out), "--html", str(html)]
+    assert cli.run(words) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert json.loads(out.read_text(encoding="utf-8"))["findings"]
+    page = html.read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert "\x1b" not in page
+    assert "49" not in page.partition("alert")[2][:40]
+
+
+def test_a_file_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: one line that names the flag."""
+    folder = sound(tmp_path / "run")
+    for flag in ("--json", "--html"):
+        assert cli.run(["doctor", str(folder), flag, str(tmp_path / "no" / "x")]) == 2
+        err = capsys.readouterr().err
+        assert err.endswith(
+            f"{flag} {tmp_path}/no/x cannot be written: No such file or directory.\n"
+        )
+
+
+def test_profile_and_machine_by_hand() -> None:
+    """Law: what may be missing is 0 or None, and what is there keeps its unit."""
+    bare = ProfileFacts.from_data({"wall_s": 0.5})
+    assert (bare.rows, bare.casts_s, bare.device) == ((), 0.0, None)
+    assert bare.share(0.25) == 0.5
+    assert replace(bare, wall_s=0.0).share(1.0) == 0.0
+    told = ProfileFacts.from_data(profile())
+    assert told.rows[1].module is None
+    assert told.rows[0].flops == 1e9
+    assert MachineFacts.from_data({}) == MachineFacts()
+
+
+def test_lines_fit_and_hang() -> None:
+    """Law: long words are broken, and further lines stand below the first."""
+    long = Finding("note", "r", "a" * 200, "b " * 100, "", "s", "c.")
+    given = Examination((long,), (Unlooked("why", ("x",) * 60),), 1)
+    told = text.text(RunFacts(name="n" * 100), given).splitlines()
+    assert max(map(len, told)) == 80
+    where = told.index(next(line for line in told if line.startswith("  where")))
+    assert told[where + 1].startswith(" " * 12 + "a")
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner)
+    ),
+    max_leaves=6,
+)
+KEYS = ("step", "event", "tensors", "seconds", "where", "groups", "found_inf_in")
+EVENTS = st.sampled_from(["stats", "non_finite", "bad_op", "lost_updates", None])
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from(KEYS), values)
+        | st.fixed_dictionaries({"step": st.integers(0, 9), "event": EVENTS}),
+        max_size=4,
+    ),
+    values,
+    values,
+)
+def test_any_json_is_survived(
+    tmp_path: Path, records: list[Any], profile_: Any, environment_: Any
+) -> None:
+    """Law: whatever JSON stands in the files, there is an answer and no traceback."""
+    folder = write(tmp_path, records, profile=profile_, environment=environment_)
+    facts = files.read(folder)
+    assert text.text(facts, examination(facts))
+
+
+def test_the_reader_can_fail() -> None:
+    """Law: the check of damage above would see a fault that is not caught."""
+    with pytest.raises(UserError, match="'step' is -1; it must be a whole number"):
+        Step.from_data({"step": -1})

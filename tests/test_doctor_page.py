@@ -1,0 +1,135 @@
+"""The doctor's page: one file that shows what the rules saw, whatever the names are."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sick_run import sick, step, write
+
+from halfstep.doctor import examination, files, heat
+from halfstep.doctor.facts import RunFacts
+from halfstep.doctor.page import page
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def shown(html: str) -> ET.Element:
+    """Parse a page as XML, which fails where a tag is not closed."""
+    return ET.fromstring(re.sub(r"<!doctype html>|<meta[^>]*>", "", html))  # noqa: S314
+
+
+def headings(html: str) -> list[str]:
+    """Return the names of a page's parts."""
+    return ["".join(h2.itertext()) for h2 in shown(html).iter("h2")]
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the page of a run with many faults, and with markup in its names."""
+    folder = sick(tmp_path_factory.mktemp("sick"), "<b onclick='x'>&amp;")
+    facts = files.read(folder)
+    return page(facts, examination(facts))
+
+
+def test_every_part_is_there(html: str) -> None:
+    """Law: findings, both pictures of exponents, scale and profile each have one."""
+    assert headings(html) == [
+        "Findings",
+        "Exponents by layer",
+        "Exponents over steps",
+        "Loss scale and skipped steps",
+        "Where the time of a step goes",
+    ]
+    captions = ["".join(c.itertext()) for c in shown(html).iter("figcaption")]
+    assert "Outputs" in captions
+    assert any(c.startswith("Gradients, at loss scale") for c in captions)
+    assert {"Loss scale", "Skipped steps so far", "Skipped steps"} <= {*captions}
+
+
+def test_names_are_text(html: str) -> None:
+    """Law: no name of a run can add an element."""
+    assert "<b " not in html
+    assert "&lt;b onclick=" in html
+
+
+def test_it_needs_no_network(html: str) -> None:
+    """Law: nothing on the page loads, runs or points elsewhere."""
+    loads = r"<(script|link|img|iframe)|@import| src=| href=|(url\(|xlink:href=\")[^#]"
+    assert not re.search(loads, html)
+
+
+def test_a_healthy_run_says_so(tmp_path: Path) -> None:
+    """Law: a page without findings says so, and lists what was not looked at."""
+    records = [step(n, scale=1.0) for n in range(1, 30)]
+    facts = files.read(write(tmp_path / "run", records))
+    told = page(facts, examination(facts))
+    assert "Nothing is wrong as far as was looked." in told
+    assert "Not looked at" in headings(told)
+    assert "Exponents by layer" not in headings(told)
+
+
+def test_nothing_known_is_a_page() -> None:
+    """Law: a run of which nothing is known has a page, with what could not be read."""
+    told = page(RunFacts(name="x", problems=("a < b",)), examination(RunFacts()))
+    assert headings(told) == ["Findings", "Not looked at", "Could not be read"]
+    assert "a &lt; b" in told
+
+
+LINES = [heat.Line(-25, "zero"), heat.Line(16, "inf")]
+
+
+def test_cells_stand_where_their_powers_are() -> None:
+    """Law: a strip has a cell for each power that has numbers, the borders beside."""
+    root = ET.fromstring(  # noqa: S314
+        heat.over_layers([("a & b", {-25: 1, 0: 9, 15: 1})], LINES, "t").replace(
+            "<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1
+        )
+    )
+    cells = [r for r in root.iter(f"{SVG}rect") if r.get("fill") == "#0072b2"]
+    zero, inf = (float(line.get("x1", "")) for line in root.iter(f"{SVG}line"))
+    lefts = [float(cell.get("x", "")) for cell in cells]
+    width = float(cells[0].get("width", ""))
+    assert lefts[0] == pytest.approx(zero, abs=0.1)
+    assert lefts[2] + width == pytest.approx(inf, abs=0.1)
+    assert lefts[1] == pytest.approx(zero + 25 * width, abs=0.2)
+    shades = [float(cell.get("fill-opacity", "1")) for cell in cells]
+    assert shades[1] == 1.0
+    assert shades[0] == shades[2] == pytest.approx(0.15 + 0.85 / 3, abs=0.01)
+
+
+def test_a_long_name_keeps_both_ends() -> None:
+    """Law: what does not fit is cut in the middle, and told in full on pointing."""
+    name = "encoder." * 20 + "query"
+    drawn = heat.over_layers([(name, {0: 1})], [], "t")
+    assert f"<title>{name}</title>encoder.encoder" in drawn
+    assert "...der.encoder.encoder.query</text>" in drawn
+
+
+histograms = st.dictionaries(st.integers(-1074, 1023), st.integers(1, 10**12))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(histograms, min_size=1, max_size=5), st.text(max_size=60))
+def test_any_histograms_can_be_drawn(found: list[dict[int, int]], name: str) -> None:
+    """Law: whatever was counted, the picture is whole and inside its frame."""
+    name = "".join(c for c in name if c.isprintable())
+    pictures = (
+        heat.over_layers([(name, each) for each in found], LINES, name),
+        heat.over_steps(list(enumerate(found)), LINES, name),
+    )
+    for drawn in pictures:
+        root = ET.fromstring(drawn)  # noqa: S314
+        _, _, width, height = map(float, root.get("viewBox", "").split())
+        for rect in root.iter("rect"):
+            x, y = float(rect.get("x", "")), float(rect.get("y", ""))
+            assert -0.1 <= x <= width
+            assert x + float(rect.get("width", "")) <= width + 0.2
+            assert 0 <= y + float(rect.get("height", "")) <= height

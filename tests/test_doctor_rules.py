@@ -1,0 +1,562 @@
+"""The doctor's rules: each is silent up to its limit, and speaks beyond it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sick_run import environment, profile, step, tally
+
+from halfstep import formats
+from halfstep.doctor import RULES, examination, examine
+from halfstep.doctor.facts import (
+    Config,
+    LostUpdates,
+    MachineFacts,
+    NonFinite,
+    ProfileFacts,
+    RunFacts,
+    Step,
+)
+from halfstep.doctor.rule import NEEDS, Rule, Seen, percent
+from halfstep.doctor.rules import markdown
+from halfstep.doctor.tally import Sample, Tally, lowest, normal, top
+from halfstep.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DOCS = Path(__file__).parent.parent / "docs" / "doctor.md"
+FP16 = Config(level="O2", dtype="fp16", master="fp32", loss_scale="dynamic")
+BF16 = Config(level="O2", dtype="bf16", master="fp32", loss_scale="none")
+ON_GPU = replace(FP16, device="cuda")
+ON_CPU = replace(BF16, device="cpu")
+
+
+def steps(records: Iterable[dict[str, Any]]) -> tuple[Step, ...]:
+    """Return the steps that some records tell of."""
+    return tuple(map(Step.from_data, records))
+
+
+def held(name: str, told: Any, at: int = 1, scale: float = 1.0) -> RunFacts:
+    """Return a run in fp16 of whose tensor `name` there is one sample."""
+    sample = Sample(at, Tally.from_data(told), scale)
+    records = steps([step(1, scale=scale)])
+    return RunFacts(config=FP16, stats={name: (sample,)}, steps=records)
+
+
+def counted(exponents: dict[int, int], **more: Any) -> Any:
+    """Return statistics of numbers with these powers of two."""
+    powers = {str(power): count for power, count in exponents.items()}
+    amax = 1.5 * 2.0 ** max(exponents)
+    return tally(0, exponents=powers, amax=amax, count=sum(exponents.values()), **more)
+
+
+def grown(low: int, high: int) -> RunFacts:
+    """Return a run whose gradients spread evenly from 2**low to 2**high."""
+    return held("a:grad", counted(dict.fromkeys(range(low, high + 1), 100)))
+
+
+def skipped(*numbers: int, of: int = 400, **more: Any) -> RunFacts:
+    """Return a run that skipped these steps, and whose rate waits for applied ones."""
+    records, applied = [], 0
+    for number in range(1, of + 1):
+        lost = number in numbers
+        told = step(number, skipped=lost, lr=1e-3 / (1 + applied))
+        records.append(told | more)
+        applied += not lost
+    return RunFacts(config=FP16, steps=steps(records))
+
+
+def scales(*values: float) -> RunFacts:
+    """Return a run with these loss scales."""
+    records = [step(i, scale=value) for i, value in enumerate(values, 1)]
+    return RunFacts(config=FP16, steps=steps(records))
+
+
+def profiled(config: Config, **more: Any) -> RunFacts:
+    """Return a run with a profile."""
+    facts = profile(device=config.device, dtype=config.dtype, level="O2", **more)
+    machine = MachineFacts.from_data(environment()["machine"])
+    told = ProfileFacts.from_data(facts)
+    return RunFacts(config=config, profile=told, machine=machine)
+
+
+def product(*shapes: list[int], op: str = "mm", self_s: float = 0.05) -> dict[str, Any]:
+    """Return a row of a profile: one product of 16-bit numbers."""
+    row = {"op": op, "shapes": list(shapes), "dtypes": ["bf16"] * len(shapes)}
+    return row | {"calls": 12, "self_s": self_s, "flops": 1e9}
+
+
+def rates(bf16: float) -> RunFacts:
+    """Return a run in bf16 on a machine with this rate of it over fp32's."""
+    machine = MachineFacts.from_data({"rates": {"fp32": 1.0, "bf16": bf16}})
+    return RunFacts(config=ON_CPU, machine=machine)
+
+
+def weights(*words: str, level: str = "O1") -> RunFacts:
+    """Return a run whose parameters came in these formats."""
+    named = {f"layer.{number}": word for number, word in enumerate(words)}
+    return RunFacts(config=replace(BF16, level=level), weights=named)
+
+
+def lost(share: float, config: Config | None = None) -> RunFacts:
+    """Return a run in which rounding swallowed a share of the updates."""
+    bare = config or replace(BF16, master="none")
+    return RunFacts(config=bare, lost=(LostUpdates(100, 0, share),))
+
+
+def bad(**more: Any) -> dict[str, Any]:
+    """Return what a replay found."""
+    told = {
+        "step": 12,
+        "phase": "forward",
+        "module": "decoder.wo",
+        "kind": "Linear",
+        "op": "linear",
+        "made": "inf",
+        "cause": "forward range",
+        "evidence": "inputs reach 8.3e+04, float16 holds 65504",
+        "advice": "Train in bfloat16.",
+        "reproduced": True,
+        "rule": "",
+    }
+    return told | more
+
+
+def not_finite(name: str, config: Config = FP16) -> RunFacts:
+    """Return a run in which a tensor was not finite once."""
+    return RunFacts(config=config, non_finite=(NonFinite(7, (name,)),))
+
+
+CALM = held("a:output", tally(0))
+ROUNDS = [1024.0, 512.0] * 3
+
+CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
+    # rule, just healthy, just sick, words of what is said
+    (
+        "underflow",
+        held("a:grad", counted({-25: 1, -20: 9900, -26: 99})),
+        held("a:grad", counted({-25: 1, -20: 9797, -26: 202})),
+        "2.0% of its gradients become 0 in fp16 at loss scale 1 (at most 1%).",
+    ),
+    (
+        "subnormal",
+        held("a:grad", counted({-20: 20, -10: 80})),
+        held("a:grad", counted({-20: 21, -10: 79})),
+        "21% of its gradients keep fewer digits than fp16 has",
+    ),
+    (
+        "output near overflow",
+        held("a.b:output", tally(0, amax=32752.0)),
+        held("a.b:output", tally(0, amax=32800.0)),
+        "--policy 'lean + module:a.b=fp32'",
+    ),
+    (
+        "gradient near overflow",
+        replace(
+            held("a:grad", tally(0, amax=32752.0)),
+            config=replace(FP16, loss_scale="1024"),
+        ),
+        replace(
+            held("a:grad", tally(0, amax=32800.0)),
+            config=replace(FP16, loss_scale="1024"),
+        ),
+        "Lower the loss scale by half",
+    ),
+    (
+        "scale too low",
+        held("a:grad", counted({7: 10, 0: 10}), scale=64.0),
+        held("a:grad", counted({6: 10, 0: 10}), scale=64.0),
+        "a factor of 2^9 unused (at most a factor of 2^8). It may be 16384:",
+    ),
+    ("spread", grown(-19, 10), grown(-20, 10), "31 powers of two; fp16 holds 41"),
+    (
+        "coarse",
+        held("a:output", tally(0, casts={"fp16": {"signal": 6e6, "noise": 1.0}})),
+        held("a:output", tally(0, casts={"fp16": {"signal": 4e6, "noise": 1.0}})),
+        "66 dB are left of it in fp16, of 74",
+    ),
+    (
+        "bad op",
+        RunFacts(config=FP16, stats=CALM.stats),
+        RunFacts(config=FP16, bad_ops=(bad(), bad(step=14))),
+        "linear (Linear, forward) made inf at step 12, and 1 times more",
+    ),
+    (
+        "not finite forward",
+        not_finite("a.b:grad"),
+        not_finite("a.b:output"),
+        "held inf or NaN once, first at step 7 (none)",
+    ),
+    (
+        "not finite backward",
+        not_finite("a.b:grad", FP16),
+        not_finite("a.b:grad", BF16),
+        "Not a matter of the loss scale",
+    ),
+    (
+        "loss not finite",
+        RunFacts(steps=steps([step(1), step(2, loss=None, skipped=True)])),
+        RunFacts(steps=steps([step(1), step(2, loss=None)])),
+        "first in step 2",
+    ),
+    (
+        "skipped steps",
+        skipped(100, 200, 300, 390),
+        skipped(100, 200, 300, 350, 390),
+        "5 of 400 steps were skipped for inf or NaN, 1.2%; the last is step 390",
+    ),
+    (
+        "scale unsettled",
+        scales(*[1024.0] * 6000, *ROUNDS, *[1024.0] * 5000),
+        scales(*[1024.0] * 1000, *ROUNDS, *[1024.0] * 500),
+        "it fell 3 and rose 3 times in the last",
+    ),
+    (
+        "scale falling",
+        scales(*[1024.0] * 40, *[512.0] * 10, *[256.0] * 20),
+        scales(*[1024.0] * 40, *[512.0] * 10, *[256.0] * 10, *[128.0] * 10),
+        "fell 3 times in the last 35 steps, to 128, and never rose",
+    ),
+    (
+        "schedule on skipped steps",
+        skipped(100, 200),
+        RunFacts(
+            steps=steps(
+                step(n, skipped=n in {20, 30}, lr=1.0 / n) for n in range(1, 40)
+            )
+        ),
+        "the rate moved on after 2 of 2 skipped steps",
+    ),
+    (
+        "no loss scale",
+        RunFacts(config=replace(FP16, loss_scale="2")),
+        RunFacts(config=replace(FP16, loss_scale="none")),
+        "fp16 without a loss scale",
+    ),
+    (
+        "needless loss scale",
+        RunFacts(config=BF16),
+        RunFacts(config=replace(BF16, loss_scale="dynamic")),
+        "bf16 with loss scale dynamic",
+    ),
+    ("swamped updates", lost(0.05), lost(0.06), "6.0% of its updates were rounded"),
+    (
+        "no masters",
+        RunFacts(config=BF16),
+        RunFacts(config=replace(BF16, level="O3", master=None)),
+        "--master split",
+    ),
+    (
+        "weights already low",
+        weights("fp32", "fp32"),
+        weights("fp32", "bf16"),
+        "1 of 2 parameters came in bf16, which level O1 updates without masters",
+    ),
+    (
+        "fp16 sums",
+        RunFacts(config=ON_GPU, machine=MachineFacts(fp16_accumulation=False)),
+        RunFacts(config=ON_GPU, machine=MachineFacts(fp16_accumulation=True)),
+        "allow_fp16_accumulation = False",
+    ),
+    (
+        "gradients summed low",
+        RunFacts(config=replace(BF16, level="O3", accumulate=3)),
+        RunFacts(config=replace(BF16, level="O3", accumulate=4)),
+        "4 micro-batches are added up in bf16",
+    ),
+    ("emulated", rates(0.9), rates(0.89), "0.89 of its rate"),
+    (
+        "binary_cross_entropy",
+        profiled(ON_CPU, rows=[product([8, 1], op="binary_cross_entropy_with_logits")]),
+        profiled(ON_CPU, rows=[product([8, 1], op="aten::binary_cross_entropy")]),
+        "Use binary_cross_entropy_with_logits",
+    ),
+    (
+        "casts",
+        profiled(ON_CPU, casts_s=0.02),
+        profiled(ON_CPU, casts_s=0.021),
+        "21 ms of a step of 100 ms, 21%; its products save about 420 ms",
+    ),
+    (
+        "fp32 operations",
+        profiled(ON_CPU, fp32_only_s=0.025),
+        profiled(ON_CPU, fp32_only_s=0.026),
+        "26 ms of a step of 100 ms",
+    ),
+    (
+        "small products",
+        profiled(ON_CPU, rows=[product([128, 128], [128, 128])]),
+        profiled(ON_CPU, rows=[product([128, 128], [128, 127])]),
+        "(128 x 128) (128 x 127) is 4 million operations",
+    ),
+    (
+        "sizes and AMX tiles",
+        profiled(ON_CPU, rows=[product([512, 768], [768, 768])]),
+        profiled(ON_CPU, rows=[product([500, 100], [100, 770])]),
+        "(500 x 100) (100 x 770) does not fill tiles",
+    ),
+    (
+        "sizes and tensor cores",
+        profiled(ON_GPU, rows=[product([4096, 1024], [1024, 1024])]),
+        profiled(ON_GPU, rows=[product([4096, 1024], [1024, 1025])]),
+        "(4096 x 1024) (1024 x 1025) has sizes that are no multiple of 8",
+    ),
+    (
+        "overhead",
+        profiled(ON_CPU, python_s=0.03),
+        profiled(ON_CPU, python_s=0.031),
+        "31 ms of a step of 100 ms, 31%, between 24 operations",
+    ),
+    (
+        "waits",
+        profiled(ON_GPU, waits=1, wait_s=0.05),
+        profiled(ON_GPU, waits=2, wait_s=0.05),
+        "the host waits 2 times a step for the device",
+    ),
+    (
+        "data loading",
+        profiled(ON_CPU, input_s=0.01),
+        profiled(ON_CPU, input_s=0.011),
+        "11 ms of a step of 100 ms",
+    ),
+    ("padding", RunFacts(padding=0.25), RunFacts(padding=0.26), "26% of what was"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "sound", "sick", "said"), CASES, ids=[case[0] for case in CASES]
+)
+def test_each_rule_has_its_limit(
+    name: str, sound: RunFacts, sick: RunFacts, said: str
+) -> None:
+    """Law: a rule speaks beyond its limit and not up to it, and says what to do."""
+    assert [found for found in examine(sound) if found.rule == name] == []
+    unlooked = [rule for each in examination(sound).unlooked for rule in each.rules]
+    assert name not in unlooked or name == "bad op"
+    found = [found for found in examine(sick) if found.rule == name]
+    assert found
+    for each in found:
+        assert each.where
+        assert each.measured
+        assert each.source
+        assert each.advice.endswith(".")
+        assert 0 <= each.weight <= 1
+    assert said in str(found[0])
+
+
+def test_every_rule_has_a_case() -> None:
+    """Law: a new rule comes with a sound and a sick run; names are told apart."""
+    assert sorted(case[0] for case in CASES) == sorted(rule.name for rule in RULES)
+    assert {name for rule in RULES for name in rule.needs} == NEEDS.keys()
+
+
+def test_nothing_known_is_not_health() -> None:
+    """Law: without facts there are no findings, and every rule says it was blind."""
+    blind = examination(RunFacts())
+    assert blind.findings == ()
+    assert blind.looked == 0
+    told = [name for each in blind.unlooked for name in each.rules]
+    assert sorted(told) == sorted(rule.name for rule in RULES)
+    assert len({each.why for each in blind.unlooked}) == len(blind.unlooked)
+
+
+def test_what_does_not_concern_a_run_is_not_missed() -> None:
+    """Law: a run in fp32 is not asked for a loss scale, or for statistics of fp16."""
+    plain = examination(RunFacts(config=Config("O0", "fp32", loss_scale="none")))
+    told = {name for each in plain.unlooked for name in each.rules}
+    assert not told & {"underflow", "no loss scale", "casts", "swamped updates"}
+    assert told >= {"overhead", "data loading", "skipped steps"}
+
+
+def test_the_same_facts_have_the_same_findings() -> None:
+    """Law: rules are pure, and facts survive being looked at."""
+    for _, sound, sick, _ in CASES:
+        assert examine(sound) == examine(sound)
+        assert examine(sick) == examine(sick)
+        found = examine(sick)
+        assert [Finding.from_data(json.loads(json.dumps(f.data()))) for f in found] == (
+            found
+        )
+        assert [f.rank for f in found] == sorted(f.rank for f in found)
+
+
+@pytest.mark.parametrize(
+    ("powers", "advice"),
+    [
+        # 2**-26 is lost at scale 1, kept at 2; the largest allows 2**(14 - 0).
+        ({-26: 10, 0: 10}, "A loss scale of 2 keeps all but 0.1% of them, and the "),
+        ({-39: 10, 0: 10}, "A loss scale of 16384 keeps all"),
+        ({-40: 10, 0: 10}, "It would take a loss scale of 32768, and the largest "),
+    ],
+)
+def test_the_scale_that_cures(powers: dict[int, int], advice: str) -> None:
+    """Law: the scale advised keeps the gradients, and the largest stays below half."""
+    facts = held("a:grad", counted(powers))
+    (found,) = [each for each in examine(facts) if each.rule == "underflow"]
+    assert found.severity == "error"  # half of them is more than 5 %
+    assert found.advice.startswith(advice)
+
+
+def test_gradients_are_held_against_the_last_scale() -> None:
+    """Law: what the scale of a step did to its gradients is taken out first."""
+    told = counted({-26: 10, 0: 10})
+    early = Sample(1, Tally.from_data(told), 1.0)
+    records = steps([step(1, scale=1.0), step(2, scale=2.0)])
+    facts = RunFacts(config=FP16, stats={"a:grad": (early,)}, steps=records)
+    assert not [each for each in examine(facts) if each.rule == "underflow"]
+
+
+def test_gradients_of_skipped_steps_do_not_count() -> None:
+    """Law: what an overflow left behind is no statistic of the run."""
+    facts = held("a:grad", counted({-30: 10, 0: 10}))
+    skipped_one = replace(facts, steps=steps([step(1, scale=1.0, skipped=True)]))
+    assert [each.rule for each in examine(facts)]
+    rules = {each.rule for each in examine(skipped_one)}
+    assert not rules & {"underflow", "subnormal"}
+
+
+def test_a_backward_overflow_of_a_moving_scale_is_a_note() -> None:
+    """Law: what a lower scale cures is no fault; what needs a rule is."""
+    events = (bad(cause="backward range", phase="backward"),)
+    (found,) = examine(RunFacts(config=FP16, bad_ops=events))
+    assert found.severity == "note"
+    events = (bad(cause="backward range", phase="backward", rule="module:a=fp32"),)
+    (found,) = examine(RunFacts(config=FP16, bad_ops=events))
+    assert found.severity == "error"
+    events = (bad(phase="none", cause="hardware", made=""),)
+    (found,) = examine(RunFacts(config=FP16, bad_ops=events))
+    assert found.severity == "warning"
+    assert "did not show" in found.measured
+
+
+def test_skips_before_the_scale_has_settled_do_not_count() -> None:
+    """Law: a scale that begins too high finds its place by skips, and is sound."""
+    facts = skipped(1, 2, 3, 5, 6, 8, 12, of=60)
+    assert not [each for each in examine(facts) if each.rule == "skipped steps"]
+    never = skipped(*range(1, 61), of=60)
+    (found,) = [each for each in examine(never) if each.rule == "skipped steps"]
+    assert found.severity == "error"
+
+
+def test_a_scale_at_the_floor_is_an_error() -> None:
+    """Law: fallen to 1 and below, a scale protects nothing."""
+    facts = scales(*[64.0] * 20, *[8.0] * 6, *[2.0] * 6, *[1.0] * 6)
+    (found,) = [each for each in examine(facts) if each.rule == "scale falling"]
+    assert found.severity == "error"
+
+
+def test_records_say_it_where_no_setting_does() -> None:
+    """Law: a run of somebody else's loop is judged by what it wrote down."""
+    records = steps([step(1, scale=1.0), step(2, scale=1.0)])
+    bare = RunFacts(config=Config(dtype="fp16"), steps=records)
+    assert "no loss scale" in {each.rule for each in examine(bare)}
+    scaled = replace(bare, config=Config(dtype="bf16"), steps=steps([step(1)]))
+    assert "needless loss scale" in {each.rule for each in examine(scaled)}
+
+
+def test_many_places_are_counted() -> None:
+    """Law: of one rule the three worst places are named, the rest is counted."""
+    told = Tally.from_data(counted({-30: 10, 0: 10}))
+    stats = {f"layer.{i}:grad": (Sample(1, told),) for i in range(9)}
+    facts = RunFacts(config=FP16, stats=stats, steps=steps([step(1, scale=1.0)]))
+    found = [each for each in examine(facts) if each.rule == "underflow"]
+    assert len(found) == 3
+    assert found[-1].measured.endswith("; and so in 6 more places")
+    assert "more" not in found[0].measured
+
+
+def test_time_is_told_largest_first() -> None:
+    """Law: of findings about time, the one that concerns the most of a step leads."""
+    facts = profiled(ON_CPU, python_s=0.5, casts_s=0.25, input_s=0.2, wall_s=1.0)
+    names = [found.rule for found in examine(facts)]
+    assert names[:3] == ["overhead", "casts", "data loading"]
+
+
+@pytest.mark.parametrize("format_", [formats.FP16, formats.BF16])
+def test_borders_of_formats(format_: formats.FloatFormat) -> None:
+    """Law: the borders are the format's own: 2**lowest rounds to zero, and so on."""
+    import torch
+
+    def made(power: float) -> float:
+        wide = torch.tensor(power, dtype=torch.float64)
+        return wide.to(format_.dtype).double().item()
+
+    assert made(2.0 ** lowest(format_)) == 0.0
+    assert made(1.01 * 2.0 ** lowest(format_)) > 0.0
+    assert 2.0 ** normal(format_) == format_.min_normal
+    assert made(2.0 ** top(format_)) < float("inf")
+    assert made(2.0 ** (top(format_) + 1)) == float("inf")
+
+
+words = st.text(max_size=8)
+numbers = st.floats(min_value=0, allow_infinity=False, allow_nan=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "loss": st.none() | st.floats(),
+                "lr": st.none() | st.floats(),
+                "scale": st.none() | st.floats(),
+                "skipped": st.none() | st.booleans(),
+                "seconds": st.dictionaries(words, numbers, max_size=3),
+            },
+        ),
+        max_size=12,
+    ),
+    st.dictionaries(st.integers(-140, 120), st.integers(1, 99), max_size=6),
+    st.sampled_from(["fp16", "bf16", "fp32", None]),
+)
+def test_any_facts_can_be_judged(
+    records: list[dict[str, Any]], powers: dict[int, int], dtype: str | None
+) -> None:
+    """Law: whatever the figures are, rules answer, and never with an exception."""
+    seen = steps({"step": i, **each} for i, each in enumerate(records))
+    stats: dict[str, tuple[Sample, ...]] = {}
+    if powers:
+        told = Tally.from_data(counted(powers))
+        stats = {"a:grad": (Sample(0, told),), "a:output": (Sample(0, told),)}
+    facts = RunFacts(config=Config("O3", dtype), steps=seen, stats=stats)
+    for found in examine(facts):
+        assert found.advice
+        assert 0 <= found.weight <= 1
+
+
+def test_a_rule_below_its_limit() -> None:
+    """Law: the comparison is made here, in either direction, and "none" is a limit."""
+    made = Rule("r", "a", (), lambda _: [Seen("w", "m", "a", 1.0)], "note", "s", 1.0)
+    assert made.found(RunFacts()) == []
+    assert replace(made, limit=0.9).found(RunFacts())[0].limit == "at most 0.9"
+    assert replace(made, limit=0).found(RunFacts())[0].limit == "none"
+    under = replace(made, limit=1.1, below=True).found(RunFacts())
+    assert under[0].limit == "at least 1.1"
+    assert replace(made, limit=1.0, below=True).found(RunFacts()) == []
+    severe = replace(made, limit=0.5, severe=0.9).found(RunFacts())
+    assert severe[0].severity == "error"
+
+
+def test_shares_in_words() -> None:
+    """Law: small shares keep a digit, and what is not known is said."""
+    assert [percent(x) for x in (0.0, 0.012, 0.26, 1.0)] == [
+        "0%",
+        "1.2%",
+        "26%",
+        "100%",
+    ]
+    assert percent(float("nan")) == "an unknown part"
+
+
+def test_docs_show_the_rules() -> None:
+    """Law: the table in the docs is made of the rules themselves."""
+    text = DOCS.read_text(encoding="utf-8")
+    assert markdown() in text, "paste what halfstep.doctor.rules.markdown() returns"

@@ -1,0 +1,91 @@
+"""The doctor and `halfstep train`: sound runs are found sound; its page tells."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from small_training import one_thread, small_and_measured, write_letters
+
+from halfstep import cli
+from halfstep.doctor import examination, files, here
+from halfstep.train import page
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LEVELS = [("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")]
+
+
+def trained(folder: Path, *words: str) -> Path:
+    """Run `halfstep train` for a moment; return the run's folder."""
+    data, out = write_letters(folder, 200), folder / "run"
+    told = ["train", "--data", str(data), "--model", "mini", "--epochs", "4"]
+    assert cli.run([*told, "--out", str(out), *words]) == 0
+    return out
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_and_measured(monkeypatch)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_a_sound_run_has_nothing_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, dtype: str
+) -> None:
+    """Law: no error and no warning; what needs a probe or a profile is not judged.
+
+    Time apart: on a loaded machine a batch may come late.
+    """
+    monkeypatch.setattr(page, "page", lambda *_: "<html></html>")
+    with one_thread():
+        out = trained(tmp_path, "--level", level, "--dtype", dtype)
+    facts = files.read(out)
+    assert facts.problems == ()
+    assert (facts.config.level, facts.config.dtype) == (level, dtype)
+    assert facts.machine is not None
+    assert set(facts.weights.values()) == {"fp32"}
+    found = examination(facts)
+    worse = [each for each in found.findings if each.severity != "note"]
+    assert [each for each in worse if each.rule != "data loading"] == []
+    blind = {name for each in found.unlooked for name in each.rules}
+    assert "overhead" in blind
+    assert not blind & {"skipped steps", "emulated", "loss not finite", "padding"}
+
+
+def test_the_report_shows_what_the_doctor_found(tmp_path: Path) -> None:
+    """Law: a fault of the training is on the run's page, once, beside those of data.
+
+    Without masters most updates of bf16 weights are lost at such a rate.
+    """
+    words = ("--level", "O2", "--dtype", "bf16", "--master", "none", "--lr", "1e-5")
+    with one_thread():
+        out = trained(tmp_path, *words)
+    found = [each.rule for each in examination(files.read(out)).findings]
+    assert "swamped updates" in found
+    html = (out / "report.html").read_text(encoding="utf-8")
+    assert len(re.findall("swamped updates", html)) >= 1
+    assert "rounded away" in html
+    assert html.count("<h2>Findings</h2>") == 1
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    events = [r for r in map(json.loads, lines) if r.get("event") == "lost_updates"]
+    assert events
+    assert all(0 <= g["share"] <= 1 for event in events for g in event["groups"])
+
+
+def test_the_machine_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: what is written of machine and weights is what torch says."""
+    told = json.loads(here.text("cpu", {"a": "fp32"}))
+    assert told["weights"] == {"a": "fp32"}
+    assert told["machine"]["rates"] == {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+    low = SimpleNamespace(allow_fp16_accumulation=True)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", low)
+    assert here.machine_data("cpu")["fp16_accumulation"] is True
+    net = torch.nn.Linear(2, 2).bfloat16()
+    net.register_parameter("n", torch.nn.Parameter(torch.ones(1)))
+    assert here.weight_formats(net) == {"weight": "bf16", "bias": "bf16", "n": "fp32"}
