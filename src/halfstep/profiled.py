@@ -30,7 +30,8 @@ class Row:
     """All calls of one operation on operands of the same shapes and dtypes."""
 
     op: str
-    """As the dispatcher has it, without "aten::", such as "addmm"."""
+    """As the dispatcher has it, without "aten::", such as "addmm"; kernels of ours and
+    compiled graphs by the name under which the profiler shows them."""
     shapes: tuple[tuple[int, ...], ...]
     """Of its tensor operands, in order; of lists of tensors nothing is known."""
     dtypes: tuple[str, ...]

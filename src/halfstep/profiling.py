@@ -94,7 +94,7 @@ def profile(
 def watched(
     step: Callable[[], object], times: int = 1, *, cuda: bool = False
 ) -> Timeline:
-    """Make steps under torch's profiler; return the shortest.
+    """Make steps under torch's profiler; return one without what disturbed some.
 
     Args:
         step: Makes one.
@@ -111,7 +111,9 @@ def watched(
     # On a GPU it is the kernels' time that counts, which nothing slows down.
     cost = 0.0 if cuda else max(0.0, slower) / (_CALLS * _EVENTS)
     found = timeline.read(results.events() if results else (), _STEP, cost)
-    return min(found, key=lambda each: each.length - each.inside(each.fetching))
+    shortest = min(found, key=lambda each: each.length - each.fetched)
+    shortest.quieten(each for each in found if each is not shortest)
+    return shortest
 
 
 _CALLS, _EVENTS = 100, 3
@@ -147,18 +149,14 @@ def summary(
         level: The level that the run asked for.
         dtype: The format that the run asked for; None takes the one seen.
     """
-    length = (seen.length - seen.overhead) / 1e9
+    length = seen.length / 1e9
     wall = length if wall is None else wall
-    idle_input = seen.inside(seen.fetching) / 1e9
     factor = wall / length
-    if fetched is not None:
+    if fetched is not None and not seen.busy:
         # What is left when both leave their input out.
-        factor = max(0.0, wall - fetched) / max(length - idle_input, 1e-9)
-    at_work = seen.busy or seen.covered
-    taken = seen.inside([*at_work, *seen.fetching])
-    if seen.busy:
-        # What is fetched while the device works costs nothing.
-        idle_input, fetched = (taken - seen.inside(seen.busy)) / 1e9, None
+        factor = (wall - fetched) / max(length - seen.fetched / 1e9, 1e-9)
+    else:
+        fetched = seen.fetched / 1e9 * factor
     passes = [op for op in seen.ops if op.part != FETCH]
     dtype = dtype or _prevalent(passes)
 
@@ -172,10 +170,10 @@ def summary(
         gemm_s=seconds(op for op in passes if GEMM.fullmatch(op.name)),
         fp32_only_s=seconds(op for op in passes if _wide(op)) * (dtype in _LOW),
         update_s=seconds(op for op in passes if op.part == UPDATE),
-        python_s=max(0.0, seen.length - taken - seen.between) / 1e9 * factor,
+        python_s=seen.idle / 1e9 * factor,
         waits=len(seen.waiting),
         wait_s=seen.inside(seen.waiting) / 1e9 * factor,
-        input_s=idle_input * factor if fetched is None else fetched,
+        input_s=fetched,
         device="cuda" if seen.busy else "cpu",
         level=level,
         dtype=dtype,

@@ -88,21 +88,52 @@ class Timeline:
     """The host was fetching a batch."""
     waiting: list[Span] = field(default_factory=list)
     """The host waited for the device, or, on a CPU, read a number as if it did."""
-    overhead: float = 0.0
-    """Nanoseconds that the profiler itself spent on events of the step."""
     between: float = 0.0
-    """Of these, what fell outside of operations and of fetching."""
-
-    @property
-    def length(self) -> int:
-        """Nanoseconds in all."""
-        return self.span[1] - self.span[0]
+    """Nanoseconds of the profiler itself, outside of operations and of fetching."""
+    idle: float = 0.0
+    """Nanoseconds outside of operations and of fetching; on a GPU: without work."""
+    fetched: float = 0.0
+    """Nanoseconds of fetching; on a GPU: those for which it had no work."""
+    length: float = 0.0
+    """Nanoseconds in all, the profiler's own left out."""
 
     def inside(self, spans: Iterable[Span]) -> int:
         """Return how many nanoseconds of the step lie in any of some spans."""
         begin, end = self.span
         cut = [(max(a, begin), min(b, end)) for a, b in spans]
         return total((a, b) for a, b in cut if a < b)
+
+    def settle(self) -> None:
+        """Add up, once all events are in."""
+        whole = self.span[1] - self.span[0]
+        if self.busy:
+            taken = self.inside([*self.busy, *self.fetching])
+            self.fetched = taken - self.inside(self.busy)
+            self.idle, self.length = whole - taken, whole
+            return
+        taken = self.inside([*self.covered, *self.fetching])
+        self.fetched = self.inside(self.fetching)
+        self.idle = max(0.0, whole - taken - self.between)
+        self._add_up()
+
+    def _add_up(self) -> None:
+        in_ops = sum(op.own for op in self.ops if op.part != FETCH)
+        self.length = in_ops + self.idle + self.fetched
+
+    def quieten(self, others: Iterable[Timeline]) -> None:
+        """Take each part from whichever step it was shortest in, if all are alike.
+
+        Why: whatever else a CPU does only adds to a part, now to one, now to another.
+        """
+        names = [op.name for op in self.ops]
+        twins = [each for each in others if [op.name for op in each.ops] == names]
+        if self.busy or not twins:
+            return
+        for op, *same in zip(self.ops, *(each.ops for each in twins), strict=True):
+            op.own = min(op.own, *(each.own for each in same))
+        self.idle = min(self.idle, *(each.idle for each in twins))
+        self.fetched = min(self.fetched, *(each.fetched for each in twins))
+        self._add_up()
 
 
 def total(spans: Iterable[Span]) -> int:
@@ -155,6 +186,8 @@ def read(events: Sequence[Any], region: str, cost: float = 0.0) -> list[Timeline
         reader = _Thread(steps, kernels if on_device else None, cost)
         for event in sorted(thread, key=lambda each: (each.start_ns(), -each.end_ns())):
             reader.take(event)
+    for step in steps:
+        step.settle()
     return steps
 
 
@@ -208,7 +241,6 @@ class _Thread:
             step.fetching.append((begin, end))
         elif name.startswith(_UPDATES):
             here.part = UPDATE
-        step.overhead += self._cost
         step.between += self._cost * (here.part != FETCH and not here.in_op)
         self._charge(self._cost)
         if _is_op(event, name):
@@ -217,8 +249,7 @@ class _Thread:
             self._charge(end - begin)
         if self._waits(name) and not here.drains:
             step.waiting.append((begin, end))
-        covers = here.op is not None or name.startswith(_COVERS)
-        if covers and not here.in_op:
+        if here.op is not None and not here.in_op:
             here.in_op = True
             step.covered.append((begin, end))
         self._stack.append(here)
@@ -238,9 +269,10 @@ class _Thread:
 
 def _is_op(event: Any, name: str) -> bool:  # noqa: ANN401 -- torch's own class
     """Say whether an event is a call of an operation, and no region or engine."""
-    return (
-        "::" in name and not event.is_user_annotation() and not name.startswith(_ENGINE)
-    )
+    if name.startswith(_COVERS):
+        return True
+    called = "::" in name and not name.startswith(_ENGINE)
+    return called and not event.is_user_annotation()
 
 
 def _op_of(event: Any, name: str, part: str, kernels: dict[int, int] | None) -> Op:  # noqa: ANN401
