@@ -175,6 +175,7 @@ LAYER = {
     "train.job": 27,
     "train.predicted": 27,
     "train.saving": 28,
+    "train.looking": 28,
     "train.loop": 29,
     "train.findings": 30,
     "train.result": 31,

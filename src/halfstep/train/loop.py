@@ -8,6 +8,7 @@ so a resumed run needs no saved generators to continue to the bit.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import signal
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep import distributed
-from halfstep.train import saving
+from halfstep.train import looking, saving
 from halfstep.train.board import Board
 from halfstep.train.clock import Clock
 from halfstep.train.evaluate import noted
@@ -123,7 +124,7 @@ class Trainer:
                 work = next(source, None)
             if work is None:
                 return
-            record = self.train_step(work, clock)
+            record = self._taken(work, clock)
             number = self.standing.step = work.number
             self._note(record)
             progress.step(record)
@@ -138,6 +139,17 @@ class Trainer:
             if self._asked and number < plan.total_steps:
                 out = self.folder.path
                 raise Stopped(self._asked, number, plan.total_steps, out)
+
+    def _taken(self, work: Work, clock: Clock) -> dict[str, Any]:
+        """Make a step; of one early in the run, write down where its time went."""
+        total, device = self.job.plan.total_steps, self.world.device
+        if not (self.world.leads and looking.due(work.number, total, device)):
+            return self.train_step(work, clock)
+        record, found = looking.looked(
+            lambda: self.train_step(work, clock), clock, self.session.choice
+        )
+        self.folder.write("profile.json", json.dumps(found.data()))
+        return record
 
     def _is_over(self) -> bool:
         """Say whether patience has run out."""
