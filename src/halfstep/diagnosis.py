@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from halfstep import distributed, formats, levels, machine
-from halfstep.doctor import RunFacts, examination, text
+from halfstep import distributed, formats, levels
+from halfstep.doctor import RunFacts, examination, here, text
 from halfstep.doctor.facts import Config, LostUpdates, MachineFacts, ProfileFacts
 from halfstep.profiling import profile
 from halfstep.report import Table
@@ -141,7 +141,9 @@ def diagnose(
     if session is not None:
         config = _config(session, config)
         lost = _lost_in(session)
-    weights = _stored(model) if session is None and model is not None else {}
+    weights = {}
+    if session is None and model is not None:
+        weights = here.weight_formats(distributed.bare(model))
     if level is None and found.dtype != "fp32" and set(weights.values()) == {"fp32"}:
         config = replace(config, level=levels.O1.name)
     facts = RunFacts(
@@ -149,38 +151,16 @@ def diagnose(
         config=config,
         lost=tuple(lost),
         profile=ProfileFacts.from_data(found.data()),
-        machine=machine_facts(found.device),
+        machine=MachineFacts.from_data(here.machine_data(found.device)),
         weights=weights,
     )
     return Diagnosis(facts, found, examination(facts))
-
-
-def machine_facts(device: str) -> MachineFacts:
-    """Return what the doctor wants to know of this machine; may measure products.
-
-    Args:
-        device: "cpu" or "cuda".
-    """
-    here = machine.capabilities()
-    in_cuda = torch.backends.cuda.matmul
-    return MachineFacts(
-        here.gpus[0].name if device == "cuda" else here.cpu,
-        here.instruction_sets,
-        machine.gemm_rates(device),
-        getattr(in_cuda, "allow_fp16_accumulation", None) if device == "cuda" else None,
-    )
 
 
 def _place(model: nn.Module | None) -> torch.device | None:
     """Return where a model is."""
     params = () if model is None else model.parameters()
     return next((param.device for param in params), None)
-
-
-def _stored(model: nn.Module) -> dict[str, str]:
-    """Return the format of each parameter."""
-    named = distributed.bare(model).named_parameters()
-    return {name: formats.word(param.dtype) for name, param in named}
 
 
 def _scaling(scaler: Scaler | None) -> str:
