@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,11 +15,26 @@ from small_training import one_thread, small_and_measured, write_letters
 from halfstep import cli
 from halfstep.doctor import examination, files, here, rules_speed
 from halfstep.train import page
+from halfstep.train.loop import Trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from halfstep.train.feed import Work
+
 LEVELS = [("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")]
+
+
+def stop_at(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Ask a run to stop after a step, as a signal does."""
+    step = Trainer.train_step
+
+    def stopping(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
+        if work.number == number:
+            self.stop.signal = signal.SIGTERM
+        return step(self, work, *rest)
+
+    patch.setattr(Trainer, "train_step", stopping)
 
 
 def trained(folder: Path, *words: str) -> Path:
@@ -77,6 +93,31 @@ def test_the_report_shows_what_the_doctor_found(tmp_path: Path) -> None:
     events = [r for r in map(json.loads, lines) if r.get("event") == "lost_updates"]
     assert events
     assert all(0 <= g["share"] <= 1 for event in events for g in event["groups"])
+
+
+def test_a_resumed_run_counts_where_another_would(tmp_path: Path) -> None:
+    """Law: a run cut short between two counts goes on with the same counts."""
+    words = ("--level", "O3", "--dtype", "bf16", "--lr", "1e-5")
+    counts = {}
+    for name in ("whole", "cut"):
+        folder = tmp_path / name
+        folder.mkdir()
+        with one_thread(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(page, "page", lambda *_: "<html></html>")
+            if name == "cut":
+                stop_at(patch, 10)
+                with pytest.raises(AssertionError):
+                    trained(folder, *words)
+                patch.undo()
+                patch.setattr(page, "page", lambda *_: "<html></html>")
+                out = trained(folder, *words, "--resume")
+            else:
+                out = trained(folder, *words)
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        found = map(json.loads, lines)
+        counts[name] = [r for r in found if r.get("event") == "lost_updates"]
+    assert len(counts["whole"]) == 4
+    assert counts["cut"] == counts["whole"]
 
 
 def test_the_machine_as_data(monkeypatch: pytest.MonkeyPatch) -> None:

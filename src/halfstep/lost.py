@@ -75,7 +75,6 @@ class Counter:
         self.last: tuple[Lost, ...] = ()
         """One for each parameter group, from the last count."""
         self._masters = masters
-        self._steps = 0
         self._drawn: dict[Tensor, Tensor] = {}
 
     @contextlib.contextmanager
@@ -85,8 +84,8 @@ class Counter:
         Args:
             report: Of the step; one that is skipped is not counted.
         """
-        self._steps += 1
-        if self._steps % self.every:
+        # The session's steps, so that one that was resumed counts where another would.
+        if report.step % self.every:
             yield
             return
         before = self._looks()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from halfstep.doctor import plain
@@ -277,10 +278,23 @@ class RunFacts:
         """Word of the run's 16-bit format; "fp32" where it has none."""
         return self.config.dtype or (self.profile.dtype if self.profile else None)
 
-    @property
+    @cached_property
     def skipped(self) -> frozenset[int]:
         """Numbers of the steps that were skipped."""
         return frozenset(step.step for step in self.steps if step.skipped)
+
+    @cached_property
+    def gradients(self) -> Mapping[str, tuple[Sample, ...]]:
+        """Tensor -> samples of its gradients while they were in fp16.
+
+        Why not of others: a gradient in fp32, such as that of a norm's weight, loses
+        nothing however small it is.
+        """
+        held = {
+            name: tuple(s for s in samples if s.tally.dtype == "fp16" and s.tally.amax)
+            for name, samples in self.samples(":grad")
+        }
+        return {name: samples for name, samples in held.items() if samples}
 
     def samples(self, ending: str) -> Iterator[tuple[str, tuple[Sample, ...]]]:
         """Yield tensors whose names end so, without steps that were skipped.

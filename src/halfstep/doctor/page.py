@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MOST_ROWS = 40  # tensors in one picture
 _MOST_FILMS = 6  # tensors shown over steps
 _MOST_OPERATIONS = 15
-_MOST_SKIPS = 20
+_MOST_SKIPS = 10
 _MOST_NAMES = 3
 _EXPONENTS = (
     "How large the numbers were: the darker, the more of a tensor's numbers lie "

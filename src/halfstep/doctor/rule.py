@@ -147,7 +147,10 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
         lambda f: any(True for _ in f.samples(":output")),
         _NO_STATS,
     ),
-    "gradients": (lambda f: any(True for _ in f.samples(":grad")), _NO_STATS),
+    "gradients": (
+        lambda f: bool(f.gradients),
+        "no statistics of gradients in fp16: none were observed by a probe",
+    ),
     "probe": (
         lambda f: bool(f.stats or f.non_finite or f.bad_ops),
         _NO_STATS,

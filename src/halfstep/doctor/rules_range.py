@@ -7,12 +7,19 @@ flow backward, multiplied by the loss scale.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from halfstep import formats
 from halfstep.doctor.rule import OURS, Rule, Seen, percent
-from halfstep.doctor.tally import lowest, merged, normal, share_below, span, top
+from halfstep.doctor.tally import (
+    flushed,
+    lowest,
+    merged,
+    normal,
+    share_below,
+    span,
+    top,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
 
 _FINE = 0.001  # share of gradients that may be lost without harm: 1710.03740
 _MARGIN = 1  # powers of two between the largest gradient and overflow
+_HIGHEST = 24  # power of two at which a moving scale stops by default
 _GUIDE = "our choice; 1710.03740: at 5 % masters were needed, at 31 % SSD diverged"
 _FORMAT = "format fact: fp16 holds numbers up to 65504"
 
@@ -33,39 +41,34 @@ def _in_16_bits(facts: RunFacts) -> bool:
     return facts.dtype != "fp32"
 
 
-def _gradients(facts: RunFacts) -> dict[str, Counter[int]]:
-    """Return each tensor's histogram as it is at the last loss scale."""
-    return {
-        name: merged(samples, facts.scale)
-        for name, samples in facts.samples(":grad")
-        if any(each.tally.exponents for each in samples)
-    }
-
-
 def safe_scale(facts: RunFacts) -> float | None:
     """Return the largest loss scale at which no gradient seen comes near overflow.
 
-    Formula: the last scale times 2**(15 - highest exponent - 1).
+    Formula: 2**(15 - highest exponent of what is not scaled - 1), but at most 2**24,
+    where a scale that moves stops by default.
 
     Returns:
         None if no gradient other than zero was seen.
     """
-    tops = [max(histogram) for histogram in _gradients(facts).values()]
-    if not tops:
+    largest = [
+        s.tally.amax / s.scale for held in facts.gradients.values() for s in held
+    ]
+    if not largest:
         return None
-    return float(facts.scale * 2.0 ** (top(formats.FP16) - max(tops) - _MARGIN))
+    highest = math.frexp(max(largest))[1] - 1
+    return float(2.0 ** min(top(formats.FP16) - highest - _MARGIN, _HIGHEST))
 
 
 def _scale_word(scale: float) -> str:
     return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"
 
 
-def _cure(histogram: Counter[int], facts: RunFacts) -> str:
-    """Return the scale that keeps a tensor's gradients, or why there is none."""
-    line, safe = lowest(formats.FP16), safe_scale(facts) or facts.scale
-    raised = 0
-    while share_below(histogram, line - raised) > _FINE:
-        raised += 1
+def _cure(share: float, facts: RunFacts, safe: float) -> str:
+    """Return the scale that keeps a tensor's gradients, or why there is none.
+
+    Each doubling keeps half of what was lost, where small numbers lie evenly.
+    """
+    raised = max(0, math.ceil(math.log2(share / _FINE))) if share else 0
     needed = facts.scale * 2.0**raised
     if needed <= safe:
         word = _scale_word(needed)
@@ -81,18 +84,19 @@ def _cure(histogram: Counter[int], facts: RunFacts) -> str:
 
 
 def _underflow(facts: RunFacts) -> Iterator[Seen]:
-    for name, histogram in _gradients(facts).items():
-        share = share_below(histogram, lowest(formats.FP16))
-        said = f"{percent(share)} of its gradients become 0 in fp16"
-        said += f" at loss scale {_scale_word(facts.scale)}"
-        yield Seen(name, said, _cure(histogram, facts), share, share)
+    safe = safe_scale(facts) or facts.scale
+    for name, samples in facts.gradients.items():
+        share = flushed(samples, formats.FP16)
+        said = f"about {percent(share)} of its gradients become 0 in fp16"
+        said += f" at loss scale {_scale_word(samples[-1].scale)}"
+        yield Seen(name, said, _cure(share, facts, safe), share, share)
 
 
 def _subnormal(facts: RunFacts) -> Iterator[Seen]:
     low, full = lowest(formats.FP16), normal(formats.FP16)
-    for name, histogram in _gradients(facts).items():
-        share = share_below(histogram, full, above=low)
-        safe = safe_scale(facts) or facts.scale
+    safe = safe_scale(facts) or facts.scale
+    for name, samples in facts.gradients.items():
+        share = share_below(merged(samples), full, above=low)
         advice = "The largest gradient leaves no room: train in bf16 (--dtype bf16)."
         if safe > facts.scale:
             word = _scale_word(safe)
@@ -116,16 +120,14 @@ def _gradient_room(facts: RunFacts) -> Iterator[Seen]:
         return  # it may have stood still and yet be free to move
     largest = {
         name: max(s.tally.amax / s.scale for s in samples) * facts.scale
-        for name, samples in facts.samples(":grad")
+        for name, samples in facts.gradients.items()
     }
     for name, amax in largest.items():
-        if amax:
-            room = math.log2(formats.FP16.max / amax)
-            said = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
-            said += f"2^{room:.1f} below overflow"
-            advice = "Lower the loss scale by half, or let it move: "
-            advice += "--loss-scale dynamic."
-            yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
+        room = math.log2(formats.FP16.max / amax)
+        said = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
+        said += f"2^{room:.1f} below overflow"
+        advice = "Lower the loss scale by half, or let it move: --loss-scale dynamic."
+        yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
 
 
 def _output_room(facts: RunFacts) -> Iterator[Seen]:
@@ -145,16 +147,14 @@ def _too_low(facts: RunFacts) -> Iterator[Seen]:
     safe = safe_scale(facts)
     if safe is not None:
         idle = math.log2(safe / facts.scale)
-        said = f"the largest gradient leaves a factor of 2^{idle + _MARGIN:.0f} unused"
+        said = f"a factor of 2^{idle + _MARGIN:.0f} up to overflow is unused"
         advice = f"It may be {_scale_word(safe)}: --loss-scale measured finds it at "
         advice += "the first step."
         yield Seen("loss scale", said, advice, idle + _MARGIN)
 
 
 def _spread(facts: RunFacts) -> Iterator[Seen]:
-    whole: Counter[int] = Counter()
-    for histogram in _gradients(facts).values():
-        whole.update(histogram)
+    whole = merged((s for held in facts.gradients.values() for s in held), 1.0)
     said = f"99.9 % of them span {span(whole)} powers of two; fp16 holds 41 at most"
     yield Seen("gradients", said, "Train in bf16 (--dtype bf16).", span(whole))
 
@@ -177,7 +177,7 @@ def _coarse(facts: RunFacts) -> Iterator[Seen]:
 RULES: tuple[Rule, ...] = (
     Rule(
         "underflow",
-        "share of a tensor's gradients that fp16 makes zeros of",
+        "share of a tensor's gradients that fp16 made zeros of, estimated",
         ("dtype", "gradients"),
         _underflow,
         "warning",

@@ -152,13 +152,25 @@ def _lost_loss(facts: RunFacts) -> Iterator[Seen]:
 
 def _events(facts: RunFacts, ending: str) -> tuple[str, list[int]]:
     """Return the tensor that was not finite first, and the steps at which one was."""
-    where, steps = "", []
-    for event in facts.non_finite:
-        names = [name for name in event.where if name.endswith(ending)]
-        if names:
-            where = where or names[0]
-            steps.append(event.step)
-    return where, steps
+    found = [
+        (event.step, name)
+        for event in facts.non_finite
+        for name in event.where
+        if name.endswith(ending)
+    ]
+    # An event names the first one first; samples of a step have no such order.
+    told = {step for step, _ in found}
+    found += [
+        (sample.step, name)
+        for name, samples in facts.stats.items()
+        for sample in samples
+        if name.endswith(ending)
+        and sample.step not in told
+        and (sample.tally.infs or sample.tally.nans)
+    ]
+    if not found:
+        return "", []
+    return min(found, key=lambda each: each[0])[1], sorted({step for step, _ in found})
 
 
 def _told(steps: list[int]) -> str:
@@ -166,16 +178,32 @@ def _told(steps: list[int]) -> str:
     return f"it, or what follows, held inf or NaN {times}, first at step {steps[0]}"
 
 
+def _harmless(facts: RunFacts, steps: list[int]) -> bool:
+    """Say whether all of these steps were applied, with a finite loss."""
+    well = {
+        step.step
+        for step in facts.steps
+        if step.skipped is False and step.loss is not None and math.isfinite(step.loss)
+    }
+    return well.issuperset(steps)
+
+
 def _forward(facts: RunFacts) -> Iterator[Seen]:
     where, steps = _events(facts, ":output")
-    if steps:
-        module = where.removesuffix(":output")
-        advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', or train "
-        advice += "in bf16; no loss scale mends a forward pass."
-        if facts.dtype != "fp16":
-            advice = "Look at its inputs at that step; lower --lr."
-        weight = len(steps) / max(1, len(facts.steps))
-        yield Seen(where, _told(steps), advice, len(steps), weight)
+    if not steps:
+        return
+    module = where.removesuffix(":output")
+    weight = len(steps) / max(1, len(facts.steps))
+    if _harmless(facts, steps):
+        said = _told(steps) + "; loss and gradients were finite all the same"
+        advice = "Fine if it is a mask's -inf and meant; otherwise look at its inputs."
+        yield Seen(where, said, advice, len(steps), weight, "note")
+        return
+    advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', or train "
+    advice += "in bf16; no loss scale mends a forward pass."
+    if facts.dtype != "fp16":
+        advice = "Look at its inputs at that step; lower --lr."
+    yield Seen(where, _told(steps), advice, len(steps), weight)
 
 
 def _backward(facts: RunFacts) -> Iterator[Seen]:

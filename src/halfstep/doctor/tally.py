@@ -149,16 +149,17 @@ def top(format_: FloatFormat) -> int:
     return math.frexp(format_.max)[1] - 1
 
 
-def merged(samples: Iterable[Sample], scale: float) -> Counter[int]:
-    """Return one histogram of all samples, as it would be at a loss scale.
+def merged(samples: Iterable[Sample], scale: float | None = None) -> Counter[int]:
+    """Return one histogram of all samples, as they were or at one loss scale.
 
     Args:
-        samples: Their own scales are divided out.
-        scale: To hold them at; powers of two are moved exactly.
+        samples: Of one tensor or of many.
+        scale: To hold them at, their own divided out; None: each as it was. Powers of
+            two are moved exactly.
     """
     total: Counter[int] = Counter()
     for sample in samples:
-        moved = round(math.log2(scale / sample.scale))
+        moved = round(math.log2(scale / sample.scale)) if scale else 0
         for power, count in sample.tally.exponents.items():
             total[power + moved] += count
     return total
@@ -169,6 +170,27 @@ def share_below(histogram: Mapping[int, int], power: int, above: int = -9999) ->
     whole = sum(histogram.values())
     found = sum(count for e, count in histogram.items() if above <= e < power)
     return found / whole if whole else 0.0
+
+
+def flushed(samples: Iterable[Sample], format_: FloatFormat) -> float:
+    """Return the share of numbers that the format they are in has made zeros of.
+
+    They are gone, so this is an estimate: small numbers lie about as densely above the
+    border as below it, and the format's smallest number stands for twice as wide a
+    stretch as that from which zero comes. It is a low one where they are denser below.
+
+    Args:
+        samples: In that format.
+        format_: It.
+    """
+    lost = whole = 0.0
+    for sample in samples:
+        tally = sample.tally
+        last = tally.exponents.get(lowest(format_) + 1, 0)
+        gone = min(float(tally.zeros), last / 2)
+        lost += gone
+        whole += gone + sum(tally.exponents.values())
+    return lost / whole if whole else 0.0
 
 
 def span(histogram: Mapping[int, int], mass: float = 0.999) -> int:

@@ -267,13 +267,13 @@ class Trainer:
 
     def _note_lost(self) -> None:
         """Write down which updates rounding swallowed, where they were counted."""
+        step = self.standing.step
         groups = [
             {"group": lost.group, "share": lost.share}
             for lost in self.session.lost_updates()
-            if lost.share is not None
+            if lost.step == step and lost.share is not None
         ]
         if groups and self.world.leads:
-            step = self.standing.step
             self.folder.log({"step": step, "event": "lost_updates", "groups": groups})
 
     def _diverged(self, loss: float) -> str:

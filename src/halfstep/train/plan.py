@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from halfstep.train.data import Corpus
 
 _FEW_EXAMPLES = 5000
-_COUNT_EVERY = 100  # steps from one count of lost updates to the next
 _EPOCHS_FEW, _EPOCHS_MANY = 20, 3
 _LR_SCRATCH = {"classify": 5e-4, "ner": 1e-3}
 _LR_TUNE = 3e-5
@@ -95,12 +94,13 @@ def resolve(
 def counting(config: TrainConfig, level: Level, plan: Plan) -> int | None:
     """Return how often updates that rounding swallows are counted; None: never.
 
-    They are where nothing keeps what 16-bit weights cannot hold.
+    They are counted where nothing keeps what 16-bit weights cannot hold, in the step
+    of each evaluation.
     """
     kept = level.masters and config.master != "none"
     if not level.low_weights or kept or config.parallel != "ddp":
         return None
-    return min(_COUNT_EVERY, plan.eval_every)
+    return plan.eval_every
 
 
 def resolved(config: TrainConfig, plan: Plan, level: str, dtype: str) -> TrainConfig:
