@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from slow_programs import ON_A_GPU, PROGRAMS, Program
+from slow_programs import FAST, ON_A_GPU, PROGRAMS, Program
 
 import halfstep as hs
 from halfstep import machine
@@ -58,3 +58,11 @@ def test_the_reason_is_named_first_on_a_gpu(
 def test_the_reasons_are_different() -> None:
     """Law: there are eight programs, and no two are slow for one reason."""
     assert len({program.rule for program in PROGRAMS.values()}) == 8
+
+
+def test_a_sound_program_has_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the same steps on a machine that is fast in 16 bits give no complaint."""
+    sound = dataclasses.replace(PROGRAMS["emulated"], rates=FAST)
+    found = judged(sound, monkeypatch)
+    worse = [each for each in found.findings if each.severity != "note"]
+    assert not worse, (worse, found.profile.table().text())
