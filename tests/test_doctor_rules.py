@@ -95,6 +95,11 @@ def product(*shapes: list[int], op: str = "mm", self_s: float = 0.05) -> dict[st
     return row | {"calls": 12, "self_s": self_s, "flops": 1e9}
 
 
+def wide(*shapes: list[int]) -> dict[str, Any]:
+    """Return a row of a profile: one product of fp32 numbers."""
+    return product(*shapes) | {"dtypes": ["fp32"] * len(shapes)}
+
+
 def rates(bf16: float) -> RunFacts:
     """Return a run in bf16 on a machine with this rate of it over fp32's."""
     machine = MachineFacts.from_data({"rates": {"fp32": 1.0, "bf16": bf16}})
@@ -291,6 +296,12 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         profiled(ON_CPU, fp32_only_s=0.025),
         profiled(ON_CPU, fp32_only_s=0.026),
         "26 ms of a step of 100 ms",
+    ),
+    (
+        "no 16-bit products",
+        profiled(ON_CPU, rows=[product([512, 512], [512, 512])]),
+        profiled(ON_CPU, rows=[wide([512, 512], [512, 512])]),
+        "100% of the time in matrix products is in fp32 ones",
     ),
     (
         "small products",

@@ -13,7 +13,7 @@ import torch
 from small_training import one_thread, small_and_measured, write_letters
 
 from halfstep import cli
-from halfstep.doctor import examination, files, here
+from halfstep.doctor import examination, files, here, rules_speed
 from halfstep.train import page
 from halfstep.train.loop import Trainer
 
@@ -54,9 +54,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sound_run_has_nothing_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, dtype: str
 ) -> None:
-    """Law: no error and no warning; what needs a probe or a profile is not judged.
+    """Law: no error and no warning; what needs a probe is not judged.
 
-    Time apart: on a loaded machine a batch may come late.
+    Time apart: a model of this size spends its steps in Python.
     """
     monkeypatch.setattr(page, "page", lambda *_: "<html></html>")
     with one_thread():
@@ -68,10 +68,11 @@ def test_a_sound_run_has_nothing_wrong(
     assert set(facts.weights.values()) == {"fp32"}
     found = examination(facts)
     worse = [each for each in found.findings if each.severity != "note"]
-    assert [each for each in worse if each.rule != "data loading"] == []
+    of_time = {rule.name for rule in rules_speed.RULES}
+    assert [each for each in worse if each.rule not in of_time] == []
     blind = {name for each in found.unlooked for name in each.rules}
-    assert "overhead" in blind
     assert not blind & {"skipped steps", "emulated", "loss not finite", "padding"}
+    assert "overhead" not in blind
 
 
 def test_the_report_shows_what_the_doctor_found(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from halfstep import checkpoint, formats, levels, machine, policy, scaler, sharded
     from halfstep.cast_cache import CastCache
     from halfstep.casting import autocast
+    from halfstep.diagnosis import diagnose
     from halfstep.errors import UserError
     from halfstep.functions import (
         custom_bwd,
@@ -55,6 +56,7 @@ _ROOM_OF = {
     "check": "preflight",
     "custom_bwd": "functions",
     "custom_fwd": "functions",
+    "diagnose": "diagnosis",
     "first_bad": "replay",
     "full_precision": "functions",
     "low_precision": "functions",
@@ -82,6 +84,7 @@ __all__ = [
     "checkpoint",
     "custom_bwd",
     "custom_fwd",
+    "diagnose",
     "first_bad",
     "formats",
     "full_precision",

@@ -18,7 +18,8 @@ AMX = (16, 32, 16)
 """Rows, summed, columns of one AMX tile product of bf16 (Intel, chapter on AMX)."""
 TENSOR_CORES = 8
 """Numbers of 16 bits in the 16 bytes to which tensor cores want each size aligned."""
-_LOW = {"bf16", "fp16", "bfloat16", "float16", "c10::BFloat16", "c10::Half"}
+LOW = {"bf16", "fp16", "bfloat16", "float16", "c10::BFloat16", "c10::Half"}
+"""What 16-bit formats are called."""
 
 Shape = tuple[int, ...]
 
@@ -112,5 +113,5 @@ def low_products(profile: ProfileFacts) -> Iterator[tuple[ProfileRow, Size]]:
     """Yield the products of 16-bit numbers; those of an unknown format count too."""
     for row in profile.rows:
         size = size_of(row)
-        if size is not None and (not row.dtypes or _LOW & set(row.dtypes)):
+        if size is not None and (not row.dtypes or LOW & set(row.dtypes)):
             yield row, size

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from halfstep import levels, machine
 from halfstep.doctor.facts import ProfileFacts
-from halfstep.doctor.products import low_products, name_of, size_of
+from halfstep.doctor.products import LOW, low_products, name_of, size_of
 from halfstep.doctor.rule import OURS, Rule, Seen, percent
+from halfstep.profiled import GEMM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -201,6 +202,21 @@ def _small(facts: RunFacts) -> Iterator[Seen]:
     yield from _misses(facts, small, says, advice)
 
 
+def _wide_products(facts: RunFacts) -> Iterator[Seen]:
+    profile = _profile(facts)
+    products = [row for row in profile.rows if GEMM.fullmatch(name_of(row.op))]
+    wide = [row for row in products if row.dtypes and not LOW & set(row.dtypes)]
+    if wide:
+        most = max(wide, key=lambda row: row.self_s)
+        spent = sum(row.self_s for row in wide)
+        share = spent / (sum(row.self_s for row in products) or 1.0)
+        said = f"{percent(share)} of the time in matrix products is in fp32 ones, "
+        said += f"{_of_step(facts, spent)}, in a run in {facts.dtype}"
+        advice = "Compute forward pass and loss inside `with session.autocast():`; "
+        advice += "session.explain() tells which rule keeps a product in fp32."
+        yield Seen(_place(most), said, advice, share, profile.share(spent))
+
+
 def _cross_entropy(facts: RunFacts) -> Iterator[Seen]:
     rows = [(r.op, _place(r)) for r in _profile(facts).rows]
     named = [*facts.plan, *facts.bad_ops]
@@ -256,6 +272,17 @@ RULES: tuple[Rule, ...] = (
         OURS,
         limit=0.25,
         shown="{:.0%} of the step",
+        concerns=_low,
+    ),
+    Rule(
+        "no 16-bit products",
+        "share of the time in matrix products that is in fp32 ones",
+        ("dtype", "profile"),
+        _wide_products,
+        "warning",
+        OURS,
+        limit=0.5,
+        shown="{:.0%}",
         concerns=_low,
     ),
     Rule(

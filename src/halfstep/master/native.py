@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import UserError
+from halfstep.marks import UPDATE, marked
 from halfstep.master import build
 from halfstep.master.arithmetic import Adam, Item, Sgd
 from halfstep.master.form import EXTRA, LOW_STATES, WEIGHTS
@@ -77,7 +78,8 @@ def update(
     Raises:
         UserError: If there are no kernels, or an item is not what the form says.
     """
-    _needed().update(items, rule, form, float(inverse), clock)
+    with marked(UPDATE):
+        _needed().update(items, rule, form, float(inverse), clock)
 
 
 @torch.no_grad()
@@ -95,7 +97,8 @@ def look(gradients: Sequence[Tensor], *, norm: bool) -> tuple[Tensor, Tensor | N
     Raises:
         UserError: If there are no kernels, or a gradient is of another kind.
     """
-    found, total = _needed().look(gradients, norm=norm)
+    with marked(UPDATE):
+        found, total = _needed().look(gradients, norm=norm)
     return found, total if norm else None
 
 

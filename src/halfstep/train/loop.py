@@ -8,6 +8,7 @@ so a resumed run needs no saved generators to continue to the bit.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import signal
 import time
@@ -17,7 +18,7 @@ import torch
 
 from halfstep import distributed
 from halfstep.scaler import LossScaleCollapse
-from halfstep.train import replayed, saving
+from halfstep.train import looking, replayed, saving
 from halfstep.train.board import Board
 from halfstep.train.clock import Clock
 from halfstep.train.evaluate import noted
@@ -151,7 +152,7 @@ class Trainer:
         """
         self._last = work
         try:
-            record = self.train_step(work, clock)
+            record = self._taken(work, clock)
         except LossScaleCollapse as error:
             bad = self._again(work, error.history[-1], failed=True)
             if bad is not None:
@@ -180,6 +181,17 @@ class Trainer:
 
     def _seed(self, work: Work) -> None:
         _seed(self.job.steps.seed_of(work.number), self.world.device)
+
+    def _taken(self, work: Work, clock: Clock) -> dict[str, Any]:
+        """Make a step; of one early in the run, write down where its time went."""
+        total, device = self.job.plan.total_steps, self.world.device
+        if not (self.world.leads and looking.due(work.number, total, device)):
+            return self.train_step(work, clock)
+        record, found = looking.looked(
+            lambda: self.train_step(work, clock), clock, self.session.choice
+        )
+        self.folder.write("profile.json", json.dumps(found.data()))
+        return record
 
     def _is_over(self) -> bool:
         """Say whether patience has run out."""

@@ -1,0 +1,249 @@
+"""Why is this training step not faster, and what else is wrong with it?
+
+In: what makes a step, and the session, model, optimizer and scaler that it uses, as far
+as there are any. Out: a `Diagnosis`: findings, worst first, and where the time goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from halfstep import distributed, formats, levels
+from halfstep.doctor import RunFacts, examination, here, text
+from halfstep.doctor.facts import Config, LostUpdates, MachineFacts, ProfileFacts
+from halfstep.profiling import profile
+from halfstep.report import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from halfstep.doctor.rule import Examination
+    from halfstep.finding import Finding
+    from halfstep.profiled import Profile
+    from halfstep.session import Session
+
+_LOOKED_AT = 1 << 16
+"""Numbers of a parameter group that are looked at: the share of lost updates is then
+known to some 0.4 points."""
+
+
+class Scaler(Protocol):
+    """What is asked of a scaler: torch's and ours have it."""
+
+    def is_enabled(self) -> bool:
+        """Say whether it scales at all."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found in a few steps of a program that runs."""
+
+    facts: RunFacts
+    """What was judged."""
+    profile: Profile
+    """Where the time of a step went."""
+    examination: Examination
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the rules found, worst first."""
+        return self.examination.findings
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return the findings, and where the time goes, as tables."""
+        columns = ("severity", "rule", "where", "measured", "limit", "advice")
+        rows = tuple(
+            tuple(getattr(found, name) for name in columns) for found in self.findings
+        )
+        notes = tuple(
+            f"not looked at: {said}" for said in text.unlooked(self.examination)
+        )
+        return Table("Findings", columns, rows, notes), self.profile.table()
+
+    def __str__(self) -> str:
+        """Return all of it as text."""
+        return text.text(self.facts, self.examination)
+
+    def data(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`."""
+        told = text.data(self.facts, self.examination)
+        return {**told, "profile": self.profile.data()}
+
+
+def diagnose(
+    step: Callable[..., object],
+    *,
+    session: Session | None = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    scaler: Scaler | None = None,
+    batches: Iterable[Any] | None = None,
+    level: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    steps: int = 3,
+    warmup: int = 1,
+    profiled: int = 3,
+) -> Diagnosis:
+    """Make some training steps; say what is wrong with them, and what would mend it.
+
+    They are real steps: whatever `step` does to weights, optimizer and scaler is done
+    `warmup + steps + profiled` times. Give it a copy where that matters.
+
+    Args:
+        step: Makes one step. Called without arguments, or with a batch.
+        session: That the step uses; the rest up to `scaler` then follows from it.
+        model: That it trains.
+        optimizer: That it steps. Updates which rounding swallows are counted in it.
+        scaler: torch's GradScaler or ours. None: the step scales no loss.
+        batches: What to fetch the argument of `step` from, one for each step, so that
+            the time for that is seen.
+        level: That the program means to train at; "O1" is `torch.autocast` over fp32
+            weights. Default: the session's.
+        dtype: That it means to train in; default: the session's, or that of its
+            matrix products.
+        device: "cpu" or "cuda"; default: where the model is.
+        steps: Steps that are timed, at least 1.
+        warmup: Steps before those, 0 or more.
+        profiled: Steps under torch's profiler, at least 1. The shortest counts.
+
+    Raises:
+        UserError: If a number of steps is out of range, `batches` run out, or `dtype`
+            is no format.
+    """
+    word = None if dtype is None else formats.parse(dtype).name
+    if session is not None:
+        model, choice = session.model, session.choice
+        level, word = level or choice.level.name, word or choice.format.name
+        optimizer = None  # the session has counted what it loses, if it was asked to
+    where = torch.device(device) if device is not None else _place(model)
+    with _counted(optimizer) as lost:
+        found = profile(
+            step,
+            batches=batches,
+            device=where,
+            level=level,
+            dtype=word,
+            steps=steps,
+            warmup=warmup,
+            profiled=profiled,
+        )
+    config = Config(
+        level, found.dtype, loss_scale=_scaling(scaler), device=found.device
+    )
+    if session is not None:
+        config = _config(session, config)
+        lost = _lost_in(session)
+    weights = {}
+    if session is None and model is not None:
+        weights = here.weight_formats(distributed.bare(model))
+    if level is None and found.dtype != "fp32" and set(weights.values()) == {"fp32"}:
+        config = replace(config, level=levels.O1.name)
+    facts = RunFacts(
+        name="this program",
+        config=config,
+        lost=tuple(lost),
+        profile=ProfileFacts.from_data(found.data()),
+        machine=MachineFacts.from_data(here.machine_data(found.device)),
+        weights=weights,
+    )
+    return Diagnosis(facts, found, examination(facts))
+
+
+def _place(model: nn.Module | None) -> torch.device | None:
+    """Return where a model is."""
+    params = () if model is None else model.parameters()
+    return next((param.device for param in params), None)
+
+
+def _scaling(scaler: Scaler | None) -> str:
+    return "dynamic" if scaler is not None and scaler.is_enabled() else "none"
+
+
+def _config(session: Session, config: Config) -> Config:
+    """Return the settings of a session."""
+    rule, level = session.scaler.rule, session.choice.level
+    scaling = "dynamic" if rule.strategy == "backoff" else rule.strategy
+    if rule.backoff_factor == 1:
+        scaling = "none" if rule.init_scale == 1 else f"{rule.init_scale:g}"
+    kept = None if level.masters else "none"
+    return replace(
+        config, master=kept, loss_scale=scaling, accumulate=session.accumulate
+    )
+
+
+def _lost_in(session: Session) -> list[LostUpdates]:
+    return [
+        LostUpdates(each.step, each.group, each.share)
+        for each in session.lost_updates()
+        if each.share is not None
+    ]
+
+
+@contextlib.contextmanager
+def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
+    """Count in the next step what rounding swallows of updates to 16-bit weights."""
+    found: list[LostUpdates] = []
+    if optimizer is None:
+        yield found
+        return
+    before: list[list[tuple[Tensor, Tensor, Tensor]]] = []
+
+    def look(each: Optimizer, *_: object) -> None:
+        if not before:
+            before.extend(_sampled(group["params"]) for group in each.param_groups)
+
+    def compare(*_: object) -> None:
+        for group, samples in enumerate(before):
+            had = sum(len(was) for _, _, was in samples)
+            now = (param.detach().reshape(-1)[at] for param, at, _ in samples)
+            pairs = zip(now, samples, strict=True)
+            stayed = sum(int((new == was).sum()) for new, (_, _, was) in pairs)
+            if had:
+                found.append(LostUpdates(1, group, stayed / had))
+        for hook in hooks:
+            hook.remove()
+
+    hooks = [
+        optimizer.register_step_pre_hook(look),
+        optimizer.register_step_post_hook(compare),
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _sampled(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return 16-bit parameters, places where they have gradients, and what is there.
+
+    Why drawn: every hundredth number of a matrix may be one column of it.
+    """
+    low = [
+        param
+        for param in params
+        if formats.is_low(param.dtype)
+        and param.grad is not None
+        and param.grad.layout == torch.strided
+        and not hasattr(param, "to_local")
+    ]
+    total = sum(param.numel() for param in low)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for param in low:
+        count = max(1, round(param.numel() * min(1.0, _LOOKED_AT / total)))
+        places = torch.randint(param.numel(), (count,), generator=generator)
+        places = places.to(param.device)
+        gradient = param.grad
+        assert gradient is not None  # noqa: S101 -- or it were not among them
+        places = places[gradient.reshape(-1)[places] != 0]
+        found.append((param, places, param.detach().reshape(-1)[places].clone()))
+    return found

@@ -1,0 +1,192 @@
+"""Live objects in, findings out: what `hs.diagnose` knows of a program that runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep import machine
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RATES = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant rates: to measure them is not what is tested here."""
+    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: RATES)
+
+
+def rules(found: hs.diagnosis.Diagnosis) -> set[str]:
+    """Return the names of the rules that found something."""
+    return {each.rule for each in found.findings}
+
+
+def by_hand(
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    lr: float = 1e-3,
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Return a program without a session: its parts, and its step."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    x = torch.randn(32, 64, dtype=dtype)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            loss = model(x).float().square().mean()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+            return
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    return parts, step
+
+
+def test_fp16_without_a_scaler() -> None:
+    """Law: fp16 products without a loss scale are an error, with one they are not."""
+    parts, step = by_hand(autocast=torch.float16)
+    found = hs.diagnose(step, **parts)
+    assert found.findings[0].rule == "no loss scale"
+    assert found.facts.config.dtype == "fp16"
+    parts, step = by_hand(
+        autocast=torch.float16, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)
+    )
+    assert "no loss scale" not in rules(hs.diagnose(step, **parts))
+
+
+def test_a_scaler_with_bf16() -> None:
+    """Law: a scaler that bf16 has no use for is told of; one that is off is not."""
+    parts, step = by_hand(
+        autocast=torch.bfloat16, scaler=torch.amp.GradScaler("cpu", init_scale=128.0)
+    )
+    assert "needless loss scale" in rules(hs.diagnose(step, **parts))
+    parts, step = by_hand(
+        autocast=torch.bfloat16, scaler=torch.amp.GradScaler("cpu", enabled=False)
+    )
+    assert "needless loss scale" not in rules(hs.diagnose(step, **parts))
+
+
+@pytest.mark.parametrize(("lr", "swamped"), [(1e-6, True), (1.0, False)])
+def test_lost_updates_of_low_weights(lr: float, swamped: bool) -> None:
+    """Law: updates too small for bf16 weights are counted, and told of."""
+    parts, step = by_hand(torch.bfloat16, lr=lr)
+    found = hs.diagnose(step, **parts)
+    assert ("swamped updates" in rules(found)) == swamped
+    (lost,) = found.facts.lost
+    assert (lost.share > 0.9) if swamped else (lost.share < 0.05)
+
+
+def test_counting_leaves_no_trace() -> None:
+    """Law: the optimizer has no hooks left, whether the step succeeds or not."""
+    parts, step = by_hand(torch.bfloat16)
+    hs.diagnose(step, **parts)
+    optimizer = parts["optimizer"]
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    assert not any(hooks)
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        hs.diagnose(fail, **parts)
+    assert not any(hooks)
+
+
+def test_low_weights_under_o1() -> None:
+    """Law: weights that are low where the level keeps them in fp32 are told of."""
+    parts, step = by_hand(torch.bfloat16, autocast=torch.bfloat16)
+    assert "weights already low" in rules(hs.diagnose(step, **parts, level="O1"))
+    parts, step = by_hand(autocast=torch.bfloat16)
+    found = hs.diagnose(step, **parts)
+    assert found.facts.config.level == "O1"
+    assert "weights already low" not in rules(found)
+
+
+def session(level: str, dtype: str, **options: Any) -> hs.Session:
+    """Return a small session."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return hs.prepare(model, optimizer, level=level, dtype=dtype, **options)
+
+
+def stepping(of: hs.Session) -> Callable[[Tensor], hs.StepReport]:
+    """Return what makes one step of a session."""
+
+    def step(x: Tensor) -> hs.StepReport:
+        with of.autocast():
+            loss = of.model(x).float().square().mean()
+        of.backward(loss)
+        return of.step()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "scale", "word"),
+    [
+        ("O0", "fp32", "auto", "none"),
+        ("O1", "bf16", "auto", "none"),
+        ("O2", "fp16", "auto", "dynamic"),
+        ("O2", "fp16", 128.0, "128"),
+        ("O2", "fp16", "measured", "measured"),
+    ],
+)
+def test_a_session_tells_of_itself(
+    level: str, dtype: str, scale: str | float, word: str
+) -> None:
+    """Law: level, format and loss scale are the session's; batches are fetched."""
+    of = session(level, dtype, loss_scale=scale)
+    found = hs.diagnose(stepping(of), session=of, batches=[torch.randn(8, 64)])
+    config = found.facts.config
+    assert (config.level, config.dtype, config.device) == (level, dtype, "cpu")
+    assert config.loss_scale == word
+    assert config.accumulate == 1
+    assert not {"no loss scale", "needless loss scale"} & rules(found)
+    assert of.steps_applied + of.steps_skipped == 1 + 3 + 3
+
+
+def test_a_session_tells_what_it_lost() -> None:
+    """Law: lost updates are those that the session counted."""
+    of = session("O3", "bf16", lost_updates_every=1)
+    found = hs.diagnose(stepping(of), session=of, batches=[torch.randn(8, 64)])
+    (lost,) = found.facts.lost
+    (counted,) = of.lost_updates()
+    assert (lost.step, lost.share) == (counted.step, counted.share)
+
+
+def test_what_it_says() -> None:
+    """Law: text, tables and data tell the same findings, worst first."""
+    parts, step = by_hand(autocast=torch.float16)
+    found = hs.diagnose(step, **parts)
+    findings, times = found.tables()
+    named = [row["rule"] for row in findings.data()["rows"]]  # type: ignore[attr-defined]
+    assert named == [each.rule for each in found.findings]
+    assert [each["rule"] for each in found.data()["findings"]] == named
+    assert json.loads(json.dumps(found.data()))["profile"]["dtype"] == "fp16"
+    assert "no loss scale" in str(found)
+    assert "addmm" in times.text()
+    assert any("not looked at" in note for note in findings.notes)
+
+
+def test_refused() -> None:
+    """Law: a dtype that is none is refused before any step is made."""
+    calls: list[int] = []
+    with pytest.raises(UserError, match="dtype='fp8' is not a format"):
+        hs.diagnose(lambda: calls.append(1), dtype="fp8")
+    assert not calls

@@ -1,0 +1,366 @@
+"""Where the time of a step goes: every share is where it was put, and only there."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import time
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+import halfstep as hs
+from halfstep import timeline
+from halfstep.errors import UserError
+from halfstep.profiled import GEMM, Profile, Row
+from halfstep.profiling import profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def rows_of(found: Profile, op: str) -> list[Row]:
+    """Return the rows of one operation."""
+    return [row for row in found.rows if row.op == op]
+
+
+def test_rows_tell_shapes_dtypes_and_calls() -> None:
+    """Law: calls of one operation on the same shapes and dtypes are one row."""
+    x, w = torch.randn(8, 16), torch.randn(16, 4)
+    low = x.bfloat16(), w.bfloat16()
+
+    def step() -> None:
+        torch.mm(x, w)
+        torch.mm(x, w)
+        torch.mm(*low)
+
+    found = profile(step, steps=1)
+    rows = {row.dtypes: row for row in rows_of(found, "mm")}
+    assert set(rows) == {("fp32", "fp32"), ("bf16", "bf16")}
+    assert [rows[key].calls for key in sorted(rows)] == [1, 2]
+    assert rows["fp32", "fp32"].shapes == ((8, 16), (16, 4))
+    assert rows["fp32", "fp32"].flops == 2 * (2 * 8 * 16 * 4)
+
+
+def test_nothing_is_counted_twice() -> None:
+    """Law: operations' own time, Python's and input's are parts of one whole."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1), nn.Linear(64, 64))
+
+    def step(x: Tensor) -> None:
+        net(x).square().mean().backward()
+
+    found = profile(step, batches=[torch.randn(32, 64)])
+    told = sum(row.self_s for row in found.rows) + found.python_s + found.input_s
+    assert told == pytest.approx(found.wall_s, rel=0.02)
+    assert min(row.self_s for row in found.rows) >= 0
+
+
+@pytest.mark.parametrize("fetch", ["batches", "loader inside"])
+def test_input_is_seen(fetch: str) -> None:
+    """Law: the time to fetch a batch is input, and is not Python's."""
+
+    class Slow:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, _index: int) -> Tensor:
+            time.sleep(0.02)
+            return torch.ones(4)
+
+    loader = DataLoader(Slow(), batch_size=1)  # type: ignore[arg-type]
+    if fetch == "batches":
+        found = profile(lambda batch: batch * 2, batches=loader)
+    else:
+        source = iter(loader)
+        found = profile(lambda: next(source) * 2)
+    assert found.share(found.input_s) > 0.5
+    assert found.python_s < found.input_s
+
+
+def test_python_is_seen() -> None:
+    """Law: what no operation covers is the host's own."""
+    x = torch.randn(4)
+
+    def step() -> None:
+        time.sleep(0.02)
+        x.mul(2)
+
+    found = profile(step)
+    assert found.share(found.python_s) > 0.5
+    assert found.input_s == 0
+
+
+def test_casts_are_seen() -> None:
+    """Law: copies between float dtypes are casts; from ints, or of one dtype, none."""
+    wide, whole = torch.randn(1 << 22), torch.ones(1 << 20, dtype=torch.int64)
+    assert profile(lambda: (wide.clone(), whole.float())).casts_s == 0
+    found = profile(wide.bfloat16)
+    assert found.share(found.casts_s) > 0.3
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_waits_are_counted(low: torch.dtype) -> None:
+    """Law: each number that is read out of a tensor is one wait."""
+    x = torch.ones(3, dtype=low)
+
+    def step() -> None:
+        float(x[0])
+        x[1].item()
+        if x[2]:
+            x.add(1)
+
+    assert profile(step).waits == 3
+
+
+def test_fp32_islands_of_a_16_bit_run() -> None:
+    """Law: operations in fp32 are told in a run in 16 bits, and no update is one."""
+    x = torch.randn(256, 256)
+    w = nn.Parameter(torch.randn(256, 256))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    w.grad = torch.ones_like(w)
+
+    def step() -> None:
+        torch.softmax(x, -1)
+        optimizer.step()
+
+    assert profile(step).fp32_only_s == 0
+    found = profile(step, dtype="bf16")
+    inside = sum(row.self_s for row in found.rows if "softmax" in row.op)
+    assert found.fp32_only_s == pytest.approx(inside)
+    assert found.update_s > 0
+    product = profile(lambda: x @ x, dtype="bf16")
+    assert product.fp32_only_s < product.gemm_s
+    low = x.bfloat16()
+    assert profile(lambda: torch.softmax(low, -1), dtype="bf16").fp32_only_s == 0
+
+
+def test_the_format_seen_is_that_of_the_products() -> None:
+    """Law: unless it is told, the dtype is the one that products ran in."""
+    x = torch.randn(64, 64)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.softmax(x @ x, -1)
+
+    assert profile(step).dtype == "bf16"
+    assert profile(lambda: x @ x).dtype == "fp32"
+    told = profile(lambda: x @ x, level="O1", dtype="fp16")
+    assert (told.level, told.dtype) == ("O1", "fp16")
+
+
+def test_kernels_in_c_are_no_python() -> None:
+    """Law: a session's update in C is part of the update, not time without work."""
+    net = nn.Linear(512, 512)
+    session = hs.prepare(
+        net, torch.optim.AdamW(net.parameters(), fused=True), level="O2", dtype="bf16"
+    )
+    x = torch.randn(8, 512)
+
+    def step() -> None:
+        with session.autocast():
+            loss = session.model(x).square().mean()
+        session.backward(loss)
+        session.step()
+
+    found = profile(step)
+    ours = rows_of(found, "halfstep::update")
+    assert ours
+    assert found.update_s >= sum(row.self_s for row in ours) > 0
+
+
+WORK: dict[str, Callable[[], Tensor]] = {
+    "mm": lambda: torch.mm(torch.ones(3, 5), torch.ones(5, 7)),
+    "addmm": lambda: F.linear(torch.ones(3, 5), torch.ones(7, 5), torch.ones(7)),
+    "bmm": lambda: torch.bmm(torch.ones(2, 3, 5), torch.ones(2, 5, 7)),
+    "baddbmm": lambda: torch.baddbmm(
+        torch.ones(2, 3, 7), torch.ones(2, 3, 5), torch.ones(2, 5, 7)
+    ),
+    "conv1d": lambda: F.conv1d(torch.ones(2, 3, 16), torch.ones(4, 3, 3)),
+    "conv2d": lambda: F.conv2d(
+        torch.ones(2, 4, 16, 12), torch.ones(6, 2, 3, 5), stride=2, padding=1, groups=2
+    ),
+    "dilated": lambda: F.conv2d(
+        torch.ones(2, 3, 16, 16), torch.ones(6, 3, 3, 3), dilation=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_work_is_as_torch_counts_it(name: str) -> None:
+    """Law: floating-point operations are those of torch's own counter."""
+    work = WORK[name]
+    with FlopCounterMode(display=False) as counter:
+        work()
+    found = profile(work, steps=1)
+    assert sum(row.flops for row in found.rows) == counter.get_total_flops() > 0
+
+
+def test_work_of_attention() -> None:
+    """Law: attention is two products, for which torch's counter has no row on a CPU."""
+    q, k, v = (torch.ones(2, 3, size, 16) for size in (8, 12, 12))
+    found = profile(lambda: F.scaled_dot_product_attention(q, k, v), steps=1)
+    assert sum(row.flops for row in found.rows) == 2 * (2 * 6 * 8 * 12 * 16)
+
+
+def test_work_of_a_backward_pass() -> None:
+    """Law: a convolution's gradients are twice its work."""
+    x = torch.ones(2, 3, 16, 16, requires_grad=True)
+    w = torch.ones(4, 3, 3, 3, requires_grad=True)
+
+    def step() -> None:
+        F.conv2d(x, w, padding=1).sum().backward()
+
+    with FlopCounterMode(display=False) as counter:
+        step()
+    found = profile(step, steps=1)
+    assert sum(row.flops for row in found.rows) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("op", "is_one"),
+    [
+        *((name, True) for name in ("mm", "addmm", "bmm", "mkldnn_convolution")),
+        *((name, True) for name in ("convolution_backward", "mkldnn_rnn_layer")),
+        ("_scaled_dot_product_flash_attention_for_cpu_backward", True),
+        *((name, False) for name in ("copy_", "add", "addcmul_", "native_layer_norm")),
+        *((name, False) for name in ("comm", "mul", "amax", "_fused_adamw_")),
+    ],
+)
+def test_what_is_a_product(op: str, is_one: bool) -> None:
+    """Law: products are known by name, and nothing else is taken for one."""
+    assert bool(GEMM.fullmatch(op)) == is_one
+
+
+def test_round_trip() -> None:
+    """Law: a profile is plain values, and comes back from JSON as it was."""
+    rows = (Row("mm", ((2, 3), (3, 4)), ("bf16", "bf16"), 2, 0.25, 96),)
+    seconds = [(index + 1) / 16 for index in range(6)]
+    casts, gemm, fp32, update, python, wait = seconds
+    found = Profile(
+        2.5, rows, casts, gemm, fp32, update, python, 3, wait, 0.5, "cuda", "O1", "bf16"
+    )
+    default = {field.name: field.default for field in fields(Profile)}
+    assert all(getattr(found, name) != value for name, value in default.items())
+    assert Profile.from_data(json.loads(json.dumps(found.data()))) == found
+    assert {"wall_s", "rows", "casts_s", "gemm_s", "fp32_only_s"} <= found.data().keys()
+
+
+def test_steps_are_the_same_steps() -> None:
+    """Law: a profiled step changes weights to the bit as any other step does."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.Dropout(), nn.Linear(16, 1))
+    twin = copy.deepcopy(net)
+
+    def stepping(net: nn.Module) -> Callable[[], None]:
+        optimizer = torch.optim.AdamW(net.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            net(torch.ones(4, 16)).sum().backward()
+            optimizer.step()
+
+        return step
+
+    torch.manual_seed(1)
+    profile(stepping(net), steps=3, warmup=2)
+    torch.manual_seed(1)
+    step = stepping(twin)
+    for _ in range(3 + 2 + 2):
+        step()
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+
+
+def test_batches_begin_again_or_run_out() -> None:
+    """Law: a collection is begun again; what can be read once says that it ended."""
+    seen: list[int] = []
+    profile(seen.append, steps=2, warmup=1, batches=[1, 2])
+    assert seen == [1, 2, 1, 2, 1]
+    with pytest.raises(UserError, match=r"batches ran out: give a collection"):
+        profile(seen.append, batches=iter([1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("steps", 0), ("warmup", -1), ("profiled", 0)]
+)
+def test_refused(name: str, value: int) -> None:
+    """Law: a number of steps that makes no sense is refused by name."""
+    arguments: dict[str, Any] = {name: value}
+    with pytest.raises(UserError, match=f"{name}={value} must be"):
+        profile(lambda: None, **arguments)
+
+
+def test_a_failing_step_fails_as_it_is() -> None:
+    """Law: what a step raises comes through, and the profiler can be used again."""
+    calls: list[int] = []
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            message = "of the step"
+            raise ArithmeticError(message)
+
+    with pytest.raises(ArithmeticError, match="of the step"):
+        profile(step, steps=1)
+    assert profile(lambda: torch.ones(3).sum(), steps=1).rows
+
+
+def test_nothing_is_printed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: the profiler's library says nothing, and the environment is as it was."""
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    profile(lambda: torch.ones(3).sum())
+    assert capfd.readouterr() == ("", "")
+    with monkeypatch.context() as patch:
+        patch.setenv("KINETO_LOG_LEVEL", "7")
+        profile(lambda: torch.ones(3).sum())
+    assert "KINETO_LOG_LEVEL" not in os.environ
+
+
+Spans = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda p: (p[0], sum(p)))
+)
+
+
+@given(Spans)
+def test_union_of_spans(spans: list[tuple[int, int]]) -> None:
+    """Law: the length of a union is the number of points in it."""
+    points = {at for begin, end in spans for at in range(begin, end)}
+    assert timeline.total(spans) == len(points)
+    step = timeline.Timeline((10, 30))
+    assert step.inside(spans) == len(points & set(range(10, 30)))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """Law: on a GPU, kernels are charged to operations, and waits are counted."""
+    x = torch.randn(2048, 2048, device="cuda")
+
+    def step() -> float:
+        return (x @ x).sum().item()
+
+    found = profile(step, device="cuda")
+    assert found.device == "cuda"
+    assert found.waits == 1
+    assert found.share(found.gemm_s) > 0.3
+    assert math.isfinite(found.python_s)
+    assert found.python_s < found.wall_s
+
+
+def _batches() -> Iterator[int]:
+    yield from range(100)
+
+
+def test_a_generator_of_batches() -> None:
+    """Law: batches may come from anything that can be gone through."""
+    assert profile(lambda number: torch.ones(number + 1), batches=_batches()).rows

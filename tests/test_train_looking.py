@@ -1,0 +1,83 @@
+"""The step of a run that is looked at: nothing changes, and it says where time went."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from small_training import (
+    assert_same_run,
+    one_thread,
+    small_and_measured,
+    without_figures,
+    write_letters,
+)
+from torch.profiler import profile as watch
+
+from halfstep.doctor.facts import ProfileFacts
+from halfstep.profiled import Profile
+from halfstep.train import looking
+from halfstep.train.run import run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    small_and_measured(monkeypatch)
+    without_figures(monkeypatch)
+    with one_thread():
+        yield
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    """Return settings of a run of 24 steps, evaluated twice."""
+    data = write_letters(folder, 120)
+    plan = {"epochs": 2, "batch_size": 8, "dev_share": 0.2, "model": "mini"}
+    return {"data": str(data), **plan, "lr": 5e-3, **more}
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O0", "auto"), ("O2", "fp16")])
+def test_looking_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, dtype: str
+) -> None:
+    """Law: weights, checkpoints and records are those of a run without, to the bit."""
+    told = settings(tmp_path, level=level, dtype=dtype, seed=3)
+    run({**told, "out": str(tmp_path / "looked")})
+    monkeypatch.setattr(looking, "due", lambda *_: False)
+    run({**told, "out": str(tmp_path / "plain")})
+    assert (tmp_path / "looked" / "profile.json").exists()
+    assert not (tmp_path / "plain" / "profile.json").exists()
+    assert_same_run(tmp_path / "looked", tmp_path / "plain")
+
+
+def test_what_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Law: the file is a profile of the run's level and format, and nothing is said."""
+    out = tmp_path / "run"
+    run({**settings(tmp_path, level="O1", dtype="bf16"), "out": str(out)})
+    told = json.loads((out / "profile.json").read_text(encoding="utf-8"))
+    found = Profile.from_data(told)
+    assert (found.level, found.dtype, found.device) == ("O1", "bf16", "cpu")
+    assert {"bf16", "fp32"} <= {word for row in found.rows for word in row.dtypes}
+    assert found.gemm_s > 0
+    assert found.update_s > 0
+    assert found.casts_s > 0
+    assert ProfileFacts.from_data(told).wall_s == found.wall_s
+    assert "profiler" not in capfd.readouterr().err
+
+
+def test_which_step_is_due() -> None:
+    """Law: one step of a run, on a CPU, and none while somebody else profiles."""
+    gpu = SimpleNamespace(type="cuda")
+    assert [n for n in range(1, 51) if looking.due(n, 50, CPU)] == [looking.LOOKED_AT]
+    assert [n for n in range(1, 8) if looking.due(n, 7, CPU)] == [7]
+    assert not looking.due(looking.LOOKED_AT, 50, gpu)  # type: ignore[arg-type]
+    with watch():
+        assert not looking.due(looking.LOOKED_AT, 50, CPU)
