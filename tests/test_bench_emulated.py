@@ -241,7 +241,8 @@ def test_where_it_is_used(
 
     def run(_: dict[str, Any]) -> None:
         inside.append(torch._C._len_torch_dispatch_stack())
-        raise quality.Diverged
+        message = "planted"
+        raise quality.Diverged(message)
 
     monkeypatch.setattr(quality, "run", run)
     monkeypatch.setattr(emulated, "needed", lambda _: slow)

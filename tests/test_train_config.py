@@ -232,7 +232,7 @@ def test_resuming_with_the_same_words(others: dict[str, Any]) -> None:
     assert resumed(saved, dict(others)) == TrainConfig(**others)
 
 
-MAY_CHANGE = ("out", "keep", "workers", "tensorboard", "parallel")
+MAY_CHANGE = ("out", "keep", "workers", "tensorboard", "probe", "parallel")
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS.keys() - MAY_CHANGE))

@@ -16,11 +16,13 @@ from halfstep import cli
 from halfstep.errors import UserError
 from halfstep.master import form as forms
 from halfstep.policy import Policy
+from halfstep.probe import MODES as MODES_OF_PROBES
 from halfstep.report import Table
 from halfstep.train import plan, text
 from halfstep.train.config import (
     BEST_BY,
     MASTERS,
+    PROBES,
     SETTINGS,
     TrainConfig,
     called,
@@ -31,7 +33,7 @@ from halfstep.train.settings import MODES, read_file, write_resolved
 from halfstep.train.store import READERS
 
 TEXTS = {name: text for texts in HELP.values() for name, text in texts.items()}
-ONLY_IN_FILES = ("dev_share", "best_by")
+ONLY_IN_FILES = ("dev_share", "best_by", "probe")
 MOST = 40
 WIDTH = 80
 SWITCHES = ("compile", "recompute", "tensorboard")
@@ -268,6 +270,11 @@ def test_masters_are_those_of_their_room() -> None:
     """Law: the forms of masters that settings take are those that there are."""
     assert (*forms.FORMS, forms.NONE) == MASTERS
     assert TrainConfig().master == forms.FP32.name
+
+
+def test_probes_are_those_of_their_room() -> None:
+    """Law: what a run can have watched is what a probe can watch."""
+    assert ("off", *MODES_OF_PROBES) == PROBES
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "task": st.sampled_from(sorted(BEST_BY)),
     "data": TEXTS,
     "labels": PARTS,
-    "limit": COUNTS,
+    "limit": st.integers(2, 2**31 - 1),
     "dev_share": st.floats(0, 1, **OPEN, exclude_max=True),
     "max_length": st.integers(3, 2**20),
     "model": TEXTS,
@@ -63,6 +63,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "out": TEXTS,
     "keep": COUNTS,
     "tensorboard": st.booleans(),
+    "probe": st.sampled_from(["off", "flags", "sampled", "full"]),
 }
 
 

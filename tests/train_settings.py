@@ -49,6 +49,7 @@ OTHERS: dict[str, Any] = {
     "out": "runs/other",
     "keep": 1,
     "tensorboard": True,
+    "probe": "sampled",
 }
 
 

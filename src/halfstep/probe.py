@@ -62,6 +62,8 @@ class Probe:
         every: Steps, >= 1. 100, because a step with statistics takes a few times as
             long as one without: that hundredth is a few per cent.
         casts: Formats to cast to for the statistics, to see what is lost.
+        after: Steps that were made before: a run that is resumed samples the steps that
+            it would have sampled without a break. >= 0.
         log: Takes events, which are plain values for `json.dumps`; or a file such as
             metrics.jsonl, to which the first process adds them.
         over_ranks: Flags and statistics are those of all processes. All must have such
@@ -90,15 +92,17 @@ class Probe:
         *,
         every: int = 100,
         casts: Iterable[FloatFormat | str | torch.dtype] = CASTS,
+        after: int = 0,
         log: Callable[[Event], object] | str | Path | None = None,
         over_ranks: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         require("mode", mode, mode in MODES, f"one of {', '.join(MODES)}")
         require("every", every, isinstance(every, int) and every >= 1, "1 or more")
+        require("after", after, isinstance(after, int) and after >= 0, "0 or more")
         self.mode = mode
         self.every = every
-        self.steps = 0
+        self.steps = after
         """Number of the last step that has ended."""
         self.non_finite: tuple[str, ...] = ()
         """What was not finite in step `arrived`, in the order in which it came by."""
@@ -112,7 +116,7 @@ class Probe:
             word if isinstance(word, formats.FloatFormat) else formats.parse(word)
             for word in casts
         )
-        self._ended = 0
+        self._ended = after
         self._blind: str | None = None
         """What should have been seen, and was not."""
         self._log = _writer(log)
@@ -120,6 +124,7 @@ class Probe:
         self._flags_coming: Parcels[tuple[int, list[int], list[int]]] = Parcels()
         self._stats_coming: Parcels[tuple[int, list[str], list[str]]] = Parcels()
         self._hooks = Hooks(distributed.bare(model), self._casts, full=mode != "flags")
+        self._begin()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,8 +154,7 @@ class Probe:
             self._send_flags()
         elif hooks.looking:
             self._send_stats()
-        looking = self.mode != "sampled" or self._ended % self.every == 0
-        hooks.begin(looking=looking)
+        self._begin()
         if self._blind is not None:
             message = (
                 f"the probe saw nothing of {self._blind}. If torch.compile ran it "
@@ -159,6 +163,10 @@ class Probe:
             )
             self._blind = None
             warnings.warn(message, stacklevel=2)
+
+    def _begin(self) -> None:
+        looking = self.mode != "sampled" or self._ended % self.every == 0
+        self._hooks.begin(looking=looking)
 
     def flush(self) -> None:
         """Take in all that is still under way. Waits for the device."""

@@ -27,6 +27,8 @@ _LEAST_TOKENS = 3  # one between the two that begin and end a text
 _MOST_TOKENS = 2**20
 _MOST_WORKERS = 1024
 
+PROBES = ("off", "flags", "sampled", "full")
+"""What a probe looks at; all but the first are modes of `halfstep.Probe`."""
 MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
 """Forms of masters, the default first; told here, as the room of them loads torch."""
 
@@ -36,7 +38,7 @@ BEST_BY = {
 }
 """Task -> scores by which the best evaluation may be chosen, the default first."""
 BALANCED = "balanced"
-_MAY_CHANGE = ("out", "keep", "workers", "tensorboard", "parallel")
+_MAY_CHANGE = ("out", "keep", "workers", "tensorboard", "probe", "parallel")
 """What a resumed run may be told anew: none of it decides what is learned."""
 
 _Check = tuple[Callable[[Any], object], str]
@@ -143,6 +145,7 @@ class TrainConfig:
     out: str = _setting("runs/latest", _FOLDER)
     keep: int = _setting(2, _COUNT)
     tensorboard: bool = _setting(default=False)
+    probe: str = _setting("off", _among(*PROBES), flag=False)
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():

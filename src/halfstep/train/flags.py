@@ -115,6 +115,9 @@ HELP: dict[str, dict[str, str]] = {
         "damaged, there is one before it)",
         "tensorboard": "write the curves for TensorBoard too (default off: "
         "report.html shows them)",
+        "probe": "watch each module's output and gradients, for `halfstep doctor`: "
+        "flags (is all finite), sampled (how large numbers are, in each 100th step) or "
+        "full (in each step) (default off: it takes time)",
     },
 }
 """Group -> setting -> what is said about it."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep import distributed
+from halfstep.probe import Probe
 from halfstep.scaler import LossScaleCollapse
 from halfstep.train import looking, replayed, saving
 from halfstep.train.board import Board
@@ -31,6 +32,7 @@ from halfstep.train.stopping import Diverged, Stop, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -80,6 +82,7 @@ class Trainer:
         self.folder = folder
         self.stop = Stop()
         self._board: Board | None = None
+        self._probe: Probe | None = None
         self.standing = Standing()
         self.seconds = dict.fromkeys(("train", "input", "evaluate", "save"), 0.0)
         """What this process spent, since it was started; input is a part of train."""
@@ -92,16 +95,37 @@ class Trainer:
         self._failures = replayed.Watcher()
         self._last: Work | None = None
 
-    def open(self, *, tensorboard: bool) -> None:
-        """Begin to write what TensorBoard reads, where that is asked for."""
+    def open(self, *, tensorboard: bool, probe: str) -> None:
+        """Begin to write what TensorBoard reads, and to observe, where asked for.
+
+        Args:
+            tensorboard: Write for TensorBoard.
+            probe: "off", or a mode of `Probe`, whose events join the metrics.
+        """
         if tensorboard:
             folder = self.folder.path / "tensorboard"
             self._board = Board(folder, self.standing.step)
 
+        if probe != "off":
+            mode: Any = probe  # a word that the settings have checked
+            self._probe = Probe(
+                self.session.model,
+                mode,
+                after=self.standing.step,
+                log=self.folder.log if self.world.leads else None,
+                over_ranks=self.world.size > 1,
+            )
+
     def close(self) -> None:
-        """End writing."""
+        """End writing and observing."""
+        if self._probe is not None:
+            self._probe.detach()
         if self._board is not None:
             self._board.close()
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        """Return what keeps the probe from looking: a pass that trains nothing."""
+        return contextlib.nullcontext() if self._probe is None else self._probe.paused()
 
     def fit(self, progress: Progress) -> None:
         """Train to the end of the plan, evaluating and saving on the way.
@@ -131,6 +155,8 @@ class Trainer:
             record = self._watched_step(work, clock)
             number = self.standing.step = work.number
             self._note(record)
+            if self._probe is not None:
+                self._probe.step(number)
             progress.step(record)
             if number % plan.eval_every == 0 or number == plan.total_steps:
                 progress.say(self._evaluate_and_save())
@@ -165,15 +191,16 @@ class Trainer:
 
     def _again(self, work: Work, scale: float, *, failed: bool) -> BadOp | None:
         """Run a step again, and write down what was bad in it."""
-        bad = replayed.found(
-            self.session,
-            work,
-            self._loss,
-            lambda: self._seed(work),
-            scale=scale,
-            losses=self._failures.losses,
-            failed=failed,
-        )
+        with self._unseen():
+            bad = replayed.found(
+                self.session,
+                work,
+                self._loss,
+                lambda: self._seed(work),
+                scale=scale,
+                losses=self._failures.losses,
+                failed=failed,
+            )
         if bad is not None and self.world.leads:
             event = {"step": work.number, "event": "bad_op"}
             self.folder.log(bad.data() | event)
@@ -284,7 +311,8 @@ class Trainer:
     def _evaluate_and_save(self) -> str:
         """Judge the model on the dev split, write a checkpoint; return a line."""
         began = time.perf_counter()
-        judged = self.judge("dev", *self.noted("dev"))
+        with self._unseen():
+            judged = self.judge("dev", *self.noted("dev"))
         self.seconds["evaluate"] += time.perf_counter() - began
         number, name = self.standing.step, self.job.plan.best_by
         if not math.isfinite(judged.loss):

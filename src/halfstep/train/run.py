@@ -357,7 +357,7 @@ def _open(config: TrainConfig, ready: Ready, *, resume: bool, overwrite: bool) -
             full = resolved(config, plan, choice.level.name, choice.format.name)
             write_resolved(path, full.data_dict())
         folder.write("environment.json", here.text(plan.device, ready.weights))
-        trainer.open(tensorboard=config.tensorboard)
+        trainer.open(tensorboard=config.tensorboard, probe=config.probe)
 
     saving.first_alone(trainer.world, make)
 

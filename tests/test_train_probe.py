@@ -1,0 +1,137 @@
+"""A probe in a run: what it writes, and that it changes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from small_training import (
+    one_thread,
+    same,
+    small_and_measured,
+    steps_of,
+    timeless,
+    without_figures,
+    write_letters,
+)
+
+from halfstep import checkpoint
+from halfstep.tensor_stats import TensorStats
+from halfstep.train.loop import Trainer
+from halfstep.train.run import run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from halfstep.train.feed import Work
+    from halfstep.train.result import Result
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Sums depend on how many threads share them."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return settings of a run of 12 steps with dropout."""
+    small_and_measured(monkeypatch)
+    without_figures(monkeypatch)
+    return {
+        "data": str(write_letters(tmp_path, 106)),
+        "dev_share": 0.1,
+        "model": "mini",
+        "level": "O2",
+        "dtype": "bf16",
+        "epochs": 2,
+        "batch_size": 16,
+        "eval_every": 4,
+    }
+
+
+def events(result: Result, kind: str) -> list[dict[str, Any]]:
+    """Return the events of a kind that a run wrote."""
+    return [r for r in result.folder.records() if r.get("event") == kind]
+
+
+@pytest.mark.parametrize("mode", ["flags", "sampled", "full"])
+def test_nothing_changes(settings: dict[str, Any], tmp_path: Path, mode: str) -> None:
+    """Law: a run with a probe leaves the model and records of one without."""
+    bare = run(settings | {"out": str(tmp_path / "bare")})
+    probed = run(settings | {"out": str(tmp_path / mode), "probe": mode})
+    records = [timeless(steps_of(each.folder.records())) for each in (bare, probed)]
+    assert len(records[0]) == STEPS
+    assert records[0] == records[1]
+    states = [
+        checkpoint.load(each.folder.checkpoint_path(STEPS)) for each in (bare, probed)
+    ]
+    assert same(states[0].weights, states[1].weights)
+    assert same(states[0].state, states[1].state)
+
+
+def test_statistics(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Law: each step has statistics of outputs and of gradients, of training alone."""
+    result = run(settings | {"out": str(tmp_path / "run"), "probe": "full"})
+    found = events(result, "stats")
+    assert [event["step"] for event in found] == list(range(1, STEPS + 1))
+    names = found[0]["tensors"]
+    assert {"model:output", "classifier:output", "classifier:grad"} <= names.keys()
+    assert "classifier.weight:grad" in names
+    # Evaluation has other batches, and more of them, and must not be counted in.
+    outputs = TensorStats.from_data(found[3]["tensors"]["classifier:output"])
+    assert outputs.count == 16 * 2
+    assert not events(result, "non_finite")
+
+
+def test_sampled(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Law: the first step has statistics, and then each hundredth."""
+    result = run(settings | {"out": str(tmp_path / "run"), "probe": "sampled"})
+    assert [event["step"] for event in events(result, "stats")] == [1]
+
+
+def test_flags_name_what_is_not_finite(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a step with an inf has its places written down, the replay's passes not."""
+    clean = Trainer._loss
+
+    def loss(self: Trainer, part: dict[str, Any]) -> Any:
+        spoilt = self.standing.step + 1 == 3
+        return clean(self, part) * (float("inf") if spoilt else 1.0)
+
+    monkeypatch.setattr(Trainer, "_loss", loss)
+    result = run(settings | {"out": str(tmp_path / "run"), "probe": "flags"})
+    (event,) = events(result, "non_finite")
+    assert event["step"] == 3
+    assert not any(name.endswith(":output") for name in event["where"])
+    assert event["where"][0] == "model:grad" or "classifier:grad" in event["where"]
+    assert "classifier.weight:grad" in event["where"]
+    (bad,) = events(result, "bad_op")
+    assert bad["step"] == 3
+
+
+def test_resumed(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a run that is cut off and resumed has the events of one that was not."""
+    given = settings | {"probe": "full"}
+    whole = run(given | {"out": str(tmp_path / "whole")})
+    step = Trainer.train_step
+
+    def cut(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
+        if work.number == 7:
+            raise KeyboardInterrupt
+        return step(self, work, *rest)
+
+    monkeypatch.setattr(Trainer, "train_step", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run(given | {"out": str(tmp_path / "cut")})
+    monkeypatch.setattr(Trainer, "train_step", step)
+    again = run({"out": str(tmp_path / "cut")}, resume=True)
+    metrics = [timeless(each.folder.records()) for each in (whole, again)]
+    assert metrics[0] == metrics[1]
