@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from slow_programs import FAST, ON_A_GPU, PROGRAMS, Program
+from small_training import one_thread
 
 import halfstep as hs
 from halfstep import machine
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 PROFILED = 6
 """Of so many steps the shortest counts: other programs disturb some of them."""
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """Make the shares those of the program.
+
+    With more threads products take less of a step and Python more; and the collector
+    would look through all that other tests have left.
+    """
+    gc.collect()
+    gc.freeze()
+    with one_thread():
+        yield
+    gc.unfreeze()
 
 
 def judged(program: Program, patch: pytest.MonkeyPatch) -> hs.diagnosis.Diagnosis:
