@@ -11,8 +11,11 @@ OUT    ?= runs/emotions
 train: $(VENV)/.train
 	$(BIN)/halfstep train --out $(OUT) --overwrite
 
+# A file of tests at a time to each process, since the tests of a file share what they
+# have made; one thread each, or they would wait for each other's.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" \
+		-n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
