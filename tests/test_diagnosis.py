@@ -92,6 +92,28 @@ def test_lost_updates_of_low_weights(lr: float, swamped: bool) -> None:
     assert (lost.share > 0.9) if swamped else (lost.share < 0.05)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_updates_that_were_none_are_not_lost(fused: bool) -> None:
+    """Law: neither a rate of 0 nor an overflow counts; the next update does."""
+    parts, step = by_hand(torch.bfloat16, lr=1.0)
+    optimizer, calls = parts["optimizer"], []
+    optimizer.param_groups[0]["fused"] = fused
+
+    def warm() -> None:
+        calls.append(1)
+        first = len(calls) == 1
+        optimizer.param_groups[0]["lr"] = 0.0 if first and not fused else 1.0
+        if fused:  # as torch's scaler does
+            optimizer.found_inf = torch.tensor(float(first))
+            optimizer.grad_scale = None
+        step()
+
+    found = hs.diagnose(warm, **parts)
+    assert "swamped updates" not in rules(found)
+    (lost,) = found.facts.lost
+    assert lost.share < 0.05
+
+
 def test_counting_leaves_no_trace() -> None:
     """Law: the optimizer has no hooks left, whether the step succeeds or not."""
     parts, step = by_hand(torch.bfloat16)
@@ -182,6 +204,8 @@ def test_what_it_says() -> None:
     assert "no loss scale" in str(found)
     assert "addmm" in times.text()
     assert any("not looked at" in note for note in findings.notes)
+    assert str(found).startswith("this program: O1 fp16 on cpu: 1 error")
+    assert "those of halfstep train" in str(found)
 
 
 def test_refused() -> None:
