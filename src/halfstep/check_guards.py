@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import UserError
 from halfstep.formats import is_low
 from halfstep.nested import tensors
+from halfstep.pass_counts import is_leaf
 from halfstep.scaler.measured import nodes_of
-from halfstep.tally import is_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -172,7 +172,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
     ),
     "profile": (
         lambda f: f.profile is not None and f.profile.wall_s > 0,
-        "no profile of a step (profile.json)",
+        "no profile of a step (profile.json, or halfstep.diagnose on your own step)",
     ),
     "operations": (
         lambda f: bool(f.plan or f.bad_ops or (f.profile and f.profile.rows)),
