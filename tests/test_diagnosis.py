@@ -203,14 +203,17 @@ def test_what_it_says() -> None:
     assert json.loads(json.dumps(found.data()))["profile"]["dtype"] == "fp16"
     assert "no loss scale" in str(found)
     assert "addmm" in times.text()
+    assert "numbers read out of tensors" in times.text()
     assert any("not looked at" in note for note in findings.notes)
     assert str(found).startswith("this program: O1 fp16 on cpu: 1 error")
     assert "those of halfstep train" in str(found)
 
 
 def test_refused() -> None:
-    """Law: a dtype that is none is refused before any step is made."""
+    """Law: a dtype or level that is none is refused before any step is made."""
     calls: list[int] = []
     with pytest.raises(UserError, match="dtype='fp8' is not a format"):
         hs.diagnose(lambda: calls.append(1), dtype="fp8")
+    with pytest.raises(UserError, match="level='O9' is not a level"):
+        hs.diagnose(lambda: calls.append(1), level="O9")
     assert not calls

@@ -512,6 +512,8 @@ def test_room_is_what_statistics_call_headroom() -> None:
     room = stats.headroom(formats.FP16)
     found = {each.rule: each for each in examine(facts)}
     assert f"2^{room:.1f} below overflow" in found["scale too low"].measured
+    whole = held("a:grad", counted({7: 1000}), scale=scale)
+    assert "scale too low" not in {each.rule for each in examine(whole)}  # none suffers
     tight = measure(torch.full((4,), 40000.0).half())
     fixed = replace(FP16, loss_scale="64")
     facts = replace(held("a:grad", tight.data(), scale=scale), config=fixed)

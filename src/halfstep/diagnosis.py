@@ -129,10 +129,11 @@ def diagnose(
         profiled: Steps under torch's profiler, at least 1. The shortest counts.
 
     Raises:
-        UserError: If a number of steps is out of range, `batches` run out, or `dtype`
-            is no format.
+        UserError: If a number of steps is out of range, `batches` run out, `dtype` is
+            no format, or `level` no level.
     """
     word = None if dtype is None else formats.parse(dtype).name
+    level = None if level is None else levels.parse(level).name
     if session is not None:
         model, choice = session.model, session.choice
         level, word = level or choice.level.name, word or choice.format.name
