@@ -122,7 +122,7 @@ _PROBE = (
     'a settings file with probe = "sampled" makes halfstep train attach one, in a loop '
     'of your own it is halfstep.Probe(model, "sampled", log=...)'
 )
-_NO_STATS = f"no statistics of tensors, for no probe was attached ({_PROBE})"
+_NO_STATS = f"no statistics of tensors, for no probe wrote any ({_PROBE})"
 
 _NO_LEVEL = 'the level is not known (level=, or "level" in config.json)'
 _NO_DTYPE = 'the 16-bit format is not known (dtype=, or "dtype" in config.json)'
