@@ -92,6 +92,28 @@ def test_lost_updates_of_low_weights(lr: float, swamped: bool) -> None:
     assert (lost.share > 0.9) if swamped else (lost.share < 0.05)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_updates_that_were_none_are_not_lost(fused: bool) -> None:
+    """Law: neither a rate of 0 nor an overflow counts; the next update does."""
+    parts, step = by_hand(torch.bfloat16, lr=1.0)
+    optimizer, calls = parts["optimizer"], []
+    optimizer.param_groups[0]["fused"] = fused
+
+    def warm() -> None:
+        calls.append(1)
+        first = len(calls) == 1
+        optimizer.param_groups[0]["lr"] = 0.0 if first and not fused else 1.0
+        if fused:  # as torch's scaler does
+            optimizer.found_inf = torch.tensor(float(first))
+            optimizer.grad_scale = None
+        step()
+
+    found = hs.diagnose(warm, **parts)
+    assert "swamped updates" not in rules(found)
+    (lost,) = found.facts.lost
+    assert lost.share < 0.05
+
+
 def test_counting_leaves_no_trace() -> None:
     """Law: the optimizer has no hooks left, whether the step succeeds or not."""
     parts, step = by_hand(torch.bfloat16)
@@ -181,12 +203,17 @@ def test_what_it_says() -> None:
     assert json.loads(json.dumps(found.data()))["profile"]["dtype"] == "fp16"
     assert "no loss scale" in str(found)
     assert "addmm" in times.text()
+    assert "numbers read out of tensors" in times.text()
     assert any("not looked at" in note for note in findings.notes)
+    assert str(found).startswith("this program: O1 fp16 on cpu: 1 error")
+    assert "those of halfstep train" in str(found)
 
 
 def test_refused() -> None:
-    """Law: a dtype that is none is refused before any step is made."""
+    """Law: a dtype or level that is none is refused before any step is made."""
     calls: list[int] = []
     with pytest.raises(UserError, match="dtype='fp8' is not a format"):
         hs.diagnose(lambda: calls.append(1), dtype="fp8")
+    with pytest.raises(UserError, match="level='O9' is not a level"):
+        hs.diagnose(lambda: calls.append(1), level="O9")
     assert not calls

@@ -155,7 +155,7 @@ LAYER = {
     "doctor.heat": 0,
     "doctor.page": 6,
     "sharded": 13,
-    "tally": 4,
+    "pass_counts": 4,
     "check_facts": 2,
     "check_guards": 5,
     "check_rules": 3,

@@ -52,6 +52,17 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def test_arguments_are_refused() -> None:
+    """Law: no module, one of torch's losses, another's optimizer: each is named."""
+    model, other = Net(), torch.optim.SGD(Net().parameters())
+    with pytest.raises(UserError, match="got a function: give a torch"):
+        hs.check(batch, loss, batch())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"CrossEntropyLoss\(\) takes no model"):
+        hs.check(model, nn.CrossEntropyLoss(), batch())
+    with pytest.raises(UserError, match="SGD holds no parameter of the model"):
+        hs.check(model, loss, batch(), optimizer=other)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("gain", [1.0, LOUD])
 def test_nothing_changes(level: str, gain: float) -> None:

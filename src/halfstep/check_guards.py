@@ -13,11 +13,13 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import UserError
 from halfstep.formats import is_low
 from halfstep.nested import tensors
+from halfstep.pass_counts import is_leaf
 from halfstep.scaler.measured import nodes_of
-from halfstep.tally import is_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
 
 def check_loss(loss: object, others: frozenset[int]) -> None:
@@ -69,6 +71,36 @@ def check_gradients(gradients: Mapping[str, Tensor]) -> None:
             "must make its loss from what the model it is given returns."
         )
         raise UserError(message)
+
+
+def check_arguments(
+    model: object, loss_fn: object, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Refuse no model, a loss that takes none, and another model's optimizer.
+
+    Raises:
+        UserError: If one of them is given.
+    """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        message = f"check(model=...) got a {kind}: give a torch.nn.Module."
+        raise UserError(message)
+    if isinstance(loss_fn, nn.modules.loss._Loss):  # noqa: SLF001
+        kind = type(loss_fn).__name__
+        message = (
+            f"loss_fn={kind}() takes no model: give a function loss_fn(model, batch) "
+            f"that calls the model on the batch and returns the loss {kind}() gives."
+        )
+        raise UserError(message)
+    if optimizer is not None:
+        own = {id(param) for param in model.parameters()}
+        groups = optimizer.param_groups
+        if not any(id(param) in own for group in groups for param in group["params"]):
+            message = (
+                f"optimizer={type(optimizer).__name__} holds no parameter of the model "
+                "that is checked: make it over model.parameters()."
+            )
+            raise UserError(message)
 
 
 def check_model(model: nn.Module) -> None:

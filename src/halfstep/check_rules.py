@@ -138,7 +138,7 @@ def _fp32(facts: Facts) -> list[Finding]:
             "",
             "",
             "No format can mend that: look at the batch, its labels, the weights and "
-            "the loss function.",
+            "the loss function; halfstep.first_bad names the operation that made it.",
             1.0,
         )
     ]
@@ -299,7 +299,8 @@ def _cost(facts: Facts) -> list[Finding]:
             "cost",
             facts.words,
             why,
-            f"{WORTH_TIME} times as fast, or {WORTH_MEMORY:.0%} less memory",
+            f"{WORTH_TIME} times as fast, or {WORTH_MEMORY:.0%} less memory at no less "
+            f"than {TIME_FOR_MEMORY} times the speed",
             _OURS,
             "Train in fp32 (level O0), or try larger batches, where matrix products "
             "take more of the time.",

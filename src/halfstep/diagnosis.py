@@ -16,7 +16,7 @@ from halfstep import distributed, formats, levels
 from halfstep.doctor import RunFacts, examination, here, text
 from halfstep.doctor.facts import Config, LostUpdates, MachineFacts, ProfileFacts
 from halfstep.profiling import profile
-from halfstep.report import Table
+from halfstep.report import Table, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from halfstep.profiled import Profile
     from halfstep.session import Session
 
+_FLAGS = (
+    "Flags such as --level O2 are those of halfstep train. In a loop of your own: "
+    "prepare(level=, dtype=, loss_scale=, policy=, master=), torch.compile, and "
+    "num_workers of the data loader."
+)
 _LOOKED_AT = 1 << 16
 """Numbers of a parameter group that are looked at: the share of lost updates is then
 known to some 0.4 points."""
@@ -65,11 +70,20 @@ class Diagnosis:
         notes = tuple(
             f"not looked at: {said}" for said in text.unlooked(self.examination)
         )
+        notes = (_FLAGS, *notes) if self._flagged else notes
         return Table("Findings", columns, rows, notes), self.profile.table()
 
     def __str__(self) -> str:
         """Return all of it as text."""
-        return text.text(self.facts, self.examination)
+        told = text.text(self.facts, self.examination)
+        if self._flagged:
+            told += "\n\n" + "\n".join(wrapped(_FLAGS, text.WIDTH))
+        return told
+
+    @property
+    def _flagged(self) -> bool:
+        """Whether some advice names a flag of the command line."""
+        return any("--" in found.advice for found in self.findings)
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`."""
@@ -115,10 +129,11 @@ def diagnose(
         profiled: Steps under torch's profiler, at least 1. The shortest counts.
 
     Raises:
-        UserError: If a number of steps is out of range, `batches` run out, or `dtype`
-            is no format.
+        UserError: If a number of steps is out of range, `batches` run out, `dtype` is
+            no format, or `level` no level.
     """
     word = None if dtype is None else formats.parse(dtype).name
+    level = None if level is None else levels.parse(level).name
     if session is not None:
         model, choice = session.model, session.choice
         level, word = level or choice.level.name, word or choice.format.name
@@ -189,7 +204,7 @@ def _lost_in(session: Session) -> list[LostUpdates]:
 
 @contextlib.contextmanager
 def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
-    """Count in the next step what rounding swallows of updates to 16-bit weights."""
+    """Count in the next update what rounding swallows in 16-bit weights."""
     found: list[LostUpdates] = []
     if optimizer is None:
         yield found
@@ -197,10 +212,18 @@ def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
     before: list[list[tuple[Tensor, Tensor, Tensor]]] = []
 
     def look(each: Optimizer, *_: object) -> None:
-        if not before:
-            before.extend(_sampled(group["params"]) for group in each.param_groups)
+        # A rate of 0, as at the first step of a warm-up, moves nothing, and neither
+        # does a fused update at an overflow: torch's scaler hands it `found_inf`.
+        rates = [float(group.get("lr", 1.0)) for group in each.param_groups]
+        if any(rates) and not float(getattr(each, "found_inf", None) or 0.0):
+            before.extend(
+                _sampled(group["params"] if rate else ())
+                for group, rate in zip(each.param_groups, rates, strict=True)
+            )
 
     def compare(*_: object) -> None:
+        if not before:
+            return
         for group, samples in enumerate(before):
             had = sum(len(was) for _, _, was in samples)
             now = (param.detach().reshape(-1)[at] for param, at, _ in samples)

@@ -56,7 +56,7 @@ class Finding:
     def __str__(self) -> str:
         """Return it as sentences."""
         against = f" ({self.limit})" if self.limit else ""
-        return f"{self.where}: {self.measured}{against}. {self.advice}"
+        return f"{self.where}: {self.measured}{against}. {self.advice}".rstrip()
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`."""

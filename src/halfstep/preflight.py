@@ -17,7 +17,7 @@ import torch
 
 from halfstep import fidelity
 from halfstep.check_facts import Cost, Facts, Range, ScalePoint
-from halfstep.check_guards import check_model
+from halfstep.check_guards import check_arguments, check_model
 from halfstep.check_report import CheckReport
 from halfstep.check_rules import FLUSH_WARN, judge
 from halfstep.choice import Choice, choose
@@ -84,8 +84,9 @@ def check(
             per cent; after ten seconds it is left at fewer.
 
     Raises:
-        UserError: If the model cannot be copied or is not in fp32, if the loss is no
-            scalar or has no gradient, or if the batch is on another device.
+        UserError: If the model cannot be copied or is not in fp32, if `loss_fn` is one
+            of torch.nn's losses, if the loss is no scalar or has no gradient, if the
+            optimizer is another model's, or if the batch is on another device.
 
     Example:
         >>> model = torch.nn.Linear(4, 1, bias=False)
@@ -106,6 +107,7 @@ def check(
     require("margin", margin, margin >= 0, "0 or more powers of two")
     require("steps", steps, steps >= 0, "0 or more steps to time")
     bare = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    check_arguments(bare, loss_fn, optimizer)
     check_model(bare)
     device = next(bare.parameters()).device
     choice = level if isinstance(level, Choice) else choose(level, dtype, device.type)

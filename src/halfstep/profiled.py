@@ -121,7 +121,10 @@ class Profile:
             share = 100 * self.share(row.self_s)
             rows.append((row.op, row.operands(), row.calls, 1000 * row.self_s, share))
         whole = f"{1000 * self.wall_s:.3f} ms a step on {self.device}"
-        note = f"{whole}; {self.waits} waits. The first lines may overlap."
+        waits = f"{self.waits} waits for the device"
+        if self.device == "cpu":
+            waits = f"{self.waits} numbers read out of tensors"
+        note = f"{whole}; {waits}. The first lines may overlap."
         columns = ("what", "operands", "calls", "ms", "% of a step")
         return Table("Where the time goes", columns, tuple(rows), (note,))
 

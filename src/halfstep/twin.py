@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from halfstep.boundaries import Boundaries, Trace
 from halfstep.check_guards import check_gradients, check_loss
 from halfstep.errors import UserError
+from halfstep.pass_counts import GradientExponents, SavedBytes
 from halfstep.preparing import prepare
 from halfstep.scaler import ScaleRule
 from halfstep.scaler.exponents import unscaled
-from halfstep.tally import Saved, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -137,16 +137,16 @@ class Twin:
             UserError: If the loss is none that can be trained with.
         """
         self.begin(scale)
-        session, seen = self.session, Saved(self.model)
-        tally = Tally(self._low if counted else None)
+        session, saved = self.session, SavedBytes(self.model)
+        exponents = GradientExponents(self._low if counted else None)
         with Boundaries(self.model) as boundaries:
-            with session.autocast(), seen.counting():
+            with session.autocast(), saved.counting():
                 loss = loss_fn(session.model, batch)
                 check_loss(loss, others)
             boundaries.end_forward()
-            with tally.over(loss):
+            with exponents.over(loss):
                 session.backward(loss)
-        gradients = self._gradients(scale, tally)
+        gradients = self._gradients(scale, exponents)
         check_gradients(gradients)
         session.zero_grad()
         power = torch.tensor(scale, dtype=torch.float32)
@@ -156,11 +156,13 @@ class Twin:
             gradients,
             _not_finite(gradients),
             boundaries.trace(),
-            unscaled(tally.total(), power),
-            seen.bytes,
+            unscaled(exponents.total(), power),
+            saved.bytes,
         )
 
-    def _gradients(self, scale: float, tally: Tally) -> dict[str, Tensor]:
+    def _gradients(
+        self, scale: float, exponents: GradientExponents
+    ) -> dict[str, Tensor]:
         """Return the gradients that a backward pass left, unscaled in fp32."""
         found = {}
         for name, param in self.model.named_parameters():
@@ -169,7 +171,7 @@ class Twin:
             dense = param.grad.detach()
             dense = dense.to_dense() if dense.layout != torch.strided else dense
             dense = torch.view_as_real(dense) if dense.is_complex() else dense
-            tally.add(dense)  # as leaves, they come to no node
+            exponents.add(dense)  # as leaves, they come to no node
             found[name] = dense.to(torch.float32, copy=True).div_(scale)
         return found
 

@@ -118,11 +118,18 @@ def _order(finding: Finding) -> tuple[int, float]:
 
 
 _NO_MACHINE = "nothing is known of the machine (environment.json)"
-_NO_STATS = "no statistics of tensors: nothing was observed by a probe"
+_PROBE = (
+    'a settings file with probe = "sampled" makes halfstep train attach one, in a loop '
+    'of your own it is halfstep.Probe(model, "sampled", log=...)'
+)
+_NO_STATS = f"no statistics of tensors, for no probe wrote any ({_PROBE})"
+
+_NO_LEVEL = 'the level is not known (level=, or "level" in config.json)'
+_NO_DTYPE = 'the 16-bit format is not known (dtype=, or "dtype" in config.json)'
 
 NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
-    "level": (lambda f: f.config.level is not None, "the level is not known"),
-    "dtype": (lambda f: f.dtype is not None, "the 16-bit format is not known"),
+    "level": (lambda f: f.config.level is not None, _NO_LEVEL),
+    "dtype": (lambda f: f.dtype is not None, _NO_DTYPE),
     "loss scale": (
         lambda f: f.config.loss_scale is not None or any(s.scale for s in f.steps),
         "neither a setting nor a record tells of a loss scale",
@@ -149,7 +156,15 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
     ),
     "gradients": (
         lambda f: bool(f.gradients),
-        "no statistics of gradients in fp16: none were observed by a probe",
+        f"no statistics of gradients in fp16, for no probe saw any ({_PROBE})",
+    ),
+    "scale of gradients": (
+        lambda f: (
+            f.config.loss_scale == "none"
+            or any(s.scale for s in f.steps)
+            or any(s.scale != 1 for held in f.gradients.values() for s in held)
+        ),
+        'nothing tells at which loss scale gradients were seen ("scale" in records)',
     ),
     "probe": (
         lambda f: bool(f.stats or f.non_finite or f.bad_ops),
@@ -157,7 +172,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
     ),
     "profile": (
         lambda f: f.profile is not None and f.profile.wall_s > 0,
-        "no profile of a step (profile.json)",
+        "no profile of a step (profile.json, or halfstep.diagnose on your own step)",
     ),
     "operations": (
         lambda f: bool(f.plan or f.bad_ops or (f.profile and f.profile.rows)),
@@ -172,7 +187,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
     ),
     "padding": (
         lambda f: f.padding is not None,
-        "no summary.json tells how much was padding",
+        "nothing tells how much was padding (summary.json)",
     ),
     "machine": (lambda f: f.machine is not None, _NO_MACHINE),
     "rates": (

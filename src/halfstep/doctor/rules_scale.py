@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.doctor.rule import OURS, Rule, Seen, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from halfstep.doctor.facts import RunFacts, Step
     from halfstep.finding import Severity
@@ -150,8 +150,8 @@ def _lost_loss(facts: RunFacts) -> Iterator[Seen]:
         yield Seen("loss", said, advice, len(bad), len(bad) / len(known))
 
 
-def _events(facts: RunFacts, ending: str) -> tuple[str, list[int]]:
-    """Return the tensor that was not finite first, and the steps at which one was."""
+def _events(facts: RunFacts, ending: str) -> list[tuple[int, str]]:
+    """Return the steps at which tensors were not finite, and their names, in order."""
     found = [
         (event.step, name)
         for event in facts.non_finite
@@ -168,37 +168,56 @@ def _events(facts: RunFacts, ending: str) -> tuple[str, list[int]]:
         and sample.step not in told
         and (sample.tally.infs or sample.tally.nans)
     ]
-    if not found:
-        return "", []
-    return min(found, key=lambda each: each[0])[1], sorted({step for step, _ in found})
+    return sorted(found, key=lambda each: each[0])
 
 
-def _told(steps: list[int]) -> str:
+def _told(steps: Sequence[int]) -> str:
     times = "once" if len(steps) == 1 else f"{len(steps)} times"
     return f"it, or what follows, held inf or NaN {times}, first at step {steps[0]}"
 
 
-def _harmless(facts: RunFacts, steps: list[int]) -> bool:
-    """Say whether all of these steps were applied, with a finite loss."""
-    well = {
-        step.step
+def _steps_of(found: Iterable[tuple[int, str]]) -> list[int]:
+    return sorted({step for step, _ in found})
+
+
+def _ill(facts: RunFacts, found: Iterable[tuple[int, str]]) -> set[int]:
+    """Return the steps that went wrong, of those at which an output was not finite.
+
+    Where there is no record of a step, it went well if the model's own output and all
+    gradients were finite.
+    """
+    told = {
+        step.step: not step.skipped and math.isfinite(step.loss)
         for step in facts.steps
-        if step.skipped is False and step.loss is not None and math.isfinite(step.loss)
+        if step.skipped is not None and step.loss is not None
     }
-    return well.issuperset(steps)
+    lost = {step for step, name in found if name == "model:output"}
+    lost |= {step for step, _ in _events(facts, ":grad")}
+    skipped = facts.skipped
+    return {
+        step
+        for step, _ in found
+        if step in skipped or not told.get(step, step not in lost)
+    }
 
 
 def _forward(facts: RunFacts) -> Iterator[Seen]:
-    where, steps = _events(facts, ":output")
-    if not steps:
+    found = _events(facts, ":output")
+    if not found:
         return
-    module = where.removesuffix(":output")
+    ill = _ill(facts, found)
+    # Who holds inf in steps that go well, as a mask does, is not why others do not.
+    usual = {name for step, name in found if step not in ill}
+    odd = [(step, name) for step, name in found if name not in usual]
+    steps = _steps_of(odd or found)
+    where = (odd or found)[0][1]
     weight = len(steps) / max(1, len(facts.steps))
-    if _harmless(facts, steps):
-        said = _told(steps) + "; loss and gradients were finite all the same"
+    if not odd:
+        said = _told(steps) + "; what came of it was finite all the same"
         advice = "Fine if it is a mask's -inf and meant; otherwise look at its inputs."
         yield Seen(where, said, advice, len(steps), weight, "note")
         return
+    module = where.removesuffix(":output")
     advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', or train "
     advice += "in bf16; no loss scale mends a forward pass."
     if facts.dtype != "fp16":
@@ -207,8 +226,9 @@ def _forward(facts: RunFacts) -> Iterator[Seen]:
 
 
 def _backward(facts: RunFacts) -> Iterator[Seen]:
-    where, steps = _events(facts, ":grad")
-    if steps:
+    found = _events(facts, ":grad")
+    if found:
+        steps, where = _steps_of(found), found[0][1]
         advice = "Not a matter of the loss scale: look for log, sqrt or division at 0 "
         advice += "there, at the data of that step, and lower --lr."
         weight = len(steps) / max(1, len(facts.steps))
@@ -228,7 +248,9 @@ def _bad_op(facts: RunFacts) -> Iterator[Seen]:
             yield Seen(module, said, advice, severity="warning")
             continue
         kind = f"{first.get('kind')}, " if first.get("kind") else ""
-        times = f", and {len(events) - 1} times more" if len(events) > 1 else ""
+        times = {1: "", 2: ", and once more"}.get(
+            len(events), f", and {len(events) - 1} times more"
+        )
         said = (
             f"{op} ({kind}{phase}) made {first.get('made') or 'inf or NaN'} at step "
             f"{first.get('step')}{times}; cause: {cause}"

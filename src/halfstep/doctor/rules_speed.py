@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from halfstep.doctor.facts import ProfileRow, RunFacts
     from halfstep.doctor.products import Size
-    from halfstep.finding import Severity
 
 _SMALL = {"cpu": 2.0 * 128**3, "cuda": 2.0 * 512**3}
 """Operations of one call below which starting it and moving its numbers cost more."""
@@ -57,10 +56,11 @@ def _casts(facts: RunFacts) -> Iterator[Seen]:
     share = profile.share(profile.casts_s)
     said = _of_step(facts, profile.casts_s)
     rates = facts.machine.rates if facts.machine else {}
-    dtype = facts.dtype or "fp32"
-    if rates.get("fp32") and rates.get(dtype):
-        won = profile.gemm_s * (rates[dtype] / rates["fp32"] - 1)
-        said += f"; its products save about {_ms(max(0.0, won))} over fp32"
+    dtype = facts.dtype
+    if dtype is not None and rates.get("fp32") and rates.get(dtype):
+        gain = rates[dtype] / rates["fp32"]
+        said += f"; matrix products take {_ms(profile.gemm_s)}, and large ones run "
+        said += f"{gain:.2g} times as fast in {dtype} as in fp32 here"
     advice = "Store the weights low (--level O2), so that they are not cast each step;"
     level = levels.LEVELS.get(facts.config.level or profile.level or "")
     if level is not None and level.low_weights:
@@ -105,14 +105,9 @@ def _waits(facts: RunFacts) -> Iterator[Seen]:
     share = profile.share(profile.wait_s)
     said = f"the host waits {profile.waits:g} times a step for the device, "
     said += _of_step(facts, profile.wait_s)
-    severity: Severity | None = None
-    if facts.device == "cpu":
-        said = f"a step reads {profile.waits:g} numbers out of tensors: on a GPU each "
-        said += "would wait for it"
-        severity = "note"
     advice = "Look for .item(), .cpu(), print and `if tensor` in the loop; read the "
     advice += "loss every so many steps."
-    yield Seen("a step", said, advice, profile.waits, share, severity)
+    yield Seen("a step", said, advice, profile.waits, share)
 
 
 def _input(facts: RunFacts) -> Iterator[Seen]:
@@ -337,6 +332,7 @@ RULES: tuple[Rule, ...] = (
         OURS + ": one, for a loss that is shown",
         limit=1,
         shown="{:g} a step",
+        concerns=lambda facts: _on(facts, "cuda"),  # a CPU has nothing to wait for
     ),
     Rule(
         "data loading",

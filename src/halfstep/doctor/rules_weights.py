@@ -51,13 +51,13 @@ def _swamped(facts: RunFacts) -> Iterator[Seen]:
     for group, shares in groups.items():
         share = sum(shares) / len(shares)
         said = f"{percent(share)} of its updates were rounded away, over "
-        said += f"{len(shares)} counts"
+        said += "one count" if len(shares) == 1 else f"{len(shares)} counts"
         where = f"parameter group {group}"
         yield Seen(where, said, _form_that_helps(facts), share, share)
 
 
 def _no_masters(facts: RunFacts) -> Iterator[Seen]:
-    if _without_masters(facts) and not facts.lost:
+    if not facts.lost:
         said = f"{facts.dtype} weights without masters, and nobody counted what "
         said += "rounding swallows"
         advice = _form_that_helps(facts)
@@ -89,16 +89,20 @@ def _sums(facts: RunFacts) -> Iterator[Seen]:
 
 
 def _micro_sums(facts: RunFacts) -> Iterator[Seen]:
-    if _without_masters(facts):
-        count = facts.config.accumulate or 1
-        said = f"{count} micro-batches are added up in {facts.dtype}"
-        advice = "Keep masters, which add them up in fp32: --level O2."
-        yield Seen("gradients", said, advice, count)
+    count = facts.config.accumulate or 1
+    said = f"{count} micro-batches are added up in {facts.dtype}"
+    advice = "Keep masters, which add them up in fp32: --level O2."
+    yield Seen("gradients", said, advice, count)
 
 
 def _low_weights(facts: RunFacts) -> bool:
     level = _level(facts)
     return facts.dtype != "fp32" and (level is None or level.low_weights)
+
+
+def _low_and_alone(facts: RunFacts) -> bool:
+    """Say whether nothing keeps what 16-bit weights cannot hold, or that is unknown."""
+    return _low_weights(facts) and _without_masters(facts)
 
 
 RULES: tuple[Rule, ...] = (
@@ -112,7 +116,7 @@ RULES: tuple[Rule, ...] = (
         limit=0.05,
         severe=0.5,
         shown="{:.0%}",
-        concerns=_low_weights,
+        concerns=lambda facts: bool(facts.lost) or _low_and_alone(facts),
     ),
     Rule(
         "no masters",
@@ -121,7 +125,7 @@ RULES: tuple[Rule, ...] = (
         _no_masters,
         "note",
         "at lr 2e-5 and weights of 0.04, bf16 loses 85 % of the updates",
-        concerns=_low_weights,
+        concerns=_low_and_alone,
     ),
     Rule(
         "weights already low",
@@ -154,6 +158,6 @@ RULES: tuple[Rule, ...] = (
         OURS + "; each addition rounds at 2^-8",
         limit=3,
         shown="{:g}",
-        concerns=lambda facts: _low_weights(facts) and _without_masters(facts),
+        concerns=_low_and_alone,
     ),
 )

@@ -29,8 +29,10 @@ def lead(facts: RunFacts, examination: Examination) -> str:
     words = [config.level, facts.dtype, f"on {facts.device}" if facts.device else None]
     what = " ".join(word for word in words if word) or "level and format not known"
     count = len(facts.steps)
-    steps = f"{count:,} step{'s' * (count != 1)}"
-    return f"{what}, {steps}: {counted(examination)}."
+    steps = f", {count:,} step{'s' * (count != 1)}"
+    if not count:  # one that was only profiled has none to tell of
+        steps = "" if facts.profile is not None else ", no records of steps"
+    return f"{what}{steps}: {counted(examination)}."
 
 
 def counted(examination: Examination) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
-class Saved:
+class SavedBytes:
     """Counts the bytes that a forward pass keeps for the backward pass."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +45,7 @@ def _unpack(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Tally:
+class GradientExponents:
     """Counts the exponents of gradients of one dtype, scaled, as they flow.
 
     Single numbers are left out: what makes the loss out of means computes in fp32.
