@@ -12,6 +12,7 @@ import json
 import math
 import signal
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,16 +192,18 @@ class Trainer:
 
     def _again(self, work: Work, scale: float, *, failed: bool) -> BadOp | None:
         """Run a step again, and write down what was bad in it."""
-        with self._unseen():
-            bad = replayed.found(
-                self.session,
-                work,
-                self._loss,
-                lambda: self._seed(work),
-                scale=scale,
-                losses=self._failures.losses,
-                failed=failed,
-            )
+        # Of a run that was resumed, the watcher knows no earlier steps.
+        applied = self.session.steps_applied
+        losses = replace(self._failures.losses, applied=applied)
+        bad = replayed.found(
+            self.session,
+            work,
+            self._loss,
+            lambda: self._seed(work),
+            scale=scale,
+            losses=losses,
+            failed=failed,
+        )
         if bad is not None and self.world.leads:
             event = {"step": work.number, "event": "bad_op"}
             self.folder.log(bad.data() | event)
