@@ -223,14 +223,17 @@ def all_paused() -> Iterator[None]:
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return modules by path, each once, parts before the whole: as they end."""
+    """Return modules by path, each once, parts before the whole: as they end.
+
+    Scripted parts are left out: torch lets nobody hook them.
+    """
     found: list[tuple[str, nn.Module]] = []
     met: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> None:
         met.add(id(module))
         for name, child in module.named_children():
-            if id(child) not in met:
+            if id(child) not in met and not isinstance(child, torch.jit.ScriptModule):
                 visit(f"{path}.{name}" if path else name, child)
         found.append((path, module))
 

@@ -261,7 +261,7 @@ def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Non
     gradients = [(param, param.grad) for param in model.parameters()]
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     # A forward pass may put another tensor in a buffer's place.
-    places = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # noqa: SLF001
+    places = [(m._buffers, dict(m._buffers.items())) for m in model.modules()]  # noqa: SLF001
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(values.gpus(model.parameters())))
         stack.enter_context(probe_hooks.all_paused())
@@ -285,8 +285,9 @@ def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Non
             for param, gradient in gradients:
                 param.grad = gradient
             for now, before in places:
-                now.clear()
-                now.update(before)
+                for name, held in before.items():
+                    if now[name] is not held:
+                        now[name] = held
             with torch.no_grad():
                 for buffer, value in kept:
                     buffer.copy_(value)
