@@ -51,9 +51,10 @@ def first_bad(
     that is undefined. A mask of -inf that does what it should is not named.
 
     It waits for the device at each operation, and takes ten to a hundred times as long
-    as a step. Weights, gradients, buffers and random numbers are put back. Nothing is
-    exchanged between DDP's processes, so one of them may call it alone; with FSDP, or
-    with batch norms that are synchronised, all must.
+    as a step. Weights, gradients, buffers and torch's random numbers are put back. No
+    gradient is added to one that is there, so no hook that waits for that runs; and
+    no probe sees it. Nothing is exchanged between DDP's processes, so one of them may
+    call it alone; with FSDP, or with batch norms that are synchronised, all must.
 
     Args:
         model: As it is called: also in DDP, or compiled; then what it was compiled from
