@@ -27,6 +27,7 @@ from halfstep.train.stopping import Diverged
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from halfstep.scaler.collapse import Losses
     from halfstep.train.feed import Work
 
 LAYER = "bert.encoder.layer.1.output.dense"
@@ -191,11 +192,30 @@ def test_a_resumed_run_is_not_young(
         monkeypatch.setattr(Trainer, "train_step", step)
         given = {"out": given["out"]}
     spoil(monkeypatch, *range(cut_at + 3, 99), factor=1e6)
+    histories, find = [], replayed.found
+
+    def found(*args: Any, losses: Losses, **more: Any) -> BadOp | None:
+        histories.append(losses)
+        return find(*args, losses=losses, **more)
+
+    monkeypatch.setattr(replayed, "found", found)
     with pytest.raises(LossScaleCollapse) as caught:
         run(given, resume=resumed)
+    assert all(math.isnan(losses.first) == resumed for losses in histories)
     bad = caught.value.bad_op
     assert bad is not None
     assert bad.cause == ("forward range" if resumed else "learning rate")
+
+
+def test_losses_of_a_resumed_run() -> None:
+    """Law: all steps count; a loss from the middle is not taken for the first."""
+    watcher = replayed.Watcher()
+    for loss in (0.1, 0.3):
+        watcher.due({"skipped": False, "loss": loss}, moves=True)
+    begun, resumed = watcher.history(2), watcher.history(500)
+    assert (begun.applied, resumed.applied) == (2, 500)
+    assert begun.ran_away(math.nan)
+    assert not resumed.ran_away(math.nan)
 
 
 def test_a_replay_that_fails_ends_no_run(

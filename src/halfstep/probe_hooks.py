@@ -219,7 +219,7 @@ def all_paused() -> Iterator[None]:
         yield
     finally:
         for hooks, on in before:
-            hooks.on = on
+            hooks.on = on and hooks.attached
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -12,7 +12,6 @@ import json
 import math
 import signal
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,16 +191,13 @@ class Trainer:
 
     def _again(self, work: Work, scale: float, *, failed: bool) -> BadOp | None:
         """Run a step again, and write down what was bad in it."""
-        # Of a run that was resumed, the watcher knows no earlier steps.
-        applied = self.session.steps_applied
-        losses = replace(self._failures.losses, applied=applied)
         bad = replayed.found(
             self.session,
             work,
             self._loss,
             lambda: self._seed(work),
             scale=scale,
-            losses=losses,
+            losses=self._failures.history(self.session.steps_applied),
             failed=failed,
         )
         if bad is not None and self.world.leads:

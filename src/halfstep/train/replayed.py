@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +64,16 @@ class Watcher:
         due = self.in_a_row == (1 if hopeless else SKIPS) and self.left > 0
         self.left -= due
         return due
+
+    def history(self, applied: int) -> Losses:
+        """Return the losses of a run that has applied so many steps.
+
+        Of one that was resumed the first loss is not known: one from its middle is as
+        likely to be half of the next as twice that, and says nothing.
+        """
+        begun = applied == self.losses.applied
+        first = self.losses.first if begun else math.nan
+        return replace(self.losses, first=first, applied=applied)
 
 
 def found(
