@@ -436,6 +436,22 @@ def test_a_target_that_is_no_probability() -> None:
     assert "4 of 4 targets are not inside 0 to 1" in str(bad)
 
 
+def test_a_target_that_is_too_long() -> None:
+    """Law: where no path leads to a target, that is told, and no range blamed."""
+    model = nn.Linear(8, 5)
+
+    def step() -> Tensor:
+        logs = model(X[:3, None]).log_softmax(-1)
+        target = torch.tensor([[1, 1, 2, 2]])
+        return nn.functional.ctc_loss(logs, target, (3,), (4,))
+
+    bad = hs.first_bad(model, step)
+    assert bad is not None
+    assert (bad.module, bad.op, bad.cause) == ("loss", "ctc_loss", "label")
+    assert "too short for its target" in str(bad)
+    assert "zero_infinity=True" in bad.advice
+
+
 def test_an_operation_that_refuses_nan() -> None:
     """Law: where one raises for what it takes, whoever made that is told."""
     model = nn.Linear(8, 1)
