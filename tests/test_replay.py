@@ -236,6 +236,38 @@ def test_a_buffer_that_is_replaced_is_put_back() -> None:
     assert not before.any()
 
 
+class Cached(nn.Module):
+    """A table that grows with what it is asked for, and one that is made then."""
+
+    table: Tensor
+    other: Tensor
+    late: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.rows = 0
+        self.register_buffer("table", torch.zeros(0))
+        self.register_buffer("other", torch.zeros(0))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layer gives, with a table of its size added."""
+        if len(x) > self.rows:
+            self.rows = len(x)
+            self.table = self.late = torch.ones(self.rows, 1)
+            self.other.resize_(self.rows, 1).fill_(1)
+        assert self.late is not None
+        return self.inner(x) + (self.table + self.other + self.late)[: len(x)]  # type: ignore[no-any-return]
+
+
+def test_a_cache_that_grew_stays() -> None:
+    """Law: what a pass has made larger fits what the model remembers of its size."""
+    model = Cached()
+    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert model(X).shape == X.shape
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradients_elsewhere_and_hooks(*, reentrant: bool) -> None:
     """Law: parameters outside of the model gain no gradient, nor does any hook run.

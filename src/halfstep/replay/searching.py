@@ -260,12 +260,10 @@ def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Non
     Nor exchanged, by DDP, or seen by a probe.
     """
     gradients = [(param, param.grad) for param in model.parameters()]
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    # A forward pass may put another tensor in a buffer's place.
-    places = [(m._buffers, dict(m._buffers.items())) for m in model.modules()]  # noqa: SLF001
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(values.gpus(model.parameters())))
         stack.enter_context(probe_hooks.all_paused())
+        stack.enter_context(_buffers_kept(model))
         if generator_state is not None:
             torch.set_rng_state(generator_state)
         if "torch._dynamo" in sys.modules:
@@ -285,13 +283,32 @@ def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Non
             torch.clear_autocast_cache()
             for param, gradient in gradients:
                 param.grad = gradient
-            for now, before in places:
-                for name, held in before.items():
-                    if now[name] is not held:
-                        now[name] = held
-            with torch.no_grad():
-                for buffer, value in kept:
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put back buffers, and what a forward pass has put in the place of one.
+
+    A cache that grew stays: whatever else tells its size has grown, too.
+    """
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    places = [(m._buffers, dict(m._buffers.items())) for m in model.modules()]  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for now, before in places:
+            for name in before.keys() & set(now.keys()):
+                new, held = now[name], before[name]
+                if new is not held and _are_alike(new, held):
+                    now[name] = held
+        with torch.no_grad():
+            for buffer, value in kept:
+                if _are_alike(buffer, value):
                     buffer.copy_(value)
+
+
+def _are_alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape
 
 
 @contextlib.contextmanager
