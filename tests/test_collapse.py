@@ -233,6 +233,16 @@ def test_a_finding_becomes_a_value(
     assert bad.made == ("NaN" if "NaN" in found.evidence else "inf")
 
 
+@pytest.mark.parametrize(
+    ("cause", "phase"), [("range", "forward"), ("zero", "backward")]
+)
+def test_behind_a_finite_loss(cause: str, phase: str) -> None:
+    """Law: there a result overflowed on the way forward, a slope on the way back."""
+    bad = told.bad_op(Finding(cause, "exp", "it is inf", ""), 8.0, finite=True)
+    assert bad.phase == phase
+    assert ("in the backward pass" in str(bad)) == (phase == "backward")
+
+
 def test_the_error_survives_pickle() -> None:
     """Law: a collapse that crosses processes keeps all it holds."""
     with pytest.raises(hs.LossScaleCollapse) as caught:

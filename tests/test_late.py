@@ -168,3 +168,18 @@ def test_on_a_gpu_late_and_in_order() -> None:
     assert arrived == [None] * LAG + [[float(n)] for n in range(6 - LAG)]
     assert sender.behind == LAG
     assert not late.on_host(torch.device("cuda"))
+
+
+def test_which_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: what tells that numbers have come stands behind them, on their own GPU."""
+    marked: list[torch.device] = []
+
+    class Event:
+        def record(self, stream: torch.device) -> None:
+            marked.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    second = torch.device("cuda", 1)
+    late._mark(second)
+    assert marked == [second]

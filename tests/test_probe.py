@@ -221,6 +221,43 @@ def test_outputs_of_all_kinds() -> None:
             assert probe.non_finite == ("model:output",)
 
 
+class Ragged(nn.Module):
+    """Rows of several lengths, in both of torch's forms."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return one row, and one without its last number."""
+        rows = [x[:1], x[1:2, :-1]]
+        strided = torch.nested.nested_tensor(rows)
+        return strided, torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", ["flags", "full"])
+def test_nested_tensors(mode: Any) -> None:
+    """Law: rows of several lengths are looked at, all of them."""
+    model = Ragged()
+    with hs.Probe(model, mode) as probe:
+        model(torch.ones(2, 4))
+        probe.step()
+        assert not probe.non_finite
+        if mode == "full":
+            assert probe.stats["model:output"].count == 2 * (4 + 3)
+        model(torch.full((2, 4), NAN))
+        probe.step()
+        assert probe.non_finite == ("model:output",)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
+def test_scripted_parts() -> None:
+    """Law: a part that torch lets nobody hook is passed over, and the rest is seen."""
+    scripted: Any = torch.jit.script(nn.Linear(2, 2))  # type: ignore[no-untyped-call]
+    model = nn.Sequential(scripted, nn.ReLU())
+    with hs.Probe(model) as probe:
+        model(torch.full((2, 2), NAN)).sum().backward()
+        probe.step()
+        assert probe.non_finite == ("1:output", "model:output")
+
+
 def test_a_step_of_several_passes() -> None:
     """Law: outputs of all passes of a step count; gradients of parameters as left."""
     model = net()
@@ -294,6 +331,17 @@ def test_paused() -> None:
         step(probe, model)
         assert probe.non_finite == ()
         assert probe.stats["0:output"].count == 18
+
+
+def test_detached_in_a_pause() -> None:
+    """Law: the end of a pause does not let a probe look again that was detached."""
+    model = nn.Linear(2, 2)
+    probe = hs.Probe(model)
+    loss = model(torch.ones(1, 2)).sum() * NAN
+    with probe.paused():
+        probe.detach()
+    loss.backward()
+    assert list(probe._hooks.looks.came) == [probe.names.index("model:output")]
 
 
 def test_copies_are_others() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.bad_op import BadOp
@@ -209,6 +210,127 @@ def test_a_step_that_raises_is_not_swallowed() -> None:
     model(X)
 
 
+class Average(nn.Module):
+    """A buffer that each pass puts another tensor in the place of."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layer gives, and remember its mean."""
+        y: Tensor = self.inner(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y
+
+
+def test_a_buffer_that_is_replaced_is_put_back() -> None:
+    """Law: the very tensor stands in its place again, with its numbers."""
+    model = Average()
+    before = model.mean
+    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert model.mean is before
+    assert not before.any()
+
+
+class Cached(nn.Module):
+    """A table that grows with what it is asked for, and one that is made then."""
+
+    table: Tensor
+    other: Tensor
+    late: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.rows = 0
+        self.register_buffer("table", torch.zeros(0))
+        self.register_buffer("other", torch.zeros(0))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layer gives, with a table of its size added."""
+        if len(x) > self.rows:
+            self.rows = len(x)
+            self.table = self.late = torch.ones(self.rows, 1)
+            self.other.resize_(self.rows, 1).fill_(1)
+        assert self.late is not None
+        return self.inner(x) + (self.table + self.other + self.late)[: len(x)]  # type: ignore[no-any-return]
+
+
+def test_a_cache_that_grew_stays() -> None:
+    """Law: what a pass has made larger fits what the model remembers of its size."""
+    model = Cached()
+    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert model(X).shape == X.shape
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_elsewhere_and_hooks(*, reentrant: bool) -> None:
+    """Law: parameters outside of the model gain no gradient, nor does any hook run.
+
+    Such a hook may be an optimizer: then the weights would move.
+    """
+    model, head = nn.Linear(8, 8), nn.Linear(8, 1)
+    inputs = X.clone().requires_grad_()
+    ran: list[Tensor] = []
+    for leaf in (*model.parameters(), *head.parameters()):
+        leaf.register_post_accumulate_grad_hook(ran.append)  # type: ignore[no-untyped-call]
+
+    def step() -> Tensor:
+        hidden = checkpoint(model, inputs, use_reentrant=reentrant)
+        return head(hidden).sum()  # type: ignore[no-any-return]
+
+    inputs.grad = torch.ones_like(X)
+    assert hs.first_bad(model, step) is None
+    assert not ran
+    assert head.weight.grad is None
+    assert torch.equal(inputs.grad, torch.ones_like(X))
+    step().backward()  # type: ignore[no-untyped-call]
+    assert len(ran) == 4
+
+
+def test_a_probe_sees_no_replay() -> None:
+    """Law: the step after a replay has the flags of its own passes alone."""
+    model = Net()
+    with hs.Probe(model) as probe:
+        bad = hs.first_bad(model, lambda: model(X * math.nan).sum())
+        assert bad is not None
+        model(X).sum().backward()
+        probe.step()
+        assert not probe.non_finite
+        model(X * math.nan).sum().backward()
+        probe.step()
+        assert probe.non_finite
+
+
+class Several(nn.Module):
+    """A model that takes any arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, *inputs: Tensor, **more: Tensor) -> Tensor:
+        """Return one with the others added."""
+        return self.inner(inputs[0]) + inputs[1] + more["bias"]  # type: ignore[no-any-return]
+
+
+def test_arguments_without_a_name() -> None:
+    """Law: one that has no name is told by its place, and none by another's name."""
+    model = Several()
+    nan = X * math.nan
+    bad = hs.first_bad(model, lambda: model(X, nan, bias=X).sum())
+    assert bad is not None
+    assert "'argument 1' of the model" in bad.evidence
+    bad = hs.first_bad(model, lambda: model(X, X, bias=nan).sum())
+    assert bad is not None
+    assert "'bias' of the model" in bad.evidence
+
+
 FIELDS: dict[str, Any] = {
     "phase": "backward",
     "module": "encoder.0.fc",
@@ -344,6 +466,22 @@ def test_a_target_that_is_no_probability() -> None:
     assert bad is not None
     assert (bad.module, bad.op, bad.cause) == ("loss", "binary_cross_entropy", "label")
     assert "4 of 4 targets are not inside 0 to 1" in str(bad)
+
+
+def test_a_target_that_is_too_long() -> None:
+    """Law: where no path leads to a target, that is told, and no range blamed."""
+    model = nn.Linear(8, 5)
+
+    def step() -> Tensor:
+        logs = model(X[:3, None]).log_softmax(-1)
+        target = torch.tensor([[1, 1, 2, 2]])
+        return nn.functional.ctc_loss(logs, target, (3,), (4,))
+
+    bad = hs.first_bad(model, step)
+    assert bad is not None
+    assert (bad.module, bad.op, bad.cause) == ("loss", "ctc_loss", "label")
+    assert "too short for its target" in str(bad)
+    assert "zero_infinity=True" in bad.advice
 
 
 def test_an_operation_that_refuses_nan() -> None:

@@ -293,6 +293,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "these are no statistics of a tensor: KeyError('casts'); give what "
     "TensorStats.data() returned.": lambda: TensorStats.from_data({"dtype": "float32"}),
+    "these are no statistics of a tensor: ValueError('exponents from -1022 to 1023 "
+    "only'); give what TensorStats.data() returned.": lambda: TensorStats.from_data(
+        measure(torch.ones(1)).data() | {"exponents": {"-1500": 1}}
+    ),
 }
 
 

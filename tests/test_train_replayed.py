@@ -27,6 +27,9 @@ from halfstep.train.stopping import Diverged
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from halfstep.scaler.collapse import Losses
+    from halfstep.train.feed import Work
+
 LAYER = "bert.encoder.layer.1.output.dense"
 
 
@@ -167,6 +170,69 @@ def test_a_divergence_carries_what_the_last_batch_shows(
     assert bad is not None
     assert bad.cause == "weight"
     assert str(bad) in str(caught.value)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_resumed_run_is_not_young(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, resumed: bool
+) -> None:
+    """Law: what overflows soon after a run was resumed is not laid to its start."""
+    given = settings | {"level": "O1", "dtype": "fp16"}
+    step, cut_at = Trainer.train_step, 25 if resumed else 0
+
+    def cut(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
+        if work.number == cut_at + 1:
+            raise KeyboardInterrupt
+        return step(self, work, *rest)
+
+    if resumed:
+        monkeypatch.setattr(Trainer, "train_step", cut)
+        with pytest.raises(KeyboardInterrupt):
+            run(given | {"eval_every": 5})
+        monkeypatch.setattr(Trainer, "train_step", step)
+        given = {"out": given["out"]}
+    spoil(monkeypatch, *range(cut_at + 3, 99), factor=1e6)
+    histories, find = [], replayed.found
+
+    def found(*args: Any, losses: Losses, **more: Any) -> BadOp | None:
+        histories.append(losses)
+        return find(*args, losses=losses, **more)
+
+    monkeypatch.setattr(replayed, "found", found)
+    with pytest.raises(LossScaleCollapse) as caught:
+        run(given, resume=resumed)
+    assert all(math.isnan(losses.first) == resumed for losses in histories)
+    bad = caught.value.bad_op
+    assert bad is not None
+    assert bad.cause == ("forward range" if resumed else "learning rate")
+
+
+def test_losses_of_a_resumed_run() -> None:
+    """Law: all steps count; a loss from the middle is not taken for the first."""
+    watcher = replayed.Watcher()
+    for loss in (0.1, 0.3):
+        watcher.due({"skipped": False, "loss": loss}, moves=True)
+    begun, resumed = watcher.history(2), watcher.history(500)
+    assert (begun.applied, resumed.applied) == (2, 500)
+    assert begun.ran_away(math.nan)
+    assert not resumed.ran_away(math.nan)
+
+
+def test_a_replay_that_fails_ends_no_run(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: the run goes on with a warning, and no hardware is accused."""
+    spoil(monkeypatch, 4, factor=math.inf)
+
+    def full(*_: Any, **__: Any) -> None:
+        message = "out of memory"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(replayed, "first_bad", full)
+    with pytest.warns(UserWarning, match="step 4 failed, and could not .* of memory"):
+        result = run(settings | {"level": "O0", "epochs": 1})
+    assert not events(settings)
+    assert result.folder.records()[-1]["step"] > 4
 
 
 def test_when_a_step_is_run_again() -> None:

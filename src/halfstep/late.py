@@ -36,6 +36,16 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=not on_host(device))
 
 
+def _mark(device: torch.device) -> torch.cuda.Event:
+    """Return what happens on a GPU once all that was asked of it so far is done.
+
+    Why its own stream: the present one may be another GPU's, which copies nothing.
+    """
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class Late:
     """Brings small device values to the host some steps late, so that nobody waits.
 
@@ -67,9 +77,7 @@ class Late:
         here = [moved(v.reshape(()), device).to(torch.float32) for v in values]
         host = torch.empty(len(here), pin_memory=True)
         host.copy_(torch.stack(here), non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._under_way.append((host, event))
+        self._under_way.append((host, _mark(device)))
         if len(self._under_way) <= LAG:
             return None
         arrived, event = self._under_way.popleft()
@@ -96,16 +104,14 @@ class Parcels(Generic[N]):
             note: Comes back with them.
             tensors: On one device, and not written to after this.
         """
-        there = any(tensor.device.type == "cuda" for tensor in tensors)
-        if not there:
+        there = next((t.device for t in tensors if t.device.type == "cuda"), None)
+        if there is None:
             self._under_way.append((note, [t.cpu() for t in tensors], None))
             return self.flush()
         host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
         for mine, theirs in zip(host, tensors, strict=True):
             mine.copy_(theirs, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._under_way.append((note, host, event))
+        self._under_way.append((note, host, _mark(there)))
         return self._taken(LAG)
 
     def flush(self) -> list[tuple[N, list[Tensor]]]:

@@ -190,7 +190,7 @@ class Probe:
         try:
             yield
         finally:
-            self._hooks.on = before
+            self._hooks.on = before and self._hooks.attached
 
     def __enter__(self) -> Self:
         return self

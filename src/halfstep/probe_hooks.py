@@ -6,6 +6,8 @@ inside torch.compile, operations in the graph that do so.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from halfstep.formats import tensors_in
 from halfstep.probe_looks import Looks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable, Container, Iterator
 
     from halfstep.formats import FloatFormat
 
@@ -75,6 +77,7 @@ class Hooks:
         """Of outputs and of their gradients, written to by graphs."""
         self._who = probe_traced.register(self) if full else 0
         self._queued = self._parameters_seen = False
+        _attached.add(self)
         self._handles = [
             module.register_forward_hook(self._hook(place))
             for place, (_, module) in enumerate(self.modules)
@@ -108,6 +111,7 @@ class Hooks:
     def detach(self) -> None:
         """Take all hooks away."""
         self.on = False
+        _attached.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -202,15 +206,34 @@ class Hooks:
         self.looks.look_at_all(found)
 
 
+_attached: weakref.WeakSet[Hooks] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def all_paused() -> Iterator[None]:
+    """Let no probe of any model look at anything inside."""
+    before = [(hooks, hooks.on) for hooks in _attached]
+    for hooks, _ in before:
+        hooks.on = False
+    try:
+        yield
+    finally:
+        for hooks, on in before:
+            hooks.on = on and hooks.attached
+
+
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return modules by path, each once, parts before the whole: as they end."""
+    """Return modules by path, each once, parts before the whole: as they end.
+
+    Scripted parts are left out: torch lets nobody hook them.
+    """
     found: list[tuple[str, nn.Module]] = []
     met: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> None:
         met.add(id(module))
         for name, child in module.named_children():
-            if id(child) not in met:
+            if id(child) not in met and not isinstance(child, torch.jit.ScriptModule):
                 visit(f"{path}.{name}" if path else name, child)
         found.append((path, module))
 

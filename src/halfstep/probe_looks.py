@@ -31,7 +31,9 @@ _Seen = tuple[StorageWeakRef, object, "bool | Tensor | Counts"]
 def numbers(tensor: Tensor) -> Tensor | None:
     """Return a tensor's numbers as plain floats; None of one that has none."""
     values = tensor.detach()
-    if type(values) is not Tensor or values.layout is not torch.strided:
+    # A nested tensor may call itself strided, and has no shape.
+    plain = type(values) is Tensor and values.layout is torch.strided
+    if not plain or values.is_nested:
         values = dense(values)
         values = values.values() if values.is_nested else values
     if values.dtype in DTYPES:

@@ -348,6 +348,9 @@ def _from_data(data: dict[str, Any]) -> TensorStats:
     bad = facts["infs"] + facts["nans"]
     bins[0] = facts["count"] - bad - sum(bins.values())
     bins[BINS - 1] = bad
+    if not all(0 <= at < BINS for at in bins):
+        message = f"exponents from {1 - _BIAS} to {BINS - 2 - _BIAS} only"
+        raise ValueError(message)
     for at, many in bins.items():
         counted.counts[at] = many
     lost = [int(loss[name]) for loss in losses for name in LOSSES]

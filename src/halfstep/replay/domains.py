@@ -31,6 +31,7 @@ _CLAMP = "Clamp its argument to the inside of its domain."
 _EPS = "Give the norm an eps above 0."
 _LONE = "Take it over two numbers at least, or with correction=0."
 _SKIP = "Skip such a batch, or divide a sum by max(count, 1)."
+_LEAVE = "Leave such pairs out, or set zero_infinity=True."
 MASK = "Leave something in each row unmasked."
 
 
@@ -164,6 +165,14 @@ def _nll_back(
     return None
 
 
+def _aligned(
+    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
+) -> Flaw | None:
+    del args, kwargs
+    found = _if(outputs[0].isinf(), "an input is too short for its target", _LEAVE)
+    return found and found._replace(cause="label")
+
+
 _ZERO, _BELOW = "its argument is 0", "its argument is negative"
 _LOGARITHM = _at((lambda x: x == 0, _ZERO, _LOG), (lambda x: x < 0, _BELOW, _CLAMP))
 _OUTSIDE = _at((lambda x: x.abs() > 1, "its argument is not inside -1 to 1", _CLAMP))
@@ -199,6 +208,8 @@ _TESTS: dict[str, Callable[..., Flaw | None]] = {
     "nll_loss2d_forward": _nll,
     "nll_loss_backward": _nll_back,
     "nll_loss2d_backward": _nll_back,
+    "_ctc_loss": _aligned,
+    "_cudnn_ctc_loss": _aligned,
 }
 
 _ROOTS = {"sqrt", "pow", "norm", "rsqrt", "hypot", "cdist"}

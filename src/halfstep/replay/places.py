@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 ROOT, LOSS, INPUT = "model", "loss", "input"
 """The model itself, what comes after its forward pass, and what comes before it."""
 
+_POSITIONAL = {
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+}
+
 
 @dataclass(frozen=True)
 class Place:
@@ -94,7 +99,8 @@ class Places:
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         """Take note of what the model is called with."""
-        names = list(inspect.signature(module.forward).parameters)
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in _POSITIONAL]
         names += [f"argument {place}" for place in range(len(names), len(args))]
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             for key in filter(None, map(values.key, values.floats(value))):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from halfstep import distributed
+from halfstep import distributed, probe_hooks
 from halfstep.replay import values, verdict
 from halfstep.replay.indices import OutOfRange
 from halfstep.replay.places import Places
@@ -24,7 +24,9 @@ from halfstep.replay.watching import Watcher
 from halfstep.scaler.collapse import Losses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch.autograd.graph import Node
 
     from halfstep.bad_op import BadOp
     from halfstep.replay.watching import Event
@@ -49,9 +51,10 @@ def first_bad(
     that is undefined. A mask of -inf that does what it should is not named.
 
     It waits for the device at each operation, and takes ten to a hundred times as long
-    as a step. Weights, gradients, buffers and random numbers are put back. Nothing is
-    exchanged between DDP's processes, so one of them may call it alone; with FSDP, or
-    with batch norms that are synchronised, all must.
+    as a step. Weights, gradients, buffers and torch's random numbers are put back. No
+    gradient is added to one that is there, so no hook that waits for that runs; and
+    no probe sees it. Nothing is exchanged between DDP's processes, so one of them may
+    call it alone; with FSDP, or with batch norms that are synchronised, all must.
 
     Args:
         model: As it is called: also in DDP, or compiled; then what it was compiled from
@@ -189,10 +192,32 @@ def _gradients(
         found = torch.autograd.grad(scaled, params, allow_unused=True)
         return list(found)
     # Shards are other parameters than what was gathered of them for the forward pass.
-    for param in (*params, *shards):
-        param.grad = None
-    torch.autograd.backward(scaled)
-    return [param.grad for param in (*params, *shards)]
+    with _unused(_leaves(scaled)), _unused([*params, *shards]):
+        torch.autograd.backward(scaled)
+        return [param.grad for param in (*params, *shards)]
+
+
+@contextlib.contextmanager
+def _unused(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Give leaves fresh gradients, and let no hook use them, as an optimizer may."""
+    kept = []
+    for leaf in leaves:
+        hooks = leaf._post_accumulate_grad_hooks or {}  # noqa: SLF001
+        kept.append((leaf, leaf.grad, hooks, dict(hooks)))
+        leaf.grad = None
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for leaf, gradient, hooks, held in reversed(kept):
+            leaf.grad = gradient
+            hooks.update(held)
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """Return the tensors whose gradients a backward pass adds to."""
+    last = "torch::autograd::AccumulateGrad"
+    return [node.variable for node in _nodes(loss) if node.name() == last]  # type: ignore[attr-defined]
 
 
 def _needs_backward(model: nn.Module, loss: Tensor) -> bool:
@@ -200,19 +225,21 @@ def _needs_backward(model: nn.Module, loss: Tensor) -> bool:
 
     So it is with reentrant checkpoints; and FSDP2's reach its shards only there.
     """
-    if _is_sharded(model):
-        return True
+    reentrant = "CheckpointFunctionBackward"
+    return _is_sharded(model) or any(n.name() == reentrant for n in _nodes(loss))
+
+
+def _nodes(loss: Tensor) -> Iterator[Node]:
+    """Go through the graph of a loss."""
     left, seen = [loss.grad_fn], {loss.grad_fn}
     while left:
         node = left.pop()
         if node is None:
             continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
+        yield node
         more = {one for one, _ in node.next_functions} - seen
         seen |= more
         left += more
-    return False
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -230,12 +257,13 @@ def _history(losses: Sequence[float]) -> Losses:
 def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[None]:
     """Put back buffers, gradients and random numbers; let nothing be compiled.
 
-    Nor exchanged: by DDP, that is.
+    Nor exchanged, by DDP, or seen by a probe.
     """
     gradients = [(param, param.grad) for param in model.parameters()]
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.random.fork_rng(values.gpus(model.parameters())))
+        stack.enter_context(probe_hooks.all_paused())
+        stack.enter_context(_buffers_kept(model))
         if generator_state is not None:
             torch.set_rng_state(generator_state)
         if "torch._dynamo" in sys.modules:
@@ -255,9 +283,32 @@ def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Non
             torch.clear_autocast_cache()
             for param, gradient in gradients:
                 param.grad = gradient
-            with torch.no_grad():
-                for buffer, value in kept:
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put back buffers, and what a forward pass has put in the place of one.
+
+    A cache that grew stays: whatever else tells its size has grown, too.
+    """
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    places = [(m._buffers, dict(m._buffers.items())) for m in model.modules()]  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for now, before in places:
+            for name in before.keys() & set(now.keys()):
+                new, held = now[name], before[name]
+                if new is not held and _are_alike(new, held):
+                    now[name] = held
+        with torch.no_grad():
+            for buffer, value in kept:
+                if _are_alike(buffer, value):
                     buffer.copy_(value)
+
+
+def _are_alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape
 
 
 @contextlib.contextmanager

@@ -83,6 +83,14 @@ def held(value: Tensor) -> Held:
     )
 
 
+def gpus(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the numbers of the GPUs that tensors are on.
+
+    Why: to keep the random numbers of all would begin to use each one, and torch warns.
+    """
+    return sorted({t.get_device() for t in tensors if t.is_cuda})
+
+
 def reach(tensors: Iterable[Tensor]) -> float:
     """Return the largest finite magnitude; 0.0 if there is none."""
     most = 0.0
@@ -114,7 +122,7 @@ def wide(
 
     given = _pytree.tree_map(widened, (args, kwargs))
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(gpus(floats(given))), torch.no_grad():
             output = func(*given[0], **given[1])
     except Exception:  # noqa: BLE001 -- some kernels take 16 bits alone
         return "not run", 0.0

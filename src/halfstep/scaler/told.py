@@ -46,7 +46,8 @@ def bad_op(finding: Finding, scale: float, *, finite: bool | None) -> BadOp:
     elif finding.cause == "loss":
         module = "loss"
     phase = {"data": "input", "weights": "weight"}.get(finding.cause, "forward")
-    if phase == "forward" and finite:
+    # A finite loss hides an exp that overflowed, not a slope that is infinite.
+    if phase == "forward" and finite and finding.cause != "range":
         phase = "backward"
     return BadOp(
         phase=phase,

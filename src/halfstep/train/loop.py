@@ -191,16 +191,15 @@ class Trainer:
 
     def _again(self, work: Work, scale: float, *, failed: bool) -> BadOp | None:
         """Run a step again, and write down what was bad in it."""
-        with self._unseen():
-            bad = replayed.found(
-                self.session,
-                work,
-                self._loss,
-                lambda: self._seed(work),
-                scale=scale,
-                losses=self._failures.losses,
-                failed=failed,
-            )
+        bad = replayed.found(
+            self.session,
+            work,
+            self._loss,
+            lambda: self._seed(work),
+            scale=scale,
+            losses=self._failures.history(self.session.steps_applied),
+            failed=failed,
+        )
         if bad is not None and self.world.leads:
             event = {"step": work.number, "event": "bad_op"}
             self.folder.log(bad.data() | event)

@@ -7,7 +7,8 @@ metrics and the error that ends the run.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +65,16 @@ class Watcher:
         self.left -= due
         return due
 
+    def history(self, applied: int) -> Losses:
+        """Return the losses of a run that has applied so many steps.
+
+        Of one that was resumed the first loss is not known: one from its middle is as
+        likely to be half of the next as twice that, and says nothing.
+        """
+        begun = applied == self.losses.applied
+        first = self.losses.first if begun else math.nan
+        return replace(self.losses, first=first, applied=applied)
+
 
 def found(
     session: Session,
@@ -77,7 +88,8 @@ def found(
 ) -> BadOp | None:
     """Run the micro-batches of a step again; return the first fault on any process.
 
-    All processes must call it: they tell each other what they found.
+    All processes must call it: they tell each other what they found. A step that cannot
+    be run again, for want of memory perhaps, ends nothing: that is said in a warning.
 
     Args:
         session: Its weights are those of the failing step.
@@ -90,6 +102,7 @@ def found(
     """
     world = distributed.size()
     weight = world / work.weight  # as the session divides by the micro-batches
+    unread: list[str] = []
 
     def look(place: int) -> BadOp | None:
         def step() -> Tensor:
@@ -99,13 +112,23 @@ def found(
                     loss_of(part)
             return loss_of(work.parts[place]) * work.real[place] * weight
 
-        return first_bad(
-            session.model, step, scale=scale, number=work.number, losses=losses
-        )
+        try:
+            return first_bad(
+                session.model, step, scale=scale, number=work.number, losses=losses
+            )
+        except Exception as error:  # noqa: BLE001
+            # Not to know the cause must not end a run that may yet go on.
+            unread.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            return None
 
     for _ in range(2 if failed else 1):
         mine = [look(place) for place in range(len(work.parts))]
         bad = distributed.first_given(next(filter(None, mine), None))
         if bad is not None:
             return bad
+    reason = distributed.first_given(next(iter(unread), None))
+    if reason is not None:
+        message = f"step {work.number} failed, and could not be run again: {reason}"
+        warnings.warn(message, stacklevel=2)
+        return None
     return not_reproduced(work.number, scale) if failed else None
