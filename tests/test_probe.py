@@ -531,3 +531,10 @@ def test_cuda(mode: Any) -> None:
         assert probe.non_finite[0] == "0:output"
         probe.flush()
         assert (probe.arrived, probe.non_finite) == (probe.steps, ())
+
+
+def test_a_log_without_a_folder(tmp_path: Path) -> None:
+    """Law: it is refused at once, not in the middle of training."""
+    path = tmp_path / "none" / "metrics.jsonl"
+    with pytest.raises(UserError, match=r"there is no folder .*none; make it first"):
+        hs.Probe(nn.Linear(2, 2), log=path)

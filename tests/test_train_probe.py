@@ -16,7 +16,9 @@ from small_training import (
 )
 
 from halfstep import checkpoint
+from halfstep.scaler import LossScaleCollapse
 from halfstep.tensor_stats import TensorStats
+from halfstep.train.folder import RunFolder
 from halfstep.train.loop import Trainer
 from halfstep.train.run import run
 
@@ -113,6 +115,26 @@ def test_flags_name_what_is_not_finite(
     assert "classifier.weight:grad" in event["where"]
     (bad,) = events(result, "bad_op")
     assert bad["step"] == 3
+
+
+def test_a_collapse_is_seen(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: the step that ends a run is among the events of its probe."""
+    clean = Trainer._loss
+
+    def loss(self: Trainer, part: dict[str, Any]) -> Any:
+        return clean(self, part) * float("inf")
+
+    monkeypatch.setattr(Trainer, "_loss", loss)
+    given = settings | {"dtype": "fp16", "loss_scale": "dynamic", "probe": "flags"}
+    given |= {"epochs": 9, "eval_every": 99, "out": str(tmp_path / "run")}
+    with pytest.raises(LossScaleCollapse):
+        run(given)
+    records = RunFolder(tmp_path / "run").records()
+    last = max(record["step"] for record in steps_of(records))  # the one before
+    seen = [r["step"] for r in records if r.get("event") == "non_finite"]
+    assert seen[-1] > last
 
 
 def test_resumed(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from halfstep import distributed, formats
-from halfstep.errors import require
+from halfstep.errors import UserError, require
 from halfstep.late import Parcels, moved
 from halfstep.probe_hooks import Hooks
 from halfstep.probe_looks import Key, label
@@ -72,7 +72,7 @@ class Probe:
         group: Processes that take part; None: all.
 
     Raises:
-        UserError: If an argument is out of its range.
+        UserError: If an argument is out of its range, or a log has no folder.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
@@ -325,6 +325,9 @@ def _writer(
     if log is None or callable(log):
         return log
     path = Path(log)
+    if not path.parent.is_dir():
+        message = f"log={log}: there is no folder {path.parent}; make it first."
+        raise UserError(message)
 
     def add(event: Event) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_rank():

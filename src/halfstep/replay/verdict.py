@@ -36,7 +36,8 @@ _NO_SCALE = "No loss scale helps. "
 _NOT_AGAIN = (
     "Either an operation is not deterministic (set "
     "torch.use_deterministic_algorithms(True)), or the replay had not the same batch "
-    "and random numbers, or the hardware erred: if it comes back on one machine alone, "
+    "and random numbers, or each micro-batch is finite and their sum is not (sum in "
+    "float32), or the hardware erred: if it comes back on one machine alone, "
     "test its memory."
 )
 _EXP = "Subtract the maximum before exp, or clamp its argument."

@@ -183,6 +183,8 @@ class Trainer:
             bad = self._again(work, error.history[-1], failed=True)
             if bad is not None:
                 error.tell(bad)
+            if self._probe is not None:
+                self._probe.step(work.number)
             raise
         moves = self.session.scaler.rule.backoff_factor < 1
         if self._failures.due(record, moves=moves):
