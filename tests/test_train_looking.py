@@ -68,6 +68,7 @@ def test_what_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert {"bf16", "fp32"} <= {word for row in found.rows for word in row.dtypes}
     assert found.gemm_s > 0
     assert found.update_s > 0
+    assert min(row.self_s for row in found.rows) >= 0
     assert found.casts_s > 0
     assert ProfileFacts.from_data(told).wall_s == found.wall_s
     assert "profiler" not in capfd.readouterr().err

@@ -106,6 +106,9 @@ class Timeline:
     def settle(self) -> None:
         """Add up, once all events are in."""
         whole = self.span[1] - self.span[0]
+        for op in self.ops:
+            # The profiler's own time is an estimate, and may be more than it took.
+            op.own = max(0.0, op.own)
         if self.busy:
             taken = self.inside([*self.busy, *self.fetching])
             self.fetched = taken - self.inside(self.busy)
