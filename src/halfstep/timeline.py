@@ -96,6 +96,8 @@ class Timeline:
     """Nanoseconds of fetching; on a GPU: those for which it had no work."""
     length: float = 0.0
     """Nanoseconds in all, the profiler's own left out."""
+    _gaps: list[int] = field(default_factory=list)
+    """What `idle` is the sum of, on a CPU, with the profiler's own."""
 
     def inside(self, spans: Iterable[Span]) -> int:
         """Return how many nanoseconds of the step lie in any of some spans."""
@@ -114,10 +116,18 @@ class Timeline:
             self.fetched = taken - self.inside(self.busy)
             self.idle, self.length = whole - taken, whole
             return
-        taken = self.inside([*self.covered, *self.fetching])
         self.fetched = self.inside(self.fetching)
-        self.idle = max(0.0, whole - taken - self.between)
+        self._gaps = self._between()
+        self.idle = max(0.0, sum(self._gaps) - self.between)
         self._add_up()
+
+    def _between(self) -> list[int]:
+        """Return the nanoseconds before each operation or fetching, and at the end."""
+        reached, gaps = self.span[0], []
+        for begin, end in [*sorted([*self.covered, *self.fetching]), self.span[::-1]]:
+            gaps.append(max(0, begin - reached))
+            reached = max(reached, end)
+        return gaps
 
     def _add_up(self) -> None:
         in_ops = sum(op.own for op in self.ops if op.part != FETCH)
@@ -134,7 +144,12 @@ class Timeline:
             return
         for op, *same in zip(self.ops, *(each.ops for each in twins), strict=True):
             op.own = min(op.own, *(each.own for each in same))
-        self.idle = min(self.idle, *(each.idle for each in twins))
+        gaps = [each._gaps for each in (self, *twins)]  # noqa: SLF001 -- its own
+        if len(set(map(len, gaps))) == 1:
+            shortest = sum(map(min, zip(*gaps, strict=True)))
+            self.idle = max(0.0, shortest - self.between)
+        else:
+            self.idle = min(self.idle, *(each.idle for each in twins))
         self.fetched = min(self.fetched, *(each.fetched for each in twins))
         self._add_up()
 
