@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from halfstep.nested import halves, tensors
+from halfstep.formats import tensors_in
+from halfstep.nested import halves
 
 X, Y = torch.arange(10.0).view(5, 2), torch.arange(5)
 
@@ -46,10 +47,10 @@ def test_halves(kind: str) -> None:
     assert cut is not None
     for part, rows in zip(cut, (slice(0, 2), slice(2, 4)), strict=True):
         assert type(part) is type(batch)
-        x, y = tensors(part)
+        x, y = tensors_in(part)
         assert torch.equal(x, X[rows])
         assert torch.equal(y, Y[rows])
-    assert all(a is b for a, b in zip(tensors(batch), (X, Y), strict=True))
+    assert all(a is b for a, b in zip(tensors_in(batch), (X, Y), strict=True))
 
 
 def test_what_has_no_examples_goes_into_both() -> None:

@@ -37,7 +37,7 @@ nowhere, because a replay was finite."""
 _WIDE = ("finite", "not finite", "not run")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BadOp:
     """What made the first inf or NaN of a step, and how sure that is.
 
@@ -47,24 +47,24 @@ class BadOp:
 
     phase: str
     """One of `PHASES`."""
-    module: str
+    module: str = "model"
     """Path in the model; "model" for the model itself, "loss" after its forward pass,
     "input" before it."""
-    kind: str
+    kind: str = ""
     """Class name of that module; "" outside of the model."""
-    op: str
+    op: str = ""
     """aten's word for it, such as "linear", "softmax" or "mm"; "" if none ran."""
-    step: int | None
+    step: int | None = None
     """Of the optimizer; None if nobody said."""
     scale: float
     """Loss scale of the backward pass."""
-    dtype: str
+    dtype: str = ""
     """Format of its result, such as "float16"."""
-    inputs: float | None
+    inputs: float | None = None
     """Largest finite magnitude that it took in; None if that was not seen."""
-    made: str
+    made: str = ""
     """"inf" or "NaN"; "" where nothing was made."""
-    wide: str
+    wide: str = "not run"
     """What its result is in float32: "finite", "not finite", "not run"."""
     cause: str
     """One of `CAUSES`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from halfstep.nested import tensors
+from halfstep.formats import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +127,7 @@ class Boundaries:
 
     def _take(self, path: str, side: str, value: object) -> None:
         """Take down a module's inputs or outputs, and ask for their gradients."""
-        for tensor in tensors(value):
+        for tensor in tensors_in(value):
             if not tensor.is_floating_point() or tensor.layout != torch.strided:
                 continue
             if not self._ended:

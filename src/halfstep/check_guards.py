@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.errors import UserError
-from halfstep.formats import is_low
-from halfstep.nested import tensors
+from halfstep.formats import is_low, tensors_in
 from halfstep.pass_counts import is_leaf
 from halfstep.scaler.measured import nodes_of
 
@@ -136,7 +135,7 @@ def check_model(model: nn.Module) -> None:
 def misplaced(model: nn.Module, batch: object) -> str:
     """Return what to say where a batch lies on another device than the model, or ""."""
     home = next(model.parameters()).device
-    for tensor in tensors(batch):
+    for tensor in tensors_in(batch):
         if tensor.device != home:
             return (
                 f"the batch holds a tensor on {tensor.device}, the model is on {home}: "

@@ -1,7 +1,7 @@
-"""Tensors inside batches and module outputs, whatever these are made of.
+"""Batches with only some of their examples, whatever these are made of.
 
-In: tensors in lists, tuples, mappings and dataclasses. Out: the tensors, or the same
-value with only some of its examples.
+In: tensors in lists, tuples, mappings and dataclasses. Out: the same value, each of its
+tensors changed.
 """
 
 from __future__ import annotations
@@ -9,37 +9,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from halfstep.formats import tensors_in
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
 _FEWEST = 2
 """Examples that can be halved."""
-
-
-def tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in a nested value, in order; objects of other kinds hold none.
-
-    Args:
-        value: A tensor, list, tuple, mapping or dataclass, nested in any way.
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors(getattr(value, field.name, None))
 
 
 def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
@@ -54,7 +37,7 @@ def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
     Returns:
         None where no dimension can be cut in two.
     """
-    sizes = Counter(item.shape[0] for item in tensors(batch) if item.ndim)
+    sizes = Counter(item.shape[0] for item in tensors_in(batch) if item.ndim)
     if not sizes:
         return None
     examples = sizes.most_common(1)[0][0]
