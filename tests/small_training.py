@@ -39,6 +39,18 @@ def small_and_measured(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
 
 
+def small_settings(folder: Path, source: Path, **more: Any) -> dict[str, Any]:
+    """Return settings of a run in a folder, of the size that `small_and_measured` adds.
+
+    Args:
+        folder: The run goes into `folder / "run"`.
+        source: Texts to train on.
+        more: Settings by name, beside these or in their place.
+    """
+    shared = {"data": str(source), "dev_share": 0.1, "model": "mini", "batch_size": 16}
+    return shared | {"out": str(folder / "run")} | more
+
+
 def without_figures(patch: pytest.MonkeyPatch) -> None:
     """Leave the page blank: drawing takes longer than all the training here."""
     patch.setattr(page, "page", lambda *_: "<html></html>")

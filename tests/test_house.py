@@ -87,7 +87,7 @@ LAYER = {
     "machine": 3,
     "master.arithmetic": 2,
     "hooks": 0,
-    "saving": 0,
+    "saved_hooks": 0,
     "untraced": 0,
     "master.kahan": 1,
     "master.split": 0,

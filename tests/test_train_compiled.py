@@ -11,6 +11,7 @@ from small_training import (
     assert_same_run,
     one_thread,
     small_and_measured,
+    small_settings,
     steps_of,
     without_figures,
     write_letters,
@@ -48,17 +49,9 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return settings of a run of a few steps without dropout."""
     small_and_measured(monkeypatch)
     without_figures(monkeypatch)
-    return {
-        "data": str(write_letters(tmp_path, 106)),
-        "dev_share": 0.1,
-        "model": "mini",
-        "dropout": 0.0,
-        "mask_tokens": 0.0,
-        "lr": 1e-3,
-        "epochs": 1,
-        "batch_size": 16,
-        "eval_every": 3,
-    }
+    source = write_letters(tmp_path, 106)
+    more = {"dropout": 0.0, "mask_tokens": 0.0, "lr": 1e-3, "epochs": 1}
+    return small_settings(tmp_path, source, eval_every=3, **more)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from small_training import (
     one_thread,
     same,
     small_and_measured,
+    small_settings,
     steps_of,
     timeless,
     without_figures,
@@ -44,16 +45,9 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return settings of a run of 12 steps with dropout."""
     small_and_measured(monkeypatch)
     without_figures(monkeypatch)
-    return {
-        "data": str(write_letters(tmp_path, 106)),
-        "dev_share": 0.1,
-        "model": "mini",
-        "level": "O2",
-        "dtype": "bf16",
-        "epochs": 2,
-        "batch_size": 16,
-        "eval_every": 4,
-    }
+    source = write_letters(tmp_path, 106)
+    more = {"level": "O2", "dtype": "bf16", "epochs": 2, "eval_every": 4}
+    return small_settings(tmp_path, source, **more)
 
 
 def events(result: Result, kind: str) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import torch
 from small_training import (
     one_thread,
     small_and_measured,
+    small_settings,
     without_figures,
     write_letters,
 )
@@ -50,15 +51,8 @@ def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of some steps on texts whose characters tell their class."""
-    return {
-        "data": str(write_letters(tmp_path, 100, "abcx", "defx")),
-        "dev_share": 0.1,
-        "model": "mini",
-        "lr": 3e-3,
-        "epochs": 10,
-        "batch_size": 16,
-        "out": str(tmp_path / "run"),
-    }
+    source = write_letters(tmp_path, 100, "abcx", "defx")
+    return small_settings(tmp_path, source, lr=3e-3, epochs=10)
 
 
 def events(settings: dict[str, Any]) -> list[dict[str, Any]]:

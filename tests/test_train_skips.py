@@ -14,6 +14,7 @@ from small_training import (
     one_thread,
     same,
     small_and_measured,
+    small_settings,
     steps_of,
     without_figures,
     write_letters,
@@ -50,15 +51,8 @@ def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of twelve steps on texts whose characters tell their class."""
-    return {
-        "data": str(write_letters(tmp_path, 100, "abcx", "defx")),
-        "dev_share": 0.1,
-        "model": "mini",
-        "lr": 3e-3,
-        "epochs": 2,
-        "batch_size": 16,
-        "out": str(tmp_path / "run"),
-    }
+    source = write_letters(tmp_path, 100, "abcx", "defx")
+    return small_settings(tmp_path, source, lr=3e-3, epochs=2)
 
 
 def train(settings: dict[str, Any], kind: str, **more: Any) -> list[dict[str, Any]]:

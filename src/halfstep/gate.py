@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from halfstep import saving
+from halfstep import saved_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -151,7 +151,7 @@ def enter(device: str, frame: Frame | None) -> Frame | None:
         _thread.again.clear()
     if frame is not None:
         frame.within = within
-        frame.hooks = saving.hooks()
+        frame.hooks = saved_hooks.hooks()
         if frame.cache is not None:
             frame.cache.begin()
     log = _thread.logs.get(device)

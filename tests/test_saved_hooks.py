@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import saving
+from halfstep import saved_hooks
 
 COUNTED = """
 import torch
@@ -28,28 +28,28 @@ def same(x: torch.Tensor) -> torch.Tensor:
 
 def test_number_of_the_innermost_hooks() -> None:
     """Law: each nest of hooks has its number, and leaving it gives back that around."""
-    assert saving.hooks() == 0
+    assert saved_hooks.hooks() == 0
     with saved_tensors_hooks(same, same):
-        outer = saving.hooks()
+        outer = saved_hooks.hooks()
         assert outer == id(same)
         with save_on_cpu():
-            assert saving.hooks() not in {0, outer}
-        assert saving.hooks() == outer
-    assert saving.hooks() == 0
+            assert saved_hooks.hooks() not in {0, outer}
+        assert saved_hooks.hooks() == outer
+    assert saved_hooks.hooks() == 0
 
 
 def test_an_error_leaves_no_hooks() -> None:
     """Law: hooks that an error ended are in force no longer."""
     with pytest.raises(ZeroDivisionError), saved_tensors_hooks(same, same):
         _ = 1 / 0
-    assert saving.hooks() == 0
+    assert saved_hooks.hooks() == 0
 
 
 def test_hooks_are_those_of_a_thread() -> None:
     """Law: a thread does not see the hooks of another one."""
     seen = []
     with saved_tensors_hooks(same, same):
-        thread = threading.Thread(target=lambda: seen.append(saving.hooks()))
+        thread = threading.Thread(target=lambda: seen.append(saved_hooks.hooks()))
         thread.start()
         thread.join()
     assert seen == [0]
@@ -60,7 +60,7 @@ def test_checkpointing_sets_hooks_forward_and_backward() -> None:
     seen = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
-        seen.append(saving.hooks())
+        seen.append(saved_hooks.hooks())
         return x.exp().exp()
 
     x = torch.ones(2, requires_grad=True)
@@ -72,7 +72,7 @@ def test_checkpointing_sets_hooks_forward_and_backward() -> None:
 
 def test_counted_where_torch_does_not_tell() -> None:
     """Law: the same holds in a torch that does not say which hooks are in force."""
-    if saving._top is None:
+    if saved_hooks._top is None:
         pytest.skip("this torch does not tell: the other tests have counted")
     code = "import sys" + COUNTED.format(path=__file__)
     done = subprocess.run(
