@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from halfstep import distributed, probe_hooks
+from halfstep import distributed
+from halfstep.probe.hooks import all_paused
 from halfstep.replay import values, verdict
 from halfstep.replay.indices import OutOfRange
 from halfstep.replay.places import Places
@@ -262,7 +263,7 @@ def _as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Non
     gradients = [(param, param.grad) for param in model.parameters()]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(values.gpus(model.parameters())))
-        stack.enter_context(probe_hooks.all_paused())
+        stack.enter_context(all_paused())
         stack.enter_context(_buffers_kept(model))
         if generator_state is not None:
             torch.set_rng_state(generator_state)

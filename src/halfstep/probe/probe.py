@@ -20,9 +20,9 @@ import torch.distributed as dist
 from halfstep import distributed, formats
 from halfstep.errors import UserError, require
 from halfstep.late import Parcels, moved
-from halfstep.probe_hooks import Hooks
-from halfstep.probe_looks import Key, label
-from halfstep.probe_traced import UNSEEN
+from halfstep.probe.hooks import Hooks
+from halfstep.probe.looks import Key, label
+from halfstep.probe.traced import UNSEEN
 from halfstep.tensor_counts import CASTS, Counts
 from halfstep.tensor_stats import TensorStats, counts_over
 
@@ -202,8 +202,13 @@ class Probe:
 
     def _send_flags(self) -> None:
         hooks = self._hooks
-        order, rows = hooks.looks.flags()
-        came = list(hooks.looks.came)
+        looks = hooks.looks
+        if not (looks.peaks or hooks.traced or self._over_ranks):  # all on the host
+            bad = {number for number, flag in looks.bad.items() if flag}
+            self._arrive(self.steps, looks.bad, self._named(looks.came, bad))
+            return
+        order, rows = looks.flags()
+        came = list(looks.came)
         rows = [moved(row, hooks.device).float() for row in rows]
         if hooks.traced:
             count = len(hooks.modules)
@@ -236,10 +241,15 @@ class Probe:
         flags = list(zip(order, torch.cat(tensors).tolist(), strict=True))
         seen = {number for number, flag in flags if flag != UNSEEN}
         bad = {number for number, flag in flags if flag > 0}
+        self._arrive(step, seen, self._named(came, bad))
+
+    def _named(self, came: Iterable[int], bad: set[int]) -> list[str]:
+        """Return the names of numbers, in the order in which they came by."""
+        if not bad:
+            return []
         # What came by in other processes only comes last.
         ordered = dict.fromkeys([*came, *sorted(bad)])
-        names = [self.names[number] for number in ordered if number in bad]
-        self._arrive(step, seen, names)
+        return [self.names[number] for number in ordered if number in bad]
 
     # Statistics
 

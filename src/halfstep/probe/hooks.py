@@ -1,6 +1,6 @@
 """How a probe is attached: hooks on modules, on gradients, and at a backward's end.
 
-In: a model. Out: each tensor that comes by, once, shown to `Looks` under its name;
+In: a model. Out: each tensor that comes by, once, noted in `Looks` under its names;
 inside torch.compile, operations in the graph that do so.
 """
 
@@ -14,17 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from halfstep import probe_traced
-from halfstep.formats import tensors_in
-from halfstep.probe_looks import Looks
+from halfstep.probe import traced
+from halfstep.probe.comings import Comings, Met
+from halfstep.probe.looks import Looks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
 
     from halfstep.formats import FloatFormat
-
-OUTSIDE = -1
-"""torch's number of the backward pass under way, where there is none."""
 
 
 class Hooks:
@@ -69,13 +66,14 @@ class Hooks:
         parameters = list(model.parameters())
         self.device = parameters[0].device if parameters else torch.device("cpu")
         count = len(self.modules)
-        shape = (count,), probe_traced.UNSEEN
+        self._comings = Comings(self.looks, count)
+        shape = (count,), traced.UNSEEN
         self.flags = (
             torch.full(*shape, device=self.device),
             torch.full(*shape, device=self.device),
         )
         """Of outputs and of their gradients, written to by graphs."""
-        self._who = probe_traced.register(self) if full else 0
+        self._who = traced.register(self) if full else 0
         self._queued = self._parameters_seen = False
         _attached.add(self)
         self._handles = [
@@ -115,15 +113,17 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._comings.clear()
 
     def begin(self, *, looking: bool) -> None:
         """Forget what was seen; begin a step."""
         self.looking = looking
         self.looks.clear()
+        self._comings.clear()
         self._queued = self._parameters_seen = False
         if self.traced:
             for flags in self.flags:
-                flags.fill_(probe_traced.UNSEEN)
+                flags.fill_(traced.UNSEEN)
         self.traced = False
 
     def finish(self) -> None:
@@ -131,20 +131,20 @@ class Hooks:
 
         Where torch.compile ran it, no hook says that it has ended.
         """
+        self._comings.settle()
         if self.on and self.looking and not self._parameters_seen:
             self._look_at_parameters()
 
     def at_run_time(self, name: int, value: Tensor) -> None:
         """Be shown a tensor by a graph."""
         if self.looking:
-            # A graph writes one result over another, and no version tells.
-            self.looks.look(name, value, known=False)
+            self.looks.note(name, self.looks.found(value))
 
     def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], Any]:
         names = place, place + len(self.modules)
         own = self.modules[place][1]
 
-        def seen(module: nn.Module, _: object, output: Any) -> Any:  # noqa: ANN401
+        def seen(module: nn.Module, given: Any, output: Any) -> Any:  # noqa: ANN401
             if module is not own:  # a copy brings its hooks along
                 return None
             if torch.compiler.is_compiling():
@@ -152,33 +152,18 @@ class Hooks:
                     return None
                 if not self._who:
                     self.traced = True
-                return probe_traced.watched(output, self.flags, place, self._who, names)
+                return traced.watched(output, self.flags, place, self._who, names)
             if self.on and self.looking:
-                self._see(output, names[0], arrived)
+                self._comings.output(place, module, given, output, self._arrived)
             return None
-
-        def arrived(gradient: Tensor) -> None:
-            if self.on and self.looking:
-                self.looks.look(names[1], gradient)
-                self._ask_for_the_end()
 
         return seen
 
-    def _see(
-        self,
-        output: Any,  # noqa: ANN401
-        name: int,
-        arrived: Callable[[Tensor], None],
-    ) -> None:
-        """Look at a module's output; ask for its gradient."""
-        # A module that runs in a backward pass is run again by a checkpoint. What it
-        # computes was seen; but only now may there be a graph for its gradients.
-        again = torch._C._current_graph_task_id() != OUTSIDE  # noqa: SLF001
-        for tensor in tensors_in(output):
-            if not again:
-                self.looks.look(name, tensor)
-            if tensor.grad_fn is not None:
-                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+    def _arrived(self, met: Met, gradient: Tensor) -> None:
+        """Look at the gradient of an output."""
+        if self.on and self.looking:
+            self._comings.gradient(met, gradient)
+            self._ask_for_the_end()
 
     def _ask_for_the_end(self) -> None:
         """Look at the gradients of parameters once the backward pass has ended."""
@@ -197,12 +182,14 @@ class Hooks:
 
     def _look_at_parameters(self) -> None:
         self._queued, self._parameters_seen = False, True
+        self._comings.settle()
         first = 2 * len(self.modules)
-        found = []
-        for number, (_, module, own) in enumerate(self._parameters, first):
-            parameter = module._parameters.get(own)  # noqa: SLF001
-            if parameter is not None and parameter.grad is not None:
-                found.append((number, parameter.grad))
+        found = [
+            (number, gradient)
+            for number, (_, module, own) in enumerate(self._parameters, first)
+            if (parameter := module._parameters.get(own)) is not None  # noqa: SLF001
+            and (gradient := parameter.grad) is not None
+        ]
         self.looks.look_at_all(found)
 
 

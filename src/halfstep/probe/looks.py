@@ -1,8 +1,7 @@
 """What a probe has looked at in one step: a flag for each name, or full statistics.
 
 In: named tensors as they come by. Out: flags and statistics by name, on the device
-until they are fetched. A tensor that comes by again under another name, unchanged, is
-not read again: a layer's output is often its last part's.
+until they are fetched.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep import formats, late
 from halfstep.stats import dense
@@ -24,8 +22,13 @@ if TYPE_CHECKING:
 
 Key = tuple[int, str]
 """Number of a name, and the dtype that came by under it."""
+Found = bool | Tensor | tuple[Counts, str] | None
+"""What a look at one tensor has found: whether it is not finite, or where the host
+would have to wait a magnitude that says so, shape (); statistics and the dtype; None
+of a tensor without floating numbers."""
 _WORDS = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
-_Seen = tuple[StorageWeakRef, object, "bool | Tensor | Counts"]
+_SUMS = {dtype: dtype for dtype in DTYPES} | {torch.float16: torch.float32}
+"""What is summed in."""
 
 
 def numbers(tensor: Tensor) -> Tensor | None:
@@ -43,18 +46,24 @@ def numbers(tensor: Tensor) -> Tensor | None:
     return None
 
 
-def non_finite(values: Tensor) -> bool | Tensor:
-    """Return whether there is an inf or a NaN: at once on a CPU, else a magnitude.
+def _is_plain(tensor: Tensor) -> bool:
+    """Say whether `numbers` would return a tensor on a CPU as it is."""
+    return (
+        type(tensor) is Tensor
+        and late.on_host(tensor.device)
+        and tensor.dtype in _SUMS
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
 
-    Why: on a CPU a sum takes a third of the time of both extremes, and is inf or NaN if
-    a part is. Where it only overflowed, the extremes tell. A GPU has one kernel for the
-    largest magnitude, which is inf or NaN if one is there; shape ().
+
+def non_finite(values: Tensor) -> bool:
+    """Return whether there is an inf or a NaN, on a CPU.
+
+    Why a sum: it takes a third of the time of both extremes, and is inf or NaN if a
+    part is. Where it only overflowed, the extremes tell.
     """
-    if not late.on_host(values.device):
-        peak: Tensor = torch.linalg.vector_norm(values, torch.inf)
-        return peak
-    wide = torch.float32 if values.dtype == torch.float16 else None
-    total: float = values.sum(dtype=wide).item()
+    total: float = values.sum(dtype=_SUMS[values.dtype]).item()
     if total - total == 0:
         return False
     low, high = torch.aminmax(values)
@@ -80,81 +89,70 @@ class Looks:
         self.peaks: list[tuple[int, Tensor]] = []
         """The same where the host would have to wait: magnitudes, shape ()."""
         self.rows: dict[Key, Counts] = {}
-        self._seen: dict[int, _Seen] = {}
 
-    def look(
-        self, number: int, tensor: Tensor, *, anew: bool = False, known: bool = True
-    ) -> None:
-        """Look at one tensor.
+    def found(self, tensor: Tensor) -> Found:
+        """Look at one tensor, of any dtype; only floating ones are read."""
+        # The way of almost all, kept short: it lies between a model's operations.
+        if not self.full and _is_plain(tensor):
+            with torch._C._DisableAutocast():  # noqa: SLF001
+                total: float = tensor.detach().sum(dtype=_SUMS[tensor.dtype]).item()
+            if total - total == 0:
+                return False
+        values = numbers(tensor)
+        if values is None:
+            return None
+        with torch._C._DisableAutocast():  # noqa: SLF001 -- it would cast first
+            if self.full:
+                counted = Counts.none(len(self._casts), values.device)
+                add_(counted, values, self._casts)
+                return counted, _WORDS[values.dtype]
+            if late.on_host(values.device):
+                return non_finite(values)
+            # A GPU has one kernel for it, which is inf or NaN if one is there.
+            peak: Tensor = torch.linalg.vector_norm(values, torch.inf)
+            return peak
+
+    def note(self, number: int, found: Found, *, anew: bool = False) -> None:
+        """Take what was found in a tensor for that of a name.
 
         Args:
-            number: Of its name.
-            tensor: Of any dtype; only floating ones are looked at.
+            number: Of the name.
+            found: By `found`.
             anew: Statistics replace those of the same name, and do not add to them.
-            known: It may be one that came by before, unchanged.
         """
         self.came.setdefault(number)
-        with torch._C._DisableAutocast():  # noqa: SLF001
-            found, dtype = self._found(tensor, known=known)
-        if isinstance(found, Counts):
-            key = number, dtype
-            before = None if anew else self.rows.get(key)
-            self.rows[key] = found if before is None else before.plus(found)
-        elif isinstance(found, bool):
+        if isinstance(found, bool):
             self.bad[number] = found or self.bad.get(number, False)
-        elif found is not None:
+        elif isinstance(found, Tensor):
             self.peaks.append((number, found))
+        elif found is not None:
+            counts, dtype = found
+            before = None if anew else self.rows.get((number, dtype))
+            self.rows[number, dtype] = counts if before is None else before.plus(counts)
 
+    @torch.no_grad()
     def look_at_all(self, named: Sequence[tuple[int, Tensor]]) -> None:
-        """Look at tensors that are all there; on a GPU, for flags, by one kernel."""
+        """Look at tensors that are all there; for flags, read one by one only at need.
+
+        On a GPU by one kernel; on a CPU the host reads one number of each dtype.
+        """
         groups: dict[object, list[tuple[int, Tensor]]] = {}
         for number, tensor in named:
-            values = numbers(tensor)
-            if values is None:
+            if self.full:
+                self.note(number, self.found(tensor), anew=True)
                 continue
-            self.came.setdefault(number)
-            if self.full:  # no two share memory
-                self.look(number, values, anew=True, known=False)
-            elif late.on_host(values.device):
-                self.bad[number] = bool(non_finite(values))
-            else:
+            values = tensor if _is_plain(tensor) else numbers(tensor)
+            if values is not None:
+                self.came.setdefault(number)
                 at = values.device, values.dtype
                 groups.setdefault(at, []).append((number, values))
         for group in groups.values():
-            norms = torch._foreach_norm([v for _, v in group], torch.inf)  # noqa: SLF001
-            self.peaks += [(n, p) for (n, _), p in zip(group, norms, strict=True)]
-
-    def _found(
-        self, tensor: Tensor, *, known: bool
-    ) -> tuple[bool | Tensor | Counts | None, str]:
-        values = numbers(tensor)
-        if values is None:
-            return None, ""
-        dtype = _WORDS[values.dtype]
-        # Of an inference tensor no version tells whether it was written to.
-        if not known or values.is_inference():
-            return self._measured(values), dtype
-        storage = values.untyped_storage()
-        place = storage._cdata  # noqa: SLF001
-        form = (
-            *(values._version, values.storage_offset()),  # noqa: SLF001
-            *(values.shape, values.stride(), dtype),
-        )
-        seen = self._seen.get(place)
-        # The reference keeps the number from being given to another storage.
-        if seen is not None and seen[1] == form:
-            return seen[2], dtype
-        found = self._measured(values)
-        alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._seen[place] = alive, form, found
-        return found, dtype
-
-    def _measured(self, values: Tensor) -> bool | Tensor | Counts:
-        if not self.full:
-            return non_finite(values)
-        counted = Counts.none(len(self._casts), values.device)
-        add_(counted, values, self._casts)
-        return counted
+            order, tensors = zip(*group, strict=True)
+            if late.on_host(tensors[0].device):
+                self.bad.update(zip(order, _each(tensors), strict=True))
+            else:
+                norms = torch._foreach_norm(tensors, torch.inf)  # noqa: SLF001
+                self.peaks += zip(order, norms, strict=True)
 
     def flags(self) -> tuple[list[int], list[Tensor]]:
         """Return numbers of names, perhaps twice, and as many flags.
@@ -175,8 +173,16 @@ class Looks:
 
     def clear(self) -> None:
         """Forget all."""
-        self.came = {}
-        self.bad, self.peaks, self.rows, self._seen = {}, [], {}, {}
+        self.came, self.bad, self.peaks, self.rows = {}, {}, [], {}
+
+
+def _each(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return of each tensor on a CPU, all of one dtype, whether it is not finite."""
+    dtype = _SUMS[tensors[0].dtype]
+    total: float = torch.stack([t.sum(dtype=dtype) for t in tensors]).sum().item()
+    if total - total == 0:
+        return [False] * len(tensors)
+    return [non_finite(tensor) for tensor in tensors]
 
 
 def label(name: str, dtype: str, first: str) -> str:

@@ -1,0 +1,51 @@
+"""Which modules cannot hide an inf or NaN: what they compute from one holds some, too.
+
+In: a module. Out: whether a finite result vouches for what it was computed from, so
+that a flag is known without reading the tensor.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+CARRIERS = frozenset(
+    {
+        nn.Linear,
+        nn.LayerNorm,
+        nn.RMSNorm,
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+        nn.BatchNorm3d,
+        nn.Dropout,
+        nn.GELU,
+        nn.SiLU,
+    }
+)
+"""Each number of the input enters a number of the output as a term or a factor, and
+each number of the output's gradient one of the input's: 0 * inf and inf - inf are NaN,
+and NaN stays. So gelu(-inf) is -inf * 0. Not so most activations, which map -inf to a
+finite number; convolutions, whose stride may pass over numbers; and pooling. Classes
+themselves: a subclass may compute something else."""
+
+_LIKEWISE = frozenset({"transformers.activations.GELUActivation"})
+"""Classes of others that only call one of these, by their full names."""
+
+
+def _is_carrier(kind: type[nn.Module]) -> bool:
+    return kind in CARRIERS or f"{kind.__module__}.{kind.__qualname__}" in _LIKEWISE
+
+
+def carries(module: nn.Module) -> bool:
+    """Say whether inf and NaN pass from a module's input to its output for certain.
+
+    And from the gradient of its output to that of its input. Not where a hook could
+    have mended something on the way: one is the probe's own.
+    """
+    return (
+        _is_carrier(type(module))
+        and len(module._forward_hooks) == 1  # noqa: SLF001
+        and not module._forward_pre_hooks  # noqa: SLF001
+        and not module._backward_hooks  # noqa: SLF001
+        and not module._backward_pre_hooks  # noqa: SLF001
+        and "forward" not in module.__dict__
+    )
