@@ -322,6 +322,33 @@ def test_numbers() -> None:
     assert [event["step"] for event in events] == [41, 42]
 
 
+def test_scales() -> None:
+    """Law: statistics hold the loss scale of their step, where it was given."""
+    model, events = net(), []
+    with hs.Probe(model, "full", log=events.append) as probe:
+        for scale in (None, 1024.0):
+            passes(model)
+            probe.step(scale=scale)
+    assert [event.get("scale") for event in events] == [None, 1024.0]
+
+
+def test_gradients_are_told_once() -> None:
+    """Law: a step without a backward pass does not tell the gradients before it."""
+    model = net()
+    with hs.Probe(model, "full") as probe:
+        passes(model)
+        probe.step()
+        assert "0.weight:grad" in probe.stats
+        model(X)
+        probe.step()
+        assert {*probe.stats} == {f"{path}:output" for path in OUTPUTS}
+    with hs.Probe(model) as probe:
+        assert "0.weight:grad" in step(probe, model, X * NAN)
+        model(X)
+        probe.step()
+        assert probe.non_finite == ()
+
+
 def test_paused() -> None:
     """Law: what runs in a pause is not looked at."""
     model = net()
@@ -470,6 +497,14 @@ REFUSED: dict[str, Callable[[], object]] = {
         lambda: hs.Probe(net(), "all")  # type: ignore[arg-type]
     ),
     "every=0 must be 1 or more.": lambda: hs.Probe(net(), every=0),
+    "every=True must be 1 or more.": lambda: hs.Probe(net(), every=True),
+    "after=-1 must be 0 or more.": lambda: hs.Probe(net(), after=-1),
+    "scale=0.0 must be a finite number above 0, or None.": (
+        lambda: hs.Probe(net()).step(scale=0.0)
+    ),
+    "scale=inf must be a finite number above 0, or None.": (
+        lambda: hs.Probe(net()).step(scale=INF)
+    ),
     "dtype='fp8' is not a format; choose one of fp32, bf16, fp16.": (
         lambda: hs.Probe(net(), casts=("fp8",))
     ),

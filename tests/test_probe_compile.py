@@ -11,7 +11,7 @@ from test_probe import INF, NAN, X, net, passes, step
 from torch import nn
 
 import halfstep as hs
-from halfstep.probe.looks import Looks
+from halfstep.probe.hooks import Hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,13 +131,13 @@ def test_without_a_trace(backend: str) -> None:
 
 def test_results_over_results() -> None:
     """Law: what a graph writes into another result's memory is looked at anew."""
-    looks = Looks((), full=False)
+    hooks = Hooks(nn.Linear(2, 2), (), full=False)
     memory = torch.zeros(3)
-    looks.look(0, memory)
+    hooks.at_run_time(0, memory)
     memory.untyped_storage().copy_(torch.full((3,), NAN).untyped_storage())
     assert memory._version == 0
-    looks.look(1, memory, known=False)
-    assert looks.bad == {0: False, 1: True}
+    hooks.at_run_time(1, memory)
+    assert hooks.looks.bad == {0: False, 1: True}
 
 
 def test_paused() -> None:

@@ -46,7 +46,9 @@ class Hooks:
         self.looking = True
         """Whether anything is looked at in this step."""
         self.traced = False
-        """A graph of torch.compile with flags in it has run."""
+        """A graph of torch.compile with flags in it has run in this step."""
+        self._shown = False
+        """A graph of torch.compile has shown a tensor in this step."""
         owners = (
             (path, module, own)
             for path, module in self.modules
@@ -120,24 +122,27 @@ class Hooks:
         self.looking = looking
         self.looks.clear()
         self._comings.clear()
-        self._queued = self._parameters_seen = False
+        self._queued = self._parameters_seen = self._shown = False
         if self.traced:
             for flags in self.flags:
                 flags.fill_(traced.UNSEEN)
         self.traced = False
 
     def finish(self) -> None:
-        """Look at the gradients of parameters, if no backward pass has shown them.
+        """Look at the gradients of parameters, if a graph has run the backward pass.
 
-        Where torch.compile ran it, no hook says that it has ended.
+        Then no hook says that it has ended. Where nothing has run it, they are those
+        of the step before, which were told.
         """
         self._comings.settle()
-        if self.on and self.looking and not self._parameters_seen:
+        ran = self.traced or self._shown
+        if self.on and self.looking and ran and not self._parameters_seen:
             self._look_at_parameters()
 
     def at_run_time(self, name: int, value: Tensor) -> None:
         """Be shown a tensor by a graph."""
         if self.looking:
+            self._shown = True
             self.looks.note(name, self.looks.found(value))
 
     def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], Any]:

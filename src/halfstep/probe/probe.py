@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import warnings
 from collections import deque
 from pathlib import Path
@@ -98,8 +99,8 @@ class Probe:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         require("mode", mode, mode in MODES, f"one of {', '.join(MODES)}")
-        require("every", every, isinstance(every, int) and every >= 1, "1 or more")
-        require("after", after, isinstance(after, int) and after >= 0, "0 or more")
+        require("every", every, type(every) is int and every >= 1, "1 or more")
+        require("after", after, type(after) is int and after >= 0, "0 or more")
         self.mode = mode
         self.every = every
         self.steps = after
@@ -122,7 +123,7 @@ class Probe:
         self._log = _writer(log)
         self._over_ranks, self._group = over_ranks, group
         self._flags_coming: Parcels[tuple[int, list[int], list[int]]] = Parcels()
-        self._stats_coming: Parcels[tuple[int, list[str], list[str]]] = Parcels()
+        self._stats_coming: Parcels[tuple[Event, list[str], list[str]]] = Parcels()
         self._hooks = Hooks(distributed.bare(model), self._casts, full=mode != "flags")
         self._begin()
 
@@ -131,7 +132,7 @@ class Probe:
         """All that can be seen, parts of a module before the module."""
         return self._hooks.names
 
-    def step(self, number: int | None = None) -> None:
+    def step(self, number: int | None = None, *, scale: float | None = None) -> None:
         """End a step: tell what is known, and begin the next. Waits for nothing.
 
         After the backward pass. Before or after the optimizer's step is the same, but
@@ -139,10 +140,15 @@ class Probe:
 
         Args:
             number: Of the step, as events tell it; None counts on.
+            scale: What its loss was multiplied by, > 0, as events of statistics tell
+                it: without it, `halfstep doctor` takes that of the step's own record.
 
         Raises:
             RuntimeError: After `detach`.
+            UserError: If `scale` is out of its range.
         """
+        good = scale is None or (math.isfinite(scale) and scale > 0)
+        require("scale", scale, good, "a finite number above 0, or None")
         hooks = self._hooks
         if not hooks.attached:
             message = "the probe was detached; make another one."
@@ -153,7 +159,7 @@ class Probe:
         if hooks.looking and self.mode == "flags":
             self._send_flags()
         elif hooks.looking:
-            self._send_stats()
+            self._send_stats({} if scale is None else {"scale": scale})
         self._begin()
         if self._blind is not None:
             message = (
@@ -172,8 +178,8 @@ class Probe:
         """Take in all that is still under way. Waits for the device."""
         for (step, order, came), tensors in self._flags_coming.flush():
             self._flags_arrived(step, order, came, tensors)
-        for (step, names, dtypes), tensors in self._stats_coming.flush():
-            self._stats_arrived(step, names, dtypes, tensors)
+        for (which, names, dtypes), tensors in self._stats_coming.flush():
+            self._stats_arrived(which, names, dtypes, tensors)
 
     def detach(self) -> None:
         """Leave the model as it was before; what was seen can still be read. Waits."""
@@ -253,7 +259,8 @@ class Probe:
 
     # Statistics
 
-    def _send_stats(self) -> None:
+    def _send_stats(self, told: Event) -> None:
+        """Send statistics, with what their event tells besides."""
         rows = self._hooks.looks.rows
         if self._over_ranks:
             rows = self._over(rows)
@@ -271,10 +278,10 @@ class Probe:
             for name, dtype, row in zip(names, dtypes, rows.values(), strict=True)
         }
         stacked = Counts.stacked(list(rows.values()))
-        for (step, which, kinds), tensors in self._stats_coming.send(
-            (self.steps, names, dtypes), list(vars(stacked).values())
+        for (which, labels, kinds), tensors in self._stats_coming.send(
+            ({"step": self.steps, **told}, names, dtypes), list(vars(stacked).values())
         ):
-            self._stats_arrived(step, which, kinds, tensors)
+            self._stats_arrived(which, labels, kinds, tensors)
 
     def _over(self, rows: dict[Key, Counts]) -> dict[Key, Counts]:
         """Return the statistics of all processes. Waits for what each has seen."""
@@ -299,7 +306,7 @@ class Probe:
         )
 
     def _stats_arrived(
-        self, step: int, names: list[str], dtypes: list[str], tensors: list[Tensor]
+        self, which: Event, names: list[str], dtypes: list[str], tensors: list[Tensor]
     ) -> None:
         held = Counts(*tensors)
         flags = held.bad().tolist()
@@ -309,10 +316,10 @@ class Probe:
                 name: TensorStats(dtype, self._casts, row).data()
                 for name, dtype, row in zip(names, dtypes, held.rows(), strict=True)
             }
-            self._log({"step": step, "event": "stats", "tensors": stats})
+            self._log({**which, "event": "stats", "tensors": stats})
         numbers = {name: number for number, name in enumerate(self.names)}
         seen = {numbers[name] for name in names if name in numbers}
-        self._arrive(step, seen, bad)
+        self._arrive(which["step"], seen, bad)
 
     # Both
 
