@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils import _pytree
 
 from halfstep import distributed
 from halfstep.replay import values, words
@@ -37,14 +38,22 @@ _POSITIONAL = {
 }
 
 
-@dataclass(frozen=True)
+_NAMES = ("Loss", "Criterion")
+"""Ends of class names."""
+
+
+@dataclass(eq=False)
 class Place:
-    """A module, and the class that runs there."""
+    """A module, and the class that runs there, in one forward pass."""
 
     module: str
     """Path; or one of `ROOT`, `LOSS`, `INPUT`."""
     kind: str
     """Class name; "" outside of the model."""
+    around: Place | None = None
+    """Where the module was called."""
+    gives_loss: bool = False
+    """A module in the model that computes a loss: known once it has run."""
 
     @property
     def is_module(self) -> bool:
@@ -54,7 +63,8 @@ class Place:
     @property
     def is_loss(self) -> bool:
         """It belongs to the loss function, wherever that is called."""
-        return self.module == LOSS or self.kind.endswith("Loss")
+        inside = self.around is not None and self.around.is_loss
+        return self.module == LOSS or self.gives_loss or inside
 
 
 class Places:
@@ -77,6 +87,8 @@ class Places:
         self._highest = 0
         self._hooks: list[RemovableHandle] = []
         self._ran = self._done = False
+        self._sums: list[Place] = []
+        self._refs: list[object] = []
         self.arguments: dict[int, str] = {}
         """Memory of what the model was called with -> name of the argument."""
 
@@ -103,27 +115,50 @@ class Places:
         names = [p.name for p in parameters if p.kind in _POSITIONAL]
         names += [f"argument {place}" for place in range(len(names), len(args))]
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-            for key in filter(None, map(values.key, values.floats(value))):
-                self.arguments[key] = name
+            for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
+                for part in values.floats(leaf):
+                    if values.key(part):
+                        self.arguments[values.key(part)] = name + _pytree.keystr(path)
+                        self._refs.append(values.ref(part))
 
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         del args
         path = self._paths.get(id(module))
-        kind = type(module).__name__
+        kind, around = type(module).__name__, self._inside()
         self._ran = self._ran or path is not None
-        if path is not None:
-            place: Place | None = Place(path, kind)
-        else:
+        if path is None:
             # A loss that is made anew in each forward pass, or a wrapper of the model.
-            around = self._inside()
-            place = None if around is None else Place(around.module, kind)
+            path = around.module if around is not None else None
+        place = None if path is None else Place(path, kind, around)
+        inner = id(module) in self._paths and self._running() is None
+        if inner and any(True for _ in module.parameters(recurse=False)):
+            # What weights still work on is no loss.
+            for one in self._sums:
+                one.gives_loss = False
+            self._sums.clear()
         self._stack.append((module, place))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        del args, output
+        del args
         if self._stack and self._stack[-1][0] is module:
-            self._stack.pop()
+            _, place = self._stack.pop()
+            if place is not None and module is not self.root:
+                self._judge(module, place, output)
         self._done = self._done or module is self.root
+
+    def _judge(self, module: nn.Module, place: Place, output: object) -> None:
+        """Say whether a module in the model is a loss function.
+
+        It is where it gives one number for the whole batch, and no weights work on
+        that; or is called a loss. One that is called so and gives more, as a layer
+        does, is none; unless it is torch's own.
+        """
+        sizes = [part.dim() for part in values.floats(output)]
+        named = place.kind.endswith(_NAMES) and (output is None or sizes[:1] == [0])
+        place.gives_loss = named or isinstance(module, nn.modules.loss._Loss)  # noqa: SLF001
+        if not place.gives_loss and sizes and not any(sizes):
+            place.gives_loss = True
+            self._sums.append(place)
 
     def _inside(self) -> Place | None:
         return self._stack[-1][1] if self._stack else None
@@ -154,9 +189,12 @@ class Places:
         return Place(LOSS if self._done or self._ran else INPUT, "")
 
     def forward_word(self) -> str:
-        """Return the operation whose node runs backwards."""
+        """Return the operation whose node runs backwards; "" if it is not torch's."""
         node = self.node()
-        return "" if node is None else self._of(node)[1]
+        own = node is None or isinstance(
+            node, torch.autograd.function.BackwardCFunction
+        )
+        return "" if node is None or own else self._of(node)[1]
 
     def receiver(self, node: Node) -> tuple[Place, str] | None:
         """Return whose gradient a node computes; None if that is a leaf's."""
