@@ -96,9 +96,13 @@ class Places:
         """Begin to follow."""
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_hook(self._leave_outer, always_call=True),
             self.root.register_forward_pre_hook(self._called, with_kwargs=True),
         ]
+        # After the hooks of others on it, whose work is the module's own.
+        for module in self.root.modules():
+            hook = module.register_forward_hook(self._leave, always_call=True)
+            self._hooks.append(hook)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,6 +141,10 @@ class Places:
                 one.gives_loss = False
             self._sums.clear()
         self._stack.append((module, place))
+
+    def _leave_outer(self, module: nn.Module, args: object, output: object) -> None:
+        if id(module) not in self._paths:
+            self._leave(module, args, output)
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         del args

@@ -46,6 +46,7 @@ _ONE_PART = (
 _EXP = "Subtract the maximum before exp, or clamp its argument."
 _DOWN = "Scale down or normalise what flows in."
 _PRINT = "Print its inputs: it is not defined for one of them."
+_KEEP_OUT = "Keep that infinity out of it: mask with a large finite number, or later."
 _MASKS = {"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"}
 
 
@@ -214,6 +215,10 @@ def _came_in(event: Event, known: Known) -> _Said | None:
         what = "parameter" if event.given == "weight" else "buffer"
         evidence = f"{what} {event.source} held {made} before the step"
         return _Said("weight", evidence, _CHECKPOINT, "weight")
+    if event.given == "outside" and event.name.startswith("nll_loss"):
+        # Its labels are whole numbers.
+        evidence = f"the class weights hold {made}"
+        return _Said("loss function", evidence, "Use finite ones.", "input")
     if event.given:
         label = event.place.is_loss and event.given == "outside"
         what = f"argument {event.source!r} of the model" if event.source else "a tensor"
@@ -243,7 +248,7 @@ def _masked(event: Event, known: Known) -> _Said | None:
     evidence = f"it makes {made}{_places(event)} of the infinity that {source} puts in"
     if origin.given in {"input", "outside"}:
         return _Said("data", evidence, _FIND, "input")
-    return _Said("zero", evidence, "Keep that infinity out of it.", event.phase)
+    return _Said("zero", evidence, _KEEP_OUT, event.phase)
 
 
 def _constant(event: Event, known: Known) -> _Said | None:
@@ -257,10 +262,13 @@ def _constant(event: Event, known: Known) -> _Said | None:
         return _Said("loss function", evidence, "Use a finite one.", event.phase)
     if event.given:
         return None
-    if event.word in {"masked_fill", "where"}:
+    if event.picked:
         evidence = f"the {made} that it puts in reaches the loss: "
         evidence += "a target names a masked class"
         return _Said("label", evidence, "Mask no class that a target names.", "forward")
+    if event.meant:
+        evidence = f"the {made} that it puts in reaches the loss"
+        return _Said("zero", evidence, _KEEP_OUT, event.phase)
     evidence = f"it is given a constant that is not finite, so it gives {made}"
     return _Said("zero", evidence, "Use a finite one.", event.phase)
 

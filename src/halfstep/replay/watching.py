@@ -51,6 +51,8 @@ class Event:
     """The program itself gave the operation a number that is not finite."""
     meant: bool = False
     """Such a number only fills places, as the -inf of a mask does."""
+    picked: bool = False
+    """A label has chosen it: what a loss looks up by its labels came from there."""
     itself: bool = False
     """Backwards: `word` is the operation that ran, as the slope is not torch's own."""
     count: tuple[int, int] = (0, 0)
@@ -81,6 +83,7 @@ _FILLS |= {"index_fill", "constant_pad_nd", "where", "clamp", "scatter"}
 _EXCHANGES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"}
 """Libraries whose results may still be under way."""
 _CASTS = {"_to_copy", "to", "copy"}
+_PICKS = {"nll_loss_forward", "nll_loss2d_forward", "gather"}
 _SUMS = {"addmm", "mm", "bmm", "baddbmm", "convolution", "add", "sum", "mean"}
 """They give +inf where they take -inf alone only by an overflow of their own."""
 
@@ -211,6 +214,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     given = self._given(call, tensor, key, bad[id(tensor)])
                     self._origins[key] = frozenset({given})
                 behind |= self._origins[key]
+        for event in behind if call.name in _PICKS else ():
+            event.picked = True
         if all(event.meant for event in behind):
             grown = kinds.above and not took.above and call.name in _SUMS
             emptied = call.name == "logsumexp"
