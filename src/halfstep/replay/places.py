@@ -204,10 +204,15 @@ class Places:
         )
         return "" if node is None or own else self._of(node)[1]
 
-    def receiver(self, node: Node) -> tuple[Place, str] | None:
-        """Return whose gradient a node computes; None if that is a leaf's."""
-        after = next((one for one, _ in node.next_functions if one is not None), None)
-        return None if after is None else self._nodes.get(after._sequence_nr())  # noqa: SLF001
+    def receiver(self, node: Node, dtype: torch.dtype) -> tuple[Place, str] | None:
+        """Return who made what a node's gradient in a format belongs to.
+
+        None if that is a leaf.
+        """
+        for maker, output in node.next_functions:
+            if maker is not None and _dtype_of(maker, output) == dtype:
+                return self._nodes.get(maker._sequence_nr())  # noqa: SLF001
+        return None
 
     def note(self, word: str) -> None:
         """Take note that an operation runs, which may have made a node."""
@@ -226,3 +231,9 @@ class Places:
             return self._owners.get(id(leaf), Place(ROOT, "")), ""
         place = Place(LOSS if number > self._highest else ROOT, "")
         return place, words.node_word(node.name())
+
+
+def _dtype_of(maker: Node, output: int) -> torch.dtype:
+    # A node's gradients come in as what it gave goes out.
+    dtype: torch.dtype = maker._input_metadata[output].dtype  # noqa: SLF001
+    return dtype

@@ -260,7 +260,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         self.events.append(event)
         if event.casts and node is not None:
-            event.receiver = self.places.receiver(node)
+            event.receiver = self.places.receiver(node, out.dtype)
         if event.casts:
             self._casts[values.key(call.outs[0])] = event
         return event
