@@ -61,6 +61,16 @@ def test_a_model_that_is_none_is_refused() -> None:
         hs.first_bad(shape, shape)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", [nn.LazyLinear, lambda _: nn.LazyBatchNorm1d()])
+def test_a_model_without_shapes_is_refused(kind: Any) -> None:
+    """Law: a lazy module that has not run is named, with what to do."""
+    model = nn.Sequential(MODEL, kind(2))
+    with pytest.raises(hs.UserError, match=r"'1.weight' of the model .* run the model"):
+        hs.first_bad(model, lambda: model(X).sum())
+    model(X)
+    assert hs.first_bad(model, lambda: model(X).sum()) is None
+
+
 def test_one_number_of_any_shape_is_a_loss() -> None:
     """Law: torch's own backward pass takes it, and so does a replay."""
     assert hs.first_bad(MODEL, lambda: MODEL(X).sum()[None]) is None

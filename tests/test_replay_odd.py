@@ -14,6 +14,7 @@ import torch
 from small_training import one_thread
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
@@ -374,6 +375,23 @@ def test_arguments_in_a_batch_have_names() -> None:
     assert bad is not None
     assert (bad.module, bad.cause) == ("inner", "data")
     assert "argument \"batch['x']\" of the model holds NaN at 32 of 32" in bad.evidence
+
+
+def test_arguments_of_kinds_of_ones_own() -> None:
+    """Law: what pytrees can open is looked into, and told by the argument's name."""
+
+    class Pair:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    class Opened(Net):
+        def forward(self, pair: Any) -> Tensor:
+            return super().forward(pair.x)
+
+    _pytree.register_pytree_node(Pair, lambda p: ([p.x], None), lambda x, _: Pair(*x))
+    bad = found(Opened(lambda x: x), Pair(X * math.nan))
+    assert bad is not None
+    assert "argument 'pair' of the model holds NaN at 32 of 32" in bad.evidence
 
 
 def test_memory_that_is_given_out_again() -> None:

@@ -29,6 +29,13 @@ def steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
             "nn.Module whose forward pass step() runs."
         )
         raise UserError(message)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            message = (
+                f"{name!r} of the model of first_bad has no shape yet, for its module "
+                "is lazy and has not run: run the model once before."
+            )
+            raise UserError(message)
     several = isinstance(step, Sequence) and not isinstance(step, str)
     given: list[object] = [*step] if several else [step]  # type: ignore[misc]
     for one in given or [step]:

@@ -20,12 +20,14 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils import _pytree
 
 from halfstep import distributed
 from halfstep.replay import values, words
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
@@ -119,11 +121,10 @@ class Places:
         names = [p.name for p in parameters if p.kind in _POSITIONAL]
         names += [f"argument {place}" for place in range(len(names), len(args))]
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-            for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
-                for part in values.floats(leaf):
-                    if values.key(part):
-                        self.arguments[values.key(part)] = name + _pytree.keystr(path)
-                        self._refs.append(values.ref(part))
+            for path, part in _named(name, value):
+                if values.key(part):
+                    self.arguments[values.key(part)] = path
+                    self._refs.append(values.ref(part))
 
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         del args
@@ -231,6 +232,19 @@ class Places:
             return self._owners.get(id(leaf), Place(ROOT, "")), ""
         place = Place(LOSS if number > self._highest else ROOT, "")
         return place, words.node_word(node.name())
+
+
+def _named(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating tensors in an argument, each with where it lies in there."""
+    inside: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        inside = value.items()
+    elif isinstance(value, list | tuple):
+        inside = enumerate(value)
+    else:
+        yield from ((name, part) for part in values.floats(value))
+    for key, item in inside:
+        yield from _named(f"{name}[{key!r}]", item)
 
 
 def _dtype_of(maker: Node, output: int) -> torch.dtype:

@@ -106,7 +106,7 @@ class Kept:
             return
         seen.add(id(container))
         self._containers.append((container, copy.copy(container)))
-        for value in container.values() if isinstance(container, dict) else container:
+        for value in _items(container):
             if type(value) in _PLAIN:
                 self._look(value, seen, *left_out)
             elif isinstance(value, Tensor):
@@ -143,12 +143,19 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _put_back(container: Any, before: Any) -> None:  # noqa: ANN401
-    """Give a container what a copy of it holds."""
+    """Give a container what a copy of it holds; touch none that holds just that."""
+    now, then = [*map(id, _items(container))], [*map(id, _items(before))]
+    if now == then and [*container] == [*before]:
+        return
     container.clear()
     if isinstance(container, list | deque):
         container.extend(before)
     else:
         container.update(before)
+
+
+def _items(container: Any) -> Any:  # noqa: ANN401
+    return container.values() if isinstance(container, dict) else container
 
 
 @contextlib.contextmanager
