@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,16 @@ from planted_faults import FAULTS, HEALTHY, Run, alarmed, searched, spoilt
 from planted_models import build
 from processes import group_of_one
 from small_training import one_thread
+from torch.nn import functional
 
 from halfstep.bad_op import BadOp
+from halfstep.policy import Policy
 from halfstep.replay import first_bad
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
 
 PLACES, REASONS = 0.95, 0.90
 """Least shares of faults whose module and operation, and whose cause, are right."""
@@ -144,12 +149,84 @@ def test_bfloat16_cures_it(name: str, found: dict[str, BadOp | None]) -> None:
     """Law: where bfloat16 is advised, the same step is finite in it."""
     bad = found[name]
     assert bad is not None
-    if "train in bfloat16" in bad.advice:
+    assert ("train in bfloat16" in bad.advice) == (bad.wide == "finite")
+    if bad.wide == "finite":
         run = planted(name)
         run.dtype = torch.bfloat16
         assert run.found() is None
-    else:
-        assert bad.wide != "finite"
+
+
+def test_what_is_advised_ends_it(found: dict[str, BadOp | None]) -> None:
+    """Law: where bfloat16, or a smaller scale, is advised, the same step is finite."""
+    seen = set()
+    for name, bad in found.items():
+        assert bad is not None
+        # What the model's own code casts to float16 stays there.
+        bfloat16 = "train in bfloat16" in bad.advice and FAULTS[name].curable
+        seen |= {bad.cause} if bfloat16 or bad.normal else set()
+        if bfloat16:
+            run = planted(name)
+            run.dtype = torch.bfloat16
+            assert run.found() is None, name
+        if bad.normal:
+            run = planted(name)
+            run.scale = 1.0
+            assert run.found() is None, name
+    assert seen == {"forward range", "backward range", "data", "loss function"}
+
+
+BACK = [name for name, fault in FAULTS.items() if fault.cause == "backward range"]
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_rows_for_gradients(name: str, found: dict[str, BadOp | None]) -> None:
+    """Law: a row is advised where no scale helps; it ends the overflow there.
+
+    Gradients that stay large overflow again in whatever is before: then that one is
+    named, until there is none, or nothing that a row can speak of.
+    """
+    bad = found[name]
+    assert bad is not None
+    assert bad.normal != bool(bad.rule)
+    rules: list[str] = []
+    while bad is not None and bad.rule:
+        assert bad.rule not in rules, str(bad)
+        rules.append(bad.rule)
+        assert len(rules) <= MOST_ROWS
+        bad = planted(name, " + ".join(rules)).found()
+    assert bad is None or bad.normal or "train in bfloat16" in bad.advice
+
+
+def test_evidence_has_figures(found: dict[str, BadOp | None]) -> None:
+    """Law: each cause is told with a number, or with the value that was met."""
+    for name, bad in found.items():
+        assert bad is not None
+        counted = re.search(r"\d| two | inf", bad.evidence)
+        assert counted, (name, bad.evidence)
+        assert not bad.rule or Policy.parse(f"torch + {bad.rule}")
+
+
+ENDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    # In float32; then its gradient is told to need a mean, or a divisor.
+    "mlp loss squares": lambda y, _: (y.float() * 9e3).square().mean() / 1e6,
+    "mlp loss sum": lambda y, _: y.float().mean(),
+    "cnn loss exp": lambda y, _: (y.float() * 0 + 200).clamp(max=20).exp().mean(),
+    "bert loss inf": lambda y, _: y.sum() * 3.0,
+    "mlp loss log": lambda y, t: functional.cross_entropy(y.float(), t),
+    "lstm loss root": lambda y, _: (
+        ((y - y.detach()).float().square() + 1e-6).mean().sqrt()
+    ),
+}
+"""Losses as the advice has them."""
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_losses_that_are_mended_as_advised(name: str) -> None:
+    """Law: with the loss that is advised nothing is left but, perhaps, a scale."""
+    run = planted(name)
+    run.loss_of = ENDED[name]
+    bad = run.found()
+    assert bad is None or bad.normal, str(bad)
 
 
 def test_random_numbers_gradients_and_buffers_are_put_back() -> None:

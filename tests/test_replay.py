@@ -261,11 +261,15 @@ class Cached(nn.Module):
         return self.inner(x) + (self.table + self.other + self.late)[: len(x)]  # type: ignore[no-any-return]
 
 
-def test_a_cache_that_grew_stays() -> None:
+def test_a_cache_that_grew_is_small_again() -> None:
     """Law: what a pass has made larger fits what the model remembers of its size."""
     model = Cached()
     assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert (model.rows, model.table.numel(), model.other.numel()) == (0, 0, 0)
+    assert model.late is None
     assert model(X).shape == X.shape
+    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert (model.rows, model.table.numel(), model.other.numel()) == (4, 4, 4)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -347,6 +351,7 @@ FIELDS: dict[str, Any] = {
     "advice": "Do this.",
     "reproduced": True,
     "rule": "module:encoder.*.fc=fp32",
+    "normal": True,
 }
 
 
@@ -355,6 +360,8 @@ def test_a_bad_op_survives_json() -> None:
     bad = BadOp(**FIELDS)
     assert bad.data() == FIELDS
     assert BadOp.from_data(bad.data() | {"event": "bad_op"}) == bad
+    assert bad.finding().severity == "note"
+    bad = BadOp(**FIELDS | {"normal": False})
     assert not bad.normal
     assert bad.finding().severity == "error"
     assert bad.finding().where == "encoder.0.fc (linear)"

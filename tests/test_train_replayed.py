@@ -18,18 +18,18 @@ from small_training import (
 )
 from torch import Tensor
 
+import halfstep as hs
 from halfstep import LossScaleCollapse
 from halfstep.bad_op import BadOp
+from halfstep.scaler.collapse import Losses
 from halfstep.train import replayed
+from halfstep.train.feed import Work
 from halfstep.train.loop import Trainer
 from halfstep.train.run import run
 from halfstep.train.stopping import Diverged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from halfstep.scaler.collapse import Losses
-    from halfstep.train.feed import Work
 
 LAYER = "bert.encoder.layer.1.output.dense"
 
@@ -227,6 +227,42 @@ def test_a_replay_that_fails_ends_no_run(
         result = run(settings | {"level": "O0", "epochs": 1})
     assert not events(settings)
     assert result.folder.records()[-1]["step"] > 4
+
+
+@pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
+@pytest.mark.parametrize(("level", "told"), [("O3", True), ("O2", False)])
+def test_the_sum_of_micro_batches_is_looked_at(level: str, *, told: bool) -> None:
+    """Law: fp16 gradients that overflow as they are added up are told; masters' none.
+
+    Each of the micro-batches is finite by itself: that is no fault of hardware.
+    """
+    model = torch.nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    more: dict[str, Any] = {"loss_scale": 1.0, "accumulate": 4}
+    session = hs.prepare(model, optimizer, level, dtype="fp16", **more)
+    part = {"x": torch.ones(1, 4)}
+    work = Work(3, 0, [part] * 4, [True] * 4, 4, 1.0, 4, 4)
+
+    def loss_of(part: dict[str, Tensor]) -> Tensor:
+        with session.autocast():
+            return (session.model(part["x"]) * 3e4).float().sum()
+
+    seeded: list[int] = []
+    bad = replayed.found(
+        session,
+        work,
+        loss_of,
+        lambda: seeded.append(1),
+        scale=1.0,
+        losses=Losses(),
+        failed=told,
+    )
+    assert seeded
+    assert (bad is not None) == told
+    if bad is not None:
+        assert (bad.module, bad.op, bad.cause) == ("model", "add", "backward range")
+        assert "of 4 micro-batches are finite, up to 3.0e+04" in bad.evidence
+        assert bad.step == 3
 
 
 def test_when_a_step_is_run_again() -> None:

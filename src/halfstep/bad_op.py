@@ -76,6 +76,8 @@ class BadOp:
     """A replay showed it. False: the replay was finite, or there was none."""
     rule: str = ""
     """The policy row in the advice, such as "module:decoder.*.wo=fp32"; else ""."""
+    normal: bool = False
+    """It is no fault: a smaller loss scale, which dynamic scaling finds, cures it."""
 
     def __post_init__(self) -> None:
         words = (("phase", PHASES), ("cause", CAUSES), ("wide", _WIDE))
@@ -89,14 +91,6 @@ class BadOp:
     def place(self) -> str:
         """Module and operation, such as "decoder.block.5.ff.wo (linear)"."""
         return f"{self.module} ({self.op})" if self.op else self.module
-
-    @property
-    def normal(self) -> bool:
-        """It is no fault: a smaller loss scale, which dynamic scaling finds, cures it.
-
-        Where that is not so, `rule` names a row or the cause is another one.
-        """
-        return self.cause == "backward range" and not self.rule
 
     def __str__(self) -> str:
         """Return it as sentences."""

@@ -6,6 +6,7 @@ regions under that policy, in recomputations and replicas too, and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,17 @@ def attach(model: nn.Module, steered: Policy) -> None:
         if id(module) not in before:
             scope.hook(module)
     done[steered] = now
+
+
+@contextlib.contextmanager
+def forgotten_after() -> Iterator[None]:
+    """Forget at the end what is attached meanwhile, as somebody takes the hooks off."""
+    before = {model: dict(done) for model, done in _attached.items()}
+    try:
+        yield
+    finally:
+        _attached.clear()
+        _attached.update(before)
 
 
 def scopes_of(

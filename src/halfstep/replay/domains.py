@@ -31,6 +31,9 @@ _CLAMP = "Clamp its argument to the inside of its domain."
 _EPS = "Give the norm an eps above 0."
 _LONE = "Take it over two numbers at least, or with correction=0."
 _SKIP = "Skip such a batch, or divide a sum by max(count, 1)."
+_STORED = "Go back to the last good checkpoint, or reset the running statistics."
+_WHOLE = "Keep its argument away from 0 and from whole numbers below it."
+_RIDGE = "Add a small multiple of the identity to the matrix."
 _LEAVE = "Leave such pairs out, or set zero_infinity=True."
 MASK = "Leave something in each row unmasked."
 
@@ -90,7 +93,9 @@ def _at(
         args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
     ) -> Flaw | None:
         del kwargs, outputs
-        found = (_if(bad(args[0]), says, advice) for bad, says, advice in rows)
+        # Of complex numbers none is below another: only the first row asks for 0.
+        asked = rows[:1] if args[0].is_complex() else rows
+        found = (_if(bad(args[0]), says, advice) for bad, says, advice in asked)
         return next(filter(None, found), None)
 
     return test
@@ -101,6 +106,8 @@ def _power(
 ) -> Flaw | None:
     del kwargs, outputs
     base, exponent = _number(args[0]), _number(args[1])
+    if base.is_complex() or exponent.is_complex():
+        return None
     zero = (base == 0) & (exponent < 0)
     # Backwards, a root is a power below 0.
     says = "it raises 0 to a power below 0"
@@ -123,6 +130,25 @@ def _normed(
     if not any(bool(places.any()) for places in infinite):
         return None
     return Flaw("zero", "its variance is 0, and so is its eps", _EPS)
+
+
+def _batch_normed(
+    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
+) -> Flaw | None:
+    """Look at a running variance, which is used where there is no other."""
+    variance = args[4]
+    if isinstance(variance, Tensor) and bool((variance < 0).any()):
+        says = f"its running variance is negative{_count(variance < 0)}"
+        return Flaw("weight", says, _STORED)
+    return _normed(args, kwargs, outputs)
+
+
+def _flat(
+    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
+) -> Flaw | None:
+    """Look at the logarithm of a determinant."""
+    del args, kwargs
+    return _if(outputs[1].isneginf(), "the determinant is 0", _RIDGE)
 
 
 def _spread(
@@ -177,6 +203,9 @@ _ZERO, _BELOW = "its argument is 0", "its argument is negative"
 _LOGARITHM = _at((lambda x: x == 0, _ZERO, _LOG), (lambda x: x < 0, _BELOW, _CLAMP))
 _OUTSIDE = _at((lambda x: x.abs() > 1, "its argument is not inside -1 to 1", _CLAMP))
 _EDGE = _at((lambda x: x.abs() >= 1, "its argument is not inside -1 to 1", _CLAMP))
+_POLES = _at(
+    (lambda x: (x <= 0) & (x == x.round()), "it is 0, or a whole number below", _WHOLE)
+)
 _TESTS: dict[str, Callable[..., Flaw | None]] = {
     "div": _divided,
     "true_divide": _divided,
@@ -197,8 +226,12 @@ _TESTS: dict[str, Callable[..., Flaw | None]] = {
     "logit": _at((lambda x: (x <= 0) | (x >= 1), "it is not inside 0 to 1", _CLAMP)),
     "native_layer_norm": _normed,
     "native_group_norm": _normed,
-    "native_batch_norm": _normed,
-    "_native_batch_norm_legit": _normed,
+    "native_batch_norm": _batch_normed,
+    "_native_batch_norm_legit": _batch_normed,
+    "_native_batch_norm_legit_no_training": _batch_normed,
+    "_linalg_slogdet": _flat,
+    "lgamma": _POLES,
+    "digamma": _POLES,
     "std": _spread,
     "var": _spread,
     "var_mean": _spread,

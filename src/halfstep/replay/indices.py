@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from halfstep.replay.places import Place, Places
 
 
+_TABLES = {
+    "embedding": "embedding",
+    "_embedding_bag": "embedding_bag",
+    "_embedding_bag_forward_only": "embedding_bag",
+}
+
+
 class OutOfRange(RuntimeError):  # noqa: N818 -- it is caught where it is made
     """An index that an operation cannot use.
 
@@ -49,11 +56,17 @@ def check(name: str, args: Sequence[Any], places: Places) -> None:
         bad = (target != ignored) & ((target < 0) | (target >= count))
         label, what = True, f"classes are 0 to {count - 1}, and {ignored} is left out"
         places_of, word = target, "cross_entropy"
-    elif name == "embedding":
+    elif name in _TABLES:
         count, places_of = args[0].shape[0], args[1]
         bad = (places_of < 0) | (places_of >= count)
         label, what = False, f"the table has rows 0 to {count - 1}"
-        word = "embedding"
+        word = _TABLES[name]
+    elif name in {"gather", "index_select"} and args[0].dim():
+        count, places_of = args[0].shape[args[1]], args[2]
+        bad = (places_of < 0) | (places_of >= count)
+        # A loss that is written by hand looks up the label's place so.
+        label, what = places.here().is_loss, f"there are 0 to {count - 1}"
+        word = name
     elif name == "binary_cross_entropy":
         targets = args[1]
         good = (targets >= 0) & (targets <= 1)

@@ -25,6 +25,9 @@ from halfstep import distributed
 from halfstep.replay import values, words
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
@@ -37,14 +40,22 @@ _POSITIONAL = {
 }
 
 
-@dataclass(frozen=True)
+_NAMES = ("Loss", "Criterion")
+"""Ends of class names."""
+
+
+@dataclass(eq=False)
 class Place:
-    """A module, and the class that runs there."""
+    """A module, and the class that runs there, in one forward pass."""
 
     module: str
     """Path; or one of `ROOT`, `LOSS`, `INPUT`."""
     kind: str
     """Class name; "" outside of the model."""
+    around: Place | None = None
+    """Where the module was called."""
+    gives_loss: bool = False
+    """A module in the model that computes a loss: known once it has run."""
 
     @property
     def is_module(self) -> bool:
@@ -54,7 +65,8 @@ class Place:
     @property
     def is_loss(self) -> bool:
         """It belongs to the loss function, wherever that is called."""
-        return self.module == LOSS or self.kind.endswith("Loss")
+        inside = self.around is not None and self.around.is_loss
+        return self.module == LOSS or self.gives_loss or inside
 
 
 class Places:
@@ -77,6 +89,8 @@ class Places:
         self._highest = 0
         self._hooks: list[RemovableHandle] = []
         self._ran = self._done = False
+        self._sums: list[Place] = []
+        self._refs: list[object] = []
         self.arguments: dict[int, str] = {}
         """Memory of what the model was called with -> name of the argument."""
 
@@ -84,9 +98,13 @@ class Places:
         """Begin to follow."""
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_hook(self._leave_outer, always_call=True),
             self.root.register_forward_pre_hook(self._called, with_kwargs=True),
         ]
+        # After the hooks of others on it, whose work is the module's own.
+        for module in self.root.modules():
+            hook = module.register_forward_hook(self._leave, always_call=True)
+            self._hooks.append(hook)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,27 +121,53 @@ class Places:
         names = [p.name for p in parameters if p.kind in _POSITIONAL]
         names += [f"argument {place}" for place in range(len(names), len(args))]
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-            for key in filter(None, map(values.key, values.floats(value))):
-                self.arguments[key] = name
+            for path, part in _named(name, value):
+                if values.key(part):
+                    self.arguments[values.key(part)] = path
+                    self._refs.append(values.ref(part))
 
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         del args
         path = self._paths.get(id(module))
-        kind = type(module).__name__
+        kind, around = type(module).__name__, self._inside()
         self._ran = self._ran or path is not None
-        if path is not None:
-            place: Place | None = Place(path, kind)
-        else:
+        if path is None:
             # A loss that is made anew in each forward pass, or a wrapper of the model.
-            around = self._inside()
-            place = None if around is None else Place(around.module, kind)
+            path = around.module if around is not None else None
+        place = None if path is None else Place(path, kind, around)
+        inner = id(module) in self._paths and self._running() is None
+        if inner and any(True for _ in module.parameters(recurse=False)):
+            # What weights still work on is no loss.
+            for one in self._sums:
+                one.gives_loss = False
+            self._sums.clear()
         self._stack.append((module, place))
 
+    def _leave_outer(self, module: nn.Module, args: object, output: object) -> None:
+        if id(module) not in self._paths:
+            self._leave(module, args, output)
+
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        del args, output
+        del args
         if self._stack and self._stack[-1][0] is module:
-            self._stack.pop()
+            _, place = self._stack.pop()
+            if place is not None and module is not self.root:
+                self._judge(module, place, output)
         self._done = self._done or module is self.root
+
+    def _judge(self, module: nn.Module, place: Place, output: object) -> None:
+        """Say whether a module in the model is a loss function.
+
+        It is where it gives one number for the whole batch, and no weights work on
+        that; or is called a loss. One that is called so and gives more, as a layer
+        does, is none; unless it is torch's own.
+        """
+        sizes = [part.dim() for part in values.floats(output)]
+        named = place.kind.endswith(_NAMES) and (output is None or sizes[:1] == [0])
+        place.gives_loss = named or isinstance(module, nn.modules.loss._Loss)  # noqa: SLF001
+        if not place.gives_loss and sizes and not any(sizes):
+            place.gives_loss = True
+            self._sums.append(place)
 
     def _inside(self) -> Place | None:
         return self._stack[-1][1] if self._stack else None
@@ -154,14 +198,22 @@ class Places:
         return Place(LOSS if self._done or self._ran else INPUT, "")
 
     def forward_word(self) -> str:
-        """Return the operation whose node runs backwards."""
+        """Return the operation whose node runs backwards; "" if it is not torch's."""
         node = self.node()
-        return "" if node is None else self._of(node)[1]
+        own = node is None or isinstance(
+            node, torch.autograd.function.BackwardCFunction
+        )
+        return "" if node is None or own else self._of(node)[1]
 
-    def receiver(self, node: Node) -> tuple[Place, str] | None:
-        """Return whose gradient a node computes; None if that is a leaf's."""
-        after = next((one for one, _ in node.next_functions if one is not None), None)
-        return None if after is None else self._nodes.get(after._sequence_nr())  # noqa: SLF001
+    def receiver(self, node: Node, dtype: torch.dtype) -> tuple[Place, str] | None:
+        """Return who made what a node's gradient in a format belongs to.
+
+        None if that is a leaf.
+        """
+        for maker, output in node.next_functions:
+            if maker is not None and _dtype_of(maker, output) == dtype:
+                return self._nodes.get(maker._sequence_nr())  # noqa: SLF001
+        return None
 
     def note(self, word: str) -> None:
         """Take note that an operation runs, which may have made a node."""
@@ -180,3 +232,22 @@ class Places:
             return self._owners.get(id(leaf), Place(ROOT, "")), ""
         place = Place(LOSS if number > self._highest else ROOT, "")
         return place, words.node_word(node.name())
+
+
+def _named(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating tensors in an argument, each with where it lies in there."""
+    inside: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        inside = value.items()
+    elif isinstance(value, list | tuple):
+        inside = enumerate(value)
+    else:
+        yield from ((name, part) for part in values.floats(value))
+    for key, item in inside:
+        yield from _named(f"{name}[{key!r}]", item)
+
+
+def _dtype_of(maker: Node, output: int) -> torch.dtype:
+    # A node's gradients come in as what it gave goes out.
+    dtype: torch.dtype = maker._input_metadata[output].dtype  # noqa: SLF001
+    return dtype

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
 from halfstep.scaler.singular import plain
@@ -66,6 +67,13 @@ def key(tensor: Tensor) -> int:
     return memory
 
 
+def ref(tensor: Tensor) -> object:
+    """Return what keeps `key` from being another memory's, and no numbers alive."""
+    if not key(tensor):
+        return None
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 def held(value: Tensor) -> Held:
     """Return what is not finite in a tensor."""
     if not value.numel():
@@ -81,6 +89,11 @@ def held(value: Tensor) -> Held:
         above=bool((value == math.inf).any()),
         below=bool((value == -math.inf).any()),
     )
+
+
+def count(value: Tensor) -> tuple[int, int]:
+    """Return how many numbers are not finite, of how many."""
+    return int((~value.detach().isfinite()).sum()), value.numel()
 
 
 def gpus(tensors: Iterable[Tensor]) -> list[int]:

@@ -36,13 +36,17 @@ _NO_SCALE = "No loss scale helps. "
 _NOT_AGAIN = (
     "Either an operation is not deterministic (set "
     "torch.use_deterministic_algorithms(True)), or the replay had not the same batch "
-    "and random numbers, or each micro-batch is finite and their sum is not (sum in "
-    "float32), or the hardware erred: if it comes back on one machine alone, "
-    "test its memory."
+    "and random numbers{more}, or the hardware erred: if it comes back on one machine "
+    "alone, test its memory."
+)
+_ONE_PART = (
+    ", or the gradients of several micro-batches are finite and their sum is not (give "
+    "a list with one step for each)"
 )
 _EXP = "Subtract the maximum before exp, or clamp its argument."
 _DOWN = "Scale down or normalise what flows in."
 _PRINT = "Print its inputs: it is not defined for one of them."
+_KEEP_OUT = "Keep that infinity out of it: mask with a large finite number, or later."
 _MASKS = {"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"}
 
 
@@ -53,6 +57,10 @@ class Known:
     step: int | None
     scale: float
     losses: Losses
+    parts: int = 1
+    """Micro-batches that were run."""
+    part: int | None = None
+    """Place of the one that was spoilt; None for their sum."""
     low: Event | None = None
     """What was bad at scale 1; None if all was finite there."""
     boundary: float | None = None
@@ -66,10 +74,12 @@ class _Said:
     advice: str
     phase: str
     rule: str = ""
+    normal: bool = False
 
 
 def bad_op(event: Event, known: Known) -> BadOp:
     """Return what is said of an event."""
+    event = _origin(event)
     said = _said(event, known)
     place, word = event.consumer or (event.place, event.word)
     module, kind = place.module, place.kind
@@ -87,10 +97,11 @@ def bad_op(event: Event, known: Known) -> BadOp:
         made=event.held.made,
         wide=event.wide[0],
         cause=said.cause,
-        evidence=said.evidence,
+        evidence=said.evidence + _which(known),
         advice=said.advice,
         reproduced=True,
         rule=said.rule,
+        normal=said.normal,
     )
 
 
@@ -108,7 +119,7 @@ def out_of_range(error: OutOfRange, known: Known) -> BadOp:
         scale=known.scale,
         dtype="int64",
         cause=cause,
-        evidence=error.says,
+        evidence=error.says + _which(known),
         advice=advice,
         reproduced=True,
     )
@@ -116,49 +127,98 @@ def out_of_range(error: OutOfRange, known: Known) -> BadOp:
 
 def not_reproduced(known: Known) -> BadOp:
     """Return what is said where the run failed and two exact replays were finite."""
+    # Of one micro-batch alone, the sum with others was not looked at.
+    more = _ONE_PART if known.parts == 1 else ""
     return BadOp(
         phase="none",
         step=known.step,
         scale=known.scale,
         cause="hardware",
         evidence="the step failed, yet two replays of it are finite",
-        advice=_NOT_AGAIN,
+        advice=_NOT_AGAIN.format(more=more),
         reproduced=False,
     )
 
 
-def unseen(known: Known, made: str) -> BadOp:
-    """Return what is said where no operation that was seen is to blame."""
+def unseen(known: Known, made: str, watched: int) -> BadOp:
+    """Return what is said where none of the operations watched is to blame."""
     return BadOp(
         phase="forward",
         step=known.step,
         scale=known.scale,
         made=made,
         cause="loss function",
-        evidence="no operation of torch's that was seen made it",
+        evidence=f"none of the {watched} operations of torch's that were seen made it",
         advice="Look at custom kernels and at what is computed outside of torch.",
         reproduced=True,
     )
 
 
+def _which(known: Known) -> str:
+    """Name the micro-batch, where there are several."""
+    if known.part is None or known.parts == 1:
+        return ""
+    return f" (micro-batch {known.part + 1} of {known.parts})"
+
+
+def _origin(event: Event) -> Event:
+    """Return the row that a mask left nothing, where another operation stumbles on it.
+
+    A softmax makes NaN of such a row; a sum of exponentials gives -inf, which the next
+    product makes NaN of.
+    """
+    rows = [one for one in event.parents if one.word in _MASKS and one.parents]
+    return min(rows, key=lambda one: one.number, default=event)
+
+
 def _said(event: Event, known: Known) -> _Said:
     """Return cause, evidence and remedy; the first charge that holds is taken."""
     charges = (
-        *(_came_in, _masked, _constant, _undefined, _not_a_number),
+        *(_summed, _came_in, _masked, _constant, _undefined, _not_a_number),
         *(_ran_away, _in_loss, _forward, _backward),
     )
     found = (charge(event, known) for charge in charges)
     return next(said for said in found if said is not None)
 
 
+def _summed(event: Event, known: Known) -> _Said | None:
+    """Each micro-batch has finite gradients, and their sum is not."""
+    if event.given != "sum":
+        return None
+    bad, of = event.count
+    name, limit = _word(event.dtype), torch.finfo(event.dtype).max
+    scale = known.scale if known.low is None else min(known.scale, 1)
+    evidence = (
+        f"the gradients of {known.parts} micro-batches are finite, up to "
+        f"{event.inputs or 0.0:.1e}, and their sum in {name}, which holds {limit:.6g}, "
+        f"is not, in {event.source} and {bad - 1} more of {of} parameters, at loss "
+        f"scale {scale:g}"
+    )
+    advice = f"Divide each loss by {known.parts}, or train in bfloat16."
+    if event.dtype.itemsize < torch.float32.itemsize:
+        advice = (
+            "Add them up in float32, as prepare(level='O2', accumulate="
+            f"{known.parts}) does, or divide each loss by {known.parts}."
+        )
+    if known.low is None:
+        evidence += "; at scale 1 the sum is finite"
+        advice = f"{_SCALE} To keep the scale: {advice[0].lower()}{advice[1:]}"
+        return _Said("backward range", evidence, advice, "backward", normal=True)
+    return _Said("backward range", evidence, advice, "backward")
+
+
 def _came_in(event: Event, known: Known) -> _Said | None:
     """Something not finite was there before any operation ran."""
     del known
-    made = event.held.made
+    made = event.held.made + _places(event)
     if event.given in {"weight", "buffer"}:
         what = "parameter" if event.given == "weight" else "buffer"
         evidence = f"{what} {event.source} held {made} before the step"
         return _Said("weight", evidence, _CHECKPOINT, "weight")
+    if event.given == "outside" and event.name.startswith("nll_loss"):
+        # Its labels are whole numbers.
+        evidence = f"the class weights hold {made}"
+        return _Said("loss function", evidence, "Use finite ones.", "input")
     if event.given:
         label = event.place.is_loss and event.given == "outside"
         what = f"argument {event.source!r} of the model" if event.source else "a tensor"
@@ -181,14 +241,14 @@ def _masked(event: Event, known: Known) -> _Said | None:
         return None
     made = event.held.made
     if event.word in _MASKS:
-        evidence = f"a mask leaves a row nothing, so it gives {made}"
+        evidence = f"a mask leaves a row nothing, so it gives {made}{_places(event)}"
         return _Said("zero", evidence, MASK, event.phase)
     origin = min(event.parents, key=lambda parent: parent.number)
     source = origin.source or f"{origin.place.module} ({origin.word})"
-    evidence = f"it makes {made} of the infinity that {source} puts in"
+    evidence = f"it makes {made}{_places(event)} of the infinity that {source} puts in"
     if origin.given in {"input", "outside"}:
         return _Said("data", evidence, _FIND, "input")
-    return _Said("zero", evidence, "Keep that infinity out of it.", event.phase)
+    return _Said("zero", evidence, _KEEP_OUT, event.phase)
 
 
 def _constant(event: Event, known: Known) -> _Said | None:
@@ -196,15 +256,20 @@ def _constant(event: Event, known: Known) -> _Said | None:
     del known
     if not (event.meant or event.constant) or event.parents:
         return None
+    made = event.held.made + _places(event)
     if event.place.is_loss:
-        evidence = "a constant of the loss function is not finite"
+        evidence = f"it is given a constant that is not finite, so it gives {made}"
         return _Said("loss function", evidence, "Use a finite one.", event.phase)
     if event.given:
         return None
-    if event.word in {"masked_fill", "where"}:
-        evidence = "what it masks reaches the loss: a target names a masked class"
+    if event.picked:
+        evidence = f"the {made} that it puts in reaches the loss: "
+        evidence += "a target names a masked class"
         return _Said("label", evidence, "Mask no class that a target names.", "forward")
-    evidence = "it is given a constant that is not finite"
+    if event.meant:
+        evidence = f"the {made} that it puts in reaches the loss"
+        return _Said("zero", evidence, _KEEP_OUT, event.phase)
+    evidence = f"it is given a constant that is not finite, so it gives {made}"
     return _Said("zero", evidence, "Use a finite one.", event.phase)
 
 
@@ -214,9 +279,10 @@ def _undefined(event: Event, known: Known) -> _Said | None:
     found = event.flaw
     if found is None or event.wide[0] == "finite":
         return None
-    if event.phase == "backward" and found.cause == "zero":
+    if event.phase == "backward" and found.cause == "zero" and not event.itself:
         found = backward_flaw(event.word, found)
-    return _Said(found.cause, found.says, found.advice, event.phase)
+    phase = "weight" if found.cause == "weight" else event.phase
+    return _Said(found.cause, found.says, found.advice, phase)
 
 
 def _not_a_number(event: Event, known: Known) -> _Said | None:
@@ -224,9 +290,13 @@ def _not_a_number(event: Event, known: Known) -> _Said | None:
     del known
     inputs = event.inputs or 0.0
     small = inputs * inputs <= torch.finfo(torch.float32).max
-    if event.wide[0] != "not finite" or not event.held.nan or not small:
+    made = event.held.nan or not inputs
+    if event.wide[0] != "not finite" or not made or not small:
         return None
-    evidence = f"it makes NaN in float32 too, yet its inputs reach {inputs:.1e} only"
+    evidence = (
+        f"it makes {event.held.made}{_places(event)} in float32 too, yet its inputs "
+        f"reach {inputs:.1e} only"
+    )
     return _Said("zero", evidence, _PRINT, event.phase)
 
 
@@ -277,7 +347,7 @@ def _backward(event: Event, known: Known) -> _Said:
     if known.low is None:
         seen = f"{_seen(event)}, at loss scale {known.scale:g}"
         evidence = f"{seen}; at scale 1 all gradients are finite"
-        return _Said("backward range", evidence, _SCALE, "backward")
+        return _Said("backward range", evidence, _SCALE, "backward", normal=True)
     seen = f"{_seen(event)}, at loss scale {min(known.scale, 1):g}"
     limit = torch.finfo(event.dtype).max
     out = known.boundary or 0.0
@@ -318,6 +388,12 @@ def _seen(event: Event) -> str:
 def _too_large(event: Event) -> str:
     name, limit = _word(event.dtype), torch.finfo(event.dtype).max
     return f"reaches {event.inputs or 0.0:.1e}, {name} holds {limit:.6g}"
+
+
+def _places(event: Event) -> str:
+    """Say where it is not finite."""
+    bad, of = event.count
+    return f" at {bad} of {of} places" if of > 1 else ""
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ from halfstep.replay.domains import Flaw, flaw
 from halfstep.replay.values import Held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from halfstep.replay.places import Place, Places
 
@@ -51,9 +51,15 @@ class Event:
     """The program itself gave the operation a number that is not finite."""
     meant: bool = False
     """Such a number only fills places, as the -inf of a mask does."""
+    picked: bool = False
+    """A label has chosen it: what a loss looks up by its labels came from there."""
+    itself: bool = False
+    """Backwards: `word` is the operation that ran, as the slope is not torch's own."""
+    count: tuple[int, int] = (0, 0)
+    """Places that are not finite, of all; parameters, where gradients were added up."""
     given: str = ""
-    """Nothing made it: "weight", "buffer", "input" (of the model), "outside"; or
-    "exchange": another process made it."""
+    """Nothing made it: "weight", "buffer", "input" (of the model), "outside";
+    "exchange": another process made it; "sum": gradients were added up."""
     source: str = ""
     """Name of the parameter, buffer or argument that was given, or cast."""
     raw: str = ""
@@ -77,6 +83,7 @@ _FILLS |= {"index_fill", "constant_pad_nd", "where", "clamp", "scatter"}
 _EXCHANGES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"}
 """Libraries whose results may still be under way."""
 _CASTS = {"_to_copy", "to", "copy"}
+_PICKS = {"nll_loss_forward", "nll_loss2d_forward", "gather"}
 _SUMS = {"addmm", "mm", "bmm", "baddbmm", "convolution", "add", "sum", "mean"}
 """They give +inf where they take -inf alone only by an overflow of their own."""
 
@@ -86,11 +93,15 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         places: Knows where an operation runs.
+        writes: Is told of each tensor that is about to be written.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, writes: Callable[[Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
+        self._writes = writes
+        self.watched = 0
+        """Operations so far."""
         self.events: list[Event] = []
         self.boundary: float | None = None
         """Largest magnitude that came back out of the loss, into the model."""
@@ -102,6 +113,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The backward pass has begun."""
         self._exchanged = False
         self._origins: dict[int, frozenset[Event]] = {}
+        # Memory that is freed, and given out again, would pass for what lay there.
+        self._refs: dict[int, object] = {}
         self._casts: dict[int, Event] = {}
         self._known = dict(_stored(places.root))
         self._shapes = {p.shape for p in places.root.parameters()}
@@ -119,6 +132,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = words.base(func)
         returns = func._schema.returns  # noqa: SLF001
         written = _written(func, args, kwargs)
+        self.watched += 1
+        for tensor in written:
+            self._writes(tensor)
         if func.namespace in _EXCHANGES:
             self._exchanged = True
             self.sent |= self.behind(values.floats((args, kwargs)))
@@ -156,7 +172,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if not written and values.key(out) not in keys:
                     self._origins.pop(values.key(out), None)
                 continue
-            self._origins[values.key(out)] = self._behind(call, bad, keys, kinds, out)
+            key = values.key(out)
+            self._origins[key] = self._behind(call, bad, keys, kinds, out)
+            self._refs[key] = values.ref(out)
         self._cross(outs, taken)
         return output
 
@@ -185,20 +203,25 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> frozenset[Event]:
         """Return the events behind something that is not finite."""
         if not bad:
-            return frozenset({self._event(call, kinds, out.dtype)})
+            return frozenset({self._event(call, kinds, out)})
         behind: set[Event] = set()
         took = Held()
         for tensor, key in zip(call.taken, keys, strict=True):
             if id(tensor) in bad:
                 took |= bad[id(tensor)]
                 if key not in self._origins:
+                    self._refs[key] = values.ref(tensor)
                     given = self._given(call, tensor, key, bad[id(tensor)])
                     self._origins[key] = frozenset({given})
                 behind |= self._origins[key]
+        for event in behind if call.name in _PICKS else ():
+            event.picked = True
         if all(event.meant for event in behind):
             grown = kinds.above and not took.above and call.name in _SUMS
-            if (kinds.nan and not took.nan) or grown:
-                made = self._event(call, kinds, out.dtype, parents=frozenset(behind))
+            emptied = call.name == "logsumexp"
+            if (kinds.nan and not took.nan) or grown or emptied:
+                made = self._event(call, kinds, out, parents=frozenset(behind))
+                made.meant = not (kinds.nan or kinds.above)
                 return frozenset({made})
         return frozenset(behind)
 
@@ -206,12 +229,13 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         call: _Call,
         kinds: Held,
-        dtype: torch.dtype,
+        out: Tensor,
         parents: frozenset[Event] = frozenset(),
     ) -> Event:
         """Take down that an operation made something."""
         node = self.places.node()
         args, kwargs = call.before
+        own = "" if node is None else self.places.forward_word()
         scalars = [v for v in _pytree.tree_leaves((args, kwargs)) if type(v) is float]
         constant = not all(map(math.isfinite, scalars))
         found = flaw(call.name, args, kwargs, call.outs)
@@ -219,10 +243,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number=len(self.events),
             place=self.places.here(),
             phase="forward" if node is None else "backward",
-            word=(self.places.forward_word() if node is not None else "") or call.word,
+            word=own or call.word,
+            itself=not own,
             name=call.name,
             held=kinds,
-            dtype=dtype,
+            dtype=out.dtype,
+            count=values.count(out),
             inputs=values.reach(call.taken),
             wide=values.wide(call.func, args, kwargs),
             flaw=found,
@@ -234,7 +260,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         self.events.append(event)
         if event.casts and node is not None:
-            event.receiver = self.places.receiver(node)
+            event.receiver = self.places.receiver(node, out.dtype)
         if event.casts:
             self._casts[values.key(call.outs[0])] = event
         return event
@@ -253,6 +279,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not kind and self._exchanged and self.going_back:
             kind = "exchange"
         cast = "" if kind else self._cast_of(tensor)
+        # What a program writes as a number, torch turns into a tensor like this.
+        constant = not kind and not cast and not tensor.dim() and not node
         event = Event(
             number=len(self.events),
             place=self.places.here(),
@@ -261,8 +289,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name=call.name,
             held=kinds,
             dtype=tensor.dtype,
+            count=values.count(tensor),
             inputs=values.reach(call.taken),
-            given="" if cast else kind or "outside",
+            given="" if cast or constant else kind or "outside",
+            constant=constant,
             source=cast or source,
             # A mask holds -inf alone.
             meant=not (kinds.nan or kinds.above or kind == "weight" or cast),

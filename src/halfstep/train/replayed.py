@@ -88,6 +88,8 @@ def found(
 ) -> BadOp | None:
     """Run the micro-batches of a step again; return the first fault on any process.
 
+    That of their sum, where each is finite.
+
     All processes must call it: they tell each other what they found. A step that cannot
     be run again, for want of memory perhaps, ends nothing: that is said in a warning.
 
@@ -104,17 +106,24 @@ def found(
     weight = world / work.weight  # as the session divides by the micro-batches
     unread: list[str] = []
 
-    def look(place: int) -> BadOp | None:
+    def of(place: int) -> Callable[[], Tensor]:
         def step() -> Tensor:
-            seed()
-            with torch.no_grad():
-                for part in work.parts[:place]:
-                    loss_of(part)
+            if place == 0:
+                seed()
             return loss_of(work.parts[place]) * work.real[place] * weight
 
+        return step
+
+    def look() -> BadOp | None:
         try:
             return first_bad(
-                session.model, step, scale=scale, number=work.number, losses=losses
+                session.model,
+                [of(place) for place in range(len(work.parts))],
+                scale=scale,
+                number=work.number,
+                losses=losses,
+                # Masters add gradients up in float32; without, they stay as they are.
+                summed_in=torch.float32 if session.choice.level.masters else None,
             )
         except Exception as error:  # noqa: BLE001
             # Not to know the cause must not end a run that may yet go on.
@@ -122,8 +131,7 @@ def found(
             return None
 
     for _ in range(2 if failed else 1):
-        mine = [look(place) for place in range(len(work.parts))]
-        bad = distributed.first_given(next(filter(None, mine), None))
+        bad = distributed.first_given(look())
         if bad is not None:
             return bad
     reason = distributed.first_given(next(iter(unread), None))
@@ -131,4 +139,4 @@ def found(
         message = f"step {work.number} failed, and could not be run again: {reason}"
         warnings.warn(message, stacklevel=2)
         return None
-    return not_reproduced(work.number, scale) if failed else None
+    return not_reproduced(work.number, scale, len(work.parts)) if failed else None

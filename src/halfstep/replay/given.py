@@ -1,0 +1,76 @@
+"""What a replay is asked to run: refused in words where it cannot be.
+
+In: a model, and what should compute losses. Out: a list of callables, or a `UserError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from halfstep.errors import UserError
+
+Step = Callable[[], Tensor]
+"""Computes the loss of one micro-batch."""
+
+_EXAMPLE = "such as lambda: loss_fn(model(x), y)"
+
+
+def steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
+    """Return one callable for each micro-batch.
+
+    Raises:
+        UserError: If there is none, or one cannot be called, or `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        message = (
+            f"model={_shown(model)} of first_bad is not a torch module: give the "
+            "nn.Module whose forward pass step() runs."
+        )
+        raise UserError(message)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            message = (
+                f"{name!r} of the model of first_bad has no shape yet, for its module "
+                "is lazy and has not run: run the model once before."
+            )
+            raise UserError(message)
+    several = isinstance(step, Sequence) and not isinstance(step, str)
+    given: list[object] = [*step] if several else [step]  # type: ignore[misc]
+    for one in given or [step]:
+        if not callable(one):
+            message = (
+                f"step={_shown(one)} of first_bad cannot be called: give a function "
+                f"that computes the loss, {_EXAMPLE}, or a list with one for each "
+                "micro-batch."
+            )
+            raise UserError(message)
+    return given  # type: ignore[return-value]
+
+
+def check_loss(step: Step, loss: object) -> None:
+    """Refuse what is no loss.
+
+    Raises:
+        UserError: If it is not one floating number, as a tensor.
+    """
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return
+    name = getattr(step, "__qualname__", None) or type(step).__name__
+    message = (
+        f"step {name!r} of first_bad returned {_shown(loss)}: it must return the loss, "
+        f"a floating tensor of one number, {_EXAMPLE}."
+    )
+    raise UserError(message)
+
+
+def _shown(value: object) -> str:
+    """Return a value in a few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)[:40]
+    if isinstance(value, list | tuple) and not value:
+        return repr(value)
+    return f"a {type(value).__name__}"

@@ -1,0 +1,184 @@
+"""A model that is left exactly as it was.
+
+In: a model. Out: a region, after which its parameters, gradients, buffers, flags, hooks
+and what else its modules hold are as they were before; and the random numbers, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import distributed, scopes
+from halfstep.probe.hooks import all_paused
+from halfstep.replay import values
+from halfstep.replay.gradients import is_sharded
+from halfstep.scaler.singular import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PLAIN = {dict, OrderedDict, defaultdict, list, set, deque}
+"""Kinds of container that are put back, and looked into."""
+
+
+@contextlib.contextmanager
+def as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Kept]:
+    """Put all back at the end; let nothing be compiled meanwhile.
+
+    Nor exchanged, by DDP, or seen by a probe.
+
+    Args:
+        model: Bare or wrapped.
+        generator_state: Of torch, to begin with; None for the present one.
+
+    Yields:
+        What must be told of each tensor that is about to be written.
+    """
+    leaves = [(param, param.grad, param.requires_grad) for param in model.parameters()]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(values.gpus(model.parameters())))
+        stack.enter_context(_other_numbers())
+        stack.enter_context(all_paused())
+        stack.enter_context(scopes.forgotten_after())
+        kept = Kept(model)
+        stack.callback(kept.put_back)
+        if generator_state is not None:
+            torch.set_rng_state(generator_state)
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in model.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                stack.enter_context(_alone(module))
+        stack.enter_context(warnings.catch_warnings())
+        # That hooks fire for a wrapper too: they are ours, and know wrappers.
+        warnings.filterwarnings(
+            "ignore", "Using `torch.compile\\(module\\)` when there"
+        )
+        torch.clear_autocast_cache()
+        try:
+            yield kept
+        finally:
+            torch.clear_autocast_cache()
+            for param, gradient, wanted in leaves:
+                param.grad = gradient
+                param.requires_grad_(wanted)
+
+
+class Kept:
+    """What the modules of a model hold, and the numbers in it.
+
+    Why containers: buffers, hooks, flags and caches of a module all lie in a few
+    dictionaries. What tells the size of a cache lies beside it, so both are put back.
+
+    Args:
+        model: Bare or wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: dict[int, list[Tensor]] = {}
+        self._numbers: list[tuple[Tensor, Tensor]] = []
+        buffers = [*model.buffers()]
+        # Batch norms write into theirs, and no operation says so.
+        for buffer in buffers:
+            self._numbers.append((buffer, buffer.detach().clone()))
+        seen = {id(buffer) for buffer in buffers}
+        sharded = is_sharded(model)
+        for module in distributed.bare(model).modules():
+            own = vars(module)
+            # FSDP2 swaps pieces for wholes in there, and takes note of it elsewhere.
+            self._look(own, seen, *([own.get("_parameters")] * sharded))
+        for param in model.parameters():
+            self._watch(param, seen)
+            self._watch(param.grad, seen)
+
+    def _look(self, container: Any, seen: set[int], *left_out: object) -> None:  # noqa: ANN401
+        """Take down what a container holds, and what the containers in it do."""
+        if id(container) in seen or any(container is one for one in left_out):
+            return
+        seen.add(id(container))
+        self._containers.append((container, copy.copy(container)))
+        for value in _items(container):
+            if type(value) in _PLAIN:
+                self._look(value, seen, *left_out)
+            elif isinstance(value, Tensor):
+                self._watch(value, seen)
+
+    def _watch(self, tensor: Tensor | None, seen: set[int]) -> None:
+        """Keep the numbers of a tensor as soon as it is written."""
+        if tensor is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            self._tensors.setdefault(_memory(tensor), []).append(tensor)
+
+    def before(self, written: Tensor) -> None:
+        """Take note that a tensor is about to be written."""
+        for tensor in self._tensors.pop(_memory(written), ()):
+            self._numbers.append((tensor, tensor.detach().clone()))
+
+    def put_back(self) -> None:
+        """Put back what was there, and take out what was not."""
+        for container, before in self._containers:
+            _put_back(container, before)
+        with torch.no_grad():
+            for tensor, numbers in self._numbers:
+                if tensor.shape != numbers.shape:
+                    tensor.resize_(numbers.shape)
+                # Not without need: a graph may wait for this very version of it.
+                if not tensor.is_meta and not torch.equal(
+                    plain(tensor), plain(numbers)
+                ):
+                    tensor.copy_(numbers)
+
+
+def _memory(tensor: Tensor) -> int:
+    return values.key(plain(tensor))
+
+
+def _put_back(container: Any, before: Any) -> None:  # noqa: ANN401
+    """Give a container what a copy of it holds; touch none that holds just that."""
+    now, then = [*map(id, _items(container))], [*map(id, _items(before))]
+    if now == then and [*container] == [*before]:
+        return
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(before)
+    else:
+        container.update(before)
+
+
+def _items(container: Any) -> Any:  # noqa: ANN401
+    return container.values() if isinstance(container, dict) else container
+
+
+@contextlib.contextmanager
+def _other_numbers() -> Iterator[None]:
+    """Put back the random numbers of Python and numpy, which layers may drop by."""
+    numpy: Any = sys.modules.get("numpy")
+    kept = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        if kept[1]:
+            numpy.random.set_state(kept[1])
+
+
+@contextlib.contextmanager
+def _alone(module: nn.parallel.DistributedDataParallel) -> Iterator[None]:
+    """Let DDP exchange nothing, buffers neither."""
+    kept = module.require_forward_param_sync, module.broadcast_buffers
+    module.require_forward_param_sync = module.broadcast_buffers = False
+    try:
+        with module.no_sync():
+            yield
+    finally:
+        module.require_forward_param_sync, module.broadcast_buffers = kept

@@ -1,0 +1,76 @@
+"""First bad operation: what cannot be run again is refused in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+
+MODEL = nn.Linear(2, 2)
+X = torch.ones(3, 2)
+
+
+def shape() -> Any:
+    """Return what a model gives, and no loss."""
+    return MODEL(X)
+
+
+def nothing() -> Any:
+    """Forget to return the loss."""
+    MODEL(X).sum()
+
+
+CALLED = "of first_bad cannot be called: give a function that computes the loss"
+RETURNED = "it must return the loss, a floating tensor of one number"
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (None, f"step=None {CALLED}"),
+        (3, f"step=3 {CALLED}"),
+        (MODEL(X).sum(), rf"step=a tensor of shape \(\) and torch.float32 {CALLED}"),
+        ([], rf"step=\[\] {CALLED}"),
+        ([shape, "loss"], f"step='loss' {CALLED}"),
+        (nothing, f"step 'nothing' of first_bad returned None: {RETURNED}"),
+        (
+            shape,
+            rf"'shape' .* a tensor of shape \(3, 2\) and torch.float32: {RETURNED}",
+        ),
+        (lambda: 0.5, f"returned 0.5: {RETURNED}"),
+        (lambda: X.sum().long(), rf"shape \(\) and torch.int64: {RETURNED}"),
+        (lambda: {"loss": MODEL(X).sum()}, f"returned a dict: {RETURNED}"),
+        ([lambda: MODEL(X).sum(), nothing], f"'nothing' .* returned None: {RETURNED}"),
+    ],
+)
+def test_a_bad_step_is_refused(step: Any, says: str) -> None:
+    """Law: the message holds the value, and what would be right."""
+    with pytest.raises(hs.UserError, match=says) as caught:
+        hs.first_bad(MODEL, step)
+    assert len(str(caught.value).split()) <= 35
+    assert not MODEL._forward_pre_hooks
+
+
+def test_a_model_that_is_none_is_refused() -> None:
+    """Law: the message says what was given in the model's place."""
+    with pytest.raises(hs.UserError, match=r"model=a function of first_bad is not a"):
+        hs.first_bad(shape, shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [nn.LazyLinear, lambda _: nn.LazyBatchNorm1d()])
+def test_a_model_without_shapes_is_refused(kind: Any) -> None:
+    """Law: a lazy module that has not run is named, with what to do."""
+    model = nn.Sequential(MODEL, kind(2))
+    with pytest.raises(hs.UserError, match=r"'1.weight' of the model .* run the model"):
+        hs.first_bad(model, lambda: model(X).sum())
+    model(X)
+    assert hs.first_bad(model, lambda: model(X).sum()) is None
+
+
+def test_one_number_of_any_shape_is_a_loss() -> None:
+    """Law: torch's own backward pass takes it, and so does a replay."""
+    assert hs.first_bad(MODEL, lambda: MODEL(X).sum()[None]) is None

@@ -1,0 +1,180 @@
+"""First bad operation: a replay leaves a model exactly as it was."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+def late(model: nn.Module) -> None:
+    """Register a buffer, and a second of a size that a set remembers."""
+    if not hasattr(model, "table"):
+        model.register_buffer("table", torch.ones(8))
+    if 8 not in model.sizes:  # type: ignore[operator]
+        model.sizes.add(8)  # type: ignore[operator, union-attr]
+        model.register_buffer("mask8", torch.ones(8), persistent=False)
+
+
+def removed(model: nn.Module) -> None:
+    """Take a buffer away."""
+    if "old" in model._buffers:
+        del model.old
+
+
+def replaced(model: nn.Module) -> None:
+    """Put another tensor in a buffer's place, of another size."""
+    model.old = torch.zeros(len(model.old) + 1)  # type: ignore[arg-type, assignment]
+
+
+def grown(model: nn.Module) -> None:
+    """Let the memory of a buffer grow."""
+    model.old.resize_(5).fill_(7)  # type: ignore[operator, union-attr]
+
+
+def renormed(model: nn.Module) -> None:
+    """Write into a weight, as a table with a largest norm does."""
+    with torch.no_grad():
+        model.inner.weight.mul_(0.5)  # type: ignore[operator, union-attr]
+
+
+def cleared(model: nn.Module) -> None:
+    """Write into a gradient."""
+    model.inner.weight.grad.zero_()  # type: ignore[operator, union-attr]
+
+
+def frozen(model: nn.Module) -> None:
+    """Train no longer."""
+    model.inner.bias.requires_grad_(requires_grad=False)  # type: ignore[operator, union-attr]
+    model.eval()
+
+
+def hooked(model: nn.Module) -> None:
+    """Add hooks, a parameter, a module."""
+    model.inner.register_forward_hook(lambda *_: None)
+    model.register_full_backward_pre_hook(lambda *_: None)
+    model.register_parameter("more", nn.Parameter(torch.zeros(2)))
+    model.add_module("other", nn.Linear(2, 2))
+
+
+def noted(model: nn.Module) -> None:
+    """Count, list, and write into a tensor that is no buffer."""
+    model.calls += 1  # type: ignore[assignment, operator]
+    model.seen.append(1)  # type: ignore[operator, union-attr]
+    model.deep["a"].append(2)  # type: ignore[index]
+    model.plain.add_(1)  # type: ignore[operator, union-attr]
+
+
+def drawn(model: nn.Module) -> None:
+    """Draw from all that draws."""
+    import numpy as np
+
+    del model
+    torch.rand(3)
+    random.random()  # noqa: S311 -- no secret
+    np.random.rand(3)  # noqa: NPY002 -- what old layers drop by
+
+
+class Restless(nn.Module):
+    """A layer that changes something in each pass."""
+
+    old: Tensor
+
+    def __init__(self, change: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("old", torch.ones(3))
+        self.sizes: set[int] = set()
+        self.seen: list[int] = []
+        self.deep: dict[str, list[int]] = {"a": [1]}
+        self.plain, self.calls = torch.zeros(2), 0
+        self.inner.weight.grad = torch.ones(8, 8)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layer gives."""
+        out: Tensor = self.inner(x)
+        self.change(self)
+        return out
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Return all that can be told of a model, and of random numbers."""
+    import numpy as np
+
+    found: dict[str, Any] = {"random": random.getstate()}
+    found["torch"] = torch.get_rng_state().tolist()
+    found["numpy"] = np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            found[f"{path}.{name}"] = repr(value)
+    for name, param in model.named_parameters():
+        found[name] = id(param), param.tolist(), param.requires_grad
+        found[f"{name}.grad"] = id(param.grad), repr(param.grad)
+    for name, buffer in model.named_buffers():
+        found[name] = id(buffer), buffer.tolist()
+    return found
+
+
+CHANGES = (
+    *(late, removed, replaced, grown, renormed, cleared, frozen, hooked, noted),
+    drawn,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("ends", ["well", "badly", "raised"])
+def test_nothing_is_left_behind(change: Callable[[nn.Module], None], ends: str) -> None:
+    """Law: whatever a pass does to its model is undone, however the replay ends."""
+    model = Restless(change)
+    before = state(model)
+
+    def step() -> Tensor:
+        out = model(X).sum()
+        if ends == "raised":
+            raise KeyError(ends)
+        return out * float("nan" if ends == "badly" else 1)  # type: ignore[no-any-return]
+
+    if ends == "raised":
+        with pytest.raises(KeyError):
+            hs.first_bad(model, step)
+    else:
+        assert (hs.first_bad(model, step) is None) == (ends == "well")
+    assert state(model) == before
+    # What it remembers of its buffers fits them.
+    assert model(X).shape == X.shape
+    assert state(model) != before
+
+
+def test_weights_that_nobody_writes_are_not_copied() -> None:
+    """Law: the versions of weights and buffers tell of no write."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8).eval())
+    held = [*model.parameters(), *model.buffers()]
+    before = [tensor._version for tensor in held]
+    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert [tensor._version for tensor in held] == before
+
+
+def test_rules_on_modules_still_act() -> None:
+    """Law: hooks of a region that was first opened in a replay come again after it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def run() -> Tensor:
+        policy = "torch + module:0=fp32"
+        with hs.autocast("cpu", torch.float16, policy=policy, model=model):
+            return model[0](X)  # type: ignore[no-any-return]
+
+    assert hs.first_bad(model, lambda: run().sum()) is None
+    assert not model[0]._forward_pre_hooks
+    assert run().dtype == torch.float32
+    assert len(model[0]._forward_pre_hooks) == 1
