@@ -18,7 +18,7 @@ import halfstep as hs
 from halfstep.finding import Finding
 
 if TYPE_CHECKING:
-    from halfstep.check_report import CheckReport
+    from halfstep.preflight import CheckReport
 
 pytestmark = pytest.mark.usefixtures("any_machine")
 

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 from halfstep.choice import choose
 from halfstep.policy import LEAN
+from halfstep.preflight.twin import RandomState, Twin
 from halfstep.scaler.exponents import count
-from halfstep.twin import RandomState, Twin
 
 pytestmark = pytest.mark.usefixtures("any_machine")
 

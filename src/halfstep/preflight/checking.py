@@ -1,7 +1,6 @@
-"""Before training: will this model, on this batch, train at this level?
+"""The check itself: what is measured, in which order, and put back afterwards.
 
-In: a model, a loss function, a batch, a level. Out: a `CheckReport`: overflow and who
-made it, the largest safe loss scale, gradients beside fp32's, time, memory, a verdict.
+In: a model, a loss function, a batch, a level. Out: a `CheckReport`.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep import fidelity
-from halfstep.check_facts import Cost, Facts, Range, ScalePoint
-from halfstep.check_guards import check_arguments, check_model
-from halfstep.check_report import CheckReport
-from halfstep.check_rules import FLUSH_WARN, judge
 from halfstep.choice import Choice, choose
 from halfstep.errors import require
 from halfstep.formats import FP16
 from halfstep.policy import Policy
+from halfstep.preflight import fidelity
+from halfstep.preflight.facts import Cost, Facts, Range, ScalePoint
+from halfstep.preflight.guards import check_arguments, check_model
+from halfstep.preflight.report import CheckReport
+from halfstep.preflight.rules import FLUSH_WARN, judge
+from halfstep.preflight.trials import Trials
+from halfstep.preflight.twin import RandomState, Twin
 from halfstep.scaler.exponents import flushed, largest_safe_scale, subnormal
-from halfstep.trials import Trials
-from halfstep.twin import RandomState, Twin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
 
-    from halfstep.trials import Trial
-    from halfstep.twin import LossFn, Pass
+    from halfstep.preflight.trials import Trial
+    from halfstep.preflight.twin import LossFn, Pass
 
 _WARM_UP = 1  # it makes the optimizer's state; kernels have run before
 _LONGEST = 10.0  # seconds of timing after which one step of each kind must do

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep import fidelity, levels, nested
-from halfstep.boundaries import LOSS, first_backward, first_forward
-from halfstep.check_facts import Fault
-from halfstep.check_guards import misplaced
-from halfstep.check_rules import COSINE_WARN
+from halfstep import levels, nested
 from halfstep.choice import Choice
 from halfstep.errors import UserError
 from halfstep.formats import FP16, FP32
 from halfstep.policy import Policy, Rule
+from halfstep.preflight import fidelity
+from halfstep.preflight.boundaries import LOSS, first_backward, first_forward
+from halfstep.preflight.facts import Fault
+from halfstep.preflight.guards import misplaced
+from halfstep.preflight.rules import COSINE_WARN
 from halfstep.scaler.exponents import largest_safe_scale
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from halfstep.twin import LossFn, Pass, Twin
+    from halfstep.preflight.twin import LossFn, Pass, Twin
 
 DEFAULT_SCALE = 2.0**16
 """Where a dynamic loss scale begins: `ScaleRule.init_scale`."""

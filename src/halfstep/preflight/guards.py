@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.errors import UserError
 from halfstep.formats import is_low, tensors_in
-from halfstep.pass_counts import is_leaf
+from halfstep.preflight.counts import is_leaf
 from halfstep.scaler.measured import nodes_of
 
 if TYPE_CHECKING:

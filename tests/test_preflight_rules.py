@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from halfstep.check_facts import Cost, Facts, Fault, ScalePoint
-from halfstep.check_rules import DYNAMIC, judge, power, verdict
-from halfstep.fidelity import Likeness
+from halfstep.preflight.facts import Cost, Facts, Fault, ScalePoint
+from halfstep.preflight.fidelity import Likeness
+from halfstep.preflight.rules import DYNAMIC, judge, power, verdict
 from halfstep.scaler import ScaleRule
 
 

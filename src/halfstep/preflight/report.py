@@ -9,12 +9,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from halfstep.check_rules import power
+from halfstep.preflight.rules import power
 from halfstep.report import Cell, Table
 
 if TYPE_CHECKING:
-    from halfstep.check_facts import Cost, Facts
     from halfstep.finding import Finding
+    from halfstep.preflight.facts import Cost, Facts
 
 _SHOWN = 12  # rows of a table by layer; `data` has all
 _SAID = 3  # findings in the short form

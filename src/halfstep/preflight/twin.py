@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from halfstep.boundaries import Boundaries, Trace
-from halfstep.check_guards import check_gradients, check_loss
 from halfstep.errors import UserError
-from halfstep.pass_counts import GradientExponents, SavedBytes
+from halfstep.preflight.boundaries import Boundaries, Trace
+from halfstep.preflight.counts import GradientExponents, SavedBytes
+from halfstep.preflight.guards import check_gradients, check_loss
 from halfstep.preparing import prepare
 from halfstep.scaler import ScaleRule
 from halfstep.scaler.exponents import unscaled

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from halfstep import formats
 
 if TYPE_CHECKING:
-    from halfstep.fidelity import Likeness
+    from halfstep.preflight.fidelity import Likeness
 
 
 @dataclass(frozen=True)

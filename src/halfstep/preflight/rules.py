@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from halfstep.check_facts import away
 from halfstep.finding import Finding, Severity
 from halfstep.formats import FP32
+from halfstep.preflight.facts import away
 
 if TYPE_CHECKING:
-    from halfstep.check_facts import Facts
-    from halfstep.fidelity import Likeness
+    from halfstep.preflight.facts import Facts
+    from halfstep.preflight.fidelity import Likeness
 
 FLUSH_WARN, FLUSH_ALARM = 0.01, 0.05
 """Shares of gradients lost to zero. Our choice: in the mixed-precision paper 5 % made
