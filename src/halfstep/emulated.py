@@ -30,6 +30,8 @@ _PRODUCTS = {
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.bmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
+    torch.ops.aten.convolution.default: 1,
+    torch.ops.aten.convolution_backward.default: 3,
     # The second result is the logarithm of a sum, in fp32 as fp16 kernels have it.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 1,  # noqa: SLF001 -- torch's own name
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 3,  # noqa: SLF001
@@ -61,10 +63,15 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(found, Tensor):
                 return found.half()
             low = _PRODUCTS[func]
-            return *(each.half() for each in found[:low]), *found[low:]
+            return *map(_narrowed, found[:low]), *found[low:]
         return func(*args, **(kwargs or {}))
 
 
 def _widened(given: Any) -> Any:  # noqa: ANN401 -- of what torch hands over
     low = isinstance(given, Tensor) and given.dtype is torch.float16
     return given.float() if low else given
+
+
+def _narrowed(found: Tensor | None) -> Tensor | None:
+    """Round a result; of a convolution, gradients that nobody wants are None."""
+    return None if found is None else found.half()
