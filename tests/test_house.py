@@ -164,9 +164,10 @@ LAYER = {
     "preflight.guards": 5,
     "preflight.twin": 13,
     "preflight.trials": 14,
-    "preflight.checking": 15,
-    "preflight.__init__": 16,
-    "__init__": 17,
+    "preflight.costs": 15,
+    "preflight.checking": 16,
+    "preflight.__init__": 17,
+    "__init__": 18,
     "diagnosis": 13,
     # The fine-tuning program.
     "train.lines": 18,

@@ -6,7 +6,6 @@ In: a model, a loss function, a batch, a level. Out: a `CheckReport`.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,8 @@ from halfstep.errors import require
 from halfstep.formats import FP16
 from halfstep.policy import Policy
 from halfstep.preflight import fidelity
-from halfstep.preflight.facts import Cost, Facts, Range, ScalePoint
+from halfstep.preflight.costs import stepped
+from halfstep.preflight.facts import Facts, Range, ScalePoint
 from halfstep.preflight.guards import check_arguments, check_model
 from halfstep.preflight.report import CheckReport
 from halfstep.preflight.rules import FLUSH_WARN, judge
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from halfstep.preflight.trials import Trial
     from halfstep.preflight.twin import LossFn, Pass
 
-_WARM_UP = 1  # it makes the optimizer's state; kernels have run before
-_LONGEST = 10.0  # seconds of timing after which one step of each kind must do
 _CURVE = tuple(2.0**power for power in range(0, 28, 4))
 
 
@@ -58,9 +56,9 @@ def check(
 
     Works on copies: weights, gradients, buffers and random states are afterwards what
     they were, to the bit. It needs memory for two more trainings of the model and some
-    copies of its gradients, and the time of some ten training steps, besides `steps`
-    of each kind. What hooks of yours,
-    or `loss_fn`, do to other things they do here too.
+    copies of its gradients, and the time of some ten training steps, besides those
+    that are timed. What hooks of yours, or `loss_fn`, do to other things they do here
+    too.
 
     Args:
         model: In fp32, on its device, not wrapped, not prepared; in training mode if
@@ -71,16 +69,18 @@ def check(
         level: "O0" to "O3", "auto", or a `Choice`: as for `prepare`.
         dtype: "bf16", "fp16" or "auto": as for `prepare`.
         policy: As for `prepare`; None is "lean".
-        optimizer: That will train it; copied with it. Its kind matters for time and
-            memory only. None takes AdamW.
+        optimizer: That will train it; copied with it. It matters for time and memory,
+            and where 16-bit weights have no masters. None takes AdamW, as torch makes
+            it.
         master: As for `prepare`; of no effect at levels without masters.
         more: Further batches: overflow, the safe scale and underflow are then those of
             all. The gradient's noise is told from the first of them, not from halves.
         margin: Powers of two that the safe loss scale stays away from overflow, >= 0.
             1 leaves room for a batch whose gradients are twice as large.
-        steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 times
-            none, and then nothing is said of speed and memory. 5 tell a factor, not a
-            per cent; after ten seconds it is left at fewer.
+        steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 makes
+            none, and then nothing is said of speed, memory and lost updates. 5 tell a
+            factor, not a per cent; where they take long there are fewer, on a part of
+            the batch, and a note says so.
 
     Raises:
         UserError: If the model cannot be copied or is not in fp32, if `loss_fn` is one
@@ -130,7 +130,7 @@ def check(
         notes += ("the model is in evaluation mode, and was checked so",)
     facts = replace(
         facts,
-        cautions=tuple(trials.cautions),
+        cautions=tuple(one for one in trials.cautions if one != facts.ruin),
         notes=notes,
         seconds=time.perf_counter() - began,
     )
@@ -152,6 +152,8 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
         policy=str(policy),
         loss_fp32=right[0].loss,
         finite_fp32=all(one.finite and math.isfinite(one.loss) for one in right),
+        learns=any(bool(g.any()) for one in right for g in one.gradients.values()),
+        optimizer=plain.optimizer,
         default_scale=trials.default,
         scale=trials.default,
         curve=_curve(seen, [trials.default, *_CURVE]) if scaled else (),
@@ -161,7 +163,7 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
         ),
         dropout_off=plain.device.type != "cpu",
     )
-    if not facts.finite_fp32 or not choice.level.low:
+    if not (facts.finite_fp32 and facts.learns and choice.level.low):
         return facts
     trial, fault, rules = trials.mended(policy)
     facts = replace(facts, fault=fault, rules=rules, cured=bool(rules))
@@ -177,15 +179,21 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
         policy=str(trial.policy),
         loss=trial.passes[0].loss,
         default_finite=trial.finite,
+        ruin=trial.twin.ruin,
     )
     if used is None:
         return facts
     facts = _compared(replace(facts, scale=used.scale), trials, used)
     if not steps:
         return facts
-    costs = _costs(trials, trial.twin, used, steps)
-    good = trials.plain.weights_finite() <= trial.twin.weights_finite()
-    return replace(facts, cost_fp32=costs[0], cost=costs[1], weights_finite=good)
+    fp32, low = stepped(trials, trial.twin, used, steps)
+    return replace(
+        facts,
+        cost_fp32=fp32,
+        cost=low,
+        weights_finite=trials.plain.weights_finite() <= trial.twin.weights_finite(),
+        lost=trial.twin.lost(),
+    )
 
 
 def _used(facts: Facts, trial: Trial) -> Pass | None:
@@ -214,27 +222,6 @@ def _compared(facts: Facts, trials: Trials, used: Pass) -> Facts:
     noise, by_layer = fidelity.compare(pair[0], pair[1], owner)
     of = "two batches" if len(trials.batches) > 1 else facts.noise_of
     return replace(facts, noise=noise, noise_layers=by_layer, noise_of=of)
-
-
-def _costs(trials: Trials, twin: Twin, used: Pass, steps: int) -> tuple[Cost, Cost]:
-    """Time training steps in fp32 and at the level, in turns; take their memory."""
-    twins = (trials.plain, twin)
-    trials.plain.begin(1.0)
-    twin.begin(used.scale)
-    times: tuple[list[float], list[float]] = ([], [])
-    batch = trials.batches[0]
-    began = time.perf_counter()
-    for done in range(_WARM_UP + steps):
-        if done > _WARM_UP and time.perf_counter() - began > _LONGEST:
-            break
-        for one, spent in zip(twins, times, strict=True):
-            spent.append(one.step(trials.loss_fn, batch))
-    saved = trials.right[0].saved_bytes, used.saved_bytes
-    costs = []
-    for one, spent, kept in zip(twins, times, saved, strict=True):
-        memory = {**one.memory(trials.loss_fn, batch), "saved": kept}
-        costs.append(Cost(statistics.median(spent[_WARM_UP:]), memory))
-    return costs[0], costs[1]
 
 
 def _owner(name: str, kinds: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from halfstep.preflight.rules import power
+from halfstep.preflight.rules import NOTHING, power
 from halfstep.report import Cell, Table
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ class CheckReport:
     """The answer of `halfstep.check`."""
 
     verdict: str
-    """"good", "good with a loss scale of X", "keep these modules in float32: RULES", or
-    "not worth it: REASON"."""
+    """"good", "good with a loss scale of X", "keep these modules in float32: RULES",
+    "nothing to compare: REASON", or "not worth it: REASON"."""
     findings: tuple[Finding, ...]
     """Worst first."""
     facts: Facts
@@ -35,7 +35,7 @@ class CheckReport:
     @property
     def good(self) -> bool:
         """Training at this level can begin as asked, perhaps with the scale named."""
-        return self.verdict.startswith("good")
+        return self.verdict.startswith(("good", NOTHING))
 
     def __str__(self) -> str:
         """Return the verdict and the worst findings, a line each."""

@@ -35,6 +35,9 @@ of a key's bias in attention is zero, and what is computed of it is rounding alo
 LOSS_WARN = 0.01
 """Relative difference of the loss. Our choice: bf16 rounds by 0.4 % at most."""
 
+LOST_WARN, LOST_ALARM = 0.05, 0.5
+"""Shares of the updates that rounding swallowed: the doctor's limits."""
+
 WORTH_TIME, WORTH_MEMORY = 1.05, 0.1
 """Least speed-up, and least share of the memory saved, that make a level worth having.
 Our choice: medians of a few steps differ by some per cent."""
@@ -45,24 +48,33 @@ TIME_FOR_MEMORY = 0.8
 DYNAMIC = 1.0, 2.0**24
 """Floor and ceiling of scales that move: `ScaleRule.min_scale` and `max_scale`."""
 
+NOTHING = "nothing to compare"
+"""How the verdict on fp32 begins."""
+
+_NO_GRADIENT = "no parameter gets a gradient other than zero"
 _OURS = "our choice"
 _PAPER = "our choice, after Micikevicius et al. 2018"
 
 
 def judge(facts: Facts) -> tuple[str, tuple[Finding, ...]]:
     """Return the verdict and the findings, worst first."""
-    rules = (_fp32, _level, _overflow, _scale, _underflow, _gradients, _loss, _weights)
-    found = [finding for rule in (*rules, _cost) for finding in rule(facts)]
+    found = [finding for rule in _RULES for finding in rule(facts)]
     found += [_note(facts, note, "note") for note in facts.notes]
     found += [_note(facts, caution, "warning") for caution in facts.cautions]
     return verdict(facts), tuple(sorted(found, key=lambda one: one.rank))
 
 
 def verdict(facts: Facts) -> str:
-    """Return "good", or with a loss scale, or with rules, or "not worth it: why"."""
+    """Return "good", or with a loss scale, or with rules, or "not worth it: why".
+
+    Of fp32 itself, that there is nothing to compare.
+    """
     why_not = _why_not(facts)
     if why_not:
         return f"not worth it: {why_not}"
+    if facts.format == FP32:
+        itself = f"{facts.level} is fp32 itself, and finite"
+        return f"{NOTHING}: {itself} ({facts.reason})"
     asked = _scale_asked(facts)
     scale = f"a loss scale of {power(asked)}" if asked else ""
     if facts.rules:
@@ -75,8 +87,10 @@ def _why_not(facts: Facts) -> str:
     """Return the first reason against the level, "" where there is none."""
     if not facts.finite_fp32:
         return "loss or gradients are not finite in fp32 either"
+    if not facts.learns:
+        return f"{_NO_GRADIENT}, in fp32 either"
     if facts.format == FP32:
-        return f"{facts.level} is fp32 itself ({facts.reason})"
+        return ""
     if facts.failed:
         return f"{facts.words} fails: {facts.failed}"
     if not facts.finite:
@@ -89,8 +103,12 @@ def _why_not_better(facts: Facts) -> str:
     """Return the same of a level whose passes are finite."""
     if strays(facts):
         return f"gradients differ from fp32's: cosine {_cosine(facts.gradients)}"
+    if facts.ruin:
+        return facts.ruin.partition(". ")[0]
     if not facts.weights_finite:
         return "weights are inf or NaN after a few steps, in fp32 they are finite"
+    if facts.lost is not None and facts.lost > LOST_ALARM:
+        return f"{facts.lost:.0%} of the updates are rounded away"
     return _costs_more(facts)
 
 
@@ -142,6 +160,17 @@ def _fp32(facts: Facts) -> list[Finding]:
             1.0,
         )
     ]
+
+
+def _learns(facts: Facts) -> list[Finding]:
+    if facts.learns or not facts.finite_fp32:
+        return []
+    advice = (
+        "The loss does not depend on the weights: look for a factor of 0, a loss that "
+        "is clamped or saturated, and labels or masks that leave every target out."
+    )
+    where, seen = "gradients", f"{_NO_GRADIENT}, in fp32 either"
+    return [Finding("error", "no gradient", where, seen, "", "", advice, 1.0)]
 
 
 def _level(facts: Facts) -> list[Finding]:
@@ -289,6 +318,43 @@ def _weights(facts: Facts) -> list[Finding]:
     return [Finding("error", "weights", facts.words, seen, "", "", advice, 1.0)]
 
 
+def _ruin(facts: Facts) -> list[Finding]:
+    if not facts.ruin:
+        return []
+    seen, _, advice = facts.ruin.partition(". ")
+    return [Finding("error", "caution", facts.optimizer, seen, "", "", advice, 1.0)]
+
+
+def _lost(facts: Facts) -> list[Finding]:
+    if facts.lost is None or facts.lost <= LOST_WARN:
+        return []
+    advice = "Keep fp32 master weights: level='O2', master='fp32'."
+    if facts.dtype == "bf16":
+        advice = (
+            "Keep master weights: level='O2' with master='split' (exact, 16 bits a "
+            "weight), 'kahan' (as lean, bf16 moments too) or 'stochastic' (nothing "
+            "kept, right on average)."
+        )
+    return [
+        Finding(
+            "error" if facts.lost > LOST_ALARM else "warning",
+            "swamped updates",
+            facts.optimizer,
+            f"{facts.lost:.0%} of the updates of one step were rounded away: those "
+            f"weights in {facts.dtype} did not move",
+            f"{LOST_WARN:.0%}",
+            f"our choice; {facts.dtype} loses updates below "
+            f"2**{-_mantissa(facts) - 2} to 2**{-_mantissa(facts) - 1} of the weight",
+            advice,
+            facts.lost,
+        )
+    ]
+
+
+def _mantissa(facts: Facts) -> int:
+    return facts.format.mantissa_bits
+
+
 def _cost(facts: Facts) -> list[Finding]:
     why = _costs_more(facts)
     if not why or not facts.finite:
@@ -307,6 +373,12 @@ def _cost(facts: Facts) -> list[Finding]:
             0.5,
         )
     ]
+
+
+_RULES = (
+    *(_fp32, _learns, _level, _overflow, _scale, _underflow, _gradients, _loss),
+    *(_ruin, _weights, _lost, _cost),
+)
 
 
 def _note(facts: Facts, text: str, severity: Severity) -> Finding:

@@ -34,11 +34,20 @@ if TYPE_CHECKING:
 DEFAULT_SCALE = 2.0**16
 """Where a dynamic loss scale begins: `ScaleRule.init_scale`."""
 
+REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
+"""What models raise at a part of a batch. It is our idea: whoever cannot run it has
+done nothing wrong."""
+
 _TRIES = 12  # passes that look for a scale; mostly one or two
 _RULES = 8  # modules kept in fp32 before the format is held to be the wrong one
 _LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried; fp32 must hold the loss
 _LEAP = 2.0**12  # from a scale at which all is zero to the next
 _COMPARED = 2
+_WIDENED = (
+    "fp16 products of passes were computed in fp32 and rounded, as hardware with such "
+    "products does: this CPU has none, and takes many times as long; steps are timed "
+    "with its own"
+)
 _SHOWN = 200  # characters of somebody's error
 
 
@@ -126,8 +135,7 @@ class Trials:
             return None
         try:
             one, other = (self._uncounted(half) for half in cut)
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
-            # Half a batch is our idea: whoever cannot run it has done nothing wrong.
+        except REFUSALS as error:
             why = _line(error)
             self.notes.append(f"half the batch does not run ({why}): no yardstick")
             return None
@@ -174,25 +182,34 @@ class Trials:
         except Exception as error:  # noqa: BLE001 -- in fp32 it raised nothing
             return Trial(policy, None, failed=_line(error))
         self.cautions = twin.notes  # it grows as the twin trains
+        if twin.widened and _WIDENED not in self.notes:
+            self.notes.append(_WIDENED)
         trial = Trial(policy, twin, passes)
         good = all(math.isfinite(one.loss) for one in passes)
         if self._scaled and good:
-            safe, at_safe = self._search(twin)
+            safe, at_safe = self._search(twin, passes)
             trial = replace(trial, safe=safe, at_safe=at_safe)
         return trial
 
-    def _search(self, twin: Twin) -> tuple[float | None, Pass | None]:
+    def _search(
+        self, twin: Twin, begun: Sequence[Pass]
+    ) -> tuple[float | None, Pass | None]:
         """Return the largest scale at which gradients stay away from overflow.
 
         Each pass proposes the next, until one is proposed that was tried and was
         finite: what flowed at it is then known, and not concluded from fp32.
+
+        Args:
+            twin: At the level.
+            begun: Its passes at the default scale.
         """
         proposed = self._safe(self.right)
         scale = 1.0 if proposed is None else proposed
         ceiling = math.inf
         finite: dict[float, Pass] = {}
         for _ in range(_TRIES):
-            passes = self._passes(twin, scale)
+            same = scale == self.default
+            passes = begun if same else self._passes(twin, scale)
             if all(one.finite for one in passes):
                 finite[scale] = passes[0]
                 safe = self._safe(passes)

@@ -1,0 +1,97 @@
+"""Whole training steps in fp32 and at the level: their time, their memory.
+
+In: twins, after their passes. Out: a `Cost` of each. Where steps take long there are
+fewer, on a part of the batch, and notes say so.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from halfstep import nested
+from halfstep.preflight.facts import Cost
+from halfstep.preflight.trials import REFUSALS
+
+if TYPE_CHECKING:
+    from halfstep.preflight.trials import Trials
+    from halfstep.preflight.twin import Pass, Twin
+
+_LONGEST = 15.0  # seconds for all of them, about; beyond it less must do
+_WARM_UP = 1  # it makes the optimizer's state; kernels have run before
+_UNTIMED = _WARM_UP + 1  # the last one tells memory and what rounding swallows
+
+
+def stepped(trials: Trials, twin: Twin, used: Pass, steps: int) -> tuple[Cost, Cost]:
+    """Make training steps in fp32 and at the level, in turns; take time and memory.
+
+    Args:
+        trials: With the twin in fp32; takes notes of what was left out.
+        twin: At the level.
+        used: Its pass, at the scale to train with.
+        steps: To be timed of each kind, at least 1.
+    """
+    twins = (trials.plain, twin)
+    twin.begin(used.scale)
+    batch, rounds = _fitting(trials, twin, used, _UNTIMED + steps)
+    trials.plain.begin(1.0)
+    twin.begin(used.scale)
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds - 1):
+        for one, spent in zip(twins, times, strict=True):
+            spent.append(one.step(trials.loss_fn, batch))
+    saved = trials.right[0].saved_bytes, used.saved_bytes
+    costs = []
+    for one, spent, kept in zip(twins, times, saved, strict=True):
+        memory = {**one.last_step(trials.loss_fn, batch), "saved": kept}
+        costs.append(Cost(statistics.median(spent[_WARM_UP:]), memory))
+    return costs[0], costs[1]
+
+
+def _fitting(trials: Trials, twin: Twin, used: Pass, rounds: int) -> tuple[object, int]:
+    """Return a batch, or a part of it, and how many rounds fit into the time.
+
+    A round is a step of each kind.
+    """
+    batch, share = trials.batches[0], 1.0
+    whole = trials.right[0].seconds + used.seconds
+    if twin.widened:  # passes were quicker than steps will be
+        small, part = _smallest(trials)
+        whole = trials.right[0].seconds + twin.step(trials.loss_fn, small) / part
+    least = _UNTIMED + 1
+    while whole * share * least > _LONGEST:
+        cut = nested.halves(batch)
+        if cut is None or not _runs(trials, cut[0]):
+            break
+        batch, share = cut[0], share / 2
+    fit = max(least, int(min(rounds, _LONGEST / (whole * share))))
+    if share < 1:
+        trials.notes.append(
+            f"steps were made with 1/{1 / share:g} of the batch: one of each kind "
+            f"with all of it would take some {whole:.0f} s"
+        )
+    if fit < rounds:
+        trials.notes.append(
+            f"{fit - _UNTIMED} of {rounds - _UNTIMED} steps were timed: a step of each "
+            f"kind takes some {whole * share:.1f} s"
+        )
+    return batch, fit
+
+
+def _smallest(trials: Trials) -> tuple[object, float]:
+    """Return the smallest part of the batch that runs, and what part it is."""
+    batch, share = trials.batches[0], 1.0
+    while True:
+        cut = nested.halves(batch)
+        if cut is None or not _runs(trials, cut[0]):
+            return batch, share
+        batch, share = cut[0], share / 2
+
+
+def _runs(trials: Trials, part: object) -> bool:
+    """Say whether a part of a batch can be trained with, in fp32."""
+    try:
+        trials.plain.run(trials.loss_fn, part, counted=False)
+    except REFUSALS:
+        return False
+    return True
