@@ -123,6 +123,16 @@ def test_positive_products() -> None:
     assert (np.abs(mine - rounded) <= np.spacing(rounded)).all()
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_mixed_formats_are_refused(name: str) -> None:
+    """Law: what torch refuses for its mixed formats is refused as before."""
+    call, given = PRODUCTS[name]
+    for place in range(len(given)):
+        mixed = [one.float() if n == place else one for n, one in enumerate(given)]
+        with emulated.Widened(), pytest.raises(RuntimeError, match=r"type|Half"):  # type: ignore[no-untyped-call]
+            call(*mixed)
+
+
 def test_gradients_that_nobody_wants() -> None:
     """Law: of a convolution over a batch that does not learn, the weight's is right."""
     weight = drawn(5, 4, 3, seed=9).requires_grad_()

@@ -157,9 +157,11 @@ LAYER = {
     # The check before training.
     "preflight.boundaries": 2,
     "preflight.fidelity": 0,
+    "preflight.kept": 0,
     "preflight.facts": 2,
     "preflight.rules": 3,
-    "preflight.report": 4,
+    "preflight.verdict": 4,
+    "preflight.report": 5,
     "preflight.counts": 4,
     "preflight.guards": 5,
     "preflight.twin": 13,

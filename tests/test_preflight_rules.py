@@ -15,10 +15,9 @@ from halfstep.preflight.rules import (
     DYNAMIC,
     LOST_ALARM,
     LOST_WARN,
-    judge,
     power,
-    verdict,
 )
+from halfstep.preflight.verdict import judge, verdict
 from halfstep.scaler import ScaleRule
 
 
@@ -118,6 +117,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (
         {"cost_fp32": cost(1.0, 100), "cost": cost(1.0, 104)},
         "not worth it: 1.00 times the speed of fp32, 4% more memory",
+    ),
+    (
+        {"cost_fp32": cost(1.0, 1000), "cost": cost(1.0, 1001)},
+        "not worth it: 1.00 times the speed of fp32, as much memory",
     ),
     ({"cost_fp32": cost(1.0, 100), "cost": cost(0.9, 100)}, "good"),
     ({"cost_fp32": cost(1.0, 100), "cost": cost(1.2, 80)}, "good"),

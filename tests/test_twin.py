@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations
 
 from halfstep.choice import choose
 from halfstep.policy import LEAN
-from halfstep.preflight.twin import RandomState, Twin
+from halfstep.preflight.kept import RandomState
+from halfstep.preflight.twin import Twin
 from halfstep.scaler.exponents import count
 
 pytestmark = pytest.mark.usefixtures("any_machine")

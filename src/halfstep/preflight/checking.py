@@ -5,6 +5,7 @@ In: a model, a loss function, a batch, a level. Out: a `CheckReport`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import replace
@@ -14,21 +15,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.choice import Choice, choose
-from halfstep.errors import require
 from halfstep.formats import FP16
 from halfstep.policy import Policy
 from halfstep.preflight import fidelity
-from halfstep.preflight.costs import stepped
+from halfstep.preflight.costs import StepError, stepped
 from halfstep.preflight.facts import Facts, Range, ScalePoint
-from halfstep.preflight.guards import check_arguments, check_model
+from halfstep.preflight.guards import check_arguments, check_model, check_words, empty
+from halfstep.preflight.kept import Buffers, RandomState
 from halfstep.preflight.report import CheckReport
-from halfstep.preflight.rules import FLUSH_WARN, judge
+from halfstep.preflight.rules import FLUSH_WARN
 from halfstep.preflight.trials import Trials
-from halfstep.preflight.twin import RandomState, Twin
+from halfstep.preflight.twin import Twin
+from halfstep.preflight.verdict import judge
 from halfstep.scaler.exponents import flushed, largest_safe_scale, subnormal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -84,8 +86,9 @@ def check(
 
     Raises:
         UserError: If the model cannot be copied or is not in fp32, if `loss_fn` is one
-            of torch.nn's losses, if the loss is no scalar or has no gradient, if the
-            optimizer is another model's, or if the batch is on another device.
+            of torch.nn's losses, or raises in fp32, if the loss is no scalar or has no
+            gradient, if the optimizer is another model's, if the batch is on another
+            device, or if an argument is of another kind or out of its range.
 
     Example:
         >>> model = torch.nn.Linear(4, 1, bias=False)
@@ -103,27 +106,28 @@ def check(
         'good with a loss scale of 2048'
     """
     began = time.perf_counter()
-    require("margin", margin, margin >= 0, "0 or more powers of two")
-    require("steps", steps, steps >= 0, "0 or more steps to time")
+    check_words(level, dtype, policy, master, margin=margin, steps=steps)
     bare = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    check_arguments(bare, loss_fn, optimizer)
+    check_arguments(bare, loss_fn, optimizer, more)
     check_model(bare)
     device = next(bare.parameters()).device
     choice = level if isinstance(level, Choice) else choose(level, dtype, device.type)
-    rules = Policy.parse(policy or "lean") if not isinstance(policy, Policy) else policy
+    words = "lean" if policy is None else policy
+    rules = Policy.parse(words) if isinstance(words, str) else words
     state = RandomState([device])
-    own = [(buffer, buffer.clone()) for buffer in bare.buffers()]
+    buffers = Buffers(bare)  # a loss_fn that will be refused may change them
     try:
         make = partial(Twin, bare, optimizer, master=master, state=state)
-        trials = Trials(make, bare, loss_fn, [batch, *more], choice, margin)
-        facts = _facts(trials, rules, steps)
+        with _alone(device):
+            trials = Trials(make, bare, loss_fn, [batch, *more], choice, margin)
+            facts = _facts(trials, rules, steps)
     finally:
         state.restore()
-        with torch.no_grad():
-            for buffer, value in own:
-                if not torch.equal(buffer, value):  # by a loss_fn that was refused
-                    buffer.copy_(value)
+        buffers.restore()
     notes = (*facts.notes, *trials.notes)
+    none = [empty(one) for one in trials.batches]
+    if not (facts.finite_fp32 and facts.learns) and any(none):
+        notes += (next(filter(None, none)),)
     if bare is not model:
         notes += ("torch.compile was left out: passes and times are eager",)
     if not bare.training:
@@ -137,6 +141,21 @@ def check(
     return CheckReport(*judge(facts), facts)
 
 
+@contextlib.contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Run outside of whatever region `check` was called in.
+
+    Why: in a region of autocast fp32 would not be fp32, and without gradients there is
+    nothing to look at.
+    """
+    with contextlib.ExitStack() as left:
+        left.enter_context(torch.inference_mode(mode=False))
+        left.enter_context(torch.enable_grad())
+        for kind in {"cpu", device.type}:
+            left.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
     """Measure all that there is to be measured."""
     choice, plain = trials.choice, trials.plain
@@ -144,14 +163,17 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
     peaks, gradients = _peaks(right)
     scaled = choice.format == FP16
     seen = _histogram(right)
+    unfit = next((n for n, one in enumerate(right) if not one.sound), None)
+    first = right[unfit or 0]
     facts = Facts(
         level=choice.level.name,
         dtype=choice.format.name,
         reason=choice.reason,
         device=plain.device.type,
         policy=str(policy),
-        loss_fp32=right[0].loss,
-        finite_fp32=all(one.finite and math.isfinite(one.loss) for one in right),
+        loss_fp32=first.loss,
+        bad_batch="" if unfit is None else trials.name_of(unfit),
+        finite_fp32=first.sound,
         learns=any(bool(g.any()) for one in right for g in one.gradients.values()),
         optimizer=plain.optimizer,
         default_scale=trials.default,
@@ -186,7 +208,10 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
     facts = _compared(replace(facts, scale=used.scale), trials, used)
     if not steps:
         return facts
-    fp32, low = stepped(trials, trial.twin, used, steps)
+    try:
+        fp32, low = stepped(trials, trial.twin, used, steps)
+    except StepError as error:
+        return replace(facts, failed=str(error))
     return replace(
         facts,
         cost_fp32=fp32,

@@ -6,20 +6,29 @@ fewer, on a part of the batch, and notes say so.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from typing import TYPE_CHECKING
 
 from halfstep import nested
+from halfstep.errors import UserError
 from halfstep.preflight.facts import Cost
-from halfstep.preflight.trials import REFUSALS
+from halfstep.preflight.guards import raised
+from halfstep.preflight.trials import line_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from halfstep.preflight.trials import Trials
     from halfstep.preflight.twin import Pass, Twin
 
 _LONGEST = 15.0  # seconds for all of them, about; beyond it less must do
 _WARM_UP = 1  # it makes the optimizer's state; kernels have run before
 _UNTIMED = _WARM_UP + 1  # the last one tells memory and what rounding swallows
+
+
+class StepError(Exception):
+    """A training step failed at the level, in a line; in fp32 it did not."""
 
 
 def stepped(trials: Trials, twin: Twin, used: Pass, steps: int) -> tuple[Cost, Cost]:
@@ -39,11 +48,13 @@ def stepped(trials: Trials, twin: Twin, used: Pass, steps: int) -> tuple[Cost, C
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds - 1):
         for one, spent in zip(twins, times, strict=True):
-            spent.append(one.step(trials.loss_fn, batch))
+            with _told(trials, one):
+                spent.append(one.step(trials.loss_fn, batch))
     saved = trials.right[0].saved_bytes, used.saved_bytes
     costs = []
     for one, spent, kept in zip(twins, times, saved, strict=True):
-        memory = {**one.last_step(trials.loss_fn, batch), "saved": kept}
+        with _told(trials, one):
+            memory = {**one.last_step(trials.loss_fn, batch), "saved": kept}
         costs.append(Cost(statistics.median(spent[_WARM_UP:]), memory))
     return costs[0], costs[1]
 
@@ -57,13 +68,16 @@ def _fitting(trials: Trials, twin: Twin, used: Pass, rounds: int) -> tuple[objec
     whole = trials.right[0].seconds + used.seconds
     if twin.widened:  # passes were quicker than steps will be
         small, part = _smallest(trials)
-        whole = trials.right[0].seconds + twin.step(trials.loss_fn, small) / part
+        for one in (trials.plain, twin):
+            with _told(trials, one):
+                spent = one.step(trials.loss_fn, small)
+        whole = trials.right[0].seconds + spent / part
     least = _UNTIMED + 1
     while whole * share * least > _LONGEST:
-        cut = nested.halves(batch)
-        if cut is None or not _runs(trials, cut[0]):
+        half = _half(trials, batch)
+        if half is None:
             break
-        batch, share = cut[0], share / 2
+        batch, share = half, share / 2
     fit = max(least, int(min(rounds, _LONGEST / (whole * share))))
     if share < 1:
         trials.notes.append(
@@ -81,17 +95,39 @@ def _fitting(trials: Trials, twin: Twin, used: Pass, rounds: int) -> tuple[objec
 def _smallest(trials: Trials) -> tuple[object, float]:
     """Return the smallest part of the batch that runs, and what part it is."""
     batch, share = trials.batches[0], 1.0
-    while True:
-        cut = nested.halves(batch)
-        if cut is None or not _runs(trials, cut[0]):
-            return batch, share
-        batch, share = cut[0], share / 2
+    while (half := _half(trials, batch)) is not None:
+        batch, share = half, share / 2
+    return batch, share
 
 
-def _runs(trials: Trials, part: object) -> bool:
-    """Say whether a part of a batch can be trained with, in fp32."""
+def _half(trials: Trials, batch: object) -> object | None:
+    """Return half of a batch, None where it cannot be trained with in fp32."""
     try:
-        trials.plain.run(trials.loss_fn, part, counted=False)
-    except REFUSALS:
-        return False
-    return True
+        cut = nested.halves(batch)
+        if cut is not None and nested.halves(cut[0]) is not None:  # one is too few
+            part: object = cut[0]
+            trials.plain.run(trials.loss_fn, part, counted=False)
+            return part
+    except Exception:  # noqa: BLE001 -- a part of the batch was our idea
+        return None
+    return None
+
+
+@contextlib.contextmanager
+def _told(trials: Trials, twin: Twin) -> Iterator[None]:
+    """Turn what a step raises into words.
+
+    Raises:
+        UserError: If it does so in fp32.
+        StepError: If it does so at the level alone.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if twin is trials.plain:
+            advice = "Give check the optimizer that will train."
+            what = f"a step of {twin.optimizer},"
+            raise raised(what, error, advice) from error
+        raise StepError(line_of(error)) from error

@@ -93,8 +93,11 @@ class Facts:
     policy: str
     """With the rules that cure overflow, where some do."""
     loss_fp32: float
+    """Of the first batch, or the first whose pass is not finite."""
     finite_fp32: bool
     """Loss and gradients are, in fp32."""
+    bad_batch: str = ""
+    """The argument that is the first batch of which they are not."""
     learns: bool = True
     """Some parameter has a gradient other than zero, in fp32."""
     optimizer: str = ""

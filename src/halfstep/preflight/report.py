@@ -9,7 +9,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from halfstep.preflight.rules import NOTHING, power
+from halfstep.preflight.rules import power
+from halfstep.preflight.verdict import NOTHING
 from halfstep.report import Cell, Table
 
 if TYPE_CHECKING:

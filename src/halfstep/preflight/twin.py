@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import random
 import sys
 import time
 import warnings
@@ -27,15 +26,17 @@ from halfstep.master.form import NONE
 from halfstep.preflight.boundaries import Boundaries, Trace
 from halfstep.preflight.counts import GradientExponents, SavedBytes
 from halfstep.preflight.guards import check_gradients, check_loss
+from halfstep.preflight.kept import Buffers
 from halfstep.preparing import prepare
 from halfstep.scaler import ScaleRule
 from halfstep.scaler.exponents import unscaled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from halfstep.choice import Choice
     from halfstep.policy import Policy
+    from halfstep.preflight.kept import RandomState
 
 LossFn: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 
@@ -70,6 +71,11 @@ class Pass:
     def finite(self) -> bool:
         """Neither gradients of parameters nor those that made them hold inf or NaN."""
         return not self.bad and not int(self.histogram[-1])
+
+    @property
+    def sound(self) -> bool:
+        """Neither the loss is inf or NaN, nor any of these."""
+        return self.finite and math.isfinite(self.loss)
 
 
 class Twin:
@@ -131,7 +137,7 @@ class Twin:
                 master=master if choice.level.masters else "fp32",
                 lost_updates_every=_NEVER if lossy else None,
             )
-        self._buffers = [(one, one.clone()) for one in twin.buffers()]
+        self._buffers = Buffers(twin)
 
     @property
     def model(self) -> nn.Module:
@@ -209,9 +215,7 @@ class Twin:
     def begin(self, scale: float) -> None:
         """Put random state and buffers back, and set the scale."""
         self._random.restore()
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+        self._buffers.restore()
         scaler = self.session.scaler
         power = torch.full_like(scaler.state.scale, min(max(scale, _ANY[0]), _ANY[1]))
         scaler.state = replace(scaler.state, scale=power)
@@ -292,9 +296,16 @@ def _copied(
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
         raise UserError(message) from error
+    if not all(param.is_leaf for param in twin.parameters()):
+        message = (
+            f"a copy of {type(model).__name__} has no weights of its own, and check "
+            "works on copies: give the model as it was before torch.jit."
+        )
+        raise UserError(message)
     if stepper is None:
         learning = [param for param in twin.parameters() if param.requires_grad]
-        stepper = torch.optim.AdamW(learning, fused=True)
+        fused = all(param.is_floating_point() for param in learning)
+        stepper = torch.optim.AdamW(learning, fused=fused)
     for param in twin.parameters():
         param.grad = None
     return twin, stepper
@@ -318,32 +329,3 @@ def _noted(notes: list[str]) -> Iterator[None]:
     for one in caught:
         if str(one.message) not in notes:
             notes.append(str(one.message))
-
-
-class RandomState:
-    """The random state of torch, Python and numpy, as it was when this was made.
-
-    Args:
-        devices: Devices whose generators count besides the CPU's.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = {
-            device: torch.cuda.get_rng_state(device)
-            for device in devices
-            if device.type == "cuda"
-        }
-        self._python = random.getstate()
-        # Only if somebody uses it: the library does not.
-        self._numpy = sys.modules.get("numpy")
-        self._numpys = self._numpy.random.get_state() if self._numpy else None
-
-    def restore(self) -> None:
-        """Put all of it back."""
-        torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            self._numpy.random.set_state(self._numpys)
