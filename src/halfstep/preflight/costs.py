@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from halfstep.preflight.twin import Pass, Twin
 
 _LONGEST = 15.0  # seconds for all of them, about; beyond it less must do
+_SLOW = 0.3  # of that, where steps are hopeless: a CPU without products of the format
 _WARM_UP = 1  # it makes the optimizer's state; kernels have run before
 _UNTIMED = _WARM_UP + 1  # the last one tells memory and what rounding swallows
 
@@ -68,17 +69,17 @@ def _fitting(trials: Trials, twin: Twin, used: Pass, rounds: int) -> tuple[objec
     whole = trials.right[0].seconds + used.seconds
     if twin.widened:  # passes were quicker than steps will be
         small, part = _smallest(trials)
-        for one in (trials.plain, twin):
+        for one in (trials.plain, twin, twin):  # the first also compiles
             with _told(trials, one):
                 spent = one.step(trials.loss_fn, small)
         whole = trials.right[0].seconds + spent / part
-    least = _UNTIMED + 1
-    while whole * share * least > _LONGEST:
+    least, longest = _UNTIMED + 1, _LONGEST * (_SLOW if twin.widened else 1.0)
+    while whole * share * least > longest:
         half = _half(trials, batch)
         if half is None:
             break
         batch, share = half, share / 2
-    fit = max(least, int(min(rounds, _LONGEST / (whole * share))))
+    fit = max(least, int(min(rounds, longest / (whole * share))))
     if share < 1:
         trials.notes.append(
             f"steps were made with 1/{1 / share:g} of the batch: one of each kind "
