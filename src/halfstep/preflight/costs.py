@@ -17,7 +17,7 @@ from halfstep.preflight.guards import raised
 from halfstep.preflight.trials import line_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from halfstep.preflight.trials import Trials
     from halfstep.preflight.twin import Pass, Twin
@@ -65,20 +65,19 @@ def _fitting(trials: Trials, twin: Twin, used: Pass, rounds: int) -> tuple[objec
 
     A round is a step of each kind.
     """
-    batch, share = trials.batches[0], 1.0
+    parts: Iterable[tuple[object, float]] = _parts(trials)
     whole = trials.right[0].seconds + used.seconds
     if twin.widened:  # passes were quicker than steps will be
-        small, part = _smallest(trials)
+        parts = list(parts)
+        small, part = parts[-1]
         for one in (trials.plain, twin, twin):  # the first also compiles
             with _told(trials, one):
                 spent = one.step(trials.loss_fn, small)
         whole = trials.right[0].seconds + spent / part
     least, longest = _UNTIMED + 1, _LONGEST * (_SLOW if twin.widened else 1.0)
-    while whole * share * least > longest:
-        half = _half(trials, batch)
-        if half is None:
+    for batch, share in parts:  # noqa: B007 -- where it ends is what is used
+        if whole * share * least <= longest:
             break
-        batch, share = half, share / 2
     fit = max(least, int(min(rounds, longest / (whole * share))))
     if share < 1:
         trials.notes.append(
@@ -93,12 +92,13 @@ def _fitting(trials: Trials, twin: Twin, used: Pass, rounds: int) -> tuple[objec
     return batch, fit
 
 
-def _smallest(trials: Trials) -> tuple[object, float]:
-    """Return the smallest part of the batch that runs, and what part it is."""
-    batch, share = trials.batches[0], 1.0
-    while (half := _half(trials, batch)) is not None:
-        batch, share = half, share / 2
-    return batch, share
+def _parts(trials: Trials) -> Iterator[tuple[object, float]]:
+    """Give the batch, half of it, and so on, as far as it runs, each with its share."""
+    batch: object | None = trials.batches[0]
+    share = 1.0
+    while batch is not None:
+        yield batch, share
+        batch, share = _half(trials, batch), share / 2
 
 
 def _half(trials: Trials, batch: object) -> object | None:
