@@ -148,6 +148,8 @@ def test_swamped_updates(level: str, master: str) -> None:
         true = share_lost(model, rate, 2)
         assert lost == pytest.approx(true, abs=0.02)
         assert bool(found) == (lost > 0.05)
+        shown = dict(report.tables()[0].rows)["updates rounded away"]
+        assert shown == f"{lost:.0%} of one step, SGD, lr={rate:g}"
         if rate < 1e-3:
             assert lost > 0.9
             assert report.verdict == (

@@ -109,6 +109,9 @@ def _summary(report: CheckReport) -> Table:
         rows.append(("speed", f"{facts.speed_up:.2f} times that of fp32"))
     if facts.memory_saved is not None:
         rows.append(("memory", f"{1 - facts.memory_saved:.0%} of that of fp32"))
+    if facts.lost is not None:
+        lost = f"{facts.lost:.0%} of one step, {facts.optimizer}"
+        rows.append(("updates rounded away", lost))
     notes = [f"The check took {facts.seconds:.1f} s."]
     if facts.dropout_off:
         notes.append(
