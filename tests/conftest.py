@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from halfstep import machine
+from halfstep import emulated, machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,8 +45,9 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train in any format without a word about how slow it is on this machine."""
+    """Train in any format, itself, without a word about how slow it is here."""
     monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(emulated, "needed", lambda *_: False)
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import torch
 from small_corpora import marked
 from small_training import one_thread, small_and_measured, without_figures
 
-from halfstep import cli, machine
-from halfstep.bench import commands, emulated, entities, measure, quality
+from halfstep import cli, emulated, machine
+from halfstep.bench import commands, entities, measure, quality
 from halfstep.bench.flags import NERS
 
 if TYPE_CHECKING:

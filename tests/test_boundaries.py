@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.boundaries import (
+from halfstep.preflight.boundaries import (
     BATCH,
     LOSS,
     Boundaries,

@@ -18,16 +18,25 @@ import halfstep as hs
 from halfstep.finding import Finding
 
 if TYPE_CHECKING:
-    from halfstep.check_report import CheckReport
+    from halfstep.preflight import CheckReport
 
 pytestmark = pytest.mark.usefixtures("any_machine")
 
 LOW = [(level, dtype) for level in ("O1", "O2", "O3") for dtype in ("bf16", "fp16")]
 
 
+def adamw(model: nn.Module, eps: float) -> torch.optim.Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(model.parameters(), eps=eps)
+
+
 def checked(model: nn.Module, level: str, dtype: str, **more: Any) -> CheckReport:
-    """Check without timing, which differs from machine to machine."""
-    given = {"loss_fn": loss, "batch": batch(), "steps": 0} | more
+    """Check without timing, which differs from machine to machine.
+
+    Its optimizer has an epsilon that fp16 holds.
+    """
+    held = adamw(model, 1e-4)
+    given = {"loss_fn": loss, "batch": batch(), "steps": 0, "optimizer": held} | more
     return hs.check(model, level=level, dtype=dtype, **given)
 
 
@@ -53,10 +62,112 @@ def test_a_healthy_network(level: str, dtype: str) -> None:
 
 
 def test_fp32_is_itself() -> None:
-    """Law: O0 gains nothing, and the verdict says so."""
+    """Law: of O0 there is nothing to say but that it can begin, if it is finite."""
     report = checked(Net(), "O0", "auto")
-    assert report.verdict.startswith("not worth it: O0 is fp32 itself")
+    assert report.verdict == (
+        "nothing to compare: O0 is fp32 itself, and finite (level O0 was asked for)"
+    )
+    assert report.good
     assert not report.findings
+    broken = checked(Net(), "O0", "auto", loss_fn=lambda m, b: loss(m, b) * math.inf)
+    assert broken.verdict.startswith("not worth it: loss or gradients are not finite")
+    assert not broken.good
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O0", "auto"), *LOW])
+def test_a_loss_without_weights(level: str, dtype: str) -> None:
+    """Law: a loss whose gradients are all zero is found out, at every level."""
+
+    def constant(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]) * 0).sum()
+
+    report = checked(Net(), level, dtype, loss_fn=constant)
+    assert report.verdict == (
+        "not worth it: no parameter gets a gradient other than zero, in fp32 either"
+    )
+    assert rules_of(report) == {"no gradient"}
+    assert not report.good
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_weights_that_will_be_nan(steps: int) -> None:
+    """Law: what a caution says of NaN is an error, and no verdict is good beside it."""
+    model = Net()
+    bad = adamw(model, 1e-8)
+    report = checked(model, "O3", "fp16", optimizer=bad, steps=steps)
+    assert report.verdict == (
+        "not worth it: eps=1e-08 rounds to 0 in fp16, in which level O3 keeps the "
+        "optimizer's state: weights will become NaN"
+    )
+    worst = report.findings[0]
+    assert (worst.severity, worst.rule) == ("error", "caution")
+    assert worst.where == "AdamW, lr=0.001"
+    assert worst.advice == "Use eps=6.1e-05, or level O2."
+    assert sum("eps=1e-08" in str(one) for one in report.findings) == 1
+    good = adamw(model, 1e-4)
+    assert checked(model, "O3", "fp16", optimizer=good).verdict == "good"
+    assert checked(model, "O2", "fp16", optimizer=bad).verdict == "good"
+    unnamed = checked(model, "O3", "fp16", optimizer=None).findings[0]
+    assert unnamed.where == "AdamW, lr=0.001, as none was given"
+
+
+def share_lost(model: nn.Module, rate: float, steps: int) -> float:
+    """Return which share of weights one more step of plain SGD in bf16 leaves alone."""
+    twin = copy.deepcopy(model).bfloat16()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=rate)
+    x, y = (one.bfloat16() for one in batch())
+    for _ in range(steps + 1):
+        before = [p.detach().clone() for p in twin.parameters()]
+        optimizer.zero_grad()
+        functional.mse_loss(twin(x), y).backward()
+        optimizer.step()
+    rows = [
+        ((p == old) & (p.grad != 0)).sum() / (p.grad != 0).sum()
+        for p, old in zip(twin.parameters(), before, strict=True)
+        if p.grad is not None
+    ]
+    return float(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("level", "master"), [("O3", "fp32"), ("O2", "none"), ("O2", "split")]
+)
+def test_swamped_updates(level: str, master: str) -> None:
+    """Law: updates that bf16 rounds away are counted, unless masters keep them."""
+    model = nn.Linear(16, 8, bias=False)
+    for rate in (1e-4, 1e-1):
+        sgd = torch.optim.SGD(model.parameters(), lr=rate)
+        given = {"optimizer": sgd, "master": master, "steps": 1}
+        report = checked(model, level, "bf16", **given)
+        found = [one for one in report.findings if one.rule == "swamped updates"]
+        lost = report.facts.lost
+        if master == "split":
+            assert lost is None
+            assert not found
+            continue
+        true = share_lost(model, rate, 2)
+        assert lost == pytest.approx(true, abs=0.02)
+        assert bool(found) == (lost > 0.05)
+        shown = dict(report.tables()[0].rows)["updates rounded away"]
+        assert shown == f"{lost:.0%} of one step, SGD, lr={rate:g}"
+        if rate < 1e-3:
+            assert lost > 0.9
+            assert report.verdict == (
+                f"not worth it: {lost:.0%} of the updates are rounded away"
+            )
+            assert found[0].severity == "error"
+            assert found[0].where == "SGD, lr=0.0001"
+            assert found[0].limit == "5%"
+            assert "master='split'" in found[0].advice
+
+
+def test_a_rate_of_zero_loses_nothing() -> None:
+    """Law: before a warm-up, at a rate of 0, no update is there to be lost."""
+    model = Net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    report = checked(model, "O3", "bf16", optimizer=sgd, steps=1)
+    assert report.facts.lost is None
+    assert "swamped updates" not in rules_of(report)
 
 
 def gradients(

@@ -138,9 +138,10 @@ def test_a_batch_elsewhere() -> None:
         "the batch holds a tensor on meta, the model is on cpu: move it, as in "
         "batch.to('cpu')."
     )
-    # Where it is on the right one, what the model raises is its own affair.
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+    # Where it is on the right one, what the model raises is named, and kept as cause.
+    with pytest.raises(UserError, match="cannot be multiplied") as caught:
         hs.check(Net(), loss, (x[:, :3], y), level="O2", dtype="bf16", steps=0)
+    assert type(caught.value.__cause__) is RuntimeError
 
 
 class Owner(nn.Linear):

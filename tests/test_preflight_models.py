@@ -13,7 +13,7 @@ import halfstep as hs
 from halfstep.train import parallel
 
 if TYPE_CHECKING:
-    from halfstep.check_report import CheckReport
+    from halfstep.preflight import CheckReport
 
 transformers = pytest.importorskip("transformers")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -106,6 +107,21 @@ def test_it_leaves_a_run_alone(
     assert "holds a run already" in " ".join(shown.split())
     assert "What this run would be" in shown
     assert "report:" not in shown
+
+
+@pytest.mark.parametrize(("longest", "made"), [(0.0, 1), (math.inf, 8)])
+def test_steps_that_take_long(
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    longest: float,
+    made: int,
+) -> None:
+    """Law: where steps take long there are fewer, and the table says so."""
+    monkeypatch.setattr(rehearsal, "_LONGEST", longest)
+    table = run(settings, check=True).tables[0]
+    assert f"0 of {made} skipped" in table.text()
+    cut = "1 of 8 steps were made: they take long." in table.notes
+    assert cut is (made == 1)
 
 
 def test_it_refuses_what_a_run_would(settings: dict[str, Any]) -> None:

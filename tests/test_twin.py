@@ -12,8 +12,9 @@ from torch.nn.utils import parametrizations
 
 from halfstep.choice import choose
 from halfstep.policy import LEAN
+from halfstep.preflight.kept import RandomState
+from halfstep.preflight.twin import Twin
 from halfstep.scaler.exponents import count
-from halfstep.twin import RandomState, Twin
 
 pytestmark = pytest.mark.usefixtures("any_machine")
 

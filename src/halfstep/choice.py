@@ -70,19 +70,33 @@ def cautions(
         device: "cpu" or "cuda".
         masters: There are master weights, whose state is not in `choice`'s format.
     """
-    found = [machine.emulation_warning(choice.format.name, device)]
-    if choice.level.low_weights and not masters:
-        for group in optimizer.param_groups:
-            epsilon = group.get("eps")
-            if (
-                isinstance(epsilon, float)
-                and epsilon
-                and not torch.tensor(epsilon, dtype=choice.format.dtype)
-            ):
-                found.append(
-                    f"eps={epsilon:g} rounds to 0 in {choice.format}, in which level "
-                    f"{choice.level} keeps the optimizer's state: weights will become "
-                    f"NaN. Use eps={choice.format.min_normal:.1e}, or level O2."
-                )
-                break
+    found = [
+        machine.emulation_warning(choice.format.name, device),
+        ruin(choice, optimizer, masters=masters),
+    ]
     return [line for line in found if line]
+
+
+def ruin(choice: Choice, optimizer: torch.optim.Optimizer, *, masters: bool) -> str:
+    """Return what will make NaN of weights, whatever the data are, or "".
+
+    Args:
+        choice: Level and format.
+        optimizer: Its epsilon may round to zero in 16-bit state.
+        masters: There are master weights, whose state is not in `choice`'s format.
+    """
+    if not choice.level.low_weights or masters:
+        return ""
+    for group in optimizer.param_groups:
+        epsilon = group.get("eps")
+        if (
+            isinstance(epsilon, float)
+            and epsilon
+            and not torch.tensor(epsilon, dtype=choice.format.dtype)
+        ):
+            return (
+                f"eps={epsilon:g} rounds to 0 in {choice.format}, in which level "
+                f"{choice.level} keeps the optimizer's state: weights will become "
+                f"NaN. Use eps={choice.format.min_normal:.1e}, or level O2."
+            )
+    return ""

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.bad_op import BadOp
-from halfstep.check_report import CheckReport
 from halfstep.checkpoint import Checkpoint, CheckpointError
 from halfstep.finding import Finding
 from halfstep.formats import FloatFormat, cast_floating
 from halfstep.levels import Level
 from halfstep.machine import Capabilities, Recommendation
+from halfstep.preflight import CheckReport
 from halfstep.report import Table
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from halfstep import machine
-from halfstep.bench import emulated, measure, quality
+from halfstep import emulated, machine
+from halfstep.bench import measure, quality
 from halfstep.bench.quality import cells, median
 from halfstep.report import Table
 from halfstep.train.config import TrainConfig

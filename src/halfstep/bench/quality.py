@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep import machine
-from halfstep.bench import emulated, measure
+from halfstep import emulated, machine
+from halfstep.bench import measure
 from halfstep.report import Cell, Table
 from halfstep.scaler import LossScaleCollapse
 from halfstep.train.config import TrainConfig

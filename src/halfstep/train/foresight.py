@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from halfstep.check_report import CheckReport
+    from halfstep.preflight import CheckReport
     from halfstep.train.config import TrainConfig
     from halfstep.train.result import Ready
 

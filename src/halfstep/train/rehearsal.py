@@ -11,6 +11,7 @@ import itertools
 import os
 import shutil
 import statistics
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from halfstep.train.result import Ready
 
 _STEPS = 8
+_LONGEST = 15.0  # seconds after which fewer must do
 _JUDGED = 2 * EVAL_BATCH
 _WARM_UP = 3  # steps that also allocate, compile and fill caches
 _WEIGHT_BYTES = 4
@@ -52,8 +54,10 @@ def rehearse(ready: Ready, config: TrainConfig, folder: RunFolder) -> Result:
     trainer, network = ready.trainer, ready.network
     job, session = trainer.job, trainer.session
     plan, total = job.plan, job.plan.total_steps
-    source = feed(job.steps, 1, min(_STEPS, total), workers=0, pin=False)
+    meant = min(_STEPS, total)
+    source = feed(job.steps, 1, meant, workers=0, pin=False)
     times, skipped, loss = [], 0, 0.0
+    began = time.perf_counter()
     for work in source:
         clock = Clock()
         with clock.time("input"):
@@ -61,6 +65,8 @@ def rehearse(ready: Ready, config: TrainConfig, folder: RunFolder) -> Result:
         record = trainer.train_step(work, clock)
         times.append(1 / record["examples_per_s"] * work.size)
         skipped, loss = record["skipped_total"], record["loss"]
+        if distributed.same_everywhere(time.perf_counter() - began > _LONGEST):
+            break
     step = statistics.median(times[_WARM_UP:] or times)
     # A large dev split takes minutes; the longest texts take the most memory.
     few = job.encoded["dev"].longest(_JUDGED)
@@ -107,6 +113,8 @@ def rehearse(ready: Ready, config: TrainConfig, folder: RunFolder) -> Result:
         ("first steps", f"{first}; then {dev_loss:.3f} on {len(few)} dev texts"),
     )
     notes = list(data_findings(trainer))
+    if len(times) < meant:
+        notes.append(f"{len(times)} of {meant} steps were made: they take long.")
     if folder.steps() or folder.metrics.exists():
         notes.append(
             f"{folder.path} holds a run already: add --resume to go on with it, "

@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from halfstep.check_facts import Cost, Facts, Fault, ScalePoint
-from halfstep.check_rules import DYNAMIC, judge, power, verdict
-from halfstep.fidelity import Likeness
+from halfstep.doctor.rules import RULES
+from halfstep.preflight import CheckReport
+from halfstep.preflight.facts import Cost, Facts, Fault, ScalePoint
+from halfstep.preflight.fidelity import Likeness
+from halfstep.preflight.rules import (
+    DYNAMIC,
+    LOST_ALARM,
+    LOST_WARN,
+    power,
+)
+from halfstep.preflight.verdict import judge, verdict
 from halfstep.scaler import ScaleRule
 
 
@@ -73,6 +81,17 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"finite_fp32": False},
         "not worth it: loss or gradients are not finite in fp32 either",
     ),
+    (
+        {"learns": False},
+        "not worth it: no parameter gets a gradient other than zero, in fp32 either",
+    ),
+    (
+        {"level": "O0", "dtype": "fp32"},
+        "nothing to compare: O0 is fp32 itself, and finite (asked for)",
+    ),
+    ({"ruin": "eps is 0: NaN. Use 1."}, "not worth it: eps is 0: NaN"),
+    ({"lost": 0.5}, "good"),
+    ({"lost": 0.51}, "not worth it: 51% of the updates are rounded away"),
     ({"failed": "no kernel"}, "not worth it: O2 fp16 fails: no kernel"),
     (
         {"weights_finite": False},
@@ -99,6 +118,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"cost_fp32": cost(1.0, 100), "cost": cost(1.0, 104)},
         "not worth it: 1.00 times the speed of fp32, 4% more memory",
     ),
+    (
+        {"cost_fp32": cost(1.0, 1000), "cost": cost(1.0, 1001)},
+        "not worth it: 1.00 times the speed of fp32, as much memory",
+    ),
     ({"cost_fp32": cost(1.0, 100), "cost": cost(0.9, 100)}, "good"),
     ({"cost_fp32": cost(1.0, 100), "cost": cost(1.2, 80)}, "good"),
     (
@@ -112,6 +135,30 @@ CASES: list[tuple[dict[str, Any], str]] = [
 def test_verdict(changed: dict[str, Any], words: str) -> None:
     """Law: each reason has its words, and a limit on both of its sides."""
     assert verdict(replace(GOOD, **changed)) == words
+
+
+@pytest.mark.parametrize("changed", [changed for changed, _ in CASES])
+def test_no_verdict_is_better_than_its_findings(changed: dict[str, Any]) -> None:
+    """Law: beside a finding that is an error no verdict is good."""
+    said, findings = judge(replace(GOOD, **changed))
+    report = CheckReport(said, findings, replace(GOOD, **changed))
+    assert not (report.good and "error" in {one.severity for one in findings})
+
+
+def test_limits_of_lost_updates() -> None:
+    """Law: a check before training holds against what the doctor does afterwards."""
+    doctors = next(rule for rule in RULES if rule.name == "swamped updates")
+    assert (doctors.limit, doctors.severe) == (LOST_WARN, LOST_ALARM)
+    assert "swamped updates" not in found(lost=0.05)
+    told = found(lost=0.06, dtype="bf16", optimizer="SGD, lr=1")["swamped updates"]
+    assert told == (
+        "SGD, lr=1: 6% of the updates of one step were rounded away: those weights in "
+        "bf16 did not move (5%). Keep master weights: level='O2' with master='split' "
+        "(exact, 16 bits a weight), 'kahan' (as lean, bf16 moments too) or "
+        "'stochastic' (nothing kept, right on average)."
+    )
+    told = found(lost=0.06)["swamped updates"]
+    assert told.endswith("Keep fp32 master weights: level='O2', master='fp32'.")
 
 
 def found(**changed: Any) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""The verdict of a check before training, and the findings that it rests on.
+"""What a check before training finds: limits, and rules that hold facts against them.
 
-In: `Facts`. Out: one sentence, and findings, worst first. Nothing is measured here.
+In: `Facts`. Out: findings, worst first. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from halfstep.check_facts import away
 from halfstep.finding import Finding, Severity
-from halfstep.formats import FP32
+from halfstep.preflight.facts import away
 
 if TYPE_CHECKING:
-    from halfstep.check_facts import Facts
-    from halfstep.fidelity import Likeness
+    from halfstep.preflight.facts import Facts
+    from halfstep.preflight.fidelity import Likeness
 
 FLUSH_WARN, FLUSH_ALARM = 0.01, 0.05
 """Shares of gradients lost to zero. Our choice: in the mixed-precision paper 5 % made
@@ -35,6 +34,9 @@ of a key's bias in attention is zero, and what is computed of it is rounding alo
 LOSS_WARN = 0.01
 """Relative difference of the loss. Our choice: bf16 rounds by 0.4 % at most."""
 
+LOST_WARN, LOST_ALARM = 0.05, 0.5
+"""Shares of the updates that rounding swallowed: the doctor's limits."""
+
 WORTH_TIME, WORTH_MEMORY = 1.05, 0.1
 """Least speed-up, and least share of the memory saved, that make a level worth having.
 Our choice: medians of a few steps differ by some per cent."""
@@ -45,85 +47,41 @@ TIME_FOR_MEMORY = 0.8
 DYNAMIC = 1.0, 2.0**24
 """Floor and ceiling of scales that move: `ScaleRule.min_scale` and `max_scale`."""
 
+NO_GRADIENT = "no parameter gets a gradient other than zero"
+"""Said of a loss that does not depend on the weights."""
+
 _OURS = "our choice"
 _PAPER = "our choice, after Micikevicius et al. 2018"
 
 
-def judge(facts: Facts) -> tuple[str, tuple[Finding, ...]]:
-    """Return the verdict and the findings, worst first."""
-    rules = (_fp32, _level, _overflow, _scale, _underflow, _gradients, _loss, _weights)
-    found = [finding for rule in (*rules, _cost) for finding in rule(facts)]
+def findings(facts: Facts) -> tuple[Finding, ...]:
+    """Return all that there is to say, worst first."""
+    found = [finding for rule in _RULES for finding in rule(facts)]
     found += [_note(facts, note, "note") for note in facts.notes]
     found += [_note(facts, caution, "warning") for caution in facts.cautions]
-    return verdict(facts), tuple(sorted(found, key=lambda one: one.rank))
+    return tuple(sorted(found, key=lambda one: one.rank))
 
 
-def verdict(facts: Facts) -> str:
-    """Return "good", or with a loss scale, or with rules, or "not worth it: why"."""
-    why_not = _why_not(facts)
-    if why_not:
-        return f"not worth it: {why_not}"
-    asked = _scale_asked(facts)
-    scale = f"a loss scale of {power(asked)}" if asked else ""
-    if facts.rules:
-        kept = f"keep these modules in float32: {', '.join(facts.rules)}"
-        return f"{kept}; with {scale}" if scale else kept
-    return f"good with {scale}" if scale else "good"
-
-
-def _why_not(facts: Facts) -> str:
-    """Return the first reason against the level, "" where there is none."""
-    if not facts.finite_fp32:
-        return "loss or gradients are not finite in fp32 either"
-    if facts.format == FP32:
-        return f"{facts.level} is fp32 itself ({facts.reason})"
-    if facts.failed:
-        return f"{facts.words} fails: {facts.failed}"
-    if not facts.finite:
-        where = facts.fault.where if facts.fault else "the gradients"
-        return f"{where} overflows {facts.dtype} and no rule on modules mends it"
-    return _why_not_better(facts)
-
-
-def _why_not_better(facts: Facts) -> str:
-    """Return the same of a level whose passes are finite."""
-    if strays(facts):
-        return f"gradients differ from fp32's: cosine {_cosine(facts.gradients)}"
-    if not facts.weights_finite:
-        return "weights are inf or NaN after a few steps, in fp32 they are finite"
-    return _costs_more(facts)
-
-
-def _costs_more(facts: Facts) -> str:
+def costs_more(facts: Facts) -> str:
+    """Return what speaks against the cost of a level, "" where nothing does."""
     faster, saved = facts.speed_up, facts.memory_saved
     if faster is None or saved is None:
         return ""
     if faster >= WORTH_TIME or (saved >= WORTH_MEMORY and faster >= TIME_FOR_MEMORY):
         return ""
     less = f"{saved:.0%} less" if saved > 0 else f"{-saved:.0%} more"
-    return f"{faster:.2f} times the speed of fp32, {less} memory"
+    memory = f"{less} memory" if round(saved, 2) else "as much memory"
+    return f"{faster:.2f} times the speed of fp32, {memory}"
 
 
-def strays(facts: Facts) -> bool:
-    """Say whether the whole gradient is too far from fp32's."""
-    assert facts.gradients is not None  # noqa: S101 -- the pass was finite
-    return _is_far(facts.gradients, facts.noise)
-
-
-def _is_far(likeness: Likeness, noise: Likeness | None) -> bool:
+def is_far(likeness: Likeness, noise: Likeness | None) -> bool:
+    """Say whether gradients are too far from fp32's, beside their own noise."""
     far = away(likeness)
     if far <= 1 - COSINE_WARN:
         return False
     if math.isinf(far):
         return True
     return noise is None or far > NOISE_SHARE * away(noise)
-
-
-def _scale_asked(facts: Facts) -> float | None:
-    """Return the loss scale that the verdict names, where the default is not good."""
-    if facts.safe_scale is None or facts.scale == facts.default_scale:
-        return None
-    return facts.safe_scale
 
 
 def _fp32(facts: Facts) -> list[Finding]:
@@ -134,7 +92,8 @@ def _fp32(facts: Facts) -> list[Finding]:
             "error",
             "fp32",
             "loss",
-            f"loss {facts.loss_fp32:g}, or its gradients, are not finite in fp32",
+            f"loss {facts.loss_fp32:g} of {facts.bad_batch}, or its gradients, are not "
+            "finite in fp32",
             "",
             "",
             "No format can mend that: look at the batch, its labels, the weights and "
@@ -142,6 +101,17 @@ def _fp32(facts: Facts) -> list[Finding]:
             1.0,
         )
     ]
+
+
+def _learns(facts: Facts) -> list[Finding]:
+    if facts.learns or not facts.finite_fp32:
+        return []
+    advice = (
+        "The loss does not depend on the weights: look for a factor of 0, a loss that "
+        "is clamped or saturated, and labels or masks that leave every target out."
+    )
+    where, seen = "gradients", f"{NO_GRADIENT}, in fp32 either"
+    return [Finding("error", "no gradient", where, seen, "", "", advice, 1.0)]
 
 
 def _level(facts: Facts) -> list[Finding]:
@@ -244,7 +214,7 @@ def _gradients(facts: Facts) -> list[Finding]:
     found = []
     for one in facts.layers:
         share = one.norm / whole if whole else 0.0
-        if share >= NORM_SHARE and _is_far(one, noise.get(one.where)):
+        if share >= NORM_SHARE and is_far(one, noise.get(one.where)):
             beside = noise.get(one.where)
             halves = f", {facts.noise_of} {beside.cosine:.4f}" if beside else ""
             found.append(
@@ -252,7 +222,7 @@ def _gradients(facts: Facts) -> list[Finding]:
                     "warning",
                     "gradient",
                     one.where,
-                    f"cosine to fp32's gradient {_cosine(one)}, SQNR {one.sqnr:.1f} dB,"
+                    f"cosine to fp32's gradient {cosine(one)}, SQNR {one.sqnr:.1f} dB,"
                     f" {one.flushed:.1%} flushed{halves}",
                     f"cosine {COSINE_WARN}",
                     _OURS,
@@ -289,8 +259,45 @@ def _weights(facts: Facts) -> list[Finding]:
     return [Finding("error", "weights", facts.words, seen, "", "", advice, 1.0)]
 
 
+def _ruin(facts: Facts) -> list[Finding]:
+    if not facts.ruin:
+        return []
+    seen, _, advice = facts.ruin.partition(". ")
+    return [Finding("error", "caution", facts.optimizer, seen, "", "", advice, 1.0)]
+
+
+def _lost(facts: Facts) -> list[Finding]:
+    if facts.lost is None or facts.lost <= LOST_WARN:
+        return []
+    advice = "Keep fp32 master weights: level='O2', master='fp32'."
+    if facts.dtype == "bf16":
+        advice = (
+            "Keep master weights: level='O2' with master='split' (exact, 16 bits a "
+            "weight), 'kahan' (as lean, bf16 moments too) or 'stochastic' (nothing "
+            "kept, right on average)."
+        )
+    return [
+        Finding(
+            "error" if facts.lost > LOST_ALARM else "warning",
+            "swamped updates",
+            facts.optimizer,
+            f"{facts.lost:.0%} of the updates of one step were rounded away: those "
+            f"weights in {facts.dtype} did not move",
+            f"{LOST_WARN:.0%}",
+            f"our choice; {facts.dtype} loses updates below "
+            f"2**{-_mantissa(facts) - 2} to 2**{-_mantissa(facts) - 1} of the weight",
+            advice,
+            facts.lost,
+        )
+    ]
+
+
+def _mantissa(facts: Facts) -> int:
+    return facts.format.mantissa_bits
+
+
 def _cost(facts: Facts) -> list[Finding]:
-    why = _costs_more(facts)
+    why = costs_more(facts)
     if not why or not facts.finite:
         return []
     return [
@@ -309,6 +316,12 @@ def _cost(facts: Facts) -> list[Finding]:
     ]
 
 
+_RULES = (
+    *(_fp32, _learns, _level, _overflow, _scale, _underflow, _gradients, _loss),
+    *(_ruin, _weights, _lost, _cost),
+)
+
+
 def _note(facts: Facts, text: str, severity: Severity) -> Finding:
     where = f"{facts.words} on {facts.device}"
     rule = "note" if severity == "note" else "caution"
@@ -323,6 +336,7 @@ def power(scale: float) -> str:
     return f"{scale:g}" if scale < 1e5 else f"{scale:.0f}"  # noqa: PLR2004
 
 
-def _cosine(likeness: Likeness | None) -> str:
+def cosine(likeness: Likeness | None) -> str:
+    """Return a cosine as people read it."""
     assert likeness is not None  # noqa: S101 -- the pass was finite
     return f"{likeness.cosine:.5f}"

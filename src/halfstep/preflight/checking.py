@@ -1,13 +1,12 @@
-"""Before training: will this model, on this batch, train at this level?
+"""The check itself: what is measured, in which order, and put back afterwards.
 
-In: a model, a loss function, a batch, a level. Out: a `CheckReport`: overflow and who
-made it, the largest safe loss scale, gradients beside fp32's, time, memory, a verdict.
+In: a model, a loss function, a batch, a level. Out: a `CheckReport`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-import statistics
 import time
 from dataclasses import replace
 from functools import partial
@@ -15,29 +14,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep import fidelity
-from halfstep.check_facts import Cost, Facts, Range, ScalePoint
-from halfstep.check_guards import check_arguments, check_model
-from halfstep.check_report import CheckReport
-from halfstep.check_rules import FLUSH_WARN, judge
 from halfstep.choice import Choice, choose
-from halfstep.errors import require
 from halfstep.formats import FP16
 from halfstep.policy import Policy
+from halfstep.preflight import fidelity
+from halfstep.preflight.costs import StepError, stepped
+from halfstep.preflight.facts import Facts, Range, ScalePoint
+from halfstep.preflight.guards import check_arguments, check_model, check_words, empty
+from halfstep.preflight.kept import Buffers, RandomState
+from halfstep.preflight.report import CheckReport
+from halfstep.preflight.rules import FLUSH_WARN
+from halfstep.preflight.trials import Trials
+from halfstep.preflight.twin import Twin
+from halfstep.preflight.verdict import judge
 from halfstep.scaler.exponents import flushed, largest_safe_scale, subnormal
-from halfstep.trials import Trials
-from halfstep.twin import RandomState, Twin
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
 
-    from halfstep.trials import Trial
-    from halfstep.twin import LossFn, Pass
+    from halfstep.preflight.trials import Trial
+    from halfstep.preflight.twin import LossFn, Pass
 
-_WARM_UP = 1  # it makes the optimizer's state; kernels have run before
-_LONGEST = 10.0  # seconds of timing after which one step of each kind must do
 _CURVE = tuple(2.0**power for power in range(0, 28, 4))
 
 
@@ -59,9 +58,9 @@ def check(
 
     Works on copies: weights, gradients, buffers and random states are afterwards what
     they were, to the bit. It needs memory for two more trainings of the model and some
-    copies of its gradients, and the time of some ten training steps, besides `steps`
-    of each kind. What hooks of yours,
-    or `loss_fn`, do to other things they do here too.
+    copies of its gradients, and the time of some ten training steps, besides those
+    that are timed. What hooks of yours, or `loss_fn`, do to other things they do here
+    too.
 
     Args:
         model: In fp32, on its device, not wrapped, not prepared; in training mode if
@@ -72,21 +71,24 @@ def check(
         level: "O0" to "O3", "auto", or a `Choice`: as for `prepare`.
         dtype: "bf16", "fp16" or "auto": as for `prepare`.
         policy: As for `prepare`; None is "lean".
-        optimizer: That will train it; copied with it. Its kind matters for time and
-            memory only. None takes AdamW.
+        optimizer: That will train it; copied with it. It matters for time and memory,
+            and where 16-bit weights have no masters. None takes AdamW, as torch makes
+            it.
         master: As for `prepare`; of no effect at levels without masters.
         more: Further batches: overflow, the safe scale and underflow are then those of
             all. The gradient's noise is told from the first of them, not from halves.
         margin: Powers of two that the safe loss scale stays away from overflow, >= 0.
             1 leaves room for a batch whose gradients are twice as large.
-        steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 times
-            none, and then nothing is said of speed and memory. 5 tell a factor, not a
-            per cent; after ten seconds it is left at fewer.
+        steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 makes
+            none, and then nothing is said of speed, memory and lost updates. 5 tell a
+            factor, not a per cent; where they take long there are fewer, on a part of
+            the batch, and a note says so.
 
     Raises:
         UserError: If the model cannot be copied or is not in fp32, if `loss_fn` is one
-            of torch.nn's losses, if the loss is no scalar or has no gradient, if the
-            optimizer is another model's, or if the batch is on another device.
+            of torch.nn's losses, or raises in fp32, if the loss is no scalar or has no
+            gradient, if the optimizer is another model's, if the batch is on another
+            device, or if an argument is of another kind or out of its range.
 
     Example:
         >>> model = torch.nn.Linear(4, 1, bias=False)
@@ -104,38 +106,54 @@ def check(
         'good with a loss scale of 2048'
     """
     began = time.perf_counter()
-    require("margin", margin, margin >= 0, "0 or more powers of two")
-    require("steps", steps, steps >= 0, "0 or more steps to time")
+    check_words(level, dtype, policy, master, margin=margin, steps=steps)
     bare = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    check_arguments(bare, loss_fn, optimizer)
+    check_arguments(bare, loss_fn, optimizer, more)
     check_model(bare)
     device = next(bare.parameters()).device
     choice = level if isinstance(level, Choice) else choose(level, dtype, device.type)
-    rules = Policy.parse(policy or "lean") if not isinstance(policy, Policy) else policy
+    words = "lean" if policy is None else policy
+    rules = Policy.parse(words) if isinstance(words, str) else words
     state = RandomState([device])
-    own = [(buffer, buffer.clone()) for buffer in bare.buffers()]
+    buffers = Buffers(bare)  # a loss_fn that will be refused may change them
     try:
         make = partial(Twin, bare, optimizer, master=master, state=state)
-        trials = Trials(make, bare, loss_fn, [batch, *more], choice, margin)
-        facts = _facts(trials, rules, steps)
+        with _alone(device):
+            trials = Trials(make, bare, loss_fn, [batch, *more], choice, margin)
+            facts = _facts(trials, rules, steps)
     finally:
         state.restore()
-        with torch.no_grad():
-            for buffer, value in own:
-                if not torch.equal(buffer, value):  # by a loss_fn that was refused
-                    buffer.copy_(value)
+        buffers.restore()
     notes = (*facts.notes, *trials.notes)
+    none = [empty(one) for one in trials.batches]
+    if not (facts.finite_fp32 and facts.learns) and any(none):
+        notes += (next(filter(None, none)),)
     if bare is not model:
         notes += ("torch.compile was left out: passes and times are eager",)
     if not bare.training:
         notes += ("the model is in evaluation mode, and was checked so",)
     facts = replace(
         facts,
-        cautions=tuple(trials.cautions),
+        cautions=tuple(one for one in trials.cautions if one != facts.ruin),
         notes=notes,
         seconds=time.perf_counter() - began,
     )
     return CheckReport(*judge(facts), facts)
+
+
+@contextlib.contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Run outside of whatever region `check` was called in.
+
+    Why: in a region of autocast fp32 would not be fp32, and without gradients there is
+    nothing to look at.
+    """
+    with contextlib.ExitStack() as left:
+        left.enter_context(torch.inference_mode(mode=False))
+        left.enter_context(torch.enable_grad())
+        for kind in {"cpu", device.type}:
+            left.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
@@ -145,14 +163,19 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
     peaks, gradients = _peaks(right)
     scaled = choice.format == FP16
     seen = _histogram(right)
+    unfit = next((n for n, one in enumerate(right) if not one.sound), None)
+    first = right[unfit or 0]
     facts = Facts(
         level=choice.level.name,
         dtype=choice.format.name,
         reason=choice.reason,
         device=plain.device.type,
         policy=str(policy),
-        loss_fp32=right[0].loss,
-        finite_fp32=all(one.finite and math.isfinite(one.loss) for one in right),
+        loss_fp32=first.loss,
+        bad_batch="" if unfit is None else trials.name_of(unfit),
+        finite_fp32=first.sound,
+        learns=any(bool(g.any()) for one in right for g in one.gradients.values()),
+        optimizer=plain.optimizer,
         default_scale=trials.default,
         scale=trials.default,
         curve=_curve(seen, [trials.default, *_CURVE]) if scaled else (),
@@ -162,7 +185,7 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
         ),
         dropout_off=plain.device.type != "cpu",
     )
-    if not facts.finite_fp32 or not choice.level.low:
+    if not (facts.finite_fp32 and facts.learns and choice.level.low):
         return facts
     trial, fault, rules = trials.mended(policy)
     facts = replace(facts, fault=fault, rules=rules, cured=bool(rules))
@@ -178,15 +201,24 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
         policy=str(trial.policy),
         loss=trial.passes[0].loss,
         default_finite=trial.finite,
+        ruin=trial.twin.ruin,
     )
     if used is None:
         return facts
     facts = _compared(replace(facts, scale=used.scale), trials, used)
     if not steps:
         return facts
-    costs = _costs(trials, trial.twin, used, steps)
-    good = trials.plain.weights_finite() <= trial.twin.weights_finite()
-    return replace(facts, cost_fp32=costs[0], cost=costs[1], weights_finite=good)
+    try:
+        fp32, low = stepped(trials, trial.twin, used, steps)
+    except StepError as error:
+        return replace(facts, failed=str(error))
+    return replace(
+        facts,
+        cost_fp32=fp32,
+        cost=low,
+        weights_finite=trials.plain.weights_finite() <= trial.twin.weights_finite(),
+        lost=trial.twin.lost(),
+    )
 
 
 def _used(facts: Facts, trial: Trial) -> Pass | None:
@@ -215,27 +247,6 @@ def _compared(facts: Facts, trials: Trials, used: Pass) -> Facts:
     noise, by_layer = fidelity.compare(pair[0], pair[1], owner)
     of = "two batches" if len(trials.batches) > 1 else facts.noise_of
     return replace(facts, noise=noise, noise_layers=by_layer, noise_of=of)
-
-
-def _costs(trials: Trials, twin: Twin, used: Pass, steps: int) -> tuple[Cost, Cost]:
-    """Time training steps in fp32 and at the level, in turns; take their memory."""
-    twins = (trials.plain, twin)
-    trials.plain.begin(1.0)
-    twin.begin(used.scale)
-    times: tuple[list[float], list[float]] = ([], [])
-    batch = trials.batches[0]
-    began = time.perf_counter()
-    for done in range(_WARM_UP + steps):
-        if done > _WARM_UP and time.perf_counter() - began > _LONGEST:
-            break
-        for one, spent in zip(twins, times, strict=True):
-            spent.append(one.step(trials.loss_fn, batch))
-    saved = trials.right[0].saved_bytes, used.saved_bytes
-    costs = []
-    for one, spent, kept in zip(twins, times, saved, strict=True):
-        memory = {**one.memory(trials.loss_fn, batch), "saved": kept}
-        costs.append(Cost(statistics.median(spent[_WARM_UP:]), memory))
-    return costs[0], costs[1]
 
 
 def _owner(name: str, kinds: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from halfstep import formats
 
 if TYPE_CHECKING:
-    from halfstep.fidelity import Likeness
+    from halfstep.preflight.fidelity import Likeness
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,15 @@ class Facts:
     policy: str
     """With the rules that cure overflow, where some do."""
     loss_fp32: float
+    """Of the first batch, or the first whose pass is not finite."""
     finite_fp32: bool
     """Loss and gradients are, in fp32."""
+    bad_batch: str = ""
+    """The argument that is the first batch of which they are not."""
+    learns: bool = True
+    """Some parameter has a gradient other than zero, in fp32."""
+    optimizer: str = ""
+    """Its kind and learning rate, and whether it stands for one that was not given."""
     loss: float | None = None
     failed: str = ""
     """What the level's pass raised."""
@@ -125,10 +132,15 @@ class Facts:
     cost_fp32: Cost | None = None
     cost: Cost | None = None
     weights_finite: bool = True
-    """They were after the timed steps."""
+    """They were after the steps that were made."""
+    lost: float | None = None
+    """Share of the updates of one step that rounding swallowed, 0 to 1; None where
+    no 16-bit weight is updated by itself, or no step was made."""
+    ruin: str = ""
+    """The caution that says that weights will be NaN."""
     dropout_off: bool = False
     cautions: tuple[str, ...] = ()
-    """What `prepare` warned of."""
+    """What else `prepare` warned of."""
     notes: tuple[str, ...] = ()
     """What was left out, and why."""
     seconds: float = 0.0

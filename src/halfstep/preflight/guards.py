@@ -7,18 +7,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from halfstep.errors import UserError
+from halfstep.choice import Choice
+from halfstep.errors import UserError, require
 from halfstep.formats import is_low, tensors_in
-from halfstep.pass_counts import is_leaf
+from halfstep.master import form as forms
+from halfstep.policy import Policy
+from halfstep.preflight.counts import is_leaf
 from halfstep.scaler.measured import nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
+_MOST = {"margin": 40, "steps": 10**6}  # fp16 has 40 powers of two in all
+_WORDS = 15  # of somebody's error
+_RIGHT = {
+    "margin": "0 or more powers of two, 40 at most",
+    "steps": "0 or more steps to time, a whole number",
+}
 
 
 def check_loss(loss: object, others: frozenset[int]) -> None:
@@ -43,7 +52,13 @@ def check_loss(loss: object, others: frozenset[int]) -> None:
             "number, such as its mean()."
         )
         raise UserError(message)
-    if not loss.is_floating_point() or loss.grad_fn is None:
+    if not loss.is_floating_point():
+        message = (
+            f"loss_fn returned a {loss.dtype}: return one real floating-point number, "
+            "computed from the model's output."
+        )
+        raise UserError(message)
+    if loss.grad_fn is None:
         message = (
             f"loss_fn returned a {loss.dtype} without a graph: no gradient would flow; "
             "compute it from the model's output, without detach(), item() or no_grad()."
@@ -72,8 +87,51 @@ def check_gradients(gradients: Mapping[str, Tensor]) -> None:
         raise UserError(message)
 
 
+def check_words(
+    level: object, dtype: object, policy: object, master: object, **counts: object
+) -> None:
+    """Refuse words of the wrong kind, and counts that are none.
+
+    Args:
+        level: As for `check`; so are the next three.
+        dtype: A word or a torch.dtype.
+        policy: A word, a policy or None.
+        master: A word for a form of masters.
+        counts: `margin` and `steps`.
+
+    Raises:
+        UserError: If one of them will not do.
+    """
+    a_level = isinstance(level, str | Choice)
+    _need("level", level, a_level, "'O0', 'O1', 'O2', 'O3', 'auto' or a Choice")
+    a_dtype = isinstance(dtype, str | torch.dtype)
+    _need("dtype", dtype, a_dtype, "'bf16', 'fp16', 'auto' or a torch.dtype")
+    a_policy = policy is None or isinstance(policy, str | Policy)
+    _need("policy", policy, a_policy, "'lean', 'torch', either with rules, or a Policy")
+    _need("master", master, isinstance(master, str), "the word for a form of masters")
+    forms.parse(str(master))
+    for name, value in counts.items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        good = whole and 0 <= value <= _MOST[name]  # type: ignore[operator]
+        _need(name, value, good, _RIGHT[name])
+
+
+def _need(name: str, value: object, good: bool, right: str) -> None:
+    """Refuse a value, shown by its type where it is no plain one.
+
+    Raises:
+        UserError: If it will not do.
+    """
+    if not good and not isinstance(value, str | int | float | None):
+        kind = type(value).__name__
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {kind}"
+        message = f"{name} is {what}: it must be {right}."
+        raise UserError(message)
+    require(name, value, good, right)
+
+
 def check_arguments(
-    model: object, loss_fn: object, optimizer: torch.optim.Optimizer | None
+    model: object, loss_fn: object, optimizer: object, more: object
 ) -> None:
     """Refuse no model, a loss that takes none, and another model's optimizer.
 
@@ -91,7 +149,14 @@ def check_arguments(
             f"that calls the model on the batch and returns the loss {kind}() gives."
         )
         raise UserError(message)
+    takes = callable(loss_fn) and not isinstance(loss_fn, type)
+    _need("loss_fn", loss_fn, takes, "a function loss_fn(model, batch) of the loss")
+    _need("more", more, isinstance(more, list | tuple), "a list of batches")
     if optimizer is not None:
+        theirs = isinstance(optimizer, torch.optim.Optimizer)
+        right = "a torch.optim.Optimizer over the model's parameters, or None"
+        _need("optimizer", optimizer, theirs, right)
+        assert isinstance(optimizer, torch.optim.Optimizer)  # noqa: S101 -- for types
         own = {id(param) for param in model.parameters()}
         groups = optimizer.param_groups
         if not any(id(param) in own for group in groups for param in group["params"]):
@@ -130,6 +195,31 @@ def check_model(model: nn.Module) -> None:
             state = "on the meta device" if param.is_meta else "sharded"
             message = f"parameter {name!r} is {state}: check needs a whole model."
             raise UserError(message)
+
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            message = f"buffer {name!r} is on the meta device: check needs it whole."
+            raise UserError(message)
+
+
+def raised(what: str, error: Exception, advice: str) -> UserError:
+    """Return what to say where something raises in fp32 already.
+
+    Args:
+        what: Was called.
+        error: It raised.
+        advice: What to do.
+    """
+    words = " ".join(str(error).split()[:_WORDS]) or "without a word"
+    message = f"{what} raised {type(error).__name__} in fp32: {words}. {advice}"
+    return UserError(message)
+
+
+def empty(batch: object) -> str:
+    """Return what to say of a batch that holds no example, or ""."""
+    shapes = [tuple(one.shape) for one in tensors_in(batch) if one.ndim]
+    none = next((shape for shape in shapes if not shape[0]), None)
+    return "" if none is None else f"the batch holds a tensor of shape {none}"
 
 
 def misplaced(model: nn.Module, batch: object) -> str:

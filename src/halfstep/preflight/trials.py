@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep import fidelity, levels, nested
-from halfstep.boundaries import LOSS, first_backward, first_forward
-from halfstep.check_facts import Fault
-from halfstep.check_guards import misplaced
-from halfstep.check_rules import COSINE_WARN
+from halfstep import levels, nested
 from halfstep.choice import Choice
 from halfstep.errors import UserError
 from halfstep.formats import FP16, FP32
 from halfstep.policy import Policy, Rule
+from halfstep.preflight import fidelity
+from halfstep.preflight.boundaries import LOSS, first_backward, first_forward
+from halfstep.preflight.facts import Fault
+from halfstep.preflight.guards import misplaced, raised
+from halfstep.preflight.rules import COSINE_WARN
 from halfstep.scaler.exponents import largest_safe_scale
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from halfstep.twin import LossFn, Pass, Twin
+    from halfstep.preflight.twin import LossFn, Pass, Twin
 
 DEFAULT_SCALE = 2.0**16
 """Where a dynamic loss scale begins: `ScaleRule.init_scale`."""
@@ -38,6 +39,12 @@ _RULES = 8  # modules kept in fp32 before the format is held to be the wrong one
 _LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried; fp32 must hold the loss
 _LEAP = 2.0**12  # from a scale at which all is zero to the next
 _COMPARED = 2
+_MEND = "No level was tried: mend it, the model or the batch."
+_WIDENED = (
+    "fp16 products of passes were computed in fp32 and rounded, as hardware with such "
+    "products does: this CPU has none, and takes many times as long; steps are timed "
+    "with its own"
+)
 _SHOWN = 200  # characters of somebody's error
 
 
@@ -60,7 +67,7 @@ class Trial:
     @property
     def finite(self) -> bool:
         """All is, at the default scale."""
-        return all(one.finite and math.isfinite(one.loss) for one in self.passes)
+        return all(one.sound for one in self.passes)
 
 
 class Trials:
@@ -85,7 +92,7 @@ class Trials:
         margin: int,
     ) -> None:
         self._make, self.margin = make, margin
-        self.loss_fn, self.batches, self.choice = loss_fn, batches, choice
+        self.batches, self.choice = batches, choice
         self._others = frozenset(id(param) for param in model.parameters())
         self.kinds = {path: type(m).__name__ for path, m in model.named_modules()}
         self.notes: list[str] = []
@@ -95,39 +102,72 @@ class Trials:
         self._scaled = choice.format == FP16  # the others need no scale
         self.default = DEFAULT_SCALE if self._scaled else 1.0
         """The loss scale that training begins with."""
+        self.loss_fn = self._apart(loss_fn)
+        """Leaves batches as they are."""
         fp32 = Choice(levels.O0, FP32, "the reference")
         self.plain = make(choice=fp32, policy=Policy())
+        self.right = tuple(map(self._reference, range(len(batches))))
+
+    def _apart(self, loss_fn: LossFn) -> LossFn:
+        """Return a loss function that is given copies of batches.
+
+        Why: one that takes the labels out of a dictionary would find none in the next
+        pass, and one that works in place would find other numbers.
+        """
         try:
-            self.right = self._passes(self.plain, 1.0)
-        except RuntimeError as error:
-            message = misplaced(model, batches)
-            if not message:
-                raise
-            raise UserError(message) from error
+            for batch in self.batches:
+                nested.mapped(batch, _copied)
+        except Exception as error:  # noqa: BLE001 -- of somebody's own containers
+            why = line_of(error)
+            self.notes.append(f"the batch is not copied ({why}): loss_fn may change it")
+            return loss_fn
+        return lambda model, batch: loss_fn(model, nested.mapped(batch, _copied))
+
+    def _reference(self, number: int) -> Pass:
+        batch = self.batches[number]
+        try:
+            return self._pass(self.plain, number, 1.0)
+        except UserError:
+            raise
+        except Exception as error:
+            message = misplaced(self.plain.model, batch)
+            if message:
+                raise UserError(message) from error
+            called = f"loss_fn(model, {self.name_of(number)})"
+            raise raised(called, error, _MEND) from error
+
+    def name_of(self, number: int) -> str:
+        """Return the argument that a batch was given as."""
+        return f"more[{number - 1}]" if number else "batch"
 
     def _passes(self, twin: Twin, scale: float) -> tuple[Pass, ...]:
-        passes = []
-        for number, batch in enumerate(self.batches):
-            one = twin.run(
-                self.loss_fn, batch, scale, others=self._others, counted=self._scaled
-            )
-            # Those of the first two are compared; others would only fill memory.
-            passes.append(one if number < _COMPARED else replace(one, gradients={}))
-        return tuple(passes)
+        numbers = range(len(self.batches))
+        return tuple(self._pass(twin, number, scale) for number in numbers)
+
+    def _pass(self, twin: Twin, number: int, scale: float) -> Pass:
+        one = twin.run(
+            self.loss_fn,
+            self.batches[number],
+            scale,
+            others=self._others,
+            counted=self._scaled,
+        )
+        # Those of the first two are compared; others would only fill memory.
+        return one if number < _COMPARED else replace(one, gradients={})
 
     def pair(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return fp32 gradients of two batches, or of two halves of the one."""
         if len(self.right) > 1:
             return self.right[0].gradients, self.right[1].gradients
-        cut = nested.halves(self.batches[0])
-        if cut is None:
-            self.notes.append("the batch cannot be halved: no yardstick for gradients")
-            return None
         try:
+            cut = nested.halves(self.batches[0])
+            if cut is None:
+                why = "the batch cannot be halved: no yardstick for gradients"
+                self.notes.append(why)
+                return None
             one, other = (self._uncounted(half) for half in cut)
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
-            # Half a batch is our idea: whoever cannot run it has done nothing wrong.
-            why = _line(error)
+        except Exception as error:  # noqa: BLE001 -- half a batch was our idea
+            why = line_of(error)
             self.notes.append(f"half the batch does not run ({why}): no yardstick")
             return None
         return one.gradients, other.gradients
@@ -171,27 +211,36 @@ class Trials:
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 -- in fp32 it raised nothing
-            return Trial(policy, None, failed=_line(error))
+            return Trial(policy, None, failed=line_of(error))
         self.cautions = twin.notes  # it grows as the twin trains
+        if twin.widened and _WIDENED not in self.notes:
+            self.notes.append(_WIDENED)
         trial = Trial(policy, twin, passes)
         good = all(math.isfinite(one.loss) for one in passes)
         if self._scaled and good:
-            safe, at_safe = self._search(twin)
+            safe, at_safe = self._search(twin, passes)
             trial = replace(trial, safe=safe, at_safe=at_safe)
         return trial
 
-    def _search(self, twin: Twin) -> tuple[float | None, Pass | None]:
+    def _search(
+        self, twin: Twin, begun: Sequence[Pass]
+    ) -> tuple[float | None, Pass | None]:
         """Return the largest scale at which gradients stay away from overflow.
 
         Each pass proposes the next, until one is proposed that was tried and was
         finite: what flowed at it is then known, and not concluded from fp32.
+
+        Args:
+            twin: At the level.
+            begun: Its passes at the default scale.
         """
         proposed = self._safe(self.right)
         scale = 1.0 if proposed is None else proposed
         ceiling = math.inf
         finite: dict[float, Pass] = {}
         for _ in range(_TRIES):
-            passes = self._passes(twin, scale)
+            same = scale == self.default
+            passes = begun if same else self._passes(twin, scale)
             if all(one.finite for one in passes):
                 finite[scale] = passes[0]
                 safe = self._safe(passes)
@@ -281,11 +330,16 @@ def _rule_for(fault: Fault, rules: Sequence[str]) -> str:
     return f"module:{path}=fp32" if path else ""
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def _of_parameters(one: Pass) -> str:
     """Return the module whose own gradient is the first that is not finite."""
     return one.bad[-1].rpartition(".")[0] if one.bad else ""
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """Return an error in one line that is not too long."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
+import math
 import sys
 import time
 import warnings
@@ -18,24 +18,33 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from halfstep.boundaries import Boundaries, Trace
-from halfstep.check_guards import check_gradients, check_loss
+from halfstep import choice as choosing
+from halfstep import emulated
 from halfstep.errors import UserError
-from halfstep.pass_counts import GradientExponents, SavedBytes
+from halfstep.formats import FP16
+from halfstep.master.form import NONE
+from halfstep.preflight.boundaries import Boundaries, Trace
+from halfstep.preflight.counts import GradientExponents, SavedBytes
+from halfstep.preflight.guards import check_gradients, check_loss
+from halfstep.preflight.kept import Buffers
 from halfstep.preparing import prepare
 from halfstep.scaler import ScaleRule
 from halfstep.scaler.exponents import unscaled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from halfstep.choice import Choice
     from halfstep.policy import Policy
+    from halfstep.preflight.kept import RandomState
 
 LossFn: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 
 _ANY = 2.0**-126, 2.0**127
 """Scales that fp32 holds as powers of two."""
+
+_NEVER = sys.maxsize
+"""Steps from one count of lost updates to the next: those that are timed count none."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,18 @@ class Pass:
     int64, shape (BINS,), on the CPU."""
     saved_bytes: int
     """What the forward pass kept for the backward pass, weights and buffers apart."""
+    seconds: float
+    """It took, with all that was looked at."""
 
     @property
     def finite(self) -> bool:
         """Neither gradients of parameters nor those that made them hold inf or NaN."""
         return not self.bad and not int(self.histogram[-1])
+
+    @property
+    def sound(self) -> bool:
+        """Neither the loss is inf or NaN, nor any of these."""
+        return self.finite and math.isfinite(self.loss)
 
 
 class Twin:
@@ -91,6 +107,11 @@ class Twin:
         state: RandomState,
     ) -> None:
         twin, stepper = _copied(model, optimizer)
+        rates = [float(group.get("lr", math.nan)) for group in stepper.param_groups]
+        self.optimizer = f"{type(stepper).__name__}, lr={max(rates):g}"
+        """Its kind and learning rate, and whether it was given."""
+        if optimizer is None:
+            self.optimizer += ", as none was given"
         self.notes: list[str] = []
         """What `prepare` warned of."""
         self._low = choice.format.dtype
@@ -98,6 +119,13 @@ class Twin:
         self.device = next(twin.parameters()).device
         if self.device.type != "cpu":
             _let_through(twin)
+        kept = choice.level.masters and master != NONE
+        self.ruin = choosing.ruin(choice, stepper, masters=kept)
+        """What will make NaN of weights, "" where nothing does."""
+        slow = choice.format == FP16 and emulated.needed(self.device.type)
+        self.widened = slow
+        """Passes, not steps, compute fp16 products in fp32 and round them."""
+        lossy = choice.level.low_weights and not kept
         rule = ScaleRule.parse(1.0)
         with _noted(self.notes):
             self.session = prepare(
@@ -107,8 +135,9 @@ class Twin:
                 policy=policy,
                 loss_scale=rule,
                 master=master if choice.level.masters else "fp32",
+                lost_updates_every=_NEVER if lossy else None,
             )
-        self._buffers = [(one, one.clone()) for one in twin.buffers()]
+        self._buffers = Buffers(twin)
 
     @property
     def model(self) -> nn.Module:
@@ -137,9 +166,10 @@ class Twin:
             UserError: If the loss is none that can be trained with.
         """
         self.begin(scale)
+        began = time.perf_counter()
         session, saved = self.session, SavedBytes(self.model)
         exponents = GradientExponents(self._low if counted else None)
-        with Boundaries(self.model) as boundaries:
+        with self._products(), Boundaries(self.model) as boundaries:
             with session.autocast(), saved.counting():
                 loss = loss_fn(session.model, batch)
                 check_loss(loss, others)
@@ -158,7 +188,14 @@ class Twin:
             boundaries.trace(),
             unscaled(exponents.total(), power),
             saved.bytes,
+            time.perf_counter() - began,
         )
+
+    def _products(self) -> contextlib.AbstractContextManager[object]:
+        """Return a region in which fp16 takes no minutes where a CPU has none."""
+        if self.widened:
+            return emulated.Widened()  # type: ignore[no-untyped-call]
+        return contextlib.nullcontext()
 
     def _gradients(
         self, scale: float, exponents: GradientExponents
@@ -178,9 +215,7 @@ class Twin:
     def begin(self, scale: float) -> None:
         """Put random state and buffers back, and set the scale."""
         self._random.restore()
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+        self._buffers.restore()
         scaler = self.session.scaler
         power = torch.full_like(scaler.state.scale, min(max(scale, _ANY[0]), _ANY[1]))
         scaler.state = replace(scaler.state, scale=power)
@@ -197,17 +232,40 @@ class Twin:
         self._wait()
         return time.perf_counter() - began
 
-    def memory(self, loss_fn: LossFn, batch: object) -> dict[str, int]:
-        """Return the bytes that training holds after a backward pass, by purpose.
+    def last_step(self, loss_fn: LossFn, batch: object) -> dict[str, int]:
+        """Make one more step, and count in it the updates that rounding swallows.
 
-        Comes after a step, which makes the optimizer's state.
+        Comes after a step, which makes the optimizer's state. Counting takes time: so
+        this one is not timed.
+
+        Returns:
+            The bytes that training holds after the backward pass, by purpose.
         """
-        with self.session.autocast():
-            loss = loss_fn(self.session.model, batch)
-        self.session.backward(loss)
-        held = self.session.memory()
-        self.session.zero_grad()
+        session = self.session
+        with session.autocast():
+            loss = loss_fn(session.model, batch)
+        session.backward(loss)
+        held = session.memory()
+        if session._lost is not None:  # noqa: SLF001 -- it counts at fixed steps
+            session._lost.every = 1  # noqa: SLF001
+        with _noted(self.notes):
+            session.step()
         return held
+
+    def lost(self) -> float | None:
+        """Return the share of the last step's updates that rounding swallowed, 0 to 1.
+
+        None where none was counted. Groups that have a learning rate of 0, as before a
+        warm-up, lose nothing. Waits for the device.
+        """
+        groups = self.session.optimizer.param_groups
+        gone = whole = 0.0
+        for one in self.session.lost_updates():
+            group, share = groups[one.group], one.share
+            if share is not None and float(group.get("lr", 1.0)):
+                size = sum(param.numel() for param in group["params"])
+                gone, whole = gone + share * size, whole + size
+        return gone / whole if whole else None
 
     def weights_finite(self) -> bool:
         """Say whether no weight is inf or NaN. Waits for the device."""
@@ -238,9 +296,16 @@ def _copied(
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
         raise UserError(message) from error
+    if not all(param.is_leaf for param in twin.parameters()):
+        message = (
+            f"a copy of {type(model).__name__} has no weights of its own, and check "
+            "works on copies: give the model as it was before torch.jit."
+        )
+        raise UserError(message)
     if stepper is None:
         learning = [param for param in twin.parameters() if param.requires_grad]
-        stepper = torch.optim.AdamW(learning, fused=True)
+        fused = all(param.is_floating_point() for param in learning)
+        stepper = torch.optim.AdamW(learning, fused=fused)
     for param in twin.parameters():
         param.grad = None
     return twin, stepper
@@ -264,32 +329,3 @@ def _noted(notes: list[str]) -> Iterator[None]:
     for one in caught:
         if str(one.message) not in notes:
             notes.append(str(one.message))
-
-
-class RandomState:
-    """The random state of torch, Python and numpy, as it was when this was made.
-
-    Args:
-        devices: Devices whose generators count besides the CPU's.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = {
-            device: torch.cuda.get_rng_state(device)
-            for device in devices
-            if device.type == "cuda"
-        }
-        self._python = random.getstate()
-        # Only if somebody uses it: the library does not.
-        self._numpy = sys.modules.get("numpy")
-        self._numpys = self._numpy.random.get_state() if self._numpy else None
-
-    def restore(self) -> None:
-        """Put all of it back."""
-        torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            self._numpy.random.set_state(self._numpys)

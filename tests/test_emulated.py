@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep import machine
-from halfstep.bench import emulated, quality
+from halfstep import emulated, machine
+from halfstep.bench import quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,12 @@ class Running(TorchDispatchMode):
         """Run an operation."""
         del types
         name = func.overloadpacket.__name__
-        if "mm" in name or name in {"dot", "mv"} or "attention" in name:
+        if (
+            "mm" in name
+            or name in {"dot", "mv"}
+            or "attention" in name
+            or "conv" in name
+        ):
             self.products.add(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
@@ -59,6 +64,10 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "matmul": (torch.matmul, (A3, B3)),
     "matmul of one matrix": (torch.matmul, (A3, B)),
     "linear": (functional.linear, (A3, B.t().contiguous(), ROW)),
+    "convolution": (
+        functional.conv1d,
+        (drawn(2, 4, 9, seed=8), drawn(5, 4, 3, seed=9)),
+    ),
 }
 """Name -> operation and operands; no sum has more than 49 terms."""
 
@@ -112,6 +121,32 @@ def test_positive_products() -> None:
         mine = torch.mm(A.abs(), B.abs()).numpy()
     rounded = (A.abs().double() @ B.abs().double()).numpy().astype(np.float16)
     assert (np.abs(mine - rounded) <= np.spacing(rounded)).all()
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_mixed_formats_are_refused(name: str) -> None:
+    """Law: what torch refuses for its mixed formats is refused as before."""
+    call, given = PRODUCTS[name]
+    for place in range(len(given)):
+        mixed = [one.float() if n == place else one for n, one in enumerate(given)]
+        with emulated.Widened(), pytest.raises(RuntimeError, match=r"type|Half"):  # type: ignore[no-untyped-call]
+            call(*mixed)
+
+
+def test_gradients_that_nobody_wants() -> None:
+    """Law: of a convolution over a batch that does not learn, the weight's is right."""
+    weight = drawn(5, 4, 3, seed=9).requires_grad_()
+    with emulated.Widened():  # type: ignore[no-untyped-call]
+        functional.conv1d(A.view(2, 4, 72), weight).sum().backward()  # type: ignore[no-untyped-call]
+    exact = A.view(2, 4, 72).double().unfold(2, 3, 1).sum((0, 2)).expand(5, 4, 3)
+    assert weight.grad is not None
+    terms = A.view(2, 4, 72).double().abs().unfold(2, 3, 1).sum((0, 2)).expand(5, 4, 3)
+    half = np.spacing(exact.abs().half().numpy()).astype(np.float64) / 2
+    # 140 additions in fp32.
+    assert (
+        np.abs(weight.grad.double().numpy() - exact.numpy())
+        <= half + 140 * 2.0**-24 * terms.numpy()
+    ).all()
 
 
 def test_scaled_sums() -> None:

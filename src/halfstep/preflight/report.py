@@ -9,12 +9,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from halfstep.check_rules import power
+from halfstep.preflight.rules import power
+from halfstep.preflight.verdict import NOTHING
 from halfstep.report import Cell, Table
 
 if TYPE_CHECKING:
-    from halfstep.check_facts import Cost, Facts
     from halfstep.finding import Finding
+    from halfstep.preflight.facts import Cost, Facts
 
 _SHOWN = 12  # rows of a table by layer; `data` has all
 _SAID = 3  # findings in the short form
@@ -25,8 +26,8 @@ class CheckReport:
     """The answer of `halfstep.check`."""
 
     verdict: str
-    """"good", "good with a loss scale of X", "keep these modules in float32: RULES", or
-    "not worth it: REASON"."""
+    """"good", "good with a loss scale of X", "keep these modules in float32: RULES",
+    "nothing to compare: REASON", or "not worth it: REASON"."""
     findings: tuple[Finding, ...]
     """Worst first."""
     facts: Facts
@@ -35,7 +36,7 @@ class CheckReport:
     @property
     def good(self) -> bool:
         """Training at this level can begin as asked, perhaps with the scale named."""
-        return self.verdict.startswith("good")
+        return self.verdict.startswith(("good", NOTHING))
 
     def __str__(self) -> str:
         """Return the verdict and the worst findings, a line each."""
@@ -108,6 +109,9 @@ def _summary(report: CheckReport) -> Table:
         rows.append(("speed", f"{facts.speed_up:.2f} times that of fp32"))
     if facts.memory_saved is not None:
         rows.append(("memory", f"{1 - facts.memory_saved:.0%} of that of fp32"))
+    if facts.lost is not None:
+        lost = f"{facts.lost:.0%} of one step, {facts.optimizer}"
+        rows.append(("updates rounded away", lost))
     notes = [f"The check took {facts.seconds:.1f} s."]
     if facts.dropout_off:
         notes.append(

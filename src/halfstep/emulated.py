@@ -26,15 +26,18 @@ _SLOW = 0.5
 """Share of fp32's rate below which fp16 has no instructions of its own."""
 
 _PRODUCTS = {
-    torch.ops.aten.mm.default: 1,
-    torch.ops.aten.addmm.default: 1,
-    torch.ops.aten.bmm.default: 1,
-    torch.ops.aten.baddbmm.default: 1,
+    torch.ops.aten.mm.default: (2, 1),
+    torch.ops.aten.addmm.default: (3, 1),
+    torch.ops.aten.bmm.default: (2, 1),
+    torch.ops.aten.baddbmm.default: (3, 1),
+    torch.ops.aten.convolution.default: (3, 1),
+    torch.ops.aten.convolution_backward.default: (3, 3),
     # The second result is the logarithm of a sum, in fp32 as fp16 kernels have it.
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 1,  # noqa: SLF001 -- torch's own name
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 3,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (3, 1),  # noqa: SLF001 -- torch's own name
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (5, 3),  # noqa: SLF001
 }
-"""Operation -> how many of its results, from the first, have its operands' dtype."""
+"""Operation -> how many of its arguments are operands of one dtype, and how many of its
+results, from the first, have it too."""
 
 
 def needed(device: str) -> bool:
@@ -55,16 +58,27 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:  # noqa: ANN401
         """Run an operation."""
         del types
-        if func in _PRODUCTS and args[0].dtype is torch.float16:
+        operands, low = _PRODUCTS.get(func, (0, 0))
+        # What mixes formats torch refuses, and must go on to.
+        if operands and all(map(_low, args[:operands])):
             named = {key: _widened(each) for key, each in (kwargs or {}).items()}
             found = func(*map(_widened, args), **named)
             if isinstance(found, Tensor):
                 return found.half()
-            low = _PRODUCTS[func]
-            return *(each.half() for each in found[:low]), *found[low:]
+            return *map(_narrowed, found[:low]), *found[low:]
         return func(*args, **(kwargs or {}))
+
+
+def _low(operand: Tensor | None) -> bool:
+    """Say whether an operand is in fp16; a bias that is not there is no hindrance."""
+    return operand is None or operand.dtype is torch.float16
 
 
 def _widened(given: Any) -> Any:  # noqa: ANN401 -- of what torch hands over
     low = isinstance(given, Tensor) and given.dtype is torch.float16
     return given.float() if low else given
+
+
+def _narrowed(found: Tensor | None) -> Tensor | None:
+    """Round a result; of a convolution, gradients that nobody wants are None."""
+    return None if found is None else found.half()
