@@ -18,7 +18,7 @@ from small_training import (
 from torch.profiler import profile as watch
 
 from halfstep.doctor.facts import ProfileFacts
-from halfstep.profiled import Profile
+from halfstep.profiling.result import Profile
 from halfstep.train import looking
 from halfstep.train.run import run
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from halfstep.doctor.rule import Examination
     from halfstep.finding import Finding
-    from halfstep.profiled import Profile
+    from halfstep.profiling.result import Profile
     from halfstep.session import Session
 
 _FLAGS = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch._C._autograd import _profiler_enabled
 
-from halfstep.profiling import summary, watched
+from halfstep.profiling.steps import summary, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from halfstep.choice import Choice
-    from halfstep.profiled import Profile
+    from halfstep.profiling.result import Profile
     from halfstep.train.clock import Clock
 
 T = TypeVar("T")

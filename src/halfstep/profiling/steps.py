@@ -17,16 +17,16 @@ import torch
 from torch.autograd.profiler import profile as watch
 from torch.autograd.profiler import record_function
 
-from halfstep import timeline
 from halfstep.errors import UserError, require
-from halfstep.marks import OWN
-from halfstep.profiled import GEMM, Profile, Row
-from halfstep.timeline import DRAIN, FETCH, INPUT, UPDATE
+from halfstep.profiling import timeline
+from halfstep.profiling.marks import OWN
+from halfstep.profiling.result import GEMM, Profile, Row
+from halfstep.profiling.timeline import DRAIN, FETCH, INPUT, UPDATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from halfstep.timeline import Op, Timeline
+    from halfstep.profiling.timeline import Op, Timeline
 
 _STEP = f"{OWN}step"
 _Shapes = tuple[tuple[int, ...], ...]
