@@ -56,6 +56,7 @@ LAYER = {
     "scaler.logmax": 3,
     "scaler.measured": 3,
     "scaler.strategy": 4,
+    "scaler.past": 1,
     "scaler.told": 3,
     "scaler.collapse": 4,
     "scaler.loss_scaler": 5,

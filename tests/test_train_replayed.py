@@ -28,7 +28,7 @@ from halfstep.train.stopping import Diverged
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from halfstep.scaler.collapse import Losses
+    from halfstep.scaler.past import Losses
     from halfstep.train.feed import Work
 
 LAYER = "bert.encoder.layer.1.output.dense"
