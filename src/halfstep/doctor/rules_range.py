@@ -133,6 +133,8 @@ def _gradient_room(facts: RunFacts) -> Iterator[Seen]:
         said = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
         said += f"2^{room:.1f} below overflow"
         advice = "Lower the loss scale by half, or let it move: --loss-scale dynamic."
+        if facts.config.loss_scale == "none":
+            advice = "Take a mean, not a sum, as the loss; or train in bf16."
         yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
 
 
