@@ -15,6 +15,7 @@ import torch
 from halfstep import distributed, formats, levels
 from halfstep.doctor import RunFacts, examination, here, text
 from halfstep.doctor.facts import Config, LostUpdates, MachineFacts, ProfileFacts
+from halfstep.lost import rate_of
 from halfstep.profiling import profile
 from halfstep.report import Table, wrapped
 
@@ -214,7 +215,7 @@ def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
     def look(each: Optimizer, *_: object) -> None:
         # A rate of 0, as at the first step of a warm-up, moves nothing, and neither
         # does a fused update at an overflow: torch's scaler hands it `found_inf`.
-        rates = [float(group.get("lr", 1.0)) for group in each.param_groups]
+        rates = [float(rate_of(group)) for group in each.param_groups]
         if any(rates) and not float(getattr(each, "found_inf", None) or 0.0):
             before.extend(
                 _sampled(group["params"] if rate else ())
