@@ -231,7 +231,53 @@ def test_a_finding_becomes_a_value(
     """Law: a module is named only where an operation takes its parameters itself."""
     bad = told.bad_op(found, 8.0, finite=found.cause == "loss")
     assert (bad.module, bad.op, bad.phase) == (module, op, phase)
-    assert bad.made == ("NaN" if "NaN" in found.evidence else "inf")
+    assert bad.made == ""
+    assert "inf or NaN" in str(bad)
+
+
+@pytest.mark.parametrize("kind", ["inf", "NaN"])
+def test_what_was_made_is_told_on(kind: str) -> None:
+    """Law: the value says what was made only where the graph showed it."""
+    bad = told.bad_op(Finding("range", "exp", "", "", kind), 8.0, finite=True)
+    assert bad.made == kind
+    assert f"exp produced {kind}" in str(bad).replace("model", "exp")
+
+
+MADE: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
+    ("log of 0", lambda x: (x * 0).log().mean(), "inf"),
+    ("log of less", lambda x: (x - 2).log().exp().mean(), "NaN"),
+    ("mean of nothing", lambda x: x[:0].mean() * x.mean(), "NaN"),
+    ("slope of a root", lambda x: (x * 0).sqrt().mean(), ""),
+    ("0 over 0", lambda x: (x * 0 / (x * 0)).mean(), ""),
+    ("1 over 0", lambda x: (1 / (x * 0)).mean(), "inf"),
+    ("a cast", lambda x: (x * RANGE).half().float().square().mean(), "inf"),
+    ("loss", lambda x: x.mean() * 1e38, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "made"), [case[1:] for case in MADE], ids=[case[0] for case in MADE]
+)
+def test_which_of_the_two_was_made(
+    loss_of: Callable[[Tensor], Tensor], made: str
+) -> None:
+    """Law: inf or NaN is named where it is known; a slope may be either."""
+    scaler = hs.GradScaler("cpu", max_consecutive_skips=3)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([("weight", weight)], lr=0.0)
+
+    def step() -> None:
+        scaler.scale(loss_of(weight)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    step()
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        step()
+    bad = caught.value.bad_op
+    assert bad is not None
+    assert bad.made == made, str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,7 @@ def diagnose(
             finding.where if finding is not None else "training",
             after,
             "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm).",
+            "" if finding is None else finding.made,
         )
     if finding is not None:
         return finding
@@ -285,6 +286,7 @@ def diagnose(
             "the loss",
             f"it is {shown}",
             "Look at the loss function and its inputs: print them for this batch.",
+            "NaN" if math.isnan(value) else "inf",
         )
     return Finding(
         "loss",
