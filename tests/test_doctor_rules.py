@@ -684,6 +684,14 @@ def test_records_say_it_where_no_setting_does() -> None:
     assert "needless loss scale" in {each.rule for each in examine(scaled)}
 
 
+def test_what_fp16_cannot_hold_is_no_finding() -> None:
+    """Law: a largest output in fp16 beyond fp16's own was never there."""
+    told = {each.rule for each in examine(held("a:output", tally(0, amax=65504.0)))}
+    assert "output near overflow" in told
+    told = {each.rule for each in examine(held("a:output", tally(0, amax=1e308)))}
+    assert "output near overflow" not in told
+
+
 def test_many_places_are_counted() -> None:
     """Law: of one rule the three worst places are named, the rest is counted."""
     told = Tally.from_data(counted({-24: 10, 0: 10}, zeros=10))
