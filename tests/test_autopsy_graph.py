@@ -332,6 +332,7 @@ def test_targets_that_are_all_ignored_are_found() -> None:
         "nll_loss, after log_softmax (w(2,3))",
         "it is the mean of nothing",
         "Skip such a batch, or divide a sum by max(count, 1).",
+        "NaN",
     )
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.scaler import ScaleRule, told
 from halfstep.scaler.autopsy import Finding
-from halfstep.scaler.collapse import Losses, diagnose
+from halfstep.scaler.collapse import diagnose
+from halfstep.scaler.past import Losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -230,7 +231,53 @@ def test_a_finding_becomes_a_value(
     """Law: a module is named only where an operation takes its parameters itself."""
     bad = told.bad_op(found, 8.0, finite=found.cause == "loss")
     assert (bad.module, bad.op, bad.phase) == (module, op, phase)
-    assert bad.made == ("NaN" if "NaN" in found.evidence else "inf")
+    assert bad.made == ""
+    assert "inf or NaN" in str(bad)
+
+
+@pytest.mark.parametrize("kind", ["inf", "NaN"])
+def test_what_was_made_is_told_on(kind: str) -> None:
+    """Law: the value says what was made only where the graph showed it."""
+    bad = told.bad_op(Finding("range", "exp", "", "", kind), 8.0, finite=True)
+    assert bad.made == kind
+    assert f"exp produced {kind}" in str(bad).replace("model", "exp")
+
+
+MADE: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
+    ("log of 0", lambda x: (x * 0).log().mean(), "inf"),
+    ("log of less", lambda x: (x - 2).log().exp().mean(), "NaN"),
+    ("mean of nothing", lambda x: x[:0].mean() * x.mean(), "NaN"),
+    ("slope of a root", lambda x: (x * 0).sqrt().mean(), ""),
+    ("0 over 0", lambda x: (x * 0 / (x * 0)).mean(), ""),
+    ("1 over 0", lambda x: (1 / (x * 0)).mean(), "inf"),
+    ("a cast", lambda x: (x * RANGE).half().float().square().mean(), "inf"),
+    ("loss", lambda x: x.mean() * 1e38, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "made"), [case[1:] for case in MADE], ids=[case[0] for case in MADE]
+)
+def test_which_of_the_two_was_made(
+    loss_of: Callable[[Tensor], Tensor], made: str
+) -> None:
+    """Law: inf or NaN is named where it is known; a slope may be either."""
+    scaler = hs.GradScaler("cpu", max_consecutive_skips=3)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([("weight", weight)], lr=0.0)
+
+    def step() -> None:
+        scaler.scale(loss_of(weight)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    step()
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        step()
+    bad = caught.value.bad_op
+    assert bad is not None
+    assert bad.made == made, str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +334,64 @@ def test_range_or_learning_rate(losses: Losses, now: float, cause: str) -> None:
     finite = math.isfinite(now)
     verdict = diagnose(FOUND, losses, torch.tensor(now), finite=finite)
     assert verdict.cause == cause
+
+
+RANGE = 1e5
+"""What float16 cannot hold."""
+
+
+def short() -> Any:
+    """Return a scaler that three skips in a row end."""
+    return hs.GradScaler("cpu", 1024.0, max_consecutive_skips=3)
+
+
+def steps(scaler: Any, weight: Tensor, factors: list[float]) -> None:
+    """Make steps; a factor multiplies a number in float16 for a while."""
+    optimizer = torch.optim.SGD([("weight", weight)], lr=0.0)
+    for factor in factors:
+        loss = ((weight.half() * factor).float() / factor).square().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["ours", "older", "torch"])
+def test_a_run_that_went_on_is_not_young(kind: str) -> None:
+    """Law: what is said of the steps before a state was saved is known, or not said."""
+    weight = nn.Parameter(torch.ones(1))
+    before, after = short(), short()
+    steps(before, weight, [2.0] * 40)
+    state = before.state_dict()
+    if kind == "older":
+        del state["_halfstep"][""]["watch"]
+    elif kind == "torch":
+        del state["_halfstep"]
+    after.load_state_dict(state)
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        steps(after, weight, [2.0] * 3 + [RANGE] * 3)
+    assert caught.value.cause == "range", str(caught.value)
+
+
+@pytest.mark.parametrize("halt", [3, 4, 5])
+def test_a_collapse_across_a_state(halt: int) -> None:
+    """Law: a run that is saved amid its last skips ends with the error it would have.
+
+    One skip short of the limit, too, where the graph of the next loss is examined.
+    """
+    factors = [2.0] * 3 + [RANGE] * 3
+    with pytest.raises(hs.LossScaleCollapse) as straight:
+        steps(short(), nn.Parameter(torch.ones(1)), factors)
+    before, after, weight = short(), short(), nn.Parameter(torch.ones(1))
+    steps(before, weight, factors[:halt])
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        steps(after, weight, factors[halt:])
+    # Before its first step a scaler knows no names.
+    said = str(caught.value).replace("a parameter of shape (1,)", "weight")
+    assert said == str(straight.value)
+    assert caught.value.history == straight.value.history == (1024.0, 512.0, 256.0)
+    assert "the forward pass worked for 3 steps only" in str(caught.value)
 
 
 def test_data_is_never_the_learning_rates() -> None:

@@ -204,16 +204,73 @@ def test_what_it_says() -> None:
     assert "no loss scale" in str(found)
     assert "addmm" in times.text()
     assert "numbers read out of tensors" in times.text()
-    assert any("not looked at" in note for note in findings.notes)
+    alone, _ = hs.diagnose(step).tables()
+    assert any("not looked at" in note for note in alone.notes)
     assert str(found).startswith("this program: O1 fp16 on cpu: 1 error")
     assert "those of halfstep train" in str(found)
 
 
-def test_refused() -> None:
-    """Law: a dtype or level that is none is refused before any step is made."""
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dtype": "fp8"}, "dtype='fp8' is not a format"),
+        ({"dtype": 5}, "dtype=5 is not a format"),
+        ({"level": "O9"}, "level='O9' is not a level"),
+        ({"level": 2}, "level=2 is not a level"),
+        ({"device": "gpu"}, "device='gpu' must be that of a device here"),
+        ({"device": "meta"}, "device='meta' must be that of a device here"),
+        ({"device": 1.5}, "device=1.5 must be that of a device here"),
+        ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
+        ({"steps": "3"}, "steps='3' must be a whole number of at least 1"),
+        ({"warmup": None}, "warmup=None must be a whole number of at least 0"),
+        ({"profiled": 1.5}, "profiled=1.5 must be a whole number of at least 1"),
+        ({"batches": 5}, "batches is of type int; it must be a collection of batches"),
+        ({"session": "a"}, "session is of type str; it must be a halfstep.Session"),
+        ({"model": "a"}, "model is of type str; it must be a torch.nn.Module"),
+        ({"optimizer": "a"}, "optimizer is of type str; it must be a torch.optim.Opt"),
+        ({"scaler": "a"}, "scaler is of type str; it must be a GradScaler"),
+    ],
+)
+def test_refused(given: dict[str, Any], words: str) -> None:
+    """Law: what cannot be used is refused by name before any step is made."""
     calls: list[int] = []
-    with pytest.raises(UserError, match="dtype='fp8' is not a format"):
-        hs.diagnose(lambda: calls.append(1), dtype="fp8")
-    with pytest.raises(UserError, match="level='O9' is not a level"):
-        hs.diagnose(lambda: calls.append(1), level="O9")
+    with pytest.raises(UserError, match=f"^{words}"):
+        hs.diagnose(lambda: calls.append(1), **given)
     assert not calls
+
+
+def test_a_step_that_is_none() -> None:
+    """Law: a step is a function."""
+    with pytest.raises(UserError, match=r"^step is of type int; it must be a function"):
+        hs.diagnose(5)  # type: ignore[arg-type]
+
+
+def lacked(found: hs.diagnosis.Diagnosis) -> dict[str, str]:
+    """Return the rules that had nothing to look at, and why."""
+    return {
+        rule: each.why for each in found.examination.unlooked for rule in each.rules
+    }
+
+
+def test_what_it_lacks_can_be_given() -> None:
+    """Law: only what an argument of the call would have told is missed, by its name."""
+    _, step = by_hand(torch.bfloat16)
+    assert lacked(hs.diagnose(step)) == {
+        "swamped updates": "updates were not counted (optimizer=)",
+        "no masters": "the level is not known (level=)",
+        "gradients summed low": "the level is not known (level=)",
+        "weights already low": "the level is not known (level=)",
+    }
+    told = lacked(hs.diagnose(step, level="O1"))
+    assert told == {"weights already low": "the weights are not known (model=)"}
+    parts, step = by_hand(torch.bfloat16)
+    assert lacked(hs.diagnose(step, **parts, level="O3")) == {}
+
+
+def test_what_a_session_lacks() -> None:
+    """Law: a session is told how to count; all else it tells of itself."""
+    of = session("O3", "bf16")
+    found = hs.diagnose(stepping(of), session=of, batches=[torch.randn(8, 64)])
+    why = "updates were not counted (prepare(..., lost_updates_every=1))"
+    assert lacked(found) == {"swamped updates": why}
+    assert "metrics.jsonl" not in str(found)

@@ -184,10 +184,111 @@ def test_damaged_files_are_named(
     assert said in " ".join(text.text(facts, examination(facts), 500).split("\n  - "))
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        *(
+            (
+                f'"event": "stats", "scale": {scale}, "tensors": {{}}',
+                f"'scale' is {shown}; it must be a number that fp32 holds, above 0.",
+            )
+            for scale, shown in (
+                ("-1", "-1"),
+                ("0", "0"),
+                ("NaN", "nan"),
+                ("1e999", "inf"),
+                ("1e-320", "1e-320"),
+                ("1e308", "1e+308"),
+            )
+        ),
+        ('"event": "bad_op", "op": 5', "'op' is 5; it must be text."),
+        ('"event": "bad_op", "op": "mm"', "'module' is None; it must be text."),
+        (
+            '"event": "lost_updates", "groups": [{"group": 0, "share": 1e308}]',
+            "'share' is 1e+308; it must be a number from 0 to 1.",
+        ),
+        (
+            '"event": "lost_updates", "groups": [{"group": 0}]',
+            "'share' is None; it must be a number from 0 to 1.",
+        ),
+    ],
+)
+def test_what_cannot_be_is_damaged(tmp_path: Path, line: str, said: str) -> None:
+    """Law: a value that means nothing is named, and never a finding or a traceback."""
+    folder = sound(tmp_path / "run")
+    whole = (folder / "metrics.jsonl").read_bytes()
+    text_ = whole + f'{{"step": 3, {line}}}\n'.encode()
+    assert damage(folder, "metrics.jsonl", text_) == [f"metrics.jsonl line 61: {said}"]
+    assert examine(files.read(folder)) == []
+
+
+@pytest.mark.parametrize("share", ["-1", "1.5", "NaN", "1e999"])
+def test_a_share_is_no_more_than_all(tmp_path: Path, share: str) -> None:
+    """Law: a share of padding beyond all of it is damage, not a finding."""
+    folder = sound(tmp_path / "run")
+    said = damage(folder, "summary.json", f'{{"padded_share": {share}}}'.encode())
+    assert "it must be a number from 0 to 1" in said[0]
+    assert examine(files.read(folder)) == []
+
+
+def tried(*numbers: int, **more: Any) -> list[dict[str, Any]]:
+    """Return records of steps whose scale falls with each."""
+    return [step(n, scale=2.0 ** (16 - n), **more) for n in numbers]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (tried(*range(1, 10)), tried(*range(1, 30))),  # another run
+        (tried(*range(1, 10)), tried(*range(5, 30))),  # gone on with from step 4
+        ([], [step(n // 2 + 1) for n in range(40)]),  # two at once
+    ],
+)
+def test_steps_that_come_again(
+    tmp_path: Path, before: list[dict[str, Any]], after: list[dict[str, Any]]
+) -> None:
+    """Law: of a step that was made twice the later record counts, and that is said.
+
+    So do events, which may stand before the record of their step.
+    """
+    old = {"step": 6, "event": "non_finite", "where": ["old:output"]}
+    new = {"step": after[0]["step"], "event": "non_finite", "where": ["new:output"]}
+    facts = files.read(write(tmp_path, [*before, old, *before[-1:], new, *after]))
+    numbers = [each.step for each in facts.steps]
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] == after[-1]["step"]
+    (problem,) = facts.problems
+    assert problem.startswith("metrics.jsonl: ")
+    assert problem.endswith("come again or out of order; the later ones count.")
+    names = [each.where[0] for each in facts.non_finite]
+    assert names == (["new:output"] if before else ["old:output", "new:output"])
+
+
+@pytest.mark.parametrize("name", ["is_dir", "exists"])
+def test_no_permission(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    """Law: a folder that may not be looked into is refused in one line."""
+    folder = sound(tmp_path / "run")
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(type(folder), name, refuse)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctor", str(folder)])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said == f"halfstep: error: {folder} cannot be read: Permission denied.\n"
+
+
 def test_many_damaged_lines_are_counted(tmp_path: Path) -> None:
     """Law: five are named, the rest is counted, and good ones in between are used."""
     folder = sound(tmp_path / "run")
-    lines = b"\n".join([b"junk", b'{"step": 1, "loss": 2.0}'] * 9)
+    lines = b"\n".join(b'junk\n{"step": %d, "loss": 2.0}' % n for n in range(9))
     problems = damage(folder, "metrics.jsonl", lines)
     assert problems[-1] == "metrics.jsonl: 4 more damaged lines."
     assert len(problems) == 6

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sick_run import environment, profile, step, tally
 
 from halfstep import formats
-from halfstep.doctor import RULES, examination, examine
+from halfstep.doctor import RULES, examination, examine, here
 from halfstep.doctor.facts import (
     Config,
     LostUpdates,
@@ -215,7 +215,7 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         "loss not finite",
         RunFacts(steps=steps([step(1), step(2, loss=None, skipped=True)])),
         RunFacts(steps=steps([step(1), step(2, loss=None)])),
-        "first in step 2",
+        "it was not finite in 1 step with an update, first in step 2",
     ),
     (
         "skipped steps",
@@ -602,6 +602,72 @@ def test_skips_before_the_scale_has_settled_do_not_count() -> None:
     assert found.severity == "error"
 
 
+def test_a_step_that_may_have_been_skipped() -> None:
+    """Law: a loss is said to have been trained on only where records tell so."""
+    unknown = {"step": 2, "loss": None}
+    facts = RunFacts(steps=steps([step(1), unknown]))
+    (found,) = [each for each in examine(facts) if each.rule == "loss not finite"]
+    assert found.severity == "warning"
+    assert "with an update" not in found.measured
+    assert "nothing tells whether there was an update" in found.measured
+    facts = RunFacts(steps=steps([step(1), unknown, step(3, loss=None)]))
+    (found,) = [each for each in examine(facts) if each.rule == "loss not finite"]
+    assert found.severity == "error"
+    assert "in 1 step with an update, first in step 3" in found.measured
+
+
+def every(interval: int, of: int = 400) -> tuple[Step, ...]:
+    """Return the steps of a sound run whose scale grows, and falls, so often."""
+    records, scale, clean = [], 1024.0, 0
+    for number in range(1, of + 1):
+        lost = scale > 1024.0
+        records.append(step(number, scale=scale, skipped=lost))
+        clean = 0 if lost else clean + 1
+        scale = 1024.0 if lost or clean < interval else 2048.0
+    return steps(records)
+
+
+def test_growth_that_is_often_tried() -> None:
+    """Law: skips that growth costs, however often it is tried, are no fault of steps.
+
+    That it is tried often is told, with what mends it.
+    """
+    found = examine(RunFacts(config=FP16, steps=every(20)))
+    assert [each.rule for each in found] == ["scale unsettled"]
+    assert "growth_interval=2000" in found[0].advice
+    assert examine(RunFacts(config=FP16, steps=every(2000, of=8000))) == []
+
+
+@pytest.mark.parametrize("word", ["measured", "logmax"])
+def test_a_scale_that_follows_the_gradients(word: str) -> None:
+    """Law: a scale that is chosen, and costs no skips, may move as it likes."""
+    config = replace(FP16, loss_scale=word)
+    for facts in (
+        scales(*[1024.0] * 50, *ROUNDS * 9),
+        scales(*[1024.0] * 12, *[8.0] * 4),
+    ):
+        assert examine(facts)
+        assert examine(replace(facts, config=config)) == []
+
+
+def test_a_gradient_near_overflow_without_a_scale() -> None:
+    """Law: a loss that is not scaled is not told to lower its scale."""
+    facts = replace(
+        held("a:grad", tally(0, amax=60000.0)), config=replace(FP16, loss_scale="none")
+    )
+    rules = {each.rule: each for each in examine(facts)}
+    assert "loss scale" not in rules["gradient near overflow"].advice
+    assert "bf16" in rules["gradient near overflow"].advice
+
+
+def test_frozen_weights_may_be_low() -> None:
+    """Law: what is not trained loses no updates, whatever its format."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].bfloat16().requires_grad_(requires_grad=False)
+    told = here.weight_formats(model)
+    assert told == {"1.weight": "fp32", "1.bias": "fp32"}
+
+
 def test_a_scale_at_the_floor_is_an_error() -> None:
     """Law: fallen to 1 and below, a scale protects nothing."""
     facts = scales(*[64.0] * 20, *[8.0] * 6, *[2.0] * 6, *[1.0] * 6)
@@ -616,6 +682,14 @@ def test_records_say_it_where_no_setting_does() -> None:
     assert "no loss scale" in {each.rule for each in examine(bare)}
     scaled = replace(bare, config=Config(dtype="bf16"), steps=steps([step(1)]))
     assert "needless loss scale" in {each.rule for each in examine(scaled)}
+
+
+def test_what_fp16_cannot_hold_is_no_finding() -> None:
+    """Law: a largest output in fp16 beyond fp16's own was never there."""
+    told = {each.rule for each in examine(held("a:output", tally(0, amax=65504.0)))}
+    assert "output near overflow" in told
+    told = {each.rule for each in examine(held("a:output", tally(0, amax=1e308)))}
+    assert "output near overflow" not in told
 
 
 def test_many_places_are_counted() -> None:

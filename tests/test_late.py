@@ -32,6 +32,10 @@ class Slow(Late):
         self.queue.append([float(value) for value in values])
         return self.queue.pop(0) if len(self.queue) > LAG else None
 
+    def coming(self) -> list[list[float]]:
+        """Return what is in the queue."""
+        return self.queue
+
 
 @pytest.fixture(name="slow")
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +73,18 @@ def test_collapse_comes_late_but_comes() -> None:
     assert caught.value.history == tuple(
         2.0**exponent for exponent in range(16, 11, -1)
     )
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_state_holds_what_is_under_way() -> None:
+    """Law: the steps before a state was saved are in it, arrived or not."""
+    scaler = LossScaler(ScaleRule())
+    for number in range(LAG + 2):
+        scaler.begin(torch.tensor(8.0 - number))
+        scaler.update(torch.tensor(float(number == LAG)))
+        told = scaler.state_dict()["watch"]
+        assert told["applied"] == number + (number < LAG)
+        assert told["history"] == [2.0**16] * (number == LAG)
 
 
 @pytest.mark.usefixtures("slow")
@@ -167,6 +183,7 @@ def test_on_a_gpu_late_and_in_order() -> None:
     arrived = [sender.send((torch.tensor(n, device="cuda"),)) for n in range(6)]
     assert arrived == [None] * LAG + [[float(n)] for n in range(6 - LAG)]
     assert sender.behind == LAG
+    assert sender.coming() == [[float(n)] for n in range(6 - LAG, 6)]
     assert not late.on_host(torch.device("cuda"))
 
 

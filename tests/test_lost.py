@@ -71,6 +71,21 @@ def test_counts(word: str, make: Make, clip: float | None) -> None:
         assert found.share == (0.0 if word == "stochastic" else stayed / had)
 
 
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_an_update_of_zero_is_not_lost(rate: Any) -> None:
+    """Law: at a rate of 0, as in a warm-up's first step, there is nothing to lose."""
+    session = cases.start(cases.ADAMW, "none", lost_updates_every=1)
+    (group,) = session.optimizer.param_groups
+    usual, group["lr"] = group["lr"], rate
+    cases.go(session, cases.slopes_of(session.model, 0))
+    (found,) = session.lost_updates()
+    assert found.counts.tolist() == [0, 0, 0]
+    assert found.share is None
+    group["lr"] = usual
+    counts, _ = by_hand(session, cases.slopes_of(session.model, 1))
+    assert counts[0] > 0
+
+
 def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: of a large group numbers drawn once count, the same in each step."""
     monkeypatch.setattr(lost, "SAMPLE", 20)
@@ -192,7 +207,7 @@ def test_groups() -> None:
     model = cases.Mixed()
     groups = [
         {"params": [*model.linear.parameters()]},
-        {"params": [*model.conv.parameters()], "lr": 0.0},
+        {"params": [*model.conv.parameters()], "lr": 1e-30},
         {"params": [model.other.weight, *model.norm.parameters()]},
     ]
     optimizer = torch.optim.SGD(groups, 0.5)

@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 import halfstep as hs
-from halfstep import timeline
 from halfstep.errors import UserError
-from halfstep.profiled import GEMM, Profile, Row
-from halfstep.profiling import profile
+from halfstep.profiling import profile, timeline
+from halfstep.profiling.result import GEMM, Profile, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

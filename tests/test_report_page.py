@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from halfstep import report_page
 from halfstep.errors import UserError
 from halfstep.report import Table
-from halfstep.report_page import Bar, Chart, Curve, Heat, Section, page
+from halfstep.report_page import Bar, Card, Chart, Curve, Heat, Section, page
 
 NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
 TABLE = Table(
@@ -307,6 +307,14 @@ def test_long_words_break_and_short_ones_do_not() -> None:
     root = parsed(page("t", [Section("s", tables=(table,))]))
     kinds = [td.get("class") for td in root.iter("td")]
     assert kinds == ["short", "", "number", "long", "short", "number"]
+
+
+def test_a_flag_stays_in_one_line() -> None:
+    """Law: browsers break a flag nowhere, and what stands around it is still text."""
+    words = "<b>--loss-scale 8</b> or --" + "x" * 40
+    html = page("a", [Section("b", cards=(Card("error", "c", (("advice", words),)),))])
+    assert '&lt;b&gt;<span class="flag">--loss-scale</span> 8&lt;/b&gt; or' in html
+    assert ".flag { white-space: nowrap; }" in html
 
 
 def test_ticks_of_a_logarithmic_axis_are_plain_numbers() -> None:

@@ -270,6 +270,17 @@ def test_a_missing_field(strategy: str, field: str) -> None:
     assert scaler.state_dict() == before
 
 
+@pytest.mark.parametrize("field", ["applied", "begun", "history", "in_a_row"])
+def test_a_missing_memory(field: str) -> None:
+    """Law: what is remembered of the steps is whole too, or refused by name."""
+    scaler, state = LossScaler(ScaleRule()), worn(ScaleRule()).state_dict()
+    del state["watch"][field]
+    before = scaler.state_dict()
+    with pytest.raises(UserError, match=f"^loss-scale state's 'watch' .* {field!r};"):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
+
+
 @strategies
 def test_loss_scaler_round_trip(strategy: str) -> None:
     """Law: the plain scaler's state brings a fresh one to the same place."""

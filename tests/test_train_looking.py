@@ -17,13 +17,16 @@ from small_training import (
 )
 from torch.profiler import profile as watch
 
+from halfstep import formats, levels
 from halfstep.doctor.facts import ProfileFacts
-from halfstep.profiled import Profile
+from halfstep.profiling import timeline
+from halfstep.profiling.result import Profile
 from halfstep.train import looking
+from halfstep.train.clock import Clock
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 CPU = torch.device("cpu")
@@ -82,3 +85,51 @@ def test_which_step_is_due() -> None:
     assert not looking.due(looking.LOOKED_AT, 50, gpu)  # type: ignore[arg-type]
     with watch():
         assert not looking.due(looking.LOOKED_AT, 50, CPU)
+
+
+def test_a_step_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: events that cannot be read are told in a warning, and the run is as ever."""
+    told = settings(tmp_path, level="O1", dtype="bf16", seed=3)
+    run({**told, "out": str(tmp_path / "plain")})
+
+    def read(*_: object) -> None:
+        message = "no such event\nat all"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(timeline, "read", read)
+    with pytest.warns(UserWarning, match="read: RuntimeError: no such event; training"):
+        run({**told, "out": str(tmp_path / "unread")})
+    assert not (tmp_path / "unread" / "profile.json").exists()
+    (tmp_path / "plain" / "profile.json").unlink()
+    assert_same_run(tmp_path / "unread", tmp_path / "plain")
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_step_is_made_once(monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
+    """Law: whatever becomes of the profiler, the step is made once."""
+    steps: list[int] = []
+
+    def made() -> int:
+        steps.append(7)
+        return 7
+
+    def watched(step: Callable[[], object]) -> None:
+        if begins:
+            step()
+        message = "broken"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(looking, "watched", watched)
+    choice: Any = SimpleNamespace(level=levels.O1, format=formats.BF16)
+    with pytest.warns(UserWarning, match="RuntimeError: broken"):
+        found = looking.looked(made, Clock(), choice)
+    assert (found, steps) == ((7, None), [7])
+
+
+def test_a_step_that_fails_is_not_hushed_up() -> None:
+    """Law: an error of the step itself ends it, as it would without the profiler."""
+    choice: Any = SimpleNamespace(level=levels.O1, format=formats.BF16)
+    with pytest.raises(ZeroDivisionError):
+        looking.looked(lambda: 1 / 0, Clock(), choice)

@@ -21,7 +21,7 @@ from torch import Tensor
 import halfstep as hs
 from halfstep import LossScaleCollapse
 from halfstep.bad_op import BadOp
-from halfstep.scaler.collapse import Losses
+from halfstep.scaler.past import Losses
 from halfstep.train import replayed
 from halfstep.train.feed import Work
 from halfstep.train.loop import Trainer

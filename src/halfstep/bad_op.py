@@ -63,7 +63,8 @@ class BadOp:
     inputs: float | None = None
     """Largest finite magnitude that it took in; None if that was not seen."""
     made: str = ""
-    """"inf" or "NaN"; "" where nothing was made."""
+    """"inf" or "NaN"; "" where it is not known which, or nothing was made: then the
+    phase is "none"."""
     wide: str = "not run"
     """What its result is in float32: "finite", "not finite", "not run"."""
     cause: str
@@ -95,12 +96,12 @@ class BadOp:
     def __str__(self) -> str:
         """Return it as sentences."""
         at = "" if self.step is None else f" at step {self.step}"
-        if not self.made:
+        if self.phase == "none":
             return f"{self.place}{at}: {self.evidence}. {self.advice}"
         held = self.phase in {"input", "weight"}
         says = "took in" if self.phase == "input" else "holds" if held else "produced"
         passed = " in the backward pass" if self.phase == "backward" else ""
-        head = f"{self.place} {says} {self.made}{passed}{at}"
+        head = f"{self.place} {says} {self.made or 'inf or NaN'}{passed}{at}"
         return f"{head}: {self.evidence}. {self.advice}"
 
     def data(self) -> dict[str, Any]:

@@ -11,23 +11,26 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
 from halfstep import distributed, formats, levels
 from halfstep.doctor import RunFacts, examination, here, text
 from halfstep.doctor.facts import Config, LostUpdates, MachineFacts, ProfileFacts
+from halfstep.errors import require_kind
+from halfstep.lost import rate_of
 from halfstep.profiling import profile
 from halfstep.report import Table, wrapped
+from halfstep.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from halfstep.doctor.rule import Examination
     from halfstep.finding import Finding
-    from halfstep.profiled import Profile
-    from halfstep.session import Session
+    from halfstep.profiling.result import Profile
 
 _FLAGS = (
     "Flags such as --level O2 are those of halfstep train. In a loop of your own: "
@@ -37,6 +40,19 @@ _FLAGS = (
 _LOOKED_AT = 1 << 16
 """Numbers of a parameter group that are looked at: the share of lost updates is then
 known to some 0.4 points."""
+
+
+_NO_LEVEL = "the level is not known (level=)"
+_WAYS = {
+    "level": _NO_LEVEL,
+    "weights": "the weights are not known (model=)",
+    "lost updates": "updates were not counted (optimizer=)",
+}
+"""What an argument would have told, and which. A few steps tell nothing of a run's
+records, and no probe looks at them."""
+_WAYS_OF_SESSION = {
+    "lost updates": "updates were not counted (prepare(..., lost_updates_every=1))"
+}
 
 
 class Scaler(Protocol):
@@ -129,16 +145,17 @@ def diagnose(
         profiled: Steps under torch's profiler, at least 1. The shortest counts.
 
     Raises:
-        UserError: If a number of steps is out of range, `batches` run out, `dtype` is
-            no format, or `level` no level.
+        UserError: If an argument is of the wrong kind or out of range, or `batches` run
+            out.
     """
+    _require_kinds(session, model, optimizer, scaler)
     word = None if dtype is None else formats.parse(dtype).name
     level = None if level is None else levels.parse(level).name
     if session is not None:
         model, choice = session.model, session.choice
         level, word = level or choice.level.name, word or choice.format.name
         optimizer = None  # the session has counted what it loses, if it was asked to
-    where = torch.device(device) if device is not None else _place(model)
+    where = device if device is not None else _place(model)
     with _counted(optimizer) as lost:
         found = profile(
             step,
@@ -169,7 +186,22 @@ def diagnose(
         machine=MachineFacts.from_data(here.machine_data(found.device)),
         weights=weights,
     )
-    return Diagnosis(facts, found, examination(facts))
+    ways = _WAYS if session is None else _WAYS_OF_SESSION
+    return Diagnosis(facts, found, examination(facts, ways))
+
+
+def _require_kinds(
+    session: object, model: object, optimizer: object, scaler: object
+) -> None:
+    steps = hasattr(optimizer, "register_step_pre_hook")
+    kinds = (
+        ("session", session, isinstance(session, Session), "a halfstep.Session"),
+        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        ("optimizer", optimizer, steps, "a torch.optim.Optimizer"),
+        ("scaler", scaler, hasattr(scaler, "is_enabled"), "a GradScaler"),
+    )
+    for name, value, good, right in kinds:
+        require_kind(name, value, value is None or good, right)
 
 
 def _place(model: nn.Module | None) -> torch.device | None:
@@ -214,7 +246,7 @@ def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
     def look(each: Optimizer, *_: object) -> None:
         # A rate of 0, as at the first step of a warm-up, moves nothing, and neither
         # does a fused update at an overflow: torch's scaler hands it `found_inf`.
-        rates = [float(group.get("lr", 1.0)) for group in each.param_groups]
+        rates = [float(rate_of(group)) for group in each.param_groups]
         if any(rates) and not float(getattr(each, "found_inf", None) or 0.0):
             before.extend(
                 _sampled(group["params"] if rate else ())

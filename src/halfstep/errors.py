@@ -28,3 +28,20 @@ def require(name: str, value: object, good: bool, right: str) -> None:
     if not good:
         message = f"{name}={value!r} must be {right}."
         raise UserError(message)
+
+
+def require_kind(name: str, value: object, good: bool, right: str) -> None:
+    """Refuse a value of another kind, whose text may fill pages.
+
+    Args:
+        name: Of the argument.
+        value: What was given.
+        good: Whether it is of the kind.
+        right: The kind, in words.
+
+    Raises:
+        UserError: If it is not.
+    """
+    if not good:
+        message = f"{name} is of type {type(value).__name__}; it must be {right}."
+        raise UserError(message)

@@ -86,7 +86,8 @@ def parse(word: str | torch.dtype) -> FloatFormat:
     if isinstance(word, torch.dtype):
         found = _BY_DTYPE.get(word)
     else:
-        key = word.strip().lower().removeprefix("torch.")
+        key = word if isinstance(word, str) else ""  # from a caller without types
+        key = key.strip().lower().removeprefix("torch.")
         found = FORMATS.get(_LONG_NAMES.get(key, key))
     if found is None:
         message = f"dtype={word!r} is not a format; choose one of {', '.join(FORMATS)}."

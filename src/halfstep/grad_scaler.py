@@ -382,7 +382,7 @@ class GradScaler(TorchGradScaler):
         """
         if self._enabled:
             state = recognise(state_dict, super().state_dict())
-            more = state.get("_halfstep", {})
+            more = state.get("_halfstep")
             self._scales.check(more)
             super().load_state_dict(
                 state | {"scale": 1.0} if self._guards_only else state

@@ -85,6 +85,14 @@ class Late:
         numbers: list[float] = arrived.tolist()
         return numbers
 
+    def coming(self) -> list[list[float]]:
+        """Return what has not arrived, oldest first, and leave it there. Waits."""
+        found = []
+        for numbers, event in self._under_way:
+            event.synchronize()
+            found.append(numbers.tolist())
+        return found
+
 
 class Parcels(Generic[N]):
     """Brings whole tensors to the host some steps late, each with a note of what it is.

@@ -82,10 +82,11 @@ def parse(word: str) -> Level:
     Raises:
         UserError: If no level has this name; a typed digit 0 or a small o is named.
     """
-    found = LEVELS.get(word)
+    meant = word if isinstance(word, str) else ""  # from a caller without types
+    found = LEVELS.get(meant)
     if found is not None:
         return found
-    meant = word.strip().upper()
+    meant = meant.strip().upper()
     meant = "O" + meant[1:] if meant[:1] == "0" else meant
     if meant in LEVELS:
         message = (

@@ -1,14 +1,14 @@
 """Updates that rounding swallowed: counted on a sample of the weights.
 
 In: masters, just before and just after a step. Out: for each parameter group, the
-share of numbers that had a gradient and did not move.
+share of numbers that had a gradient and a rate, and did not move.
 """
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ class Lost:
     group: int
     """Its place in `optimizer.param_groups`."""
     counts: Tensor
-    """Numbers with a gradient that is not 0; those of them that did not move; those
-    whose 16-bit weight did not. float64, shape (3,), on the device."""
+    """Numbers with a gradient and a rate that are not 0; those of them that did not
+    move; those whose 16-bit weight did not. float64, shape (3,), on the device."""
     at_random: bool
     """Rounding is at random: who did not move today will move another day."""
 
@@ -44,7 +44,7 @@ class Lost:
     def share(self) -> float | None:
         """Part of the updates that is gone for good, 0 to 1. May wait.
 
-        None if nothing had a gradient.
+        None if nothing was to be updated.
         """
         had, stayed, _ = self.counts.tolist()
         if not had:
@@ -55,7 +55,7 @@ class Lost:
     def unpublished(self) -> float | None:
         """Part of the updates that the model's weights do not show yet. May wait.
 
-        It is what would be lost without masters; None if nothing had a gradient.
+        It is what would be lost without masters; None if nothing was to be updated.
         """
         had, _, hidden = self.counts.tolist()
         return hidden / had if had else None
@@ -94,9 +94,10 @@ class Counter:
             self.last = tuple(self._compare(report.step, before, self._looks()))
 
     def _looks(self) -> list[list[tuple[Tensor, ...]]]:
+        groups = self._masters.optimizer.param_groups
         return [
-            [self._look(param, places) for param, places in params]
-            for params in self._sampled()
+            [self._look(param, places, rate_of(group)) for param, places in params]
+            for group, params in zip(groups, self._sampled(), strict=True)
         ]
 
     def _compare(
@@ -150,8 +151,10 @@ class Counter:
         return kept
 
     @torch.no_grad()
-    def _look(self, param: Tensor, places: Tensor | None) -> tuple[Tensor, ...]:
-        """Return truth, weight, and whether there is a gradient, of a sample."""
+    def _look(
+        self, param: Tensor, places: Tensor | None, rate: float | Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return truth, weight, and whether it is to be updated, of a sample."""
         slot = self._masters.slots.get(param)
         weight = _some(param if slot is None else slot.weight, places)
         truth = weight
@@ -166,7 +169,17 @@ class Counter:
             moves = torch.zeros_like(weight, dtype=torch.bool)
         else:
             moves = _some(gradient, places) != 0
+        if torch.is_tensor(rate):  # nobody waits for it
+            moves = moves & (rate.reshape(()) != 0).to(moves.device)
+        elif not rate:
+            moves = torch.zeros_like(moves)
         return truth, weight, moves
+
+
+def rate_of(group: dict[str, Any]) -> float | Tensor:
+    """Return the learning rate of a parameter group; 1 for an optimizer without any."""
+    rate: float | Tensor | None = group.get("lr")
+    return 1.0 if rate is None else rate
 
 
 def _local(tensor: Tensor) -> Tensor:

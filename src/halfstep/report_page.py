@@ -29,6 +29,7 @@ _NOT_INSTALLED = (
 _SHORT = 15  # letters of a name that has room, and is not worth a line break
 _LONG = 60  # letters that make a tower in a narrow column
 _MOST_POINTS = 2000  # a chart is some 600 pixels wide: more points only cost bytes
+_FLAG = re.compile(r"--[a-z][a-z-]{1,24}")  # no longer than a narrow page
 _LARGEST = 1e100  # far beyond float32; the margins of an axis overflow at 1e308
 # Colour-blind readers tell these apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -63,6 +64,7 @@ th:last-child, td:last-child { padding-right: 0; }
   margin-right: .5rem; }
 dl { display: grid; grid-template-columns: 5.5rem 1fr; gap: .1rem .75rem; margin: 0;
   font-size: .9375rem; } dt { opacity: .7; } dd { margin: 0; }
+.flag { white-space: nowrap; }
 .heat th, .heat td { min-width: 0; max-width: 8rem; padding: .3rem .6rem;
   text-align: center; vertical-align: middle; overflow-wrap: break-word; }
 .heat tr:first-child th, .heat tbody th { text-align: left; }
@@ -89,7 +91,8 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 <li>{{ point }}</li>{% endfor %}</ul>{% endif %}
 {% for card in section.cards %}<div class="card is-{{ card.kind }}">
 <h3><span>{{ card.kind }}</span>{{ card.title }}</h3><dl>
-{% for name, words in card.lines %}<dt>{{ name }}</dt><dd>{{ words }}</dd>
+{% for name, words in card.lines %}
+<dt>{{ name }}</dt><dd>{{ flagged(words) | safe }}</dd>
 {% endfor %}</dl></div>{% endfor %}
 {% for bar in section.bars %}
 <figure>{% if bar.title %}<figcaption>{{ bar.title }}</figcaption>{% endif %}
@@ -356,7 +359,7 @@ def page(title: str, sections: Sequence[Section], lead: str = "") -> str:
     except ModuleNotFoundError as error:
         raise UserError(_NOT_INSTALLED) from error
     document: str = Template(_PAGE, trim_blocks=True, autoescape=True).render(
-        title=title, sections=sections, lead=lead, kind=_kind
+        title=title, sections=sections, lead=lead, kind=_kind, flagged=_flagged
     )
     return document
 
@@ -366,6 +369,11 @@ def _kind(number: bool, word: str) -> str:
     if number:
         return "number"
     return "short" if len(word) <= _SHORT else "long" if len(word) > _LONG else ""
+
+
+def _flagged(words: str) -> str:
+    """Return text as HTML in which a flag such as --loss-scale is not broken in two."""
+    return _FLAG.sub(r'<span class="flag">\g<0></span>', escape(words))
 
 
 def _points(curve: Curve, lowest: float) -> tuple[list[float], list[float]]:

@@ -44,11 +44,12 @@ class Step:
         """
         parts = plain.mapping(data.get("seconds") or {}, "seconds")
         spent = [plain.real(value, name) for name, value in parts.items()]
+        scale = plain.number(data, "scale")
         return cls(
             plain.whole(data, "step"),
             plain.number(data, "loss"),
             plain.number(data, "lr"),
-            _positive(plain.number(data, "scale")),
+            scale if scale is not None and plain.is_scale(scale) else None,
             plain.flag(data, "skipped"),
             plain.words(data, "found_inf_in"),
             plain.number(data, "grad_norm"),
@@ -224,7 +225,7 @@ class LostUpdates:
     @classmethod
     def from_data(cls, step: int, data: Mapping[str, Any]) -> LostUpdates:
         """Return what a group in an event "lost_updates" tells."""
-        return cls(step, plain.whole(data, "group"), plain.amount(data, "share"))
+        return cls(step, plain.whole(data, "group"), plain.share(data, "share"))
 
 
 @dataclass(frozen=True)

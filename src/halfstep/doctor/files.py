@@ -6,10 +6,13 @@ Out: `RunFacts`. A damaged or missing file is a line in `problems`, never a trac
 
 from __future__ import annotations
 
+import bisect
 import json
 import tomllib
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from halfstep.doctor import plain
 from halfstep.doctor.facts import (
@@ -39,6 +42,7 @@ SETTINGS = ("resolved.toml", "config.json")
 _READ = (METRICS, *SETTINGS, SUMMARY, PROFILE, ENVIRONMENT)
 _MOST_SAMPLES = 256  # of a tensor: more tell no more, and fill the memory
 _MOST_LINES = 5  # that are damaged and named
+_NEVER = 1 << 63  # a step that does not come
 
 
 def read(folder: Path) -> RunFacts:
@@ -47,10 +51,15 @@ def read(folder: Path) -> RunFacts:
     Raises:
         UserError: If it is no folder, or holds none of the files of a run.
     """
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+        there = [name for name in _READ if (folder / name).exists()]
+    except OSError as error:
+        message = f"{folder} cannot be read: {error.strerror or error}."
+        raise UserError(message) from error
+    if not is_folder:
         message = f"{folder} is not a folder; give the folder of a run (--out of train)"
         raise UserError(message + ".")
-    there = [name for name in _READ if (folder / name).exists()]
     if not there:
         message = f"{folder} holds no run: neither {METRICS} nor any other file of one."
         raise UserError(message)
@@ -84,14 +93,19 @@ def read(folder: Path) -> RunFacts:
         config=reader.understood("settings", config) or Config(),
         steps=tuple(metrics.steps),
         stats=metrics.stats(),
-        non_finite=tuple(metrics.non_finite),
-        bad_ops=tuple(metrics.bad_ops),
-        lost=tuple(metrics.lost),
+        non_finite=metrics.events(NonFinite),
+        bad_ops=metrics.events(dict),
+        lost=metrics.events(LostUpdates),
         profile=profile,
         machine=machine,
         weights=reader.understood(ENVIRONMENT, weights) or {},
         padding=reader.understood(
-            SUMMARY, lambda: plain.number(summary, "padded_share")
+            SUMMARY,
+            lambda: (
+                plain.share(summary, "padded_share")
+                if summary.get("padded_share") is not None
+                else None
+            ),
         ),
         problems=tuple(reader.problems),
     )
@@ -111,15 +125,30 @@ def _whole(value: Any) -> Any:  # noqa: ANN401
     return [_whole(item) for item in value] if isinstance(value, list) else value
 
 
+class _Event(NamedTuple):
+    """What an event tells."""
+
+    step: int
+    told: NonFinite | LostUpdates | dict[str, Any]
+
+
 class _Metrics:
-    """What the lines of metrics.jsonl tell, in their order."""
+    """What the lines of metrics.jsonl tell, in their order.
+
+    A step may have been made twice: its run went on from an earlier one, or another
+    began in the same folder. Then what was told before, from that step on, is void.
+    """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.non_finite: list[NonFinite] = []
-        self.bad_ops: list[Mapping[str, Any]] = []
-        self.lost: list[LostUpdates] = []
-        self._samples: dict[str, list[Sample]] = defaultdict(list)
+        self.void = 0
+        """Records of steps that are."""
+        self._events: list[tuple[int, _Event]] = []
+        """Each with the number of records before it."""
+        self._samples: dict[str, list[tuple[int, Sample]]] = defaultdict(list)
+        self._records = 0
+        self._again: list[tuple[int, int]] = []
+        """Number of the record with which steps come again, and the step."""
         self._seen = 0
         self._stride = 1
 
@@ -132,18 +161,55 @@ class _Metrics:
         event = plain.word(record, "event")
         step = plain.whole(record, "step")
         if event is None:
-            self.steps.append(Step.from_data(record))
+            self._take_step(Step.from_data(record))
         elif event == "stats":
             self._take_stats(step, record)
         elif event == "non_finite":
-            self.non_finite.append(NonFinite(step, plain.words(record, "where")))
+            self._note(step, NonFinite(step, plain.words(record, "where")))
         elif event == "bad_op":
-            self.bad_ops.append(dict(record))
+            for key in ("phase", "op", "kind", "made", "evidence", "advice", "rule"):
+                plain.word(record, key)
+            for key in ("module", "cause"):
+                plain.text(record, key)
+            self._note(step, dict(record))
         elif event == "lost_updates":
             groups = plain.items(record.get("groups"), "groups")
-            for group in groups:
-                told = plain.mapping(group, "groups")
-                self.lost.append(LostUpdates.from_data(step, told))
+            mappings = [plain.mapping(group, "groups") for group in groups]
+            for lost in [LostUpdates.from_data(step, told) for told in mappings]:
+                self._note(step, lost)
+
+    def _note(self, step: int, told: NonFinite | LostUpdates | dict[str, Any]) -> None:
+        self._events.append((self._records, _Event(step, told)))
+
+    def _take_step(self, step: Step) -> None:
+        if self.steps and step.step <= self.steps[-1].step:
+            if step.step < self.steps[-1].step:  # else two write at once
+                self._again.append((self._records, step.step))
+            while self.steps and self.steps[-1].step >= step.step:
+                self.steps.pop()
+                self.void += 1
+        self.steps.append(step)
+        self._records += 1
+
+    def _holds(self, records: int, step: int) -> bool:
+        """Say whether what was told of a step after so many records is not void."""
+        # What comes just before a record may be told of its step.
+        later = bisect.bisect_right(self._again, (records, _NEVER))
+        return step < self._lowest[later]
+
+    @cached_property
+    def _lowest(self) -> list[int]:
+        """The first step that comes again, from each such time on."""
+        steps = [step for _, step in reversed(self._again)]
+        return [*accumulate(steps, min, initial=_NEVER)][::-1]
+
+    def events(self, kind: type[T]) -> tuple[T, ...]:
+        """Return the events of one kind that hold."""
+        return tuple(
+            event.told
+            for records, event in self._events
+            if isinstance(event.told, kind) and self._holds(records, event.step)
+        )
 
     def _take_stats(self, step: int, record: Mapping[str, Any]) -> None:
         """Keep every so manieth event, so that a long run fits the memory."""
@@ -151,10 +217,10 @@ class _Metrics:
         if (self._seen - 1) % self._stride:
             return
         tensors = plain.mapping(record.get("tensors"), "tensors")
-        scale = plain.number(record, "scale") or 0.0
+        scale = plain.loss_scale(record, "scale") or 0.0
         found = {name: sample(step, tensors[name], scale) for name in tensors}
         for name, each in found.items():
-            self._samples[name].append(each)
+            self._samples[name].append((self._records, each))
         if max(map(len, self._samples.values()), default=0) > _MOST_SAMPLES:
             self._stride *= 2
             for name, kept in self._samples.items():
@@ -173,10 +239,15 @@ class _Metrics:
                 scale = each.scale or scales.get(each.step) or 1.0
             return type(each)(each.step, each.tally, scale)
 
-        return {
-            name: tuple(scaled(name, each) for each in samples)
+        held = {
+            name: tuple(
+                scaled(name, each)
+                for records, each in samples
+                if self._holds(records, each.step)
+            )
             for name, samples in self._samples.items()
         }
+        return {name: samples for name, samples in held.items() if samples}
 
 
 class _Reader:
@@ -244,6 +315,11 @@ class _Reader:
         if damaged > _MOST_LINES:
             rest = damaged - _MOST_LINES
             self.problems.append(f"{METRICS}: {rest:,} more damaged lines.")
+        if metrics.void:
+            said = f"{metrics.void:,} record{'s' * (metrics.void != 1)} of steps that"
+            self.problems.append(
+                f"{METRICS}: {said} come again or out of order; the later ones count."
+            )
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         with (self.folder / METRICS).open("rb") as file:

@@ -40,11 +40,14 @@ def machine_data(device: str) -> dict[str, Any]:
 
 
 def weight_formats(model: nn.Module) -> dict[str, str]:
-    """Return the word of each floating parameter's format, by its name."""
+    """Return the word of each trained parameter's format, by its name.
+
+    Why not of others: what is frozen loses no updates.
+    """
     return {
         name: formats.word(param.dtype)
         for name, param in model.named_parameters()
-        if param.is_floating_point()
+        if param.is_floating_point() and param.requires_grad
     }
 
 

@@ -65,6 +65,30 @@ def amount(data: Mapping[str, Any], key: str) -> float:
     return found
 
 
+def share(data: Mapping[str, Any], key: str) -> float:
+    """Return the number from 0 to 1 at a key, which must be there."""
+    given = data.get(key)
+    found = real(given, key)
+    if not 0 <= found <= 1:
+        _refuse(key, given, "a number from 0 to 1")
+    return found
+
+
+def loss_scale(data: Mapping[str, Any], key: str) -> float | None:
+    """Return the loss scale at a key; None for null and where there is no such key."""
+    if data.get(key) is None:
+        return None
+    found = real(data[key], key)
+    if not is_scale(found):
+        _refuse(key, data[key], "a number that fp32 holds, above 0")
+    return found
+
+
+def is_scale(value: float) -> bool:
+    """Say whether a number can be a loss scale, which is fp32."""
+    return 2.0**-149 <= value < 2.0**128
+
+
 def whole(data: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return the whole number >= 0 at a key.
 
@@ -84,6 +108,14 @@ def word(data: Mapping[str, Any], key: str) -> str | None:
     """Return the text at a key; None for null and where there is no such key."""
     found = data.get(key)
     if found is not None and not isinstance(found, str):
+        _refuse(key, found, "text")
+    return found
+
+
+def text(data: Mapping[str, Any], key: str) -> str:
+    """Return the text at a key, which must be there."""
+    found = word(data, key)
+    if found is None:
         _refuse(key, found, "text")
     return found
 

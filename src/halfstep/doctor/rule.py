@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from halfstep.finding import Finding, Severity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from halfstep.doctor.facts import RunFacts
 
@@ -215,8 +215,8 @@ class Unlooked:
 
 
 def missing(rule: Rule, facts: RunFacts) -> str | None:
-    """Return why a rule cannot judge a run; None where it can."""
-    return next((NEEDS[n][1] for n in rule.needs if not NEEDS[n][0](facts)), None)
+    """Return the fact without which a rule cannot judge a run; None where it can."""
+    return next((name for name in rule.needs if not NEEDS[name][0](facts)), None)
 
 
 @dataclass(frozen=True)
@@ -226,20 +226,32 @@ class Examination:
     findings: tuple[Finding, ...]
     """Worst first."""
     unlooked: tuple[Unlooked, ...]
-    """What nothing can be said about, and why."""
+    """What nothing can be said about for want of a fact that there could be."""
     looked: int
     """Rules that could judge."""
 
 
-def examined(rules: Iterable[Rule], facts: RunFacts) -> Examination:
-    """Hold rules against a run, those that concern it."""
+def examined(
+    rules: Iterable[Rule], facts: RunFacts, ways: Mapping[str, str] | None = None
+) -> Examination:
+    """Hold rules against a run, those that concern it.
+
+    Args:
+        rules: To hold.
+        facts: Of the run.
+        ways: Name of a fact -> what to say where it is not known, for each that could
+            have been had; None: as `NEEDS` has it, for the folder of a run.
+    """
+    if ways is None:
+        ways = {name: why for name, (_, why) in NEEDS.items()}
     found: list[Finding] = []
     reasons: dict[str, list[str]] = {}
     looked = 0
     for rule in (each for each in rules if each.concerns(facts)):
-        why = missing(rule, facts)
-        if why is not None:
-            reasons.setdefault(why, []).append(rule.name)
+        lacks = missing(rule, facts)
+        if lacks is not None:
+            if lacks in ways:
+                reasons.setdefault(ways[lacks], []).append(rule.name)
             continue
         looked += 1
         found += rule.found(facts)

@@ -11,6 +11,8 @@ from halfstep.doctor import rules_range, rules_scale, rules_speed, rules_weights
 from halfstep.doctor.rule import Examination, Rule, examined
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from halfstep.doctor.facts import RunFacts
     from halfstep.finding import Finding
 
@@ -23,9 +25,14 @@ RULES: tuple[Rule, ...] = (
 """In the order in which the docs show them."""
 
 
-def examination(facts: RunFacts) -> Examination:
-    """Return what the rules find, and what they could not look at."""
-    return examined(RULES, facts)
+def examination(facts: RunFacts, ways: Mapping[str, str] | None = None) -> Examination:
+    """Return what the rules find, and what they could not look at.
+
+    Args:
+        facts: Of the run.
+        ways: As for `examined`.
+    """
+    return examined(RULES, facts, ways)
 
 
 def examine(facts: RunFacts) -> list[Finding]:

@@ -129,16 +129,21 @@ def _gradient_room(facts: RunFacts) -> Iterator[Seen]:
         for name, samples in facts.gradients.items()
     }
     for name, amax in largest.items():
+        if not amax:
+            continue  # so far below that no number tells it
         room = math.log2(formats.FP16.max / amax)
         said = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
         said += f"2^{room:.1f} below overflow"
         advice = "Lower the loss scale by half, or let it move: --loss-scale dynamic."
+        if facts.config.loss_scale == "none":
+            advice = "Take a mean, not a sum, as the loss; or train in bf16."
         yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
 
 
 def _output_room(facts: RunFacts) -> Iterator[Seen]:
     for name, samples in facts.samples(":output"):
-        held = [s.tally for s in samples if s.tally.dtype == "fp16" and s.tally.amax]
+        held = [s.tally for s in samples if s.tally.dtype == "fp16"]
+        held = [tally for tally in held if 0 < tally.amax <= formats.FP16.max]
         if held:
             amax = max(tally.amax for tally in held)
             room = math.log2(formats.FP16.max / amax)
@@ -153,9 +158,10 @@ def _too_low(facts: RunFacts) -> Iterator[Seen]:
     safe, largest = safe_scale(facts), _largest_gradient(facts)
     whole = merged(s for held in facts.gradients.values() for s in held)
     harm = share_below(whole, normal(formats.FP16)) > _FINE
-    if safe is not None and largest is not None and safe > facts.scale and harm:
-        room = math.log2(formats.FP16.max / (largest * facts.scale))
-        said = f"the largest gradient is {largest * facts.scale:.3g}, a factor of "
+    largest = (largest or 0.0) * facts.scale
+    if safe is not None and largest and safe > facts.scale and harm:
+        room = math.log2(formats.FP16.max / largest)
+        said = f"the largest gradient is {largest:.3g}, a factor of "
         said += f"2^{room:.1f} below overflow, while small ones lose digits"
         advice = f"It may be {_scale_word(safe)}: --loss-scale measured finds it at "
         advice += "the first step."

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _FEW = 3  # skips or rounds that prove nothing yet
 _SETTLED = 10  # applied steps in a row that show that the scale has found its place
 _WINDOW = 1000
-_LAWS = "our choice; growth alone skips one step in 2,000"
+_LAWS = "our choice; growth_interval=2000, the default, makes one in 2,000 steps"
+_WARNING: Severity = "warning"
 _SCHEDULE = "the rate is a function of the updates made"
 
 
@@ -38,18 +39,38 @@ def _warm(facts: RunFacts) -> Sequence[Step]:
     return facts.steps
 
 
+def _by_trial(facts: RunFacts) -> bool:
+    """Say whether the scale is found by overflows, or that is not known."""
+    return facts.config.loss_scale in {None, "dynamic"}
+
+
+def _trials(steps: Sequence[Step]) -> set[int]:
+    """Return the steps that were skipped first after the scale had grown."""
+    found, grown, before = set(), False, math.inf
+    for step in steps:
+        scale = step.scale or before
+        grown = scale > before or (grown and scale == before)
+        if grown and step.skipped:
+            found.add(step.step)
+            grown = False
+        before = scale
+    return found
+
+
 def _skip_rate(facts: RunFacts) -> Iterator[Seen]:
     steps = _warm(facts)
-    skipped = [step for step in steps if step.skipped]
+    trials = _trials(steps) if _by_trial(facts) else set()
+    skipped = [step for step in steps if step.skipped and step.step not in trials]
     if len(skipped) < _FEW:
         return
     share = len(skipped) / len(steps)
     names = Counter(name for step in skipped for name in step.found_inf_in)
     where = "steps"
     if names:
-        where = f"steps, first in {names.most_common(1)[0][0]}"
+        where = f"steps, most often in {names.most_common(1)[0][0]}"
     said = f"{len(skipped)} of {len(steps)} steps were skipped for inf or NaN, "
     said += f"{percent(share)}; the last is step {skipped[-1].step}"
+    said += f"; {len(trials)} more tried a scale that had grown" if trials else ""
     advice = "Lower --lr, and look at the data of these steps."
     if facts.dtype == "fp16":
         advice = "Train in bf16 (--dtype bf16), or lower --lr; --loss-scale measured "
@@ -143,11 +164,17 @@ def _needless(facts: RunFacts) -> Iterator[Seen]:
 def _lost_loss(facts: RunFacts) -> Iterator[Seen]:
     known = [step for step in facts.steps if step.loss is not None]
     bad = [s for s in known if not math.isfinite(s.loss or 0.0) and not s.skipped]
-    if bad:
-        said = f"it was not finite in {len(bad)} steps that were applied, "
-        said += f"first in step {bad[0].step}"
-        advice = "Ask which operation made it (halfstep.Probe); lower --lr."
-        yield Seen("loss", said, advice, len(bad), len(bad) / len(known))
+    applied = [step for step in bad if step.skipped is False]
+    found, severity = applied or bad, None if applied else _WARNING
+    if not found:
+        return
+    count = "1 step" if len(found) == 1 else f"{len(found)} steps"
+    said = f"it was not finite in {count}{' with an update' * bool(applied)}, first in "
+    said += f"step {found[0].step}"
+    said += "" if applied else "; nothing tells whether there was an update"
+    advice = "Ask which operation made it (halfstep.Probe); lower --lr."
+    weight = len(found) / len(known)
+    yield Seen("loss", said, advice, len(found), weight, severity)
 
 
 def _events(facts: RunFacts, ending: str) -> list[tuple[int, str]]:
@@ -297,7 +324,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "loss not finite",
-        "steps that were applied although the loss was inf or NaN",
+        "steps whose loss was inf or NaN, but for those that were skipped",
         ("losses",),
         _lost_loss,
         "error",
@@ -307,11 +334,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "skipped steps",
-        "share of the steps that were skipped, from the first applied one on",
+        "share of steps skipped after the first applied one, trials of growth apart",
         ("steps",),
         _skip_rate,
         "warning",
-        _LAWS,
+        OURS,
         limit=0.01,
         severe=0.25,
         shown="{:.0%} of the steps",
@@ -325,6 +352,7 @@ RULES: tuple[Rule, ...] = (
         _LAWS,
         limit=1,
         shown="{:g} in 1,000 steps",
+        concerns=_by_trial,
     ),
     Rule(
         "scale falling",
@@ -335,6 +363,7 @@ RULES: tuple[Rule, ...] = (
         OURS,
         limit=2,
         shown="a factor of 2^{:g}",
+        concerns=_by_trial,
     ),
     Rule(
         "schedule on skipped steps",

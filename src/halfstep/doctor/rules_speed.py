@@ -12,7 +12,7 @@ from halfstep import levels, machine
 from halfstep.doctor.facts import ProfileFacts
 from halfstep.doctor.products import LOW, low_products, name_of, size_of
 from halfstep.doctor.rule import OURS, Rule, Seen, percent
-from halfstep.profiled import GEMM
+from halfstep.profiling.result import GEMM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
         ("level", "dtype"),
         _micro_sums,
         "warning",
-        OURS + "; each addition rounds at 2^-8",
+        OURS + "; each addition rounds at 2^-8 in bf16, at 2^-11 in fp16",
         limit=3,
         shown="{:g}",
         concerns=_low_and_alone,

@@ -20,7 +20,7 @@ from halfstep.replay.sums import Sums
 from halfstep.replay.untouched import as_it_was
 from halfstep.replay.verdict import Known
 from halfstep.replay.watching import Watcher
-from halfstep.scaler.collapse import Losses
+from halfstep.scaler.past import Losses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ def first_bad(
         scale: Loss scale at which it failed.
         number: Of the step, for the report.
         losses: Of the steps applied so far, which tell a learning rate that is too
-            high: in order, or as `halfstep.scaler.collapse.Losses`.
+            high: in order, or as `halfstep.scaler.past.Losses`.
         failed: The run was seen to give inf or NaN. Then a replay that gives none is
             repeated, and reported as one that could not be reproduced.
         generator_state: `torch.get_rng_state()` from just before the failing step;

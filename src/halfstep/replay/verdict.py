@@ -14,12 +14,12 @@ import torch
 from halfstep.bad_op import BadOp
 from halfstep.replay import words
 from halfstep.replay.domains import MASK, backward_flaw
-from halfstep.scaler.collapse import YOUNG, Losses
 
 if TYPE_CHECKING:
     from halfstep.replay.indices import OutOfRange
     from halfstep.replay.places import Place
     from halfstep.replay.watching import Event
+    from halfstep.scaler.past import Losses
 
 _RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)."
 _MEAN = (
@@ -306,7 +306,7 @@ def _ran_away(event: Event, known: Known) -> _Said | None:
     if not losses.applied or event.place.module == "input":
         return None
     diverged = losses.ran_away(math.nan)
-    young = losses.applied <= YOUNG and event.phase == "forward"
+    young = losses.few and event.phase == "forward"
     if not diverged and not young:
         return None
     evidence = (

@@ -45,6 +45,8 @@ class Finding:
     """What was seen there, with numbers."""
     advice: str
     """What to change."""
+    made: str = ""
+    """"inf" or "NaN", where a value shows it; of a slope it is not known which."""
 
 
 @torch.no_grad()
@@ -194,7 +196,7 @@ class _Graph:
                 if isinstance(leaf, nn.Parameter):
                     return self._weights(leaf)
                 where = f"a tensor of shape {tuple(leaf.shape)}, not of any layer"
-                return Finding("data", where, _held(leaf), FIND)
+                return Finding("data", where, _held(leaf), FIND, _kind(leaf))
         for name, value in op.constants():
             reach = _reach(value)
             if reach < math.inf or (reach == math.inf and _ABSORBS.match(op.kind)):
@@ -206,12 +208,13 @@ class _Graph:
             if value.dtype == torch.float16 and reach == math.inf:
                 evidence += ", where a cast to float16 makes it of all above 65504"
                 advice = "Scale this input down, keep it in float32, or train in bf16."
-            return Finding("data", where, evidence, advice)
+            return Finding("data", where, evidence, advice, _kind(value))
         return None
 
     def _weights(self, parameter: Tensor) -> Finding:
         advice = "Go back to the last good checkpoint: no loss scale mends a weight."
-        return Finding("weights", self.name_of(parameter), _held(parameter), advice)
+        name, held = self.name_of(parameter), _held(parameter)
+        return Finding("weights", name, held, advice, _kind(parameter))
 
     def singular(self, op: _Op, which: str = "forward") -> Finding | None:
         """Say whether it met a value where it, or its slope, is infinite."""
@@ -219,8 +222,11 @@ class _Graph:
             if op.kind in flaw.kinds.split() and flaw.spoils in {which, "both"}:
                 places = flaw.places(op.saved)
                 if places.any():
+                    where, value = self._place(op), self.values.get((op.node, 0))
                     evidence = f"{flaw.says}{_counted(places)}"
-                    return Finding(flaw.cause, self._place(op), evidence, flaw.advice)
+                    made = flaw.makes if which == "forward" else ""
+                    made = made if value is None else _kind(value)
+                    return Finding(flaw.cause, where, evidence, flaw.advice, made)
         return None
 
     def masked(self, op: _Op) -> Finding | None:
@@ -233,7 +239,7 @@ class _Graph:
         evidence = f"a mask covers whole rows: {_held(result)}"
         if _reach(result) == math.inf:
             evidence = f"a target names a class that is masked: {_held(result)}"
-        return Finding("zero", self._place(op), evidence, MASK)
+        return Finding("zero", self._place(op), evidence, MASK, _kind(result))
 
     def grown(self, op: _Op) -> Finding | None:
         """Say whether a cast or a float16 product left its range, or clear it."""
@@ -249,7 +255,7 @@ class _Graph:
         if not op.limit < reach < math.inf:
             return None
         evidence = f"its {what} reaches {reach:.1e}, {op.holds}"
-        return Finding("range", self._place(op), evidence, _widen([op]))
+        return Finding("range", self._place(op), evidence, _widen([op]), "inf")
 
     def made(self, op: _Op) -> Finding | None:
         """Say that it made it, or something before it whose result is not known."""
@@ -277,7 +283,7 @@ class _Graph:
             advice = "Switch that off for one step, to see which operation it is."
         elif any(part.adds for part in chain) and (kind == "NaN" or not far):
             cause, evidence, advice = "data", f"{kind} comes in, yet {seen}", FIND
-        return Finding(cause, where, evidence, advice)
+        return Finding(cause, where, evidence, advice, kind)
 
     def _chain(self, op: _Op) -> list[_Op]:
         """Return an operation, and before it those whose results are not known."""
@@ -334,10 +340,14 @@ def _reach(value: Tensor) -> float:
     return torch.maximum(-low, high).abs().item()
 
 
-def _held(value: Tensor) -> str:
+def _kind(value: Tensor) -> str:
+    """Return "NaN" if there is one, else "inf" if there is; "" where all is finite."""
     held = plain(value)
-    kind = "NaN" if held.isnan().any() else "inf"
-    return f"it holds {kind}{_counted(~held.isfinite())}"
+    return "NaN" if held.isnan().any() else "inf" if held.isinf().any() else ""
+
+
+def _held(value: Tensor) -> str:
+    return f"it holds {_kind(value)}{_counted(~plain(value).isfinite())}"
 
 
 def _counted(places: Tensor) -> str:

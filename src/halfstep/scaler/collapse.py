@@ -6,9 +6,8 @@ training can go on; then one `LossScaleCollapse` that says why, and what to do.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from halfstep.late import Late
 from halfstep.scaler import told
 from halfstep.scaler.autopsy import Finding, examine
+from halfstep.scaler.past import Past
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,16 +23,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from halfstep.bad_op import BadOp
+    from halfstep.scaler.past import Losses
     from halfstep.scaler.rule import ScaleRule, ScaleState
     from halfstep.stats import Culprit
 
 FLOOR_PATIENCE = 10
 """Skips in a row after which a scale that lies at its floor is given up: one bad batch
 must not end a run, and a lower scale is not to be had."""
-
-YOUNG = 20
-"""Applied steps up to which overflow in a forward pass that used to work is put down
-to the learning rate: the batches are like the first ones, the weights are not."""
 
 _NAMED = 3
 
@@ -106,30 +103,6 @@ def is_stuck(scale: float, overflows_in_a_row: int, rule: ScaleRule) -> bool:
     return scale <= rule.min_scale * (1 + 2**-23)
 
 
-@dataclass
-class Losses:
-    """What the losses of the applied steps were."""
-
-    first: float = math.nan
-    last: float = math.nan
-    applied: int = 0
-
-    def add(self, loss: float) -> None:
-        """Take in the loss of one applied step."""
-        self.first = loss if math.isnan(self.first) else self.first
-        self.last = loss
-        self.applied += 1
-
-    def ran_away(self, now: float) -> bool:
-        """Say whether the loss has at least doubled since the first step.
-
-        Args:
-            now: Of the last step, which was skipped; inf and NaN count for nothing.
-        """
-        last = abs(now) if math.isfinite(now) else 0.0
-        return max(abs(self.last), last) >= 2 * abs(self.first) > 0
-
-
 class Watch:
     """Sees each step's scale, without waiting for it, and ends a run that is lost.
 
@@ -138,14 +111,12 @@ class Watch:
     """
 
     def __init__(self, scale: float) -> None:
-        self._history: deque[float] = deque(maxlen=64)
-        self._losses = Losses()
+        self._past = Past()
         self._late = Late()
         self._loss: Tensor | None = None
         self._finding: Finding | None = None
         self._unread = ""
         self._near = False
-        self._in_a_row = 0
         self._known = scale
         self._since = 0
 
@@ -213,34 +184,50 @@ class Watch:
             return
         scale, skipped, self._known, bad, value = arrived
         self._since = self._late.behind
-        if not skipped:
-            self._losses.add(value)
-        if bad:
-            self._history.append(scale)
-            self._in_a_row += 1
-        else:
-            self._history.clear()
-            self._in_a_row = 0
-        soon = self._in_a_row + 1
-        self._near = bool(bad) and is_collapsed(self._known, soon, rule)
+        past = self._past
+        past.add(scale, value, skipped=bool(skipped), overflowed=bool(bad))
+        self._look_ahead(rule)
         # Steps may be applied without the passes that overflowed, for ever.
-        stuck = bad and not skipped and is_stuck(scale, self._in_a_row, rule)
+        stuck = bad and not skipped and is_stuck(scale, past.in_a_row, rule)
         if stuck or is_collapsed(scale, int(skipped), rule):
             raise self._collapse(int(skipped), culprits())
 
+    def _look_ahead(self, rule: ScaleRule) -> None:
+        """See whether one more step that overflows would end the run."""
+        row = self._past.in_a_row
+        self._near = row > 0 and is_collapsed(self._known, row + 1, rule)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered, as plain values. Waits for the device."""
+        past = copy.deepcopy(self._past)
+        for scale, skipped, _, bad, loss in self._late.coming():
+            past.add(scale, loss, skipped=bool(skipped), overflowed=bool(bad))
+        return past.data()
+
+    def remember(self, past: Past, rule: ScaleRule) -> None:
+        """Go on from a past.
+
+        Args:
+            past: What is known of the steps so far.
+            rule: Floor and limit.
+        """
+        self._past = past
+        self._look_ahead(rule)
+
     def _collapse(self, skips: int, culprits: Sequence[Culprit]) -> LossScaleCollapse:
         finite = None if self._loss is None else bool(self._loss.isfinite().all())
-        verdict = diagnose(self._finding, self._losses, self._loss, finite=finite)
+        verdict = diagnose(self._finding, self._past.losses, self._loss, finite=finite)
         inf_in = [culprit.name for culprit in culprits if culprit.inf]
         nan_in = [culprit.name for culprit in culprits if culprit.nan]
         kinds = {"inf": inf_in, "NaN": nan_in}
         seen = [f"{kind} in gradients of {_some(n)}" for kind, n in kinds.items() if n]
         whose = "; ".join(seen) or "another process found it"
-        first, last = self._history[0], self._history[-1]
+        history = self._past.history
+        first, last = history[0], history[-1]
         fell = f"{first:g} to {last:g}" if first != last else f"{last:g}"
         happened = f"{skips} steps in a row were skipped"
         if not skips:
-            happened = f"{self._in_a_row} steps in a row lost a micro-batch"
+            happened = f"{self._past.in_a_row} steps in a row lost a micro-batch"
         unread = f" (graph not read: {self._unread})" if self._unread else ""
         message = (
             f"{happened}, at loss scale {fell}. "
@@ -249,7 +236,7 @@ class Watch:
         )
         return LossScaleCollapse(
             message,
-            history=tuple(self._history),
+            history=tuple(history),
             loss_finite=finite,
             inf_in=inf_in,
             nan_in=nan_in,
@@ -277,9 +264,8 @@ def diagnose(
     """
     value = math.nan if loss is None else float(loss.abs().float().mean())
     drifted = finding is not None and finding.cause in {"range", "weights"}
-    young = 0 < losses.applied <= YOUNG
     diverged = losses.ran_away(value) and (drifted or finding is None)
-    if diverged or (drifted and young):
+    if diverged or (drifted and losses.few):
         last = value if math.isfinite(value) else losses.last
         after = f"the forward pass worked for {losses.applied} steps only"
         if diverged:
@@ -289,6 +275,7 @@ def diagnose(
             finding.where if finding is not None else "training",
             after,
             "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm).",
+            "" if finding is None else finding.made,
         )
     if finding is not None:
         return finding
@@ -299,6 +286,7 @@ def diagnose(
             "the loss",
             f"it is {shown}",
             "Look at the loss function and its inputs: print them for this batch.",
+            "NaN" if math.isnan(value) else "inf",
         )
     return Finding(
         "loss",

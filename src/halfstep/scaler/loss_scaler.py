@@ -15,6 +15,7 @@ from torch import Tensor
 from halfstep.errors import UserError
 from halfstep.late import moved
 from halfstep.scaler.collapse import Watch
+from halfstep.scaler.past import Losses, Past
 from halfstep.scaler.rule import ScaleRule, ScaleState, advance
 from halfstep.scaler.strategy import strategy
 from halfstep.scaler.unscale import unscale_
@@ -144,7 +145,8 @@ class LossScaler:
         """Return the rule and the state as plain numbers. Waits for the device."""
         state = {f.name: getattr(self.state, f.name).item() for f in fields(ScaleState)}
         rule = {key: value for key, value in asdict(self.rule).items() if value}
-        return {**rule, **state, "strategy_state": self.strategy.state_dict()}
+        kept = {"strategy_state": self.strategy.state_dict()}
+        return {**rule, **state, **kept, "watch": self.watch.state_dict()}
 
     @staticmethod
     def check(state: dict[str, Any]) -> None:
@@ -159,6 +161,7 @@ class LossScaler:
                     f"loss-scale state has no {field.name!r}; it holds {[*state]}."
                 )
                 raise UserError(message)
+        _past(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; the rule stays the one given here.
@@ -178,6 +181,14 @@ class LossScaler:
         self.state = replace(self.state, **loaded)
         # What is under way is of another run.
         self.watch = Watch(float(loaded["scale"]))
+        self.watch.remember(_past(state), self.rule)
+
+
+def _past(state: dict[str, Any]) -> Past:
+    """Return what a state tells of the steps before; an older one tells of none."""
+    if "watch" in state:
+        return Past.from_data(state["watch"])
+    return Past(Losses(begun=False), in_a_row=state["skips_in_a_row"])
 
 
 def one_over(scale: Tensor) -> Tensor:

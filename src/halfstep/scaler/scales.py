@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.scaler.loss_scaler import LossScaler
+from halfstep.scaler.past import Losses, Past
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ class Scales:
         self._scalers: dict[str, LossScaler] = {}
         self._saved: dict[str, Any] = {}
         self._found: dict[str, Tensor] = {}
+        self._begun = True
 
     def of(self, name: str, device: torch.device) -> LossScaler:
         """Return the scaler of a loss; it begins where a loaded state left it."""
@@ -43,6 +45,8 @@ class Scales:
             scaler = self._scalers[name] = LossScaler(self.rule, device, self._group)
             if name in self._saved:
                 scaler.load_state_dict(self._saved.pop(name))
+            elif not self._begun:
+                scaler.watch.remember(Past(Losses(begun=False)), self.rule)
         scaler = self._scalers[name]
         scaler.rule = self.rule
         return scaler
@@ -85,23 +89,27 @@ class Scales:
         return self._saved | known
 
     @staticmethod
-    def check(state: dict[str, Any]) -> None:
-        """Refuse states that cannot be loaded.
+    def check(state: dict[str, Any] | None) -> None:
+        """Refuse states that cannot be loaded; None holds nothing to refuse.
 
         Raises:
             UserError: If a field is missing.
         """
-        for one in state.values():
+        for one in (state or {}).values():
             LossScaler.check(one)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on from saved states; a loss not seen yet when it is asked for.
+
+        Args:
+            state: By name; None: of a run that nobody watched, such as one of torch's.
 
         Raises:
             UserError: If a field is missing.
         """
         self.check(state)
-        self._saved, self._found = dict(state), {}
+        self._begun = state is not None
+        self._saved, self._found = dict(state or {}), {}
         for name, scaler in list(self._scalers.items()):
             if name in self._saved:
                 scaler.load_state_dict(self._saved.pop(name))

@@ -35,6 +35,8 @@ class Flaw:
     spoils: str
     says: str
     advice: str
+    makes: str = ""
+    """"inf" or "NaN" on the way forward; "" where either may be, or neither is."""
     cause: str = "zero"
 
     def places(self, saved: dict[str, Any]) -> Tensor:
@@ -58,24 +60,48 @@ _EXP = "Subtract the maximum first, or use a function that takes logits."
 
 # Norms, std, prod, cdist and atan2 are not here: torch gives them a finite slope at 0.
 FLAWS = (
-    Flaw("Log Log2 Log10", "self", lambda x: x == 0, "both", _AT_0, _LOG),
-    Flaw("Log Log2 Log10", "self", lambda x: x < 0, "forward", _BELOW_0, _CLAMP),
-    Flaw("Log1P", "self", lambda x: x == -1, "both", "its argument is -1", _LOG),
-    Flaw("Logsumexp", "result", torch.isneginf, "both", "all it sums is -inf", MASK),
+    Flaw("Log Log2 Log10", "self", lambda x: x == 0, "both", _AT_0, _LOG, "inf"),
+    Flaw("Log Log2 Log10", "self", lambda x: x < 0, "forward", _BELOW_0, _CLAMP, "NaN"),
+    Flaw("Log1P", "self", lambda x: x == -1, "both", "its argument is -1", _LOG, "inf"),
+    Flaw(
+        "Logsumexp",
+        "result",
+        torch.isneginf,
+        "both",
+        "all it sums is -inf",
+        MASK,
+        "inf",
+    ),
     Flaw("Sqrt Hypot", "result", lambda x: x == 0, "backward", _AT_0, _ROOT),
-    Flaw("Sqrt Rsqrt", "result", torch.isnan, "both", _BELOW_0, _CLAMP),
-    Flaw("Rsqrt Reciprocal", "result", torch.isinf, "both", _AT_0, _DIV),
-    Flaw("Pow", "self exponent", lambda x, n: (x == 0) & (n < 0), "both", _AT_0, _DIV),
+    Flaw("Sqrt Rsqrt", "result", torch.isnan, "both", _BELOW_0, _CLAMP, "NaN"),
+    Flaw("Rsqrt Reciprocal", "result", torch.isinf, "both", _AT_0, _DIV, "inf"),
+    Flaw(
+        "Pow",
+        "self exponent",
+        lambda x, n: (x == 0) & (n < 0),
+        "both",
+        _AT_0,
+        _DIV,
+        "inf",
+    ),
     Flaw(
         *("Pow", "self exponent", lambda x, n: (x == 0) & (n > 0) & (n < 1)),
         *("backward", _AT_0, _ROOT),
     ),
     Flaw("Div", "other", lambda x: x == 0, "both", "its divisor is 0", _DIV),
     Flaw("Acos Asin Erfinv", "self", lambda x: x.abs() >= 1, "both", _AT_1, _CLAMP),
-    Flaw("Atanh", "self", lambda x: x.abs() == 1, "both", _AT_1, _CLAMP),
-    Flaw("Exp Expm1", "result", torch.isposinf, "both", "it is inf", _EXP, "range"),
-    Flaw("Mean", "self_sym_numel", lambda n: n == 0, "forward", _NONE, _SKIP),
+    Flaw("Atanh", "self", lambda x: x.abs() == 1, "both", _AT_1, _CLAMP, "inf"),
     Flaw(
-        "NllLoss NllLoss2D", "total_weight", torch.logical_not, "forward", _NONE, _SKIP
+        "Exp Expm1", "result", torch.isposinf, "both", "it is inf", _EXP, "inf", "range"
+    ),
+    Flaw("Mean", "self_sym_numel", lambda n: n == 0, "forward", _NONE, _SKIP, "NaN"),
+    Flaw(
+        "NllLoss NllLoss2D",
+        "total_weight",
+        torch.logical_not,
+        "forward",
+        _NONE,
+        _SKIP,
+        "NaN",
     ),
 )

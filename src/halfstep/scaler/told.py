@@ -54,7 +54,7 @@ def bad_op(finding: Finding, scale: float, *, finite: bool | None) -> BadOp:
         module=module,
         op=op,
         scale=scale,
-        made="NaN" if "NaN" in finding.evidence else "inf",
+        made=finding.made,
         cause=_CAUSES[finding.cause],
         evidence=evidence,
         advice=finding.advice,

@@ -1,15 +1,17 @@
 """One ordinary step of a run under the profiler, for the doctor to judge speed by.
 
-In: a step that is due. Out: what it returned, and where its time went.
+In: a step that is due. Out: what it returned, and where its time went, if that can be
+read.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, TypeVar
 
 from torch._C._autograd import _profiler_enabled
 
-from halfstep.profiling import summary, watched
+from halfstep.profiling.steps import summary, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from halfstep.choice import Choice
-    from halfstep.profiled import Profile
+    from halfstep.profiling.result import Profile
+    from halfstep.profiling.timeline import Timeline
     from halfstep.train.clock import Clock
 
 T = TypeVar("T")
@@ -43,8 +46,12 @@ def due(number: int, total: int, device: torch.device) -> bool:
     return ours and not _profiler_enabled()  # whoever profiles the program comes first
 
 
-def looked(step: Callable[[], T], clock: Clock, choice: Choice) -> tuple[T, Profile]:
+def looked(
+    step: Callable[[], T], clock: Clock, choice: Choice
+) -> tuple[T, Profile | None]:
     """Make a step, and say where its time went. It computes what it always does.
+
+    Not to know that must not end a run: it is told in a warning, and is None.
 
     Args:
         step: Makes it.
@@ -52,13 +59,33 @@ def looked(step: Callable[[], T], clock: Clock, choice: Choice) -> tuple[T, Prof
         choice: Level and format of the run.
     """
     made: list[T] = []
-    seen = watched(lambda: made.append(step()))
-    waited = clock.parts["input"]
-    found = summary(
+    own: list[Exception] = []
+
+    def once() -> None:
+        try:
+            made.append(step())
+        except Exception as error:
+            own.append(error)
+            raise
+
+    try:
+        found = _summed_up(watched(once), clock.parts["input"], choice)
+    except Exception as error:  # noqa: BLE001 -- whatever the profiler may raise
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        return made[0], found
+    if own:
+        raise own[0]
+    message = f"where the time of a step goes could not be read: {why}"
+    warnings.warn(f"{message}; training goes on.", stacklevel=2)
+    return (made[0] if made else step()), None
+
+
+def _summed_up(seen: Timeline, waited: float, choice: Choice) -> Profile:
+    return summary(
         seen,
         seen.length / 1e9 + waited,
         waited,
         level=choice.level.name,
         dtype=choice.format.name,
     )
-    return made[0], found

@@ -218,7 +218,8 @@ class Trainer:
         record, found = looking.looked(
             lambda: self.train_step(work, clock), clock, self.session.choice
         )
-        self.folder.write("profile.json", json.dumps(found.data()))
+        if found is not None:
+            self.folder.write("profile.json", json.dumps(found.data()))
         return record
 
     def _is_over(self) -> bool:

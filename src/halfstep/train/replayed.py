@@ -15,7 +15,7 @@ import torch
 
 from halfstep import distributed
 from halfstep.replay import first_bad, not_reproduced
-from halfstep.scaler.collapse import Losses
+from halfstep.scaler.past import Losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

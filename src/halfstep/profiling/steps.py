@@ -17,16 +17,16 @@ import torch
 from torch.autograd.profiler import profile as watch
 from torch.autograd.profiler import record_function
 
-from halfstep import timeline
-from halfstep.errors import UserError, require
-from halfstep.marks import OWN
-from halfstep.profiled import GEMM, Profile, Row
-from halfstep.timeline import DRAIN, FETCH, INPUT, UPDATE
+from halfstep.errors import UserError, require, require_kind
+from halfstep.profiling import timeline
+from halfstep.profiling.marks import OWN
+from halfstep.profiling.result import GEMM, Profile, Row
+from halfstep.profiling.timeline import DRAIN, FETCH, INPUT, UPDATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from halfstep.timeline import Op, Timeline
+    from halfstep.profiling.timeline import Op, Timeline
 
 _STEP = f"{OWN}step"
 _Shapes = tuple[tuple[int, ...], ...]
@@ -71,11 +71,16 @@ def profile(
         dtype: The format that the run asked for; default: the one seen.
 
     Raises:
-        UserError: If a number of steps is out of range, or `batches` run out.
+        UserError: If an argument is of the wrong kind or out of range, or `batches` run
+            out.
     """
-    require("steps", steps, steps >= 1, "at least 1")
-    require("profiled", profiled, profiled >= 1, "at least 1")
-    require("warmup", warmup, warmup >= 0, "at least 0")
+    require_kind("step", step, callable(step), "a function that makes one step")
+    _require_count("steps", steps, 1)
+    _require_count("profiled", profiled, 1)
+    _require_count("warmup", warmup, 0)
+    many = batches is None or hasattr(batches, "__iter__")
+    many = many or hasattr(batches, "__getitem__")
+    require_kind("batches", batches, many, "a collection of batches, or an iterator")
     run = _Runner(step, batches, _device(device))
     for _ in range(warmup):
         run.once()
@@ -89,6 +94,11 @@ def profile(
     fetched = run.fetched / steps if batches is not None else None
     found = watched(run.whole, profiled, cuda=run.device == "cuda")
     return summary(found, wall, fetched, level=level, dtype=dtype)
+
+
+def _require_count(name: str, value: object, least: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(name, value, whole, f"a whole number of at least {least}")
 
 
 def watched(
@@ -267,9 +277,17 @@ class _Runner:
 
 
 def _device(given: str | torch.device | None) -> torch.device:
-    if given is not None:
-        return torch.device(given)
-    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
+    if given is None:
+        given = "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
+    right = "that of a device here, such as 'cpu' or 'cuda'"
+    try:
+        found = torch.device(given)
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    room = getattr(torch, found.type, None)
+    there = getattr(room, "is_available", lambda: hasattr(room, "synchronize"))
+    require("device", given, there(), right)
+    return found
 
 
 @contextlib.contextmanager
