@@ -18,7 +18,7 @@ from halfstep import machine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROFILED = 6
+PROFILED = 12
 """Of so many steps the shortest counts: other programs disturb some of them."""
 
 
