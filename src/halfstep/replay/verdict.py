@@ -191,8 +191,8 @@ def _summed(event: Event, known: Known) -> _Said | None:
     evidence = (
         f"the gradients of {known.parts} micro-batches are finite, up to "
         f"{event.inputs or 0.0:.1e}, and their sum in {name}, which holds {limit:.6g}, "
-        f"is not, in {event.source} and {bad - 1} more of {of} parameters, at loss "
-        f"scale {scale:g}"
+        f"is not, in {bad} of {of} parameters ({event.source} first), at loss scale "
+        f"{scale:g}"
     )
     advice = f"Divide each loss by {known.parts}, or train in bfloat16."
     if event.dtype.itemsize < torch.float32.itemsize:
