@@ -51,8 +51,9 @@ def first_bad(
     that is undefined. A mask of -inf that does what it should is not named.
 
     It waits for the device at each operation, and takes ten to a hundred times as long
-    as a step. All that the model's modules hold (weights, gradients, buffers, flags,
-    hooks, caches) and random numbers are put back. No gradient is added to one that is
+    as a step, and memory for the gradients once more. What the model's modules hold
+    (weights, gradients, buffers, flags, hooks, caches in plain containers) and random
+    numbers are put back. No gradient is added to one that is
     there, so no hook that waits for that runs; and no probe sees it. Nothing is
     exchanged between DDP's processes, so one of them may call it alone; with FSDP, or
     with batch norms that are synchronised, all must.
