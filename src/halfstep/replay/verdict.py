@@ -194,7 +194,7 @@ def _summed(event: Event, known: Known) -> _Said | None:
         f"is not, in {bad} of {of} parameters ({event.source} first), at loss scale "
         f"{scale:g}"
     )
-    advice = f"Divide each loss by {known.parts}, or train in bfloat16."
+    advice = f"Divide each loss by {known.parts}."
     if event.dtype.itemsize < torch.float32.itemsize:
         advice = (
             "Add them up in float32, as prepare(level='O2', accumulate="
