@@ -257,7 +257,7 @@ def _constant(event: Event, known: Known) -> _Said | None:
     if not (event.meant or event.constant) or event.parents:
         return None
     made = event.held.made + _places(event)
-    if event.place.is_loss:
+    if event.place.is_loss and not event.picked:
         evidence = f"it is given a constant that is not finite, so it gives {made}"
         return _Said("loss function", evidence, "Use a finite one.", event.phase)
     if event.given:
