@@ -194,6 +194,6 @@ def test_all_processes_run_as_many(
 def test_a_sum_beyond_float32_is_not_cured_by_bfloat16() -> None:
     """Law: bfloat16 reaches no further than float32, and is no remedy there."""
     model = nn.Linear(1, 1, bias=False)
-    bad = hs.first_bad(model, [lambda: (model(torch.ones(1, 1)) * 3e38).sum()] * 2)
+    bad = hs.first_bad(model, [lambda: 3e38 * model(torch.ones(1, 1)).sum()] * 2)
     assert bad is not None
     assert (bad.dtype, bad.advice) == ("float32", "Divide each loss by 2.")
