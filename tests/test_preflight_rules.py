@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -190,6 +191,12 @@ def test_words_of_findings() -> None:
     }
     low = found(default_finite=False, safe_scale=0.25, scale=0.25)["loss scale"]
     assert low.endswith("Use loss_scale=2**-2, or bf16.")
+    fault = Fault("backward", "loss", "", math.nan, 1.0)
+    told = found(fault=fault, default_finite=False, safe_scale=0.25, scale=0.25)
+    assert told["overflow backward"] == (
+        "loss: makes inf or NaN in its backward pass at loss scale 1 (fp16 holds "
+        "65504). Only a loss scale below 1 mends it, such as 2**-2; or train in bf16."
+    )
     lost = (ScalePoint(2.0**16, 0.4, 0, 9), ScalePoint(2.0**24, 0.001, 0, 1))
     told = found(curve=lost, safe_scale=2.0**24, scale=2.0**24)
     assert told["underflow"] == (

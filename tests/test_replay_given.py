@@ -74,3 +74,21 @@ def test_a_model_without_shapes_is_refused(kind: Any) -> None:
 def test_one_number_of_any_shape_is_a_loss() -> None:
     """Law: torch's own backward pass takes it, and so does a replay."""
     assert hs.first_bad(MODEL, lambda: MODEL(X).sum()[None]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("summed_in", torch.int32, "a floating dtype"),
+        ("summed_in", "fp32", "a floating dtype"),
+        ("scale", 0.0, "a finite number above 0"),
+        ("scale", float("nan"), "a finite number above 0"),
+        ("scale", "big", "a finite number above 0"),
+    ],
+)
+def test_an_odd_argument_is_refused(name: str, value: Any, right: str) -> None:
+    """Law: what would find nothing, or find a fault of its own, is refused."""
+    step = [lambda: MODEL(X).sum()] * 2
+    with pytest.raises(hs.UserError, match=f"{name}={value!r} .* {right}") as caught:
+        hs.first_bad(MODEL, step, **{name: value})
+    assert len(str(caught.value).split()) <= 35

@@ -262,6 +262,7 @@ def test_a_label_is_told(name: str) -> None:
     assert (bad.cause, bad.op) == ("label", "cross_entropy"), str(bad)
     assert bad.module == ("loss" if name == "gru" else "model")
     assert "index 3 at 1 of 2 places, yet classes are 0 to 2" in str(bad)
+    assert str(bad).startswith(f"{bad.module} (cross_entropy): index 3")
 
 
 @pytest.mark.parametrize("name", MODELS)

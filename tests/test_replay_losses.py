@@ -167,3 +167,18 @@ def test_checkpoints_change_no_verdict() -> None:
 
     bad = told(Recomputed())
     assert (bad.module, bad.cause, bad.phase) == ("end", "loss function", "backward")
+
+
+def test_a_masked_class_is_told_in_the_loss_too() -> None:
+    """Law: a mask that takes a target's class is the label's fault, wherever it is."""
+    model, x, y = nn.Linear(4, 3), torch.ones(2, 4), torch.tensor([0, 1])
+    gone = torch.tensor([True, False, False])
+
+    def step() -> Tensor:
+        logits = model(x).masked_fill(gone, float("-inf"))
+        return nn.functional.cross_entropy(logits, y)
+
+    bad = hs.first_bad(model, step)
+    assert bad is not None
+    assert (bad.module, bad.op, bad.cause) == ("loss", "masked_fill", "label")
+    assert "a target names a masked class" in bad.evidence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_sum_that_overflows_is_no_fault_of_hardware() -> None:
     assert bad.reproduced
     assert not bad.normal
     assert "gradients of 4 micro-batches are finite, up to 3.0e+04" in bad.evidence
-    assert "in outer.weight and 0 more of 3 parameters" in bad.evidence
+    assert "in 1 of 3 parameters (outer.weight first)" in bad.evidence
     assert "prepare(level='O2', accumulate=4)" in bad.advice
     assert "divide each loss by 4" in bad.advice
 
@@ -164,3 +165,35 @@ def test_sparse_gradients_are_added_up() -> None:
     bad = hs.first_bad(table, [step] * 3)
     assert bad is not None
     assert (bad.module, bad.op) == ("model", "add")
+
+
+@pytest.mark.parametrize(
+    ("norm", "factor", "runs"),
+    [
+        (nn.BatchNorm1d, 1.0, 3),
+        (nn.BatchNorm1d, math.nan, 1),
+        (nn.SyncBatchNorm, 1.0, 9),
+        (nn.SyncBatchNorm, math.nan, 9),
+    ],
+)
+def test_all_processes_run_as_many(
+    norm: type[nn.Module], factor: float, runs: int
+) -> None:
+    """Law: where norms exchange, no finding of one process spares it a pass."""
+    model, count = nn.Sequential(nn.Linear(4, 4), norm(4)), 0
+
+    def step() -> Tensor:
+        nonlocal count
+        count += 1
+        return model(torch.eye(4)).square().sum() * factor  # type: ignore[no-any-return]
+
+    bad = hs.first_bad(model, [step] * 3, scale=2.0)
+    assert ((bad is None), count) == (factor == 1, runs)
+
+
+def test_a_sum_beyond_float32_is_not_cured_by_bfloat16() -> None:
+    """Law: bfloat16 reaches no further than float32, and is no remedy there."""
+    model = nn.Linear(1, 1, bias=False)
+    bad = hs.first_bad(model, [lambda: 3e38 * model(torch.ones(1, 1)).sum()] * 2)
+    assert bad is not None
+    assert (bad.dtype, bad.advice) == ("float32", "Divide each loss by 2.")

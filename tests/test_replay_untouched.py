@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -48,6 +49,19 @@ def renormed(model: nn.Module) -> None:
         model.inner.weight.mul_(0.5)  # type: ignore[operator, union-attr]
 
 
+def swapped(model: nn.Module) -> None:
+    """Put other memory under a weight, as clipping by hand does, and write there."""
+    weight = model.inner.weight  # type: ignore[union-attr]
+    weight.data = weight.data * 0.5  # type: ignore[operator, union-attr]
+    weight.data.add_(1)  # type: ignore[operator, union-attr]
+
+
+def narrowed(model: nn.Module) -> None:
+    """Write into a weight, then store it in another format."""
+    model.inner.bias.data.add_(1)  # type: ignore[operator, union-attr]
+    model.inner.bias.data = model.inner.bias.data.half()  # type: ignore[operator, union-attr]
+
+
 def cleared(model: nn.Module) -> None:
     """Write into a gradient."""
     model.inner.weight.grad.zero_()  # type: ignore[operator, union-attr]
@@ -73,6 +87,8 @@ def noted(model: nn.Module) -> None:
     model.seen.append(1)  # type: ignore[operator, union-attr]
     model.deep["a"].append(2)  # type: ignore[index]
     model.plain.add_(1)  # type: ignore[operator, union-attr]
+    model.state[1][0].add_(1)  # type: ignore[index, operator, union-attr]
+    model.kinds["a"] += 1  # type: ignore[index, operator]
 
 
 def drawn(model: nn.Module) -> None:
@@ -98,6 +114,8 @@ class Restless(nn.Module):
         self.seen: list[int] = []
         self.deep: dict[str, list[int]] = {"a": [1]}
         self.plain, self.calls = torch.zeros(2), 0
+        self.state = 0, (torch.zeros(2), torch.zeros(2))
+        self.kinds = Counter("ab")
         self.inner.weight.grad = torch.ones(8, 8)
         self.change = change
 
@@ -120,6 +138,7 @@ def state(model: nn.Module) -> dict[str, Any]:
             found[f"{path}.{name}"] = repr(value)
     for name, param in model.named_parameters():
         found[name] = id(param), param.tolist(), param.requires_grad
+        found[f"{name}.data"] = param.data_ptr(), param.dtype
         found[f"{name}.grad"] = id(param.grad), repr(param.grad)
     for name, buffer in model.named_buffers():
         found[name] = id(buffer), buffer.tolist()
@@ -127,8 +146,8 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 
 CHANGES = (
-    *(late, removed, replaced, grown, renormed, cleared, frozen, hooked, noted),
-    drawn,
+    *(late, removed, replaced, grown, renormed, swapped, narrowed, cleared, frozen),
+    *(hooked, noted, drawn),
 )
 
 

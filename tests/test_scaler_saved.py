@@ -366,6 +366,8 @@ Break = Callable[[Any], Any]
     [
         (lambda s: s["scales"][""].pop("clean_steps"), "has no 'clean_steps'"),
         (lambda s: s["scales"]["b"].pop("scale"), "has no 'scale'"),
+        (lambda s: s["scales"][""]["watch"].pop("begun"), "has no 'begun'"),
+        (lambda s: s["scales"][""].update(watch=None), "'watch' is of type NoneType"),
         (lambda s: s["weights"].pop("0.bias"), "weight '0.bias': the state holds no"),
         (lambda s: s.update(version=1), "session state has version 1"),
     ],

@@ -63,8 +63,8 @@ class BadOp:
     inputs: float | None = None
     """Largest finite magnitude that it took in; None if that was not seen."""
     made: str = ""
-    """"inf" or "NaN"; "" where it is not known which, or nothing was made: then the
-    phase is "none"."""
+    """"inf" or "NaN"; "" where it is not known which, or there was none: then the
+    phase is "none", or the dtype "int64", of an index that points nowhere."""
     wide: str = "not run"
     """What its result is in float32: "finite", "not finite", "not run"."""
     cause: str
@@ -96,7 +96,8 @@ class BadOp:
     def __str__(self) -> str:
         """Return it as sentences."""
         at = "" if self.step is None else f" at step {self.step}"
-        if self.phase == "none":
+        # Whole numbers hold neither inf nor NaN: an index points nowhere.
+        if self.phase == "none" or self.dtype == "int64":
             return f"{self.place}{at}: {self.evidence}. {self.advice}"
         held = self.phase in {"input", "weight"}
         says = "took in" if self.phase == "input" else "holds" if held else "produced"

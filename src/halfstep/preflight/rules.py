@@ -133,7 +133,14 @@ def _overflow(facts: Facts) -> list[Finding]:
     limit = f"{facts.dtype} holds {facts.format.max:g}"
     what = "the gradients of its output reach" if backward else "its output reaches"
     made = "makes inf or NaN in its backward pass" if backward else "makes inf or NaN"
+    seen = f"{made} at loss scale {power(fault.scale)}"
+    if not math.isnan(fault.reaches):  # of what flows out of a loss nobody knows
+        seen += f"; in fp32 {what} {fault.reaches:.2g}"
     advice = "No rule on modules mends it: train in bf16, or keep the numbers smaller."
+    if backward and facts.finite and facts.safe_scale is not None:
+        scale = power(facts.safe_scale)
+        advice = f"Only a loss scale below 1 mends it, such as {scale}; or train in "
+        advice += "bf16."
     if facts.cured:
         rules = ", ".join(facts.rules)
         advice = f"Keep in float32: {rules} (policy={facts.policy!r}); or train in bf16"
@@ -143,8 +150,7 @@ def _overflow(facts: Facts) -> list[Finding]:
             "error" if not facts.finite or facts.rules else "warning",
             f"overflow {fault.phase}",
             fault.where,
-            f"{made} at loss scale {power(fault.scale)}; in fp32 {what} "
-            f"{fault.reaches:.2g}",
+            seen,
             limit,
             "the format",
             advice,

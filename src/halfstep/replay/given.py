@@ -5,11 +5,13 @@ In: a model, and what should compute losses. Out: a list of callables, or a `Use
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
-from halfstep.errors import UserError
+from halfstep.errors import UserError, require
 
 Step = Callable[[], Tensor]
 """Computes the loss of one micro-batch."""
@@ -47,6 +49,19 @@ def steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
             )
             raise UserError(message)
     return given  # type: ignore[return-value]
+
+
+def check_numbers(scale: object, summed_in: object) -> None:
+    """Refuse what would hide a fault, or make one of its own.
+
+    Raises:
+        UserError: If the scale is none, or the format holds no fractions.
+    """
+    good = isinstance(scale, int | float) and 0 < scale < math.inf
+    require("scale", scale, good, "a finite number above 0")
+    dtype = isinstance(summed_in, torch.dtype) and summed_in.is_floating_point
+    right = "a floating dtype, such as torch.float32, or None"
+    require("summed_in", summed_in, summed_in is None or dtype, right)
 
 
 def check_loss(step: Step, loss: object) -> None:

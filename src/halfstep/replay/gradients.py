@@ -92,3 +92,12 @@ def _nodes(loss: Tensor) -> Iterator[Node]:
 def is_sharded(model: nn.Module) -> bool:
     """Say whether processes hold pieces of it, as FSDP2 has them."""
     return any(hasattr(m, "set_requires_gradient_sync") for m in model.modules())
+
+
+def exchanges(model: nn.Module) -> bool:
+    """Say whether its passes wait for other processes, as shards and norms make them.
+
+    DDP's do not: a replay lets it exchange nothing.
+    """
+    norms = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    return norms or is_sharded(model)

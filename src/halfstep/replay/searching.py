@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.replay import given, values, verdict
-from halfstep.replay.gradients import gradients, is_sharded
+from halfstep.replay.gradients import exchanges, gradients
 from halfstep.replay.indices import OutOfRange
 from halfstep.replay.places import Places
 from halfstep.replay.sums import Sums
@@ -51,8 +51,9 @@ def first_bad(
     that is undefined. A mask of -inf that does what it should is not named.
 
     It waits for the device at each operation, and takes ten to a hundred times as long
-    as a step. All that the model's modules hold (weights, gradients, buffers, flags,
-    hooks, caches) and random numbers are put back. No gradient is added to one that is
+    as a step, and memory for the gradients once more. What the model's modules hold
+    (weights, gradients, buffers, flags, hooks, caches in plain containers) and random
+    numbers are put back. No gradient is added to one that is
     there, so no hook that waits for that runs; and no probe sees it. Nothing is
     exchanged between DDP's processes, so one of them may call it alone; with FSDP, or
     with batch norms that are synchronised, all must.
@@ -80,9 +81,10 @@ def first_bad(
         where another process made what is bad here, which is told there.
 
     Raises:
-        UserError: If `model` is no module, or `step` gives no loss.
+        UserError: If `model` is no module, `step` gives no loss, or a number is none.
     """
     steps = given.steps(model, step)
+    given.check_numbers(scale, summed_in)
     history = losses if isinstance(losses, Losses) else _history(losses)
     known = Known(number, scale, history, len(steps))
 
@@ -90,13 +92,13 @@ def first_bad(
         with as_it_was(model, generator_state) as kept:
             return _replay(model, steps, scale, kept, summed_in)
 
-    # Where each replay exchanges shards, all processes must make as many.
-    sharded = is_sharded(model)
+    # Where a replay waits for other processes, all must make as many.
+    together = exchanges(model)
     seen = replay(scale)
-    if sharded or (failed and not seen.spoilt):
+    if together or (failed and not seen.spoilt):
         again = replay(scale)
         seen = seen if seen.spoilt else again
-    low = replay(1.0) if sharded or (seen.in_backward and scale > 1) else None
+    low = replay(1.0) if together or (seen.in_backward and scale > 1) else None
     known = replace(known, part=seen.part)
     if seen.refused is not None:
         return verdict.out_of_range(seen.refused, known)
@@ -171,8 +173,8 @@ def _replay(
         seen.part = part
         if found is None and seen.spoilt:
             found = seen
-        # With shards, all processes must run as many.
-        if found is not None and not is_sharded(model):
+        # Where one waits for other processes, all must run as many.
+        if found is not None and not exchanges(model):
             return found
         if len(steps) > 1:
             sums.add(seen.gradients)

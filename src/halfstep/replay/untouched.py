@@ -11,7 +11,7 @@ import copy
 import random
 import sys
 import warnings
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from halfstep.scaler.singular import plain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PLAIN = {dict, OrderedDict, defaultdict, list, set, deque}
+_PLAIN = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
 """Kinds of container that are put back, and looked into."""
 
 
@@ -87,6 +87,7 @@ class Kept:
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: dict[int, list[Tensor]] = {}
         self._numbers: list[tuple[Tensor, Tensor]] = []
+        self._memories: list[tuple[Tensor, Tensor]] = []
         buffers = [*model.buffers()]
         # Batch norms write into theirs, and no operation says so.
         for buffer in buffers:
@@ -100,15 +101,19 @@ class Kept:
         for param in model.parameters():
             self._watch(param, seen)
             self._watch(param.grad, seen)
+            # To give a weight other memory, by `.data`, is no operation.
+            if not sharded and type(param.data) is Tensor and _is_strided(param):
+                self._memories.append((param, param.data))
 
     def _look(self, container: Any, seen: set[int], *left_out: object) -> None:  # noqa: ANN401
         """Take down what a container holds, and what the containers in it do."""
         if id(container) in seen or any(container is one for one in left_out):
             return
         seen.add(id(container))
-        self._containers.append((container, copy.copy(container)))
+        if not isinstance(container, tuple):
+            self._containers.append((container, copy.copy(container)))
         for value in _items(container):
-            if type(value) in _PLAIN:
+            if type(value) in _PLAIN or isinstance(value, tuple):
                 self._look(value, seen, *left_out)
             elif isinstance(value, Tensor):
                 self._watch(value, seen)
@@ -128,6 +133,10 @@ class Kept:
         """Put back what was there, and take out what was not."""
         for container, before in self._containers:
             _put_back(container, before)
+        for param, memory in self._memories:
+            same = param.dtype == memory.dtype and _is_strided(param)
+            if not (same and param.is_set_to(memory)):
+                param.data = memory
         with torch.no_grad():
             for tensor, numbers in self._numbers:
                 if tensor.shape != numbers.shape:
@@ -137,6 +146,10 @@ class Kept:
                     plain(tensor), plain(numbers)
                 ):
                     tensor.copy_(numbers)
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _memory(tensor: Tensor) -> int:

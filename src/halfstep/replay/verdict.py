@@ -191,10 +191,10 @@ def _summed(event: Event, known: Known) -> _Said | None:
     evidence = (
         f"the gradients of {known.parts} micro-batches are finite, up to "
         f"{event.inputs or 0.0:.1e}, and their sum in {name}, which holds {limit:.6g}, "
-        f"is not, in {event.source} and {bad - 1} more of {of} parameters, at loss "
-        f"scale {scale:g}"
+        f"is not, in {bad} of {of} parameters ({event.source} first), at loss scale "
+        f"{scale:g}"
     )
-    advice = f"Divide each loss by {known.parts}, or train in bfloat16."
+    advice = f"Divide each loss by {known.parts}."
     if event.dtype.itemsize < torch.float32.itemsize:
         advice = (
             "Add them up in float32, as prepare(level='O2', accumulate="
@@ -257,7 +257,7 @@ def _constant(event: Event, known: Known) -> _Said | None:
     if not (event.meant or event.constant) or event.parents:
         return None
     made = event.held.made + _places(event)
-    if event.place.is_loss:
+    if event.place.is_loss and not event.picked:
         evidence = f"it is given a constant that is not finite, so it gives {made}"
         return _Said("loss function", evidence, "Use a finite one.", event.phase)
     if event.given:

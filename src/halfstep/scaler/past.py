@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfstep.errors import UserError
+from halfstep.errors import UserError, require_kind
 
 YOUNG = 20
 """Applied steps up to which overflow in a forward pass that used to work is put down
@@ -99,8 +99,9 @@ class Past:
         """Return what `data` gave.
 
         Raises:
-            UserError: If a part is missing.
+            UserError: If it is no dictionary, or a part is missing.
         """
+        require_kind("'watch'", data, isinstance(data, dict), "a dict, as it was saved")
         for name in cls().data():
             if name not in data:
                 message = (
