@@ -92,3 +92,35 @@ def test_an_odd_argument_is_refused(name: str, value: Any, right: str) -> None:
     with pytest.raises(hs.UserError, match=f"{name}={value!r} .* {right}") as caught:
         hs.first_bad(MODEL, step, **{name: value})
     assert len(str(caught.value).split()) <= 35
+
+
+def test_a_loss_without_a_graph() -> None:
+    """Law: a finite loss whose gradients cannot be looked at is refused, not cleared.
+
+    Nor is its failure laid to the hardware. A fault of the forward pass is told.
+    """
+
+    def evaluated() -> torch.Tensor:
+        with torch.no_grad():
+            return MODEL(X).sum()
+
+    says = "'.*evaluated' of first_bad returned a finite loss without a graph"
+    for failed in (False, True):
+        with pytest.raises(hs.UserError, match=says) as caught:
+            hs.first_bad(MODEL, evaluated, failed=failed)
+        assert len(str(caught.value).split()) <= 35
+    with torch.no_grad():
+        bad = hs.first_bad(MODEL, lambda: MODEL(X).log().sum().sqrt() * 0 / 0)
+    assert bad is not None
+
+
+def test_inference_mode_is_left() -> None:
+    """Law: inside torch.inference_mode, gradients are looked at all the same."""
+
+    def step() -> torch.Tensor:
+        return (MODEL(X) * 0).sqrt().sum()
+
+    with torch.inference_mode():
+        bad = hs.first_bad(MODEL, step)
+    assert bad is not None
+    assert (bad.op, bad.phase) == ("sqrt", "backward")

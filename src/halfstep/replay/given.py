@@ -72,12 +72,36 @@ def check_loss(step: Step, loss: object) -> None:
     """
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return
-    name = getattr(step, "__qualname__", None) or type(step).__name__
     message = (
-        f"step {name!r} of first_bad returned {_shown(loss)}: it must return the loss, "
+        f"step {_name(step)!r} of first_bad returned {_shown(loss)}: it must return the loss, "
         f"a floating tensor of one number, {_EXAMPLE}."
     )
     raise UserError(message)
+
+
+def check_graph(step: Step, loss: Tensor, learning: Sequence[Tensor]) -> None:
+    """Refuse a finite loss whose gradients nobody could look at.
+
+    Args:
+        step: Which computed it.
+        loss: By it.
+        learning: What should have gradients.
+
+    Raises:
+        UserError: If something learns, and the loss has no graph.
+    """
+    if loss.requires_grad or not learning:
+        return
+    message = (
+        f"step {_name(step)!r} of first_bad returned a finite loss without a graph, so "
+        "no gradient can be looked at: compute it without torch.no_grad and detach."
+    )
+    raise UserError(message)
+
+
+def _name(step: Step) -> str:
+    """Return what a callable is called."""
+    return getattr(step, "__qualname__", None) or type(step).__name__
 
 
 def _shown(value: object) -> str:

@@ -189,7 +189,7 @@ def _run(model: nn.Module, step: Step, scale: float, kept: Kept) -> _Seen:
         watcher = Watcher(places, kept.before)
         shards = [p for p in places.root.parameters() if p.requires_grad]
         try:
-            with watcher, torch.enable_grad():
+            with torch.inference_mode(mode=False), watcher, torch.enable_grad():
                 loss = step()
                 given.check_loss(step, loss)
                 watcher.going_back = True
@@ -203,6 +203,7 @@ def _run(model: nn.Module, step: Step, scale: float, kept: Kept) -> _Seen:
             return _Seen(values.Held(nan=True), culprit)
         results: list[Tensor | None] = [loss]
         if not any(map(values.held, values.floats(loss))):
+            given.check_graph(step, loss, shards)
             results = made
         bad = values.Held()
         for part in values.floats(results):
