@@ -431,3 +431,17 @@ def test_hooks_on_all_modules() -> None:
     finally:
         handle.remove()
     assert carries(module)
+
+
+def test_inference_tensors_are_read_at_once() -> None:
+    """Law: nobody could tell that one was written over; none is held."""
+    model = nn.Sequential(Broken(), nn.Linear(4, 4), nn.Linear(4, 4))
+    with hs.Probe(model) as probe:
+        for _ in range(2):
+            run(model, torch.ones(2, 4))
+            probe.step()
+        model[0].forward_value = INF
+        with torch.inference_mode():
+            model(torch.ones(2, 4))
+        probe.step()
+    assert probe.non_finite == ("0:output", "1:output", "2:output", "model:output")

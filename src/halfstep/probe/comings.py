@@ -182,8 +182,8 @@ class Comings:
         if not follows:
             self._settle_outputs(finite=False)
         for met, tensor in fresh:
-            hold = self._vouched.get(met.key, False) and self._holds(tensor)
-            if hold and len(self._outputs) < HELD:
+            known = met.version is not None and self._vouched.get(met.key, False)
+            if known and self._holds(tensor) and len(self._outputs) < HELD:
                 self._outputs.append((met, tensor))
                 continue
             met.found = self._looks.found(tensor)
