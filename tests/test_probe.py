@@ -396,6 +396,19 @@ def test_a_failed_pass() -> None:
         assert "0.weight:grad" in step(probe, model)
 
 
+def test_a_failed_pass_and_another() -> None:
+    """Law: after a pass that an error ended, the same step sees another pass whole."""
+    model = net()
+    with hs.Probe(model) as probe:
+        out = model(X)
+        model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.sum().backward()
+        model[0].weight._backward_hooks.clear()
+        model[1].broken.backward_value = NAN
+        assert "0.weight:grad" in step(probe, model)
+
+
 @pytest.mark.parametrize("mode", ["flags", "full"])
 def test_nothing_waits(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: no number is read from a tensor, in passes or in `step`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from test_probe import Broken
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import halfstep as hs
 from halfstep.probe import comings
@@ -361,3 +363,85 @@ def test_little_is_held() -> None:
             held.append(len(probe._hooks._comings._gradients))
             probe.step()
     assert max(held) <= comings.HELD
+
+
+class Mends(nn.Module):
+    """Passes its input on; a tensor hook inside of it mends the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        out = x * 1
+        out.register_hook(torch.nan_to_num)
+        return out
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_of_others_on_tensors(inside: bool) -> None:
+    """Law: a gradient is read where another hook could mend it, or its source's."""
+    middle = Mends() if inside else nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), middle, nn.Linear(4, 4))
+    with hs.Probe(model) as probe:
+        out = model(torch.ones(2, 4))
+        if not inside:
+            out.register_hook(lambda gradient: gradient.clamp_(-1, 1))
+        out.backward(torch.full_like(out, NAN if inside else INF))
+        probe.step()
+    assert probe.non_finite[:2] == ("2:grad", "model:grad")
+
+
+def test_nothing_vouches_for_nothing() -> None:
+    """Law: a tensor without numbers is finite, and says nothing of another."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: initializing zero-element tensors
+        empty, full = nn.Linear(4, 0), nn.Linear(0, 3)
+    model = nn.Sequential(Broken(), empty, full)
+    with hs.Probe(model) as probe:
+        for value in (None, None, INF):
+            model[0].forward_value = value
+            out = model(torch.ones(2, 4))
+            out.backward(torch.full_like(out, 1 if value is None else NAN))
+            probe.step()
+    assert probe.non_finite[:3] == ("0:output", "2:grad", "model:grad")
+
+
+def test_other_weights_vouch_for_nothing() -> None:
+    """Law: a weight of another layout or class may compute something else."""
+
+    class Other(nn.Parameter):
+        pass
+
+    for weight in (
+        nn.Parameter(torch.eye(2).to_sparse()),
+        Other(torch.eye(2)),
+    ):
+        module = nn.Linear(2, 2)
+        module.register_forward_hook(lambda *_: None)
+        assert carries(module)
+        module.weight = weight
+        assert not carries(module)
+
+
+def test_hooks_on_all_modules() -> None:
+    """Law: no module vouches while torch has a hook that may mend every result."""
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda *_: None)
+    handle = register_module_forward_hook(lambda *_: None)
+    try:
+        assert not carries(module)
+    finally:
+        handle.remove()
+    assert carries(module)
+
+
+def test_inference_tensors_are_read_at_once() -> None:
+    """Law: nobody could tell that one was written over; none is held."""
+    model = nn.Sequential(Broken(), nn.Linear(4, 4), nn.Linear(4, 4))
+    with hs.Probe(model) as probe:
+        for _ in range(2):
+            run(model, torch.ones(2, 4))
+            probe.step()
+        model[0].forward_value = INF
+        with torch.inference_mode():
+            model(torch.ones(2, 4))
+        probe.step()
+    assert probe.non_finite == ("0:output", "1:output", "2:output", "model:output")

@@ -241,6 +241,14 @@ def test_complex_and_sparse() -> None:
     assert measure(sparse).data() == measure(torch.tensor([3.0, 4.0])).data()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_negated_views() -> None:
+    """Law: numbers that torch negates only when it reads them are measured."""
+    parts = torch.tensor([[1.0, 2.0], [0.0, -3.0]], dtype=torch.float16)
+    stats = measure(torch.view_as_complex(parts).conj().imag)
+    assert (stats.count, stats.amin, stats.amax) == (2, 2.0, 3.0)
+
+
 # Derived
 
 

@@ -125,7 +125,7 @@ def add_(into: Counts, tensor: Tensor, casts: tuple[FloatFormat, ...]) -> None:
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return the numbers in a row, in any order; a copy only of one with gaps."""
-    values = dense(tensor.detach())
+    values = dense(tensor.detach()).resolve_neg()
     values = (
         torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     )

@@ -6,7 +6,9 @@ that a flag is known without reading the tensor.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
+from torch.nn.modules import module as every
 
 CARRIERS = frozenset(
     {
@@ -39,10 +41,15 @@ def carries(module: nn.Module) -> bool:
     """Say whether inf and NaN pass from a module's input to its output for certain.
 
     And from the gradient of its output to that of its input. Not where a hook could
-    have mended something on the way: one is the probe's own.
+    have mended something on the way: one is the probe's own. Nor with a weight of
+    another layout or class, which may not multiply all that it meets.
     """
+    weight = module._parameters.get("weight")  # noqa: SLF001
     return (
         _is_carrier(type(module))
+        and (weight is None or type(weight) is nn.Parameter)
+        and (weight is None or weight.layout is torch.strided)
+        and not every._global_forward_hooks  # noqa: SLF001
         and len(module._forward_hooks) == 1  # noqa: SLF001
         and not module._forward_pre_hooks  # noqa: SLF001
         and not module._backward_hooks  # noqa: SLF001

@@ -21,6 +21,8 @@ from halfstep.probe.carriers import carries
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torch.utils.hooks import RemovableHandle
+
     from halfstep.probe.looks import Found, Looks
 
 OUTSIDE = -1
@@ -34,7 +36,16 @@ one more than the queries, keys and values that are computed from one input."""
 class Met:
     """One tensor that a module returned, and others perhaps passed on."""
 
-    __slots__ = ("alive", "awaited", "found", "key", "places", "source", "version")
+    __slots__ = (
+        "alive",
+        "awaited",
+        "found",
+        "hook",
+        "key",
+        "places",
+        "source",
+        "version",
+    )
 
     def __init__(
         self, tensor: Tensor, key: tuple[int, int], source: Met | None
@@ -52,6 +63,13 @@ class Met:
         """What a look at it has found; of one that is held, nothing yet."""
         self.awaited = tensor.grad_fn is not None
         """Whether its gradient will come by."""
+        self.hook: RemovableHandle | None = None
+        """That which looks at its gradient."""
+
+    def is_hooked_alone(self) -> bool:
+        """Say whether no hook of others could have changed its gradient."""
+        hooks = None if self.hook is None else self.hook.hooks_dict_ref()
+        return hooks is not None and len(hooks) == 1
 
     def is_still(self, tensor: Tensor) -> bool:
         """Say whether it is this tensor, and nobody has written to it since.
@@ -135,7 +153,7 @@ class Comings:
             if met is None or not known:
                 met = self._met[id(tensor)] = Met(tensor, (place, n), source)
                 if met.awaited:
-                    tensor.register_hook(partial(arrived, met))
+                    met.hook = tensor.register_hook(partial(arrived, met))
             met.places.append(place)
             if again:
                 continue
@@ -164,8 +182,8 @@ class Comings:
         if not follows:
             self._settle_outputs(finite=False)
         for met, tensor in fresh:
-            hold = self._vouched.get(met.key, False) and self._holds(tensor)
-            if hold and len(self._outputs) < HELD:
+            known = met.version is not None and self._vouched.get(met.key, False)
+            if known and self._holds(tensor) and len(self._outputs) < HELD:
                 self._outputs.append((met, tensor))
                 continue
             met.found = self._looks.found(tensor)
@@ -190,7 +208,13 @@ class Comings:
         for name in self._names(met):
             self._looks.came.setdefault(name)
         source = met.source
-        waits = source is not None and source.awaited and self._holds(gradient)
+        waits = (
+            source is not None
+            and source.awaited
+            and self._holds(gradient)
+            and met.is_hooked_alone()
+            and source.is_hooked_alone()
+        )
         if waits and len(self._gradients) < HELD:
             self._gradients.append((met, gradient))
             return
@@ -220,5 +244,6 @@ class Comings:
             self._looks.note(name, found)
 
     def _holds(self, tensor: Tensor) -> bool:
-        """Say whether a flag of it is known as soon as it is read."""
-        return not self._looks.full and late.on_host(tensor.device)
+        """Say whether a flag of it is known as soon as it is read, and there is one."""
+        here = not self._looks.full and late.on_host(tensor.device)
+        return here and tensor.numel() > 0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from halfstep.probe import traced
-from halfstep.probe.comings import Comings, Met
+from halfstep.probe.comings import OUTSIDE, Comings, Met
 from halfstep.probe.looks import Looks
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ class Hooks:
                     self.traced = True
                 return traced.watched(output, self.flags, place, self._who, names)
             if self.on and self.looking:
+                self._notice_an_error()
                 self._comings.output(place, module, given, output, self._arrived)
             return None
 
@@ -175,6 +176,12 @@ class Hooks:
         if not self._queued:
             self._queued = True
             self._at_the_end(self._ended)
+
+    def _notice_an_error(self) -> None:
+        """Forget that a backward pass was to end, if an error has ended it."""
+        if self._queued and torch._C._current_graph_task_id() == OUTSIDE:  # noqa: SLF001
+            self._queued = False
+            self._comings.settle()
 
     def _ended(self) -> None:
         # DDP and FSDP have asked as well, perhaps later: they finish gradients first.

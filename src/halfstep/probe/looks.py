@@ -97,7 +97,7 @@ class Looks:
             with torch._C._DisableAutocast():  # noqa: SLF001
                 total: float = tensor.detach().sum(dtype=_SUMS[tensor.dtype]).item()
             if total - total == 0:
-                return False
+                return False if tensor.numel() else None
         values = numbers(tensor)
         if values is None:
             return None
