@@ -445,3 +445,59 @@ def test_inference_tensors_are_read_at_once() -> None:
             model(torch.ones(2, 4))
         probe.step()
     assert probe.non_finite == ("0:output", "1:output", "2:output", "model:output")
+
+
+def test_an_evaluation_unlearns_nothing() -> None:
+    """Law: passes in inference mode do not end what was learned."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    with hs.Probe(model) as probe:
+        run(model, x)
+        probe.step()
+        learned = dict(probe._hooks._comings._vouched)
+        assert any(learned.values())
+        with torch.inference_mode():
+            model(x)
+            model(x)
+        assert probe._hooks._comings._vouched == learned
+
+
+def test_what_is_written_over_later_is_not_held_again() -> None:
+    """Law: an output that is written over while it is held is read from then on."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.drop, self.last = (
+                Broken(),
+                nn.Dropout(0.0),
+                nn.LayerNorm(4),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            early = self.first(x)
+            out = self.drop(early) + 0
+            early.mul_(0)
+            found: Tensor = self.last(out)
+            return found
+
+    model = Late()
+    with hs.Probe(model) as probe, torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(2, 4))
+            probe.step()
+        model.first.forward_value = -INF
+        model(torch.ones(2, 4))
+        probe.step()
+        assert "first:output" in probe.non_finite
+
+
+def test_gradients_of_several_passes() -> None:
+    """Law: a parameter's flag is that of all passes of a step."""
+    model = nn.Linear(4, 4)
+    with hs.Probe(model) as probe:
+        for value in (NAN, 1.0):
+            model.zero_grad()
+            model(torch.full((2, 4), value)).sum().backward()
+        probe.step()
+        assert "weight:grad" in probe.non_finite

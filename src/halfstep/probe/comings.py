@@ -177,7 +177,8 @@ class Comings:
         for last in self._last:
             vouched = last is source and self._vouched.get(last.key, True)
             self._vouched[last.key] = vouched
-        self._last = [met for met, _ in fresh]
+        # Of inference tensors nobody knows what they were computed from.
+        self._last = [met for met, _ in fresh if met.version is not None]
         follows = bool(self._outputs) and self._outputs[-1][0] is source
         if not follows:
             self._settle_outputs(finite=False)
@@ -195,11 +196,12 @@ class Comings:
         """Note what is held: as finite, or as it is read."""
         held, self._outputs = self._outputs, []
         for met, tensor in held:
-            if met.version == tensor._version:  # noqa: SLF001
+            intact = met.version == tensor._version  # noqa: SLF001
+            if not intact:  # it is not held again
+                self._vouched[met.key] = False
+            if finite or intact:  # else it is lost, and nothing is said of it
                 met.found = not finite and self._looks.found(tensor)
                 self._note(met.places, met.found)
-            else:  # lost: nothing is said of it, and it is not held again
-                self._vouched[met.key] = False
 
     # Gradients
 

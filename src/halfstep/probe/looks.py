@@ -149,7 +149,8 @@ class Looks:
         for group in groups.values():
             order, tensors = zip(*group, strict=True)
             if late.on_host(tensors[0].device):
-                self.bad.update(zip(order, _each(tensors), strict=True))
+                for number, found in zip(order, _each(tensors), strict=True):
+                    self.note(number, found)
             else:
                 norms = torch._foreach_norm(tensors, torch.inf)  # noqa: SLF001
                 self.peaks += zip(order, norms, strict=True)

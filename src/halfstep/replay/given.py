@@ -73,8 +73,8 @@ def check_loss(step: Step, loss: object) -> None:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return
     message = (
-        f"step {_name(step)!r} of first_bad returned {_shown(loss)}: it must return the loss, "
-        f"a floating tensor of one number, {_EXAMPLE}."
+        f"step {_name(step)!r} of first_bad returned {_shown(loss)}: it must return "
+        f"the loss, a floating tensor of one number, {_EXAMPLE}."
     )
     raise UserError(message)
 
