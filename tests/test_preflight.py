@@ -157,7 +157,7 @@ def test_swamped_updates(level: str, master: str) -> None:
             )
             assert found[0].severity == "error"
             assert found[0].where == "SGD, lr=0.0001"
-            assert found[0].limit == "5%"
+            assert found[0].limit == "at most 5%"
             assert "master='split'" in found[0].advice
 
 

@@ -154,9 +154,9 @@ def test_limits_of_lost_updates() -> None:
     told = found(lost=0.06, dtype="bf16", optimizer="SGD, lr=1")["swamped updates"]
     assert told == (
         "SGD, lr=1: 6% of the updates of one step were rounded away: those weights in "
-        "bf16 did not move (5%). Keep master weights: level='O2' with master='split' "
-        "(exact, 16 bits a weight), 'kahan' (as lean, bf16 moments too) or "
-        "'stochastic' (nothing kept, right on average)."
+        "bf16 did not move (at most 5%). Keep master weights: level='O2' with "
+        "master='split' (exact, 16 bits a weight), 'kahan' (as lean, bf16 moments too) "
+        "or 'stochastic' (nothing kept, right on average)."
     )
     told = found(lost=0.06)["swamped updates"]
     assert told.endswith("Keep fp32 master weights: level='O2', master='fp32'.")
@@ -201,10 +201,12 @@ def test_words_of_findings() -> None:
     told = found(curve=lost, safe_scale=2.0**24, scale=2.0**24)
     assert told["underflow"] == (
         "gradients: 40.0% of fp32's gradients other than zero become zero in fp16 at "
-        "loss scale 65536 (1%). Use loss_scale='measured', or begin at 2**24. "
+        "loss scale 65536 (at most 1%). Use loss_scale='measured', or begin at 2**24. "
         "There 0.1% are lost."
     )
-    assert found(loss=1.02)["loss"].startswith("loss: 1.02, in fp32 1: +2.00% (1%).")
+    assert found(loss=1.02)["loss"].startswith(
+        "loss: 1.02, in fp32 1: +2.00% (at most 1%)."
+    )
     assert "loss" not in found(loss=1.005)
 
 
@@ -218,7 +220,8 @@ def test_layers_that_do_not_matter() -> None:
     bad = likeness(0.5, "b", norm=0.1)
     assert "gradient" in found(layers=(bad,))
     assert found(layers=(bad,))["gradient"].startswith(
-        "b: cosine to fp32's gradient 0.50000, SQNR 40.0 dB, 0.0% flushed (cosine 0.99)"
+        "b: cosine to fp32's gradient 0.50000, SQNR 40.0 dB, 0.0% flushed "
+        "(at least cosine 0.99)"
     )
     assert "gradient" not in found(layers=(likeness(0.5, "b", norm=1e-4),))
     noisy = (likeness(-1.0, "b"),)

@@ -130,7 +130,7 @@ def _layers(facts: Facts) -> Table:
             one.where,
             one.numbers,
             one.cosine,
-            one.sqnr,
+            f"{one.sqnr:.1f}",
             f"{one.flushed:.2%}",
             noise.get(one.where),
             f"{one.norm / whole:.1%}" if whole else None,

@@ -204,7 +204,7 @@ def _underflow(facts: Facts) -> list[Finding]:
             "gradients",
             f"{lost:.1%} of fp32's gradients other than zero become zero in "
             f"{facts.dtype} at loss scale {power(scale)}",
-            f"{FLUSH_WARN:.0%}",
+            f"at most {FLUSH_WARN:.0%}",
             _PAPER,
             advice,
             min(1.0, lost),
@@ -230,7 +230,7 @@ def _gradients(facts: Facts) -> list[Finding]:
                     one.where,
                     f"cosine to fp32's gradient {cosine(one)}, SQNR {one.sqnr:.1f} dB,"
                     f" {one.flushed:.1%} flushed{halves}",
-                    f"cosine {COSINE_WARN}",
+                    f"at least cosine {COSINE_WARN}",
                     _OURS,
                     f"Keep it in float32: 'module:{one.where}=fp32'.",
                     share,
@@ -249,7 +249,7 @@ def _loss(facts: Facts) -> list[Finding]:
             "loss",
             "loss",
             f"{facts.loss:.6g}, in fp32 {facts.loss_fp32:.6g}: {error:+.2%}",
-            f"{LOSS_WARN:.0%}",
+            f"at most {LOSS_WARN:.0%}",
             _OURS,
             "Compute the loss, and what leads up to it, in float32.",
             min(1.0, abs(error)),
@@ -289,7 +289,7 @@ def _lost(facts: Facts) -> list[Finding]:
             facts.optimizer,
             f"{facts.lost:.0%} of the updates of one step were rounded away: those "
             f"weights in {facts.dtype} did not move",
-            f"{LOST_WARN:.0%}",
+            f"at most {LOST_WARN:.0%}",
             f"our choice; {facts.dtype} loses updates below "
             f"2**{-_mantissa(facts) - 2} to 2**{-_mantissa(facts) - 1} of the weight",
             advice,
@@ -312,8 +312,8 @@ def _cost(facts: Facts) -> list[Finding]:
             "cost",
             facts.words,
             why,
-            f"{WORTH_TIME} times as fast, or {WORTH_MEMORY:.0%} less memory at no less "
-            f"than {TIME_FOR_MEMORY} times the speed",
+            f"worth it: {WORTH_TIME} times as fast, or {WORTH_MEMORY:.0%} less memory "
+            f"at no less than {TIME_FOR_MEMORY} times the speed",
             _OURS,
             "Train in fp32 (level O0), or try larger batches, where matrix products "
             "take more of the time.",
