@@ -281,6 +281,29 @@ def test_a_missing_memory(field: str) -> None:
     assert scaler.state_dict() == before
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("applied", -1),
+        ("applied", 1.5),
+        ("begun", None),
+        ("history", 3),
+        ("history", [0.0]),
+        ("history", [INF]),
+        ("in_a_row", "2"),
+    ],
+)
+def test_a_memory_of_another_kind(field: str, value: object) -> None:
+    """Law: what cannot have been saved is refused by name, and nothing is taken in."""
+    scaler, state = LossScaler(ScaleRule()), worn(ScaleRule()).state_dict()
+    state["watch"][field] = value
+    before = scaler.state_dict()
+    with pytest.raises(UserError, match=rf"^watch\['{field}'\]=") as caught:
+        scaler.load_state_dict(state)
+    assert len(str(caught.value).split()) <= 35
+    assert scaler.state_dict() == before
+
+
 @strategies
 def test_loss_scaler_round_trip(strategy: str) -> None:
     """Law: the plain scaler's state brings a fresh one to the same place."""

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfstep.errors import UserError, require_kind
+from halfstep.errors import UserError, require, require_kind
 
 YOUNG = 20
 """Applied steps up to which overflow in a forward pass that used to work is put down
@@ -99,7 +99,7 @@ class Past:
         """Return what `data` gave.
 
         Raises:
-            UserError: If it is no dictionary, or a part is missing.
+            UserError: If it is no dictionary, or a part is missing or of another kind.
         """
         require_kind("'watch'", data, isinstance(data, dict), "a dict, as it was saved")
         for name in cls().data():
@@ -108,5 +108,17 @@ class Past:
                     f"loss-scale state's 'watch' has no {name!r}; it holds {[*data]}."
                 )
                 raise UserError(message)
+        for name in ("applied", "in_a_row"):
+            good = type(data[name]) is int and data[name] >= 0
+            require(f"watch[{name!r}]", data[name], good, "a number of steps, >= 0")
+        begun, history = data["begun"], data["history"]
+        good = isinstance(begun, bool)
+        require("watch['begun']", begun, good, "True or False")
+        good = isinstance(history, list) and all(map(_is_scale, history))
+        require("watch['history']", history, good, "a list of finite numbers > 0")
         losses = Losses(applied=data["applied"], begun=data["begun"])
         return cls(losses, deque(data["history"], maxlen=64), data["in_a_row"])
+
+
+def _is_scale(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value > 0
