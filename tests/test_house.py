@@ -32,6 +32,7 @@ LAYER = {
     "index": 2,
     "shard_files": 3,
     "late": 0,
+    "random_state": 0,
     "nested": 2,
     "profiling.marks": 0,
     "schedule": 1,
@@ -166,7 +167,7 @@ LAYER = {
     # The check before training.
     "preflight.boundaries": 2,
     "preflight.fidelity": 0,
-    "preflight.kept": 0,
+    "preflight.buffers": 0,
     "preflight.facts": 2,
     "preflight.rules": 3,
     "preflight.verdict": 4,

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 from halfstep.choice import choose
 from halfstep.policy import LEAN
-from halfstep.preflight.kept import RandomState
 from halfstep.preflight.twin import Twin
+from halfstep.random_state import RandomState
 from halfstep.scaler.exponents import count
 
 pytestmark = pytest.mark.usefixtures("any_machine")

@@ -18,15 +18,16 @@ from halfstep.choice import Choice, choose
 from halfstep.formats import FP16
 from halfstep.policy import Policy
 from halfstep.preflight import fidelity
+from halfstep.preflight.buffers import Buffers
 from halfstep.preflight.costs import StepError, stepped
 from halfstep.preflight.facts import Facts, Range, ScalePoint
 from halfstep.preflight.guards import check_arguments, check_model, check_words, empty
-from halfstep.preflight.kept import Buffers, RandomState
 from halfstep.preflight.report import CheckReport
 from halfstep.preflight.rules import FLUSH_WARN
 from halfstep.preflight.trials import Trials
 from halfstep.preflight.twin import Twin
 from halfstep.preflight.verdict import judge
+from halfstep.random_state import RandomState
 from halfstep.scaler.exponents import flushed, largest_safe_scale, subnormal
 
 if TYPE_CHECKING:

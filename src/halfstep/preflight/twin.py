@@ -24,9 +24,9 @@ from halfstep.errors import UserError
 from halfstep.formats import FP16
 from halfstep.master.form import NONE
 from halfstep.preflight.boundaries import Boundaries, Trace
+from halfstep.preflight.buffers import Buffers
 from halfstep.preflight.counts import GradientExponents, SavedBytes
 from halfstep.preflight.guards import check_gradients, check_loss
-from halfstep.preflight.kept import Buffers
 from halfstep.preparing import prepare
 from halfstep.scaler import ScaleRule
 from halfstep.scaler.exponents import unscaled
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from halfstep.choice import Choice
     from halfstep.policy import Policy
-    from halfstep.preflight.kept import RandomState
+    from halfstep.random_state import RandomState
 
 LossFn: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from halfstep import distributed, scopes
 from halfstep.probe.hooks import all_paused
+from halfstep.random_state import RandomState
 from halfstep.replay import values
 from halfstep.replay.gradients import is_sharded
 from halfstep.scaler.singular import plain
@@ -45,8 +45,8 @@ def as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Kept
     """
     leaves = [(param, param.grad, param.requires_grad) for param in model.parameters()]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(values.gpus(model.parameters())))
-        stack.enter_context(_other_numbers())
+        numbers = RandomState({param.device for param in model.parameters()})
+        stack.callback(numbers.restore)
         stack.enter_context(all_paused())
         stack.enter_context(scopes.forgotten_after())
         kept = Kept(model)
@@ -170,19 +170,6 @@ def _put_back(container: Any, before: Any) -> None:  # noqa: ANN401
 
 def _items(container: Any) -> Any:  # noqa: ANN401
     return container.values() if isinstance(container, dict) else container
-
-
-@contextlib.contextmanager
-def _other_numbers() -> Iterator[None]:
-    """Put back the random numbers of Python and numpy, which layers may drop by."""
-    numpy: Any = sys.modules.get("numpy")
-    kept = random.getstate(), numpy and numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(kept[0])
-        if kept[1]:
-            numpy.random.set_state(kept[1])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,44 @@
+"""The random numbers of torch, Python and numpy, which layers draw and drop by.
+
+In: devices. Out: a value that remembers where they stood, and puts them back.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class RandomState:
+    """The random state of torch, Python and numpy, as it was when this was made.
+
+    Args:
+        devices: Devices whose generators count besides the CPU's.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = {
+            device: torch.cuda.get_rng_state(device)
+            for device in devices
+            if device.type == "cuda"
+        }
+        self._python = random.getstate()
+        # Only if somebody uses it: the library does not.
+        self._numpy = sys.modules.get("numpy")
+        self._numpys = self._numpy.random.get_state() if self._numpy else None
+
+    def restore(self) -> None:
+        """Put all of it back."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            self._numpy.random.set_state(self._numpys)
