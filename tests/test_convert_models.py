@@ -359,3 +359,23 @@ def test_a_tie_across_an_island() -> None:
         )
         convert_(model, levels.parse(level), BF16, rules + "module:0=fp32")
         assert model(INPUTS).dtype == FP32
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_scripted_part(level: str) -> None:
+    """Law: a model with a part that torch.jit made is prepared, and learns."""
+    scripted: Any = torch.jit.script(nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+    model = nn.Sequential(scripted, nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [param.detach().clone().float() for param in model.parameters()]
+    session = hs.prepare(model, optimizer, level, dtype="bf16")
+    with session.autocast():
+        loss = session.model(torch.ones(2, 4)).float().sum()
+    session.backward(loss)
+    assert not session.step().skipped
+    moved = [
+        not torch.equal(a, b.float())
+        for a, b in zip(before, model.parameters(), strict=True)
+    ]
+    assert all(moved)

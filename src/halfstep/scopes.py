@@ -7,6 +7,7 @@ regions under that policy, in recomputations and replicas too, and nowhere else.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -112,7 +113,9 @@ def _alone(steered: Policy, path: str, found: dict[str, int]) -> bool:
 
 
 def _is_list(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward
+    # Of a scripted class, to read `forward` raises.
+    forward = inspect.getattr_static(type(module), "forward", None)
+    return forward is nn.Module.forward
 
 
 def _parent(path: str) -> str:
