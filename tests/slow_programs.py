@@ -140,7 +140,7 @@ class _Odd(nn.Module):
 
 def odd_sizes() -> Running:
     """Make layers 33 wide, which cost what 64 and 48 would."""
-    return _running(_trained(_Odd()), torch.randn(1 << 15, 33))
+    return _running(_trained(_Odd()), torch.randn(1 << 17, 33))
 
 
 def casts() -> Running:
