@@ -181,7 +181,7 @@ def check_model(model: nn.Module) -> None:
         message = f"{kind} has no parameter that learns: there is nothing to check."
         raise UserError(message)
     for name, param in model.named_parameters():
-        lazy = is_lazy(param)
+        lazy = is_lazy(param)  # a type guard that would rule out all the rest
         if lazy:
             message = f"parameter {name!r} has no shape yet: call the model once first."
             raise UserError(message)
@@ -195,7 +195,6 @@ def check_model(model: nn.Module) -> None:
             state = "on the meta device" if param.is_meta else "sharded"
             message = f"parameter {name!r} is {state}: check needs a whole model."
             raise UserError(message)
-
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             message = f"buffer {name!r} is on the meta device: check needs it whole."

@@ -22,6 +22,7 @@ from halfstep.preflight.boundaries import LOSS, first_backward, first_forward
 from halfstep.preflight.facts import Fault
 from halfstep.preflight.guards import misplaced, raised
 from halfstep.preflight.rules import COSINE_WARN
+from halfstep.scaler import ScaleRule
 from halfstep.scaler.exponents import largest_safe_scale
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
     from halfstep.preflight.twin import LossFn, Pass, Twin
 
-DEFAULT_SCALE = 2.0**16
-"""Where a dynamic loss scale begins: `ScaleRule.init_scale`."""
+DEFAULT_SCALE = ScaleRule().init_scale
+"""Where a dynamic loss scale begins."""
 
 _TRIES = 12  # passes that look for a scale; mostly one or two
 _RULES = 8  # modules kept in fp32 before the format is held to be the wrong one

@@ -122,8 +122,7 @@ class Twin:
         kept = choice.level.masters and master != NONE
         self.ruin = choosing.ruin(choice, stepper, masters=kept)
         """What will make NaN of weights, "" where nothing does."""
-        slow = choice.format == FP16 and emulated.needed(self.device.type)
-        self.widened = slow
+        self.widened = choice.format == FP16 and emulated.needed(self.device.type)
         """Passes, not steps, compute fp16 products in fp32 and round them."""
         lossy = choice.level.low_weights and not kept
         rule = ScaleRule.parse(1.0)
@@ -255,15 +254,14 @@ class Twin:
     def lost(self) -> float | None:
         """Return the share of the last step's updates that rounding swallowed, 0 to 1.
 
-        None where none was counted. Groups that have a learning rate of 0, as before a
-        warm-up, lose nothing. Waits for the device.
+        None where none was counted. Waits for the device.
         """
         groups = self.session.optimizer.param_groups
         gone = whole = 0.0
         for one in self.session.lost_updates():
-            group, share = groups[one.group], one.share
-            if share is not None and float(group.get("lr", 1.0)):
-                size = sum(param.numel() for param in group["params"])
+            share = one.share
+            if share is not None:
+                size = sum(param.numel() for param in groups[one.group]["params"])
                 gone, whole = gone + share * size, whole + size
         return gone / whole if whole else None
 
