@@ -34,7 +34,7 @@ LAYER = {
     "late": 0,
     "random_state": 0,
     "nested": 2,
-    "profiling.marks": 0,
+    "marks": 0,
     "schedule": 1,
     "parameters": 1,
     "scaler.known": 1,
@@ -469,3 +469,21 @@ def test_import_is_light(module: str, loaded: list[str]) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == loaded
+
+
+def test_training_loads_no_diagnosis() -> None:
+    """Law: who trains does not wait for what looks for faults to be loaded.
+
+    The last is the twin that shows that it would be seen.
+    """
+    kinds = ("profiling", "probe", "replay", "doctor", "preflight")
+    heavy = [f"halfstep.{kind}" for kind in kinds]
+    for module, loaded in (
+        ("halfstep.preparing, halfstep.casting, halfstep.grad_scaler", []),
+        ("halfstep.profiling", ["halfstep.profiling"]),
+    ):
+        program = PROGRAM.format(module=module, heavy=heavy)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == loaded

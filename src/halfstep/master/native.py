@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import UserError
+from halfstep.marks import UPDATE, marked
 from halfstep.master import build
 from halfstep.master.arithmetic import Adam, Item, Sgd
 from halfstep.master.form import EXTRA, LOW_STATES, WEIGHTS
-from halfstep.profiling.marks import UPDATE, marked
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

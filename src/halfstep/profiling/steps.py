@@ -18,8 +18,8 @@ from torch.autograd.profiler import profile as watch
 from torch.autograd.profiler import record_function
 
 from halfstep.errors import UserError, require, require_kind
+from halfstep.marks import OWN
 from halfstep.profiling import timeline
-from halfstep.profiling.marks import OWN
 from halfstep.profiling.result import GEMM, Profile, Row
 from halfstep.profiling.timeline import DRAIN, FETCH, INPUT, UPDATE
 

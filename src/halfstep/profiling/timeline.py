@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch._C._autograd import DeviceType
 from torch.utils import flop_counter
 
-from halfstep.profiling import marks
-from halfstep.profiling.marks import OWN
+from halfstep import marks
+from halfstep.marks import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
