@@ -44,10 +44,11 @@ def carries(module: nn.Module) -> bool:
     have mended something on the way: one is the probe's own. Nor with a weight of
     another layout or class, which may not multiply all that it meets.
     """
+    if not _is_carrier(type(module)):
+        return False
     weight = module._parameters.get("weight")  # noqa: SLF001
     return (
-        _is_carrier(type(module))
-        and (weight is None or type(weight) is nn.Parameter)
+        (weight is None or type(weight) is nn.Parameter)
         and (weight is None or weight.layout is torch.strided)
         and not every._global_forward_hooks  # noqa: SLF001
         and len(module._forward_hooks) == 1  # noqa: SLF001

@@ -153,7 +153,7 @@ class LossScaler:
         """Refuse a state that cannot be loaded.
 
         Raises:
-            UserError: If a field is missing.
+            UserError: If a field is missing, or what it remembers is of another kind.
         """
         for field in fields(ScaleState):
             if field.name not in state:
@@ -167,7 +167,7 @@ class LossScaler:
         """Go on from a saved state; the rule stays the one given here.
 
         Raises:
-            UserError: If a field is missing.
+            UserError: If a field is missing, or what it remembers is of another kind.
         """
         self.check(state)
         loaded = {}
