@@ -13,7 +13,7 @@ import pytest
 import halfstep
 
 SRC = Path(halfstep.__file__).parent
-LINES = 400
+LINES = 600
 TABLES_OF_DATA = {"optable"}
 
 LAYER = {
