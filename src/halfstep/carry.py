@@ -1,33 +1,32 @@
-"""Regions carried into the threads of `nn.DataParallel`.
+"""Contexts carried into the threads of `nn.DataParallel`.
 
 In: replicas about to run, one thread each. Out: the same replicas, which run under the
-region of the thread that called them.
+context of the thread that called them.
 
 Why: torch tells its threads that autocast is on, but not in which dtype, so that a
-bf16 region becomes fp16 there; and it knows nothing of a policy.
+bf16 context becomes fp16 there; and it knows nothing of a policy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.nn import parallel
 
-from halfstep import gate, stale
+from halfstep import gate, recompute, stale
 from halfstep.kernels import KEYS
+from halfstep.patches import attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-@functools.cache
-def install() -> None:
-    """Let `nn.DataParallel` carry regions of ours, from now on."""
-    torchs = parallel.parallel_apply
-
+def _carrying(torchs: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     @functools.wraps(torchs)
     def parallel_apply(
         modules: Sequence[Callable[..., Any]],
@@ -35,17 +34,22 @@ def install() -> None:
         **kwargs: Any,  # noqa: ANN401
     ) -> list[Any]:
         runs = carried(modules) if stale.inside() else modules
-        results: list[Any] = torchs(runs, *args, **kwargs)  # type: ignore[arg-type]
-        return results
+        return torchs(runs, *args, **kwargs)
 
-    parallel.parallel_apply = parallel_apply
-    parallel.data_parallel.__globals__["parallel_apply"] = parallel_apply
+    return parallel_apply
+
+
+PATCHES = tuple(
+    attribute(owner, "parallel_apply", _carrying)
+    for owner in (parallel, sys.modules[parallel.DataParallel.__module__])
+)
+"""For `nn.parallel.parallel_apply`, and for where `nn.DataParallel` finds it."""
 
 
 def carried(modules: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
     """Return callables that run in another thread as they would in this one."""
     on = {
-        device: (torch.get_autocast_dtype(device), gate.current(device))
+        device: (torch.get_autocast_dtype(device), gate.in_force(device))
         for device in KEYS
         if torch.is_autocast_enabled(device)
     }
@@ -53,12 +57,12 @@ def carried(modules: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
 
     def carry(module: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            with contextlib.ExitStack() as regions:
+            with contextlib.ExitStack() as contexts:
                 for device, (dtype, frame) in on.items():
-                    region = torch.autocast(device, dtype, cache_enabled=cache)
-                    regions.enter_context(region)
-                    before = gate.enter(device, frame)
-                    regions.callback(gate.leave, device, before)
+                    context = torch_autocast(device, dtype, cache_enabled=cache)
+                    contexts.enter_context(context)
+                    pushed = recompute.push(device, frame)
+                    contexts.callback(recompute.pop, pushed)
                 return module(*args, **kwargs)
 
         return run

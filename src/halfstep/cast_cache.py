@@ -6,7 +6,6 @@ asked for, or when the weight has changed since.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import weakref
@@ -99,13 +98,18 @@ class CastCache:
         self._gradients = gradients
         self._epoch = 0
         self._lock = threading.RLock()
-        with _lock:
-            _caches.add(self)
-        _watch()
         self.open = False
         self.hits = 0
         self.misses = 0
         self.bytes_cast = 0
+        with _lock:
+            _caches.add(self)
+        hooks.STEPS.acquire()
+        weakref.finalize(self, hooks.STEPS.release).atexit = False
+
+    def __reduce__(self) -> tuple[type[CastCache], tuple[()]]:
+        """Let what holds a cache be copied and pickled; a copy starts empty."""
+        return CastCache, ()
 
     @property
     def bytes(self) -> int:
@@ -229,17 +233,14 @@ _lock = threading.Lock()
 _caches: weakref.WeakSet[CastCache] = weakref.WeakSet()
 
 
-@functools.cache
-def _watch() -> None:
-    """Let all caches know from now on what optimizers have written into."""
-    hooks.after_each_step(_written)
-
-
-def _written(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _written(optimizer: torch.optim.Optimizer) -> None:
     with _lock:
         caches = list(_caches)
     for cache in caches:
         cache.distrust(p for group in optimizer.param_groups for p in group["params"])
+
+
+hooks.after_each_step(_written)
 
 
 class _Cast(torch.autograd.Function):

@@ -6,14 +6,15 @@ which each operation runs as the policy says.
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
+from torch.amp.autocast_mode import autocast as torch_autocast
 
-from halfstep import carry, gate, mismatch, scopes, sign, stale, steering
+from halfstep import carry, gate, mismatch, recompute, scopes, sign, stale, steering
+from halfstep.entries import Entries
 from halfstep.errors import UserError
-from halfstep.gate import Frame
+from halfstep.patches import SharedPatches
 from halfstep.policy import TORCH, Policy
 from halfstep.steered import Steered
 from halfstep.traced import traced
@@ -86,24 +87,18 @@ def autocast(
     return Steered(region, chosen, cache, weights=cache is not None, record=record)
 
 
-class _Entered(threading.local):
-    """What a thread has entered through one instance, outermost first."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[torch.autocast, bool]] = []
-        self.frames: list[tuple[int, Frame | None]] = []
-
-    def __reduce__(self) -> tuple[type[_Entered], tuple[()]]:
-        """Let what holds an instance be copied and pickled; a copy is not entered."""
-        return _Entered, ()
+_patches = SharedPatches(*stale.PATCHES, *carry.PATCHES)
 
 
-def _plain() -> Frame:
-    """Return a frame that leaves all to torch, in a recomputation too."""
-    return Frame(TORCH, {}, None, set())
+class _Entry(NamedTuple):
+    """One entry of a region, and what it has to restore."""
+
+    region: torch_autocast
+    pushed: tuple[int, gate.Pushed] | None
+    opened: stale.Opened | None
 
 
-class Region(torch.autocast):
+class Region(torch_autocast):
     """A region under torch's own table; `autocast` makes it."""
 
     policy: Policy | None = None
@@ -118,24 +113,22 @@ class Region(torch.autocast):
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self._settings = dict(vars(self))
-        self._entered = _Entered()
-        stale.watch()
-        carry.install()
+        self._entries: Entries[_Entry] = Entries()
 
     @untraced
     def __enter__(self) -> Self:
         """Open a region."""
         # A region of torch's for each entry: it keeps on itself what it will restore.
-        region = object.__new__(torch.autocast)
+        region = object.__new__(torch_autocast)
         vars(region).update(self._settings)
         region.__enter__()  # type: ignore[no-untyped-call]
+        _patches.acquire()
+        opened = pushed = None
         if self._enabled:
-            stale.opened(self.device, self.fast_dtype)
-        alone = self.policy is not None and gate.in_force(self.device) is not None
-        if alone:
-            before_it = sign.show(TORCH), gate.enter(self.device, _plain())
-            self._entered.frames.append(before_it)
-        self._entered.stack.append((region, alone))
+            opened = stale.opened(self.device, self.fast_dtype)
+        if self.policy is not None and gate.in_force(self.device) is not None:
+            pushed = sign.show(TORCH), recompute.push(self.device, None)
+        self._entries.push(_Entry(region, pushed, opened))
         return self
 
     @untraced
@@ -151,13 +144,14 @@ class Region(torch.autocast):
             DtypeMismatch: In place of torch's error, with the operation and the rule
                 that mends it.
         """
-        region, alone = self._entered.stack.pop()
-        if alone:
-            shown, frame = self._entered.frames.pop()
-            gate.leave(self.device, frame)
+        region, pushed, opened = self._entries.pop()
+        if pushed is not None:
+            shown, frame = pushed
+            recompute.pop(frame)
             sign.restore(shown)
-        if self._enabled:
-            stale.closed(self.device)
+        if opened is not None:
+            stale.closed(opened)
+        _patches.release()
         region.__exit__(exc_type, exc_value, traceback)
         if exc_value is not None:
             found = mismatch.explained(exc_value)

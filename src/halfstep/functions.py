@@ -7,6 +7,7 @@ for the first, `low_precision`, `full_precision` and `promote` for the others.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, MutableMapping
@@ -25,9 +26,12 @@ from torch._C import (
 )
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.amp.autocast_mode import autocast as torch_autocast
+from torch.amp.autocast_mode import custom_bwd as torch_custom_bwd
+from torch.amp.autocast_mode import custom_fwd as torch_custom_fwd
 from torch.library import Library
 
-from halfstep import kernels, policy
+from halfstep import gate, policy, recompute
 from halfstep.errors import UserError
 from halfstep.formats import cast_floating
 from halfstep.optable import FP32, LOW, PROMOTE
@@ -96,7 +100,7 @@ def custom_fwd(
     """
 
     def decorate(method: Callable[..., Any] | None) -> Callable[..., Any]:
-        decorated: Callable[..., Any] = torch.amp.custom_fwd(
+        decorated: Callable[..., Any] = torch_custom_fwd(
             method, device_type=device_type, cast_inputs=cast_inputs
         )
         return decorated
@@ -115,6 +119,7 @@ def custom_fwd(
     def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         # Duck-typed: who tests a forward alone hands in a stand-in for the ctx.
         if args and hasattr(args[0], "save_for_backward"):
+            args[0]._restored_policy = recompute.capture()  # noqa: SLF001
             return classic(*args, **kwargs)
         return ctxless(_Box(), *args, **kwargs)
 
@@ -124,9 +129,10 @@ def custom_fwd(
 
     boxed = decorate(unboxed)
 
-    def setup_context(ctx: object, inputs: object, output: object) -> Any:  # noqa: ANN401
+    def setup_context(ctx: Any, inputs: object, output: object) -> Any:  # noqa: ANN401
         # torch's code casts what it can look into; the output is not to be cast.
         box = _Box(output, recording=torch.is_grad_enabled())
+        ctx._restored_policy = recompute.capture()  # noqa: SLF001
         with torch.enable_grad():
             return boxed(ctx, inputs, box)
 
@@ -153,7 +159,7 @@ def custom_bwd(
         ValueError: If `device_type` is no str.
         RuntimeError: When backward runs, if `setup_context` was not decorated.
     """
-    classic = torch.amp.custom_bwd(bwd, device_type=device_type)
+    classic = torch_custom_bwd(bwd, device_type=device_type)
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
 
@@ -161,7 +167,9 @@ def custom_bwd(
     def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if args:
             _check_marked(args[0])
-        return classic(*args, **kwargs)
+        restored = getattr(args[0] if args else None, "_restored_policy", None)
+        with contextlib.nullcontext() if restored is None else restored():
+            return classic(*args, **kwargs)
 
     return backward
 
@@ -256,7 +264,7 @@ def _wrap(function: Callable[P, R], category: str) -> Callable[P, R]:
         outside: Callable[..., R] = function
         for device in regions:
             args, kwargs = _cast(args, kwargs, category, device)
-            outside = torch.autocast(device, enabled=False)(outside)
+            outside = torch_autocast(device, enabled=False)(outside)
         return outside(*args, **kwargs)
 
     return run
@@ -303,24 +311,21 @@ def _register(overloads: list[OpOverload[..., Any]], category: str) -> None:
         )
         raise UserError(message)
     for operator in castable:
-        schema = operator._schema  # noqa: SLF001
-        full = ".".join(filter(None, (schema.name, schema.overload_name)))
-        # A policy's rule on the operator keeps the last word.
-        steered = kernels.step_aside(full)
         # The old kernels must go first: torch warns of a kernel that hides another.
         _REGISTERED.pop(str(operator), None)
         library = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-        for device in filter(
-            torch.amp.is_autocast_available,
-            (*_DEVICES, _get_privateuse1_backend_name()),
-        ):
+        for device in filter(torch.amp.is_autocast_available, _devices()):
             key = f"Autocast{_dispatch_key_for_device(device)}"
             kernel = _kernel(operator, category, device, key)
             library.impl(operator, kernel, key)  # type: ignore[no-untyped-call]
-            kernels.stand_behind(device, full, kernel)
         _REGISTERED[str(operator)] = library
-        for device in steered:
-            kernels.install(device, [full])
+
+
+def _devices() -> tuple[str, ...]:
+    """Return the device types that may have autocast."""
+    backend = _get_privateuse1_backend_name()
+    # Without a backend, its key is where policies cast.
+    return _DEVICES if backend == gate.NO_BACKEND else (*_DEVICES, backend)
 
 
 def _takes_copies(operator: OpOverload[..., Any]) -> bool:

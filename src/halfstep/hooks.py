@@ -1,16 +1,22 @@
-"""Who is told when an optimizer has stepped: our own rooms, and others.
+"""Who must know that an optimizer has stepped: caches of ours, and hooks of others.
 
-In: functions of ours that must know. Out: the same told by torch after each step, or by
-us where we update weights in torch's place; and whether anybody else wants to know.
+In: functions of ours. Out: they are called after each optimizer's step, while anybody
+asks for it, or by us where we update weights in the optimizer's place; and whether
+anybody else wants to know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+
+from halfstep.patches import SharedPatches, attribute
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Guard:
@@ -28,15 +34,15 @@ class Guard:
         self._look()
 
 
-Hook = Callable[[Optimizer, Any, Any], None]
-
-_own: list[Hook] = []
+_own: list[Callable[[Optimizer], None]] = []
 
 
-def after_each_step(hook: Hook) -> None:
-    """Tell a function of ours from now on which optimizer has stepped."""
+def after_each_step(hook: Callable[[Optimizer], None]) -> None:
+    """Call a function of ours with each optimizer that has stepped.
+
+    Only while `STEPS` has a user does it hear of steps that torch takes.
+    """
     _own.append(hook)
-    torch_optimizer.register_optimizer_step_post_hook(hook)
 
 
 def guard(optimizer: Optimizer, look: Callable[[], None]) -> None:
@@ -45,18 +51,32 @@ def guard(optimizer: Optimizer, look: Callable[[], None]) -> None:
 
 
 def tell(optimizer: Optimizer) -> None:
-    """Tell our own that an optimizer's parameters were updated without its step."""
+    """Tell our own that an optimizer's parameters were updated."""
     for hook in _own:
-        hook(optimizer, (), {})
+        hook(optimizer)
+
+
+def _telling(original: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    @functools.wraps(original)
+    def step_code(self: Optimizer) -> None:
+        original(self)
+        tell(self)
+
+    return step_code
+
+
+# Not torch's table of hooks for all optimizers: a thread may be iterating over it.
+STEPS = SharedPatches(attribute(Optimizer, "_optimizer_step_code", _telling))
+"""While it has a user, torch tells of the steps of all optimizers."""
 
 
 def others(optimizer: Optimizer) -> bool:
     """Say whether anybody but us must be called when this optimizer steps."""
-    tables = (
+    tables: Any = (
         optimizer._optimizer_step_pre_hooks,  # noqa: SLF001
         optimizer._optimizer_step_post_hooks,  # noqa: SLF001
         torch_optimizer._global_optimizer_pre_hooks,  # noqa: SLF001
         torch_optimizer._global_optimizer_post_hooks,  # noqa: SLF001
     )
     hooks = [hook for table in tables for hook in table.values()]
-    return any(hook not in _own and not isinstance(hook, Guard) for hook in hooks)
+    return any(not isinstance(hook, Guard) for hook in hooks)

@@ -1,11 +1,14 @@
-"""Python kernels at torch's autocast keys, for the operations that a policy steers.
+"""Python kernels for the operations that a policy decides about.
 
-In: a device and operations. Out: torch's dispatcher asks the frame in force how each
-of them runs, wherever it is called: in C++ composites, in other threads, in a
-recomputation. Where no frame is in force torch's own kernel runs, as if ours were not.
+In: operations. Out: inside a context with a policy, torch's dispatcher asks the frame
+in force how each of them runs, wherever it is called: in C++ composites, in other
+threads that the context was carried to, in a recomputation.
 
-Such a kernel serves the whole process, and costs some microseconds a call; operations
-that no policy steers keep torch's alone. Where autocast is off none of them is reached.
+They stand at a dispatch key of their own, in front of torch's autocast keys, which a
+thread includes only while such a context is open in it (`gate.push`). Nothing else
+reaches them: neither plain `torch.autocast` nor another thread pays for them or waits
+for them. None of them calls torch's cast or takes its lock; what a policy leaves to
+torch is handed on by the dispatcher, which lets go of the interpreter's lock first.
 """
 
 from __future__ import annotations
@@ -20,18 +23,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch.library import Library
+from torch.library import Library, fallthrough_kernel
 
 from halfstep import gate, optable
-from halfstep.errors import UserError
-from halfstep.gate import Frame, Row
 from halfstep.policy import KEEP, cast_to
-from halfstep.untraced import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from halfstep.cast_cache import CastCache
+    from halfstep.gate import Frame, Row
 
 Call: TypeAlias = "Callable[..., Any]"
 
@@ -42,6 +43,8 @@ KEYS = {
     "xpu": "AutocastXPU",
 }
 """Device type -> the dispatch key at which torch casts."""
+_OWN = gate.KEY.name
+"""The dispatch key at which these kernels stand."""
 
 _WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "norm.Scalar": ("norm.ScalarOpt_dtype", (2,)),
@@ -54,84 +57,32 @@ _WIDE_WEIGHTS = {("cpu", "layer_norm"), ("cpu", "native_layer_norm")}
 """Device, operation -> torch's kernel takes 16-bit data beside weights of fp32, from
 the third argument on: casting those costs time, and digits of the result."""
 
-_one_at_a_time = threading.RLock()
-"""torch's kernels hold the lock of its cache while they cast weights. A mode in Python
-then waits for the interpreter, which another thread that waits for that lock inside a
-call of ours would not give up. So that one waits for this lock first."""
-
 _lock = threading.Lock()
-_installed: dict[tuple[str, str], Library] = {}
-_torchs: dict[tuple[str, str], Call] = {}
-_behind: dict[tuple[str, str], Call] = {}
-"""Kernels of a user's operators that are ours too: before torch 2.9 nobody could call
-a kernel that stands behind another, so these are kept to be called."""
-_ready: dict[tuple[str, int], Mapping[str, Row]] = {}
-"""Device, identity -> rows that all have a kernel: regions ask at each entry."""
+_installed: dict[str, Library] = {}
+"""Operation, or "_" for all others -> what holds its kernel."""
+_ready: dict[int, Mapping[str, Row]] = {}
+"""Identity -> rows that all have a kernel: contexts ask at each entry."""
 
 
-def install(device: str, names: Iterable[str]) -> None:
-    """Let the dispatcher ask us about operations on a device, from now on.
+def install(names: Iterable[str]) -> None:
+    """Give operations a kernel, once for the process.
 
     Args:
-        device: "cpu", "cuda", "mps" or "xpu".
         names: aten's ("softmax.int") or other libraries' ("ns::name"); or rows that
             never change.
     """
-    if _ready.get((device, id(names))) is names:
+    if _ready.get(id(names)) is names:
         return
     with _lock:
+        if not _installed:
+            others = Library("_", "IMPL")  # type: ignore[no-untyped-call]
+            others.fallback(fallthrough_kernel, _OWN)  # type: ignore[no-untyped-call]
+            _installed["_"] = others
         for name in names:
-            if (device, name) not in _installed:
-                _installed[device, name] = _register(device, name)
+            if name not in _installed:
+                _installed[name] = _register(name)
         if isinstance(names, Mapping):
-            _ready[device, id(names)] = names
-
-
-def step_aside(name: str) -> list[str]:
-    """Withdraw our kernels for an operation, so that another may be put behind them.
-
-    Returns:
-        The devices for which to `install` it again.
-    """
-    with _lock:
-        _ready.clear()
-        devices = [device for device, known in _installed if known == name]
-        for device in devices:
-            _installed.pop((device, name))._destroy()  # type: ignore[no-untyped-call] # noqa: SLF001
-        for device in KEYS:
-            _torchs.pop((device, name), None)
-    return devices
-
-
-def stand_behind(device: str, name: str, kernel: Call) -> None:
-    """Take note of a kernel that runs where no policy has a say.
-
-    Args:
-        device: "cpu", "cuda", "mps" or "xpu".
-        name: As `install` takes it.
-        kernel: Registered at the device's autocast key.
-    """
-    _behind[device, name] = kernel
-
-
-class Everywhere:
-    """While open, kernels for operations that need one only while observed."""
-
-    def __init__(self, device: str, names: Iterable[str]) -> None:
-        self._device = device
-        self._names = tuple(names)
-        self._libraries: list[Library] = []
-
-    def __enter__(self) -> None:
-        with _lock:
-            missing = [n for n in self._names if (self._device, n) not in _installed]
-            self._libraries = [_register(self._device, name) for name in missing]
-
-    def __exit__(self, *_: object) -> None:
-        with _lock:
-            for library in self._libraries:
-                library._destroy()  # type: ignore[no-untyped-call] # noqa: SLF001 -- the one way back
-            self._libraries = []
+            _ready[id(names)] = names
 
 
 def overload_of(name: str) -> torch._ops.OpOverload:
@@ -144,112 +95,73 @@ def overload_of(name: str) -> torch._ops.OpOverload:
     return found
 
 
-def _register(device: str, name: str) -> Library:
-    """Put a kernel of ours in front of torch's."""
+def _register(name: str) -> Library:
+    """Put a kernel for an operation at our key."""
     op = overload_of(name)
-    key = KEYS[device]
-    if (device, name) not in _torchs:
-        _torchs[device, name] = _torchs_own(device, name, op)
-    torchs = _torchs[device, name]
-    run = runner(device, name, op)
+    pass_on = passing_on(op)
+    runs = {device: runner(device, name, op) for device in KEYS}
 
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        frame = gate.in_force(device)
-        row = frame.plan.get(name) if frame is not None else None
-        if frame is None or row is None:
-            return torchs(keyset, *args, **kwargs)
+        contexts = gate.casting()
+        if len(contexts) > 1:
+            contexts = [each for each in contexts if _is_any_on(args, each[0])]
+        if not contexts:
+            return pass_on(keyset, *args, **kwargs)
+        device, frame = contexts[0]
+        row = frame.plan.get(name)
+        if row is None:
+            return pass_on(keyset, *args, **kwargs)
         if row.rule is not None:
             frame.matched.add(row.rule)
-        if frame.recorder is not None and not frame.closed:
+        if frame.recorder is not None:
             if row.stock:
-                chosen = partial(torchs, keyset, *args, **kwargs)
+                chosen = partial(pass_on, keyset, *args, **kwargs)
             else:
-                chosen = partial(run, frame, row, args, kwargs)
+                chosen = partial(runs[device], frame, row, args, kwargs)
             return frame.recorder.observe(name, frame, chosen, (args, kwargs))
         if row.stock:
-            return torchs(keyset, *args, **kwargs)
-        return run(frame, row, args, kwargs)
+            return pass_on(keyset, *args, **kwargs)
+        return runs[device](frame, row, args, kwargs)
 
     library = Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        # Overriding torch's own kernel is the purpose.
+        # Where torch registers a kernel of its own at the key, ours is the one to run.
         warnings.simplefilter("ignore", UserWarning)
         spelt = name.rpartition("::")[2]
-        # Not `library.impl`: torch 2.6 refuses there to override a kernel in Python,
-        # which its dispatcher can do.
         registrar: Any = library.m
-        registrar.impl(spelt, key, _passed_over(kernel), True)  # noqa: FBT003 -- with the keyset
+        registrar.impl(spelt, _OWN, _skipped_by_dynamo(kernel), True)  # noqa: FBT003 -- with the keyset
     return library
 
 
-def _passed_over(kernel: Call) -> Call:
+def _skipped_by_dynamo(kernel: Call) -> Call:
     """Keep torch.compile from compiling a function of ours, and what that calls.
 
     Why: what it leaves to eager code calls our kernels, and it would try them next.
     """
     frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
-    if not hasattr(frames, "set_code_exec_strategy"):
-        # torch 2.6 cannot mark the code: this costs a call more.
-        return untraced(kernel)
     skip = frames._FrameAction.SKIP  # noqa: SLF001
     strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001
     frames.set_code_exec_strategy(kernel.__code__, strategy)
     return kernel
 
 
-def _torchs_own(device: str, name: str, op: torch._ops.OpOverload) -> Call:
-    """Return what torch does with an operation at the key, before we stand there."""
-    key = KEYS[device]
-    full = name if "::" in name else f"aten::{name}"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(full, key):  # noqa: SLF001
-        return passing_on(op, key)
-    if hasattr(torch.library, "get_kernel"):
-        own: Call = torch.library.get_kernel(full, key).call_boxed
-        casts = optable.TABLES[device].get(name)
-        return _in_turn(own) if casts and casts.category == optable.LOW else own
-    if (device, name) in _behind:
-        return _without_keyset(_behind[device, name])
-    if "::" in name:
-        message = (
-            f"op '{name}' has an autocast kernel of its own, which a rule would hide "
-            f"for good in torch {torch.__version__}: take out the rule, or use torch "
-            "2.9 or later."
-        )
-        raise UserError(message)
-    run = runner(device, name, op)
-    known = optable.TABLES[device].get(name)
-    row = Row(known.category if known else KEEP, None, stock=True)
-
-    def as_torch(_: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        # torch's cache is out of reach, too; that of a region of ours is not.
-        return run(gate.in_force(device), row, args, kwargs)
-
-    return as_torch
+def _is_any_on(values: Iterable[Any], device: str) -> bool:
+    """Say whether a tensor among arguments is on a device."""
+    return any(
+        value.device.type == device
+        if isinstance(value, Tensor)
+        else isinstance(value, list | tuple) and _is_any_on(value, device)
+        for value in values
+    )
 
 
-def _without_keyset(kernel: Call) -> Call:
-    def call(_: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return kernel(*args, **kwargs)
-
-    return call
-
-
-def _in_turn(own: Call) -> Call:
-    def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        with _one_at_a_time:
-            return own(keyset, *args, **kwargs)
-
-    return call
-
-
-def passing_on(op: torch._ops.OpOverload, key: str) -> Call:
-    """Return the function that hands an operation on to the keys below one of ours.
+def passing_on(op: torch._ops.OpOverload) -> Call:
+    """Return the function that hands an operation on to the keys below ours.
 
     What it calls inside is still cast, unlike under `runner`.
     """
-    own = DispatchKey.__members__[key]
-    below = torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
-    excluded = DispatchKeySet(own)
+    below = torch._C._dispatch_keyset_full_after(gate.KEY)  # noqa: SLF001
+    excluded = DispatchKeySet(gate.KEY)
     written = {a.name for a in op._schema.arguments if a.alias_info is not None}  # noqa: SLF001
     may_be_number = [
         place
@@ -272,9 +184,9 @@ def passing_on(op: torch._ops.OpOverload, key: str) -> Call:
 def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
     """Return the function that casts an operation's operands and runs it.
 
-    It takes a frame (None: no cache), a row, positional and keyword arguments.
+    It takes a frame, a row, positional and keyword arguments.
     """
-    excluded = DispatchKeySet(DispatchKey.__members__[KEYS[device]])
+    excluded = DispatchKeySet(DispatchKey.__members__[KEYS[device]]).add(gate.KEY)
     wide_name, last = _WITH_DTYPE.get(name, (name, ()))
     wide = overload_of(wide_name)
     needed = len(wide._schema.arguments) - 1 if last else 0  # noqa: SLF001
@@ -282,7 +194,7 @@ def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
     leave = (device, name) in _WIDE_WEIGHTS
 
     def run(
-        frame: Frame | None, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]
+        frame: Frame, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401
         # As in torch: what an operation calls inside is not cast again.
         with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
@@ -304,9 +216,7 @@ def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
             dtype = cast_to(row.category, dtypes, low)
             if dtype is None:
                 return op(*args, **kwargs)
-            cache = None
-            if frame is not None and not frame.closed and dtype is low:
-                cache = frame.cache
+            cache = frame.cache if dtype is low else None
             kept = leave and row.rule is None and dtype is low and _fp32(args[2:4])
             data = args[:2] if kept else args
             cast = *_cast(data, dtype, on, cache), *args[len(data) :]
@@ -382,8 +292,8 @@ def _has_dtype(
     return place < len(args) and args[place] is not None
 
 
-def _banned(name: str, frame: Frame | None, row: Row) -> str:
-    if frame is None or row.rule is None:
+def _banned(name: str, frame: Frame, row: Row) -> str:
+    if row.rule is None:
         return f"{name} is unsafe in 16 bits: torch's table bans it."
     return (
         f"{name} is banned by the rule '{frame.policy.rules[row.rule]}'. Use another "

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.amp.autocast_mode import autocast as torch_autocast
 
-from halfstep import distributed, gate, kernels, optable, policy, sign, steering
+from halfstep import (
+    distributed,
+    gate,
+    kernels,
+    optable,
+    policy,
+    recompute,
+    sign,
+    steering,
+)
+from halfstep.entries import Entries
 from halfstep.errors import UserError
 from halfstep.formats import cast_floating
 from halfstep.gate import Frame
@@ -131,17 +141,6 @@ def _types(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield path, known[path]
 
 
-class _Opened(threading.local):
-    """How to leave what a thread has entered through one scope, outermost first."""
-
-    def __init__(self) -> None:
-        self.leave: list[Callable[[], object]] = []
-
-    def __reduce__(self) -> tuple[type[_Opened], tuple[()]]:
-        """Let a model with hooks be copied and pickled; a copy is not entered."""
-        return _Opened, ()
-
-
 class Scope:
     """A module and all inside it, for which one rule decides."""
 
@@ -173,7 +172,7 @@ class Scope:
         self._inside = Policy(rules, steered.base)
         self._always = False
         self._back: torch.dtype | None = None
-        self._opened = _Opened()
+        self._entries: Entries[Callable[[], object]] = Entries()
 
     @property
     def category(self) -> str:
@@ -211,10 +210,10 @@ class Scope:
         if frame is not None:
             frame.matched.add(self.rule)
         elif not self._always:
-            self._opened.leave.append(_nothing)
+            self._entries.push(_nothing)
             return None
         if self.category == optable.BANNED:
-            self._opened.leave.append(_nothing)
+            self._entries.push(_nothing)
             message = (
                 f"module {self.path!r} is banned by the rule "
                 f"'{self.policy.rules[self.rule]}', and was called."
@@ -228,9 +227,9 @@ class Scope:
         else:
             # torch's own, not one of ours: no user code runs that could edit weights.
             device = device or next(_tensors(module, args, kwargs)).device.type
-            region = torch.autocast(device, enabled=False)
+            region = torch_autocast(device, enabled=False)
             region.__enter__()  # type: ignore[no-untyped-call]
-            self._opened.leave.append(lambda: region.__exit__(None, None, None))
+            self._entries.push(lambda: region.__exit__(None, None, None))
         if self.category == optable.FP32:
             return cast_floating((args, kwargs), torch.float32)
         if self.category == optable.LOW:
@@ -255,7 +254,7 @@ class Scope:
             types=self.types,
             weights=frame.cache is not None,
         )
-        kernels.install(device, rows)
+        kernels.install(rows)
         inner = Frame(
             self.policy,
             rows,
@@ -266,21 +265,20 @@ class Scope:
             self.types,
             frame,
         )
-        inner.closed = frame.closed
-        before = gate.enter(device, inner)
+        pushed = recompute.push(device, inner)
         shown = sign.show(self._inside)
 
         def leave() -> None:
             sign.restore(shown)
-            gate.leave(device, before)
+            recompute.pop(pushed)
 
-        self._opened.leave.append(leave)
+        self._entries.push(leave)
 
     @_disable_dynamo
     def close(self, _module: nn.Module, _args: object, output: object) -> object:
         """Forward hook; runs after an error too."""
-        if self._opened.leave:  # a hook of somebody's raised before ours ran
-            self._opened.leave.pop()()
+        if self._entries:  # a hook of somebody's raised before ours ran
+            self._entries.pop()()
         return None if self._back is None else cast_floating(output, self._back)
 
 

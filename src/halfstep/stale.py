@@ -1,10 +1,10 @@
 """torch's own cache of casts, kept from serving what is no longer true.
 
-In: regions that open and close. Out: that cache forgets all when a weight may have
-changed inside a region, or when a region asks for another dtype.
+In: contexts that open and close. Out: that cache forgets all when a weight may have
+changed inside a context, or when a context asks for another dtype.
 
 Why: its key is the weight alone. It serves the value that a weight had before it was
-changed, and the dtype of the region around. To ask at each operation would cost more
+changed, and the dtype of the context around. To ask at each operation would cost more
 than the operation; but a weight that learns is as a rule written into only where grad
 mode is off, or by an optimizer: when either ends, the cache starts anew. Between two
 operations under one `no_grad`, and for an edit of `weight.data` or `weight.detach()`,
@@ -16,23 +16,24 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import grad_mode
 
 from halfstep import hooks
+from halfstep.patches import attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _open: dict[tuple[str, torch.dtype], int] = {}
-"""Device type and dtype -> regions open in all threads: torch's cache is shared."""
+"""Device type and dtype -> contexts open in all threads: torch's cache is shared."""
 
 
 class _Thread(threading.local):
-    """The dtypes of the regions that a thread is in, by device, outermost first."""
+    """The dtypes of the contexts that a thread is in, by device, outermost first."""
 
     def __init__(self) -> None:
         self.dtypes: defaultdict[str, list[torch.dtype]] = defaultdict(list)
@@ -41,16 +42,13 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@functools.cache
-def watch() -> None:
-    """Start the cache anew, inside regions, whenever a weight may have changed."""
-    hooks.after_each_step(_forget)
-    modes = (grad_mode.no_grad, grad_mode.set_grad_enabled, grad_mode.inference_mode)
-    for mode in modes:
-        mode.__exit__ = _then_forget(mode.__exit__)  # type: ignore[method-assign]
-    # As a function it needs no end: `torch.set_grad_enabled(True)`.
-    start = _then_forget(grad_mode.set_grad_enabled.__init__)
-    grad_mode.set_grad_enabled.__init__ = start  # type: ignore[method-assign]
+class Opened(NamedTuple):
+    """What `closed` needs."""
+
+    device: str
+    dtype: torch.dtype
+    dtypes: list[torch.dtype]
+    """Of the thread that opened it: another one may close it."""
 
 
 def _then_forget(run: Callable[..., None]) -> Callable[..., None]:
@@ -63,18 +61,30 @@ def _then_forget(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _forget(*_: object) -> None:
-    # Whatever thread writes, it may write into what a region in another has cast.
+    # Whatever thread writes, it may write into what a context in another has cast.
     if _open:
         torch.clear_autocast_cache()
 
 
+hooks.after_each_step(_forget)
+PATCHES = (
+    hooks.STEPS.apply,
+    attribute(grad_mode.no_grad, "__exit__", _then_forget),
+    attribute(grad_mode.set_grad_enabled, "__exit__", _then_forget),
+    attribute(grad_mode.inference_mode, "__exit__", _then_forget),
+    # As a function it needs no end: `torch.set_grad_enabled(True)`.
+    attribute(grad_mode.set_grad_enabled, "__init__", _then_forget),
+)
+"""They start the cache anew, inside contexts, whenever a weight may have changed."""
+
+
 def inside() -> bool:
-    """Say whether this thread is in a region of ours that casts."""
+    """Say whether this thread is in a context of ours that casts."""
     return any(_thread.dtypes.values())
 
 
-def opened(device: str, dtype: torch.dtype) -> None:
-    """Take note of a region that casts; call it when the region is open."""
+def opened(device: str, dtype: torch.dtype) -> Opened:
+    """Take note of a context that casts; call it when the context is open."""
     own = _thread.dtypes[device]
     with _lock:
         _open[device, dtype] = _open.get((device, dtype), 0) + 1
@@ -85,15 +95,17 @@ def opened(device: str, dtype: torch.dtype) -> None:
     if own[-1:] != [dtype]:
         torch.clear_autocast_cache()
     if disputed:
-        # Another thread's region has another dtype, and the cache is one for both.
+        # Another thread's context has another dtype, and the cache is one for both.
         torch.set_autocast_cache_enabled(False)
     own.append(dtype)
+    return Opened(device, dtype, own)
 
 
-def closed(device: str) -> None:
-    """Take note that this thread's innermost region that casts is about to close."""
-    own = _thread.dtypes[device]
-    dtype = own.pop()
+def closed(opening: Opened) -> None:
+    """Take note that a context that casts is about to close."""
+    device, dtype, own = opening
+    # The last of them: an outer context with the same dtype is still open.
+    del own[len(own) - 1 - own[::-1].index(dtype)]
     with _lock:
         _open[device, dtype] -= 1
         if not _open[device, dtype]:

@@ -7,14 +7,14 @@ rules on modules and recorder are in force.
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 
-from halfstep import gate, kernels, sign, steering
+from halfstep import gate, kernels, recompute, sign, steering
 from halfstep.cast_cache import CastCache
+from halfstep.entries import Entries
 from halfstep.errors import UserError
 from halfstep.gate import Frame
 from halfstep.policy import TORCH
@@ -34,17 +34,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Entered(threading.local):
-    """What a thread has entered through one instance, outermost first."""
+class _Entry(NamedTuple):
+    """One entry of a region, and what it has to restore."""
 
-    def __init__(self) -> None:
-        self.stack: list[
-            tuple[Frame, int, Frame | None, kernels.Everywhere | None, Any]
-        ] = []
-
-    def __reduce__(self) -> tuple[type[_Entered], tuple[()]]:
-        """Let what holds an instance be copied and pickled; a copy is not entered."""
-        return _Entered, ()
+    frame: Frame
+    shown: int
+    pushed: gate.Pushed
+    backward: Any
 
 
 class Steered:
@@ -88,7 +84,7 @@ class Steered:
         self._weights = weights
         self._matched = matched
         self._recorder = Recorder(self.device) if record else None
-        self._entered = _Entered()
+        self._entries: Entries[_Entry] = Entries()
 
     @untraced
     def __enter__(self) -> Self:
@@ -101,12 +97,8 @@ class Steered:
             weights=self._weights,
             everything=self._recorder is not None,
         )
-        everywhere = None
-        if self._recorder is None:
-            kernels.install(self.device, rows)
-        else:
-            everywhere = kernels.Everywhere(self.device, rows)
-            everywhere.__enter__()
+        kernels.install(rows)
+        if self._recorder is not None:
             self._recorder.start()
         cache = None
         if self._region._cache_enabled:  # noqa: SLF001
@@ -116,8 +108,8 @@ class Steered:
             matched = steering.matches(policy)
         frame = Frame(policy, rows, cache, matched, self._recorder)
         self._region.__enter__()  # type: ignore[no-untyped-call]
-        before = sign.show(policy), gate.enter(self.device, frame)
-        self._entered.stack.append((frame, *before, everywhere, plain_backward()))
+        shown, pushed = sign.show(policy), recompute.push(self.device, frame)
+        self._entries.push(_Entry(frame, shown, pushed, plain_backward()))
         return self
 
     def __exit__(
@@ -139,17 +131,15 @@ class Steered:
         traceback: TracebackType | None,
     ) -> str:
         """Close a region; return what to warn of, "" of nothing."""
-        frame, shown, before, everywhere, setting = self._entered.stack.pop()
+        frame, shown, pushed, setting = self._entries.pop()
         restore_backward(setting)
-        gate.leave(self.device, before)
+        recompute.pop(pushed)
         sign.restore(shown)
-        frame.closed = self._given is None
         frame.recorder = None
-        if frame.closed and frame.cache is not None:
-            frame.cache.clear()
-        if everywhere is not None and self._recorder is not None:
+        if self._given is None:
+            frame.close()
+        if self._recorder is not None:
             self._recorder.stop()
-            everywhere.__exit__()
         self._region.__exit__(exc_type, exc_value, traceback)
         on = self._region._enabled  # noqa: SLF001
         if on and exc_value is None and self._matched is None:

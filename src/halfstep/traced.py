@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._guards import TracingContext
+from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.fx.node import has_side_effect
 from torch.library import Library
 
-from halfstep import gate, kernels, sign, steering
+from halfstep import gate, kernels, recompute, sign, steering
 from halfstep.errors import UserError
 from halfstep.gate import Frame
 from halfstep.policy import Policy
@@ -77,14 +78,14 @@ def traced(
         )
         raise UserError(message)
     if policy is None:
-        return torch.autocast(*settings)
+        return torch_autocast(*settings)
     return _steered(settings, str(policy))
 
 
 @contextlib.contextmanager
 def _steered(settings: Settings, word: str) -> Iterator[None]:
     device = settings[0]
-    with torch.autocast(*settings):
+    with torch_autocast(*settings):
         torch.ops.halfstep.open_region(device, word)
         try:
             yield
@@ -94,7 +95,7 @@ def _steered(settings: Settings, word: str) -> Iterator[None]:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.before: list[tuple[Frame | None, int | None]] = []
+        self.before: list[tuple[gate.Pushed, int | None]] = []
 
 
 _thread = _Thread()
@@ -105,16 +106,16 @@ def _open(device: str, word: str) -> None:
     policy = Policy.parse(word)
     steering.check(policy, device, model=None)
     rows = steering.rows_for(policy, device)
-    kernels.install(device, rows)
+    kernels.install(rows)
     frame = Frame(policy, rows, None, steering.matches(policy))
     # Not while this is traced: the sign then stands for the region around.
     shown = sign.show(policy) if TracingContext.try_get() is None else None
-    _thread.before.append((gate.enter(device, frame), shown))
+    _thread.before.append((recompute.push(device, frame), shown))
 
 
-def _close(device: str) -> None:
-    before, shown = _thread.before.pop()
-    gate.leave(device, before)
+def _close(_: str) -> None:
+    pushed, shown = _thread.before.pop()
+    recompute.pop(pushed)
     if shown is not None:
         sign.restore(shown)
 
@@ -125,8 +126,12 @@ def _define() -> None:
         ("close_region", "str device", _close),
     ):
         _library.define(f"{name}({arguments}) -> ()")  # type: ignore[no-untyped-call]
-        # Where torch.compile has given up, as 2.6 does, it would try these next.
-        _library.impl(name, untraced(run), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+        # Where torch.compile has given up it would try these next.
+        kernel = untraced(run)
+        _library.impl(name, kernel, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+        # Under a dispatch mode, as in tracing, torch restores a thread's dispatcher
+        # state after an operation, but for what happens before it takes note of it.
+        _library.impl(name, kernel, "PythonTLSSnapshot")  # type: ignore[no-untyped-call]
         packet = getattr(torch.ops.halfstep, name)
         has_side_effect(packet)
         has_side_effect(packet.default)

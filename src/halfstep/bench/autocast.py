@@ -27,7 +27,7 @@ from halfstep.report import Cell, Table
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 Opened: TypeAlias = AbstractContextManager[Any]
 """A region, torch's or ours."""
@@ -97,19 +97,6 @@ def _inside(region: Opened, call: Call, calls: int, place: Place) -> float:
     with region:
         call()  # casts what stays cast for the region
         return measure.per_call(call, calls, place.device)
-
-
-def _withdrawn(names: Iterable[str], turn: Callable[[], float]) -> float:
-    """Take a turn without our kernels for some operations."""
-    for name in names:
-        kernels.step_aside(name)
-    return turn()
-
-
-def _installed(names: Iterable[str], turn: Callable[[], float], place: Place) -> float:
-    """Take a turn with our kernels for some operations."""
-    kernels.install(place.device, names)
-    return turn()
 
 
 def _calls(call: Call, place: Place) -> int:
@@ -224,15 +211,14 @@ def _region_table(place: Place, notes: tuple[str, ...]) -> Table:
 def _ruled_times(ruled: Ruled, place: Place) -> measure.Times:
     """Let four contenders run one operation: see `_rule_tables`."""
     policy = f"torch + {ruled.rule}"
-    names = tuple(steering.rows_for(Policy.parse(policy), place.device))
+    kernels.install(steering.rows_for(Policy.parse(policy), place.device))
     calls = _calls(ruled.by_hand, place)
     stock = partial(_inside, place.torchs(), ruled.call, calls, place)
     by_hand = partial(_inside, place.torchs(), ruled.by_hand, calls, place)
     contenders = {
-        "torch": partial(_withdrawn, names, stock),
-        "by hand": partial(_withdrawn, names, by_hand),
-        "passed on": partial(_installed, names, stock, place),
-        # Entering it installs the kernels.
+        "torch": stock,
+        "by hand": by_hand,
+        "passed on": partial(_inside, place.ours(_STEERED), ruled.call, calls, place),
         "halfstep": partial(_inside, place.ours(policy), ruled.call, calls, place),
     }
     return measure.take_turns(contenders, place.rounds)
@@ -285,12 +271,12 @@ def _rule_tables(
         f"within {RULE_TARGET:g}",
     )
     more = (
-        "torch: as called, by torch's table, no kernel of ours; over: what ours costs",
+        "torch: as called, by torch's table; over: what ours costs",
         "by hand: made to run as the rule says, by .to() or .float(); " + _ISLAND,
         rounds,
     )
     beside = (
-        "torch: no kernel of ours; passed on: the same, but one of ours is installed",
+        "passed on: under a policy that does not name the operation, while another does",
         rounds,
     )
     heads = ("operation", "size", "torch us", "passed on us", "us more")
