@@ -162,7 +162,7 @@ def _everything_installed() -> None:
 
     for device in ("cpu", "cuda"):
         for table in (optable.TABLES, optable.LEAN):
-            kernels.install(device, table[device])
+            kernels.install(list(table[device]))
 
 
 WAYS: dict[str, dict[str, Any]] = {

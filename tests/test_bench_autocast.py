@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import halfstep as hs
-from halfstep import gate
 from halfstep.bench import autocast
 from halfstep.bench.operations import ruled_operations, stock_operations
 
@@ -66,28 +65,6 @@ def test_rules(device: str) -> None:
     """Law: the rules measured on a device are those."""
     made = [each.rule for each in ruled_operations(4, device, LOW)]
     assert made == [f"op:{op}={run}" for op, run in RULES[device].items()]
-
-
-def test_whose_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: withdrawn, our kernel is not asked; installed, it is."""
-    asked: list[str] = []
-    in_force = gate.in_force
-
-    def seen(device: str) -> gate.Frame | None:
-        asked.append(device)
-        return in_force(device)
-
-    monkeypatch.setattr(gate, "in_force", seen)
-    x = torch.randn(3)
-
-    def turn() -> float:
-        with PLACE.torchs():
-            torch.nn.functional.gelu(x)
-        return float(len(asked))
-
-    assert autocast._installed(["gelu"], turn, PLACE) == 1
-    assert autocast._withdrawn(["gelu"], turn) == 1
-    assert autocast._installed(["gelu"], turn, PLACE) == 2
 
 
 def test_turns_last_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,6 @@ torch_only = pytest.mark.skipif(
 DTYPES = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 RULES = "torch + op:mm=fp32"
 
-carry.install()
-
 
 @pytest.fixture(autouse=True)
 def _cpu_as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,17 +193,19 @@ def test_a_callers_thread_is_left_as_it_was() -> None:
     assert gate.current("cpu") is None
 
 
-def test_it_is_installed_once() -> None:
-    """Law: however many regions are made, torch's function is wrapped once."""
-    wrapped = parallel.parallel_apply
-    autocast("cpu")
-    carry.install()
-    assert parallel.parallel_apply is wrapped
-    assert wrapped.__name__ == "parallel_apply"
-    original: Callable[..., Any] = vars(wrapped)["__wrapped__"]
-    assert original.__module__ == "torch.nn.parallel.parallel_apply"
+def test_torch_is_wrapped_while_a_context_is_open() -> None:
+    """Law: torch's function is wrapped once inside, in both places, and not outside."""
+    original = parallel.parallel_apply
     globals_: Any = nn.DataParallel.parallel_apply.__globals__
-    assert globals_["parallel_apply"] is wrapped
+    assert original.__module__ == "torch.nn.parallel.parallel_apply"
+    with autocast("cpu"):
+        wrapped: Callable[..., Any] = parallel.parallel_apply
+        with autocast("cpu", policy="lean"):
+            assert parallel.parallel_apply is wrapped
+        assert wrapped.__name__ == "parallel_apply"
+        assert vars(wrapped)["__wrapped__"] is original
+        assert vars(globals_["parallel_apply"])["__wrapped__"] is original
+    assert parallel.parallel_apply is globals_["parallel_apply"] is original
 
 
 @pytest.mark.gpu

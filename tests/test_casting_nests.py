@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from halfstep import gate, stale
+from halfstep import casting, gate, recompute, stale
 from halfstep.cast_cache import CastCache
 from halfstep.casting import autocast
 
@@ -208,7 +208,8 @@ def test_any_nest_is_left_as_it_was_entered(nest: Nest) -> None:
     assert gate.current("cpu") is None
     assert not stale.inside()
     assert not stale._open
-    assert not any(region._entered.stack for region in shared)
+    assert not any(region._entries for region in shared)
+    assert casting._patches._users == recompute._patches._users == 0
 
 
 @pytest.mark.parametrize("setting", range(len(SETTINGS)))
@@ -230,6 +231,7 @@ def test_a_broken_exit_is_seen() -> None:
 
         def __init__(self) -> None:
             self.before: list[Frame | None] = []
+            self.pushed: list[gate.Pushed] = []
 
         def __enter__(self) -> None:
             self.region = autocast("cpu", policy="lean")
@@ -238,12 +240,14 @@ def test_a_broken_exit_is_seen() -> None:
 
         def __exit__(self, *_: object) -> None:
             self.region.__exit__(None, None, None)
-            gate.enter("cpu", self.before.pop())
+            self.pushed.append(gate.push("cpu", self.before.pop()))
 
-    regions = [Forgetful()] * len(SETTINGS)
+    forgetful = Forgetful()
+    regions = [forgetful] * len(SETTINGS)
     try:
         with pytest.raises(AssertionError):
             use(Nest(0, shared=True), regions)
     finally:
-        gate.leave("cpu", None)
+        for pushed in reversed(forgetful.pushed):
+            gate.pop(pushed)
     assert state() == FRESH

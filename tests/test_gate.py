@@ -1,8 +1,9 @@
-"""Frames: in force where a region is open, and where its forward pass is run again."""
+"""Frames: in force where a context is open, and where its forward pass is run again."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import gate
+from halfstep import custom_bwd, custom_fwd, gate, recompute
 from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
 from halfstep.gate import Frame, Row
 from halfstep.policy import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 KINDS = pytest.mark.parametrize("reentrant", [True, False])
 
@@ -27,13 +29,6 @@ def frame(name: str, cache: CastCache | None = None) -> Frame:
     """Return a frame with a policy and a plan of its own."""
     policy = Policy.parse(f"torch + op:{name}=fp32")
     return Frame(policy, {name: Row("fp32", 0, stock=False)}, cache, set())
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Know no thread of another test."""
-    monkeypatch.setattr(gate, "_past", {})
-    monkeypatch.setattr(gate, "_thread", gate._Thread())
 
 
 A, B, C = (frame(name) for name in ("softmax", "gelu", "exp"))
@@ -48,11 +43,11 @@ def name(found: Frame | None) -> str:
 @contextmanager
 def region(opened: Frame | None, device: str = "cpu") -> Iterator[None]:
     """Be in a region."""
-    before = gate.enter(device, opened)
+    pushed = recompute.push(device, opened)
     try:
         yield
     finally:
-        gate.leave(device, before)
+        recompute.pop(pushed)
 
 
 class Ask(torch.autograd.Function):
@@ -72,9 +67,16 @@ class Ask(torch.autograd.Function):
         return grad, None
 
 
-def ask(x: Tensor, seen: list[str]) -> Tensor:
+class AskAgain(Ask):
+    """The same, decorated."""
+
+    forward = staticmethod(custom_fwd(Ask.forward, device_type="cpu"))
+    backward = staticmethod(custom_bwd(Ask.backward, device_type="cpu"))
+
+
+def ask(x: Tensor, seen: list[str], function: type[Ask] = Ask) -> Tensor:
     """Note the frame in the forward pass, and in the backward pass."""
-    out: Tensor = Ask.apply(x, seen)  # type: ignore[no-untyped-call]
+    out: Tensor = function.apply(x, seen)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -136,45 +138,26 @@ def test_threads_have_their_own() -> None:
 # Backward passes
 
 
-def test_backward_finds_the_frame_of_its_forward() -> None:
-    """Law: each function's backward runs under the frame that its forward ran under."""
-    seen: list[str] = []
-    x = ask(start(), seen)
-    with region(A):
-        x = ask(x, seen)
-        with region(B):
-            x = ask(ask(x, seen), seen)
-        x = ask(x, seen)
-    x = ask(x, seen)
-    assert seen == ["-", "A", "B", "B", "A", "-"]
-    seen.clear()
-    backward(x)
-    assert seen == ["-", "A", "B", "B", "A", "-"]
+@pytest.mark.parametrize("around", [None, C])
+def test_a_backward_pass(around: Frame | None) -> None:
+    """Law: a backward pass runs under no frame, a decorated one under its forward's.
 
-
-def test_a_backward_pass_in_a_region() -> None:
-    """Law: the region around a backward pass has no say."""
+    The context around it has no say.
+    """
     seen: list[str] = []
-    with region(A):
-        x = ask(start(), seen)
-    x = ask(x, seen)
-    with region(B):
-        x = ask(x, seen)
+    for function in (Ask, AskAgain):
+        x = ask(start(), seen, function)
+        with region(A):
+            x = ask(x, seen, function)
+            with region(B):
+                x = ask(x, seen, function)
+            x = ask(x, seen, function)
+        assert seen == ["-", "A", "B", "A"]
         seen.clear()
-        with region(C):
+        with region(around):
             backward(x)
-    assert seen == ["B", "-", "A"]
-
-
-def test_the_next_backward_pass_is_not_confused() -> None:
-    """Law: what one pass has computed again says nothing about the next."""
-    seen: list[str] = []
-    with region(A):
-        x = checkpoint(look, start(), seen, use_reentrant=True)
-    backward(x)
-    x = ask(start(), seen)
-    backward(x)
-    assert seen == ["A", "A", "-", "-"]
+        assert seen == (["-"] * 4 if function is Ask else ["A", "B", "A", "-"])
+        seen.clear()
 
 
 @KINDS
@@ -251,55 +234,80 @@ def test_recomputation_in_a_recomputation(reentrant: bool) -> None:
 
 
 @KINDS
-def test_forward_in_another_thread(reentrant: bool) -> None:
-    """Law: a thread without nodes of its own finds the frame of another's forward.
-
-    A number that a thread has itself given to a node is taken for that.
-    """
+def test_each_pass_in_another_thread(reentrant: bool) -> None:
+    """Law: forward and backward passes may run in different threads, each time."""
     seen: list[str] = []
 
-    def forward() -> Tensor:
-        with region(A):
+    def forward(opened: Frame) -> Tensor:
+        with region(opened):
             out: Tensor = checkpoint(look, start(), seen, use_reentrant=reentrant)
         return out
 
-    x = forward()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(backward, x).result()
-        x = pool.submit(forward).result()
-        pool.submit(backward, x).result()
-    assert seen == ["A"] * 4
-    with ThreadPoolExecutor(1) as pool:
-        x = pool.submit(forward).result()
-    for _ in range(9):
-        start() * 1
+    for opened in (A, B, A):
+        with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+            x = one.submit(forward, opened).result()
+            other.submit(backward, x).result()
+    assert seen == ["A", "A", "B", "B", "A", "A"]
+
+
+@KINDS
+def test_a_part_computed_again_much_later(reentrant: bool) -> None:
+    """Law: contexts opened meanwhile, and graphs without number, change nothing."""
+    seen: list[str] = []
+    with region(A):
+        outs = [
+            checkpoint(look, start(), seen, use_reentrant=reentrant) for _ in range(3)
+        ]
+    for _ in range(5000):
+        with region(B):
+            pass
     seen.clear()
-    backward(x)
-    assert seen == ["-"]
+    for out in reversed(outs):
+        backward(out)
+    assert seen == ["A"] * 3
 
 
-def test_each_thread_its_own_first() -> None:
-    """Law: threads that run both passes themselves are never ambiguous."""
+def test_a_failed_recomputation() -> None:
+    """Law: after one that raises, nothing is in force that was not before."""
+    fails = [False]
 
-    def work(opened: Frame) -> set[str]:
-        seen: list[str] = []
-        for _ in range(50):
-            with region(opened):
-                x = ask(start(), seen)
-            backward(x)
-        return set(seen)
+    def work(x: Tensor) -> Tensor:
+        if fails[0]:
+            message = "on purpose"
+            raise ValueError(message)
+        return x.sin()
 
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(work, (A, B, C))) == [{"A"}, {"B"}, {"C"}]
+    with region(A):
+        out = checkpoint(work, start(), use_reentrant=True)
+    fails[0] = True
+    with pytest.raises(ValueError, match="on purpose"):
+        backward(out)
+    assert gate.current("cpu") is None
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(gate.KEY)
+
+
+def test_closed_in_another_thread() -> None:
+    """Law: the frame goes where it came from, and the closing thread keeps its own."""
+    pushed = recompute.push("cpu", A)
+
+    def close() -> str:
+        with region(B):
+            recompute.pop(pushed)
+            return name(gate.in_force("cpu"))
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(close).result() == "B"
+    assert gate.current("cpu") is None
+    assert recompute._patches._users == 0
 
 
 # Caches
 
 
-def test_casts_keep_their_history_while_a_region_is_open() -> None:
-    """Law: the outermost region with a cache opens and closes it, nested ones do not.
+def test_casts_keep_their_history_while_a_context_is_open() -> None:
+    """Law: the outermost context with a cache opens and closes it, nested ones do not.
 
-    A recomputation opens it for as long as its backward pass lasts.
+    So does a part that is computed again.
     """
     cache = CastCache()
     outer, scope = frame("softmax", cache), frame("gelu", cache)
@@ -307,7 +315,6 @@ def test_casts_keep_their_history_while_a_region_is_open() -> None:
     opened = [cache.open]
 
     def note(x: Tensor) -> Tensor:
-        gate.in_force("cpu")  # as a kernel asks
         opened.append(cache.open)
         return x.sin()
 
@@ -321,3 +328,35 @@ def test_casts_keep_their_history_while_a_region_is_open() -> None:
     backward(x)
     opened.append(cache.open)
     assert opened[5:] == [True, False]
+
+
+@KINDS
+def test_a_recurrent_net_computed_again(reentrant: bool) -> None:
+    """Law: gradients are those without checkpointing, to the bit, as with torch.
+
+    A recurrent layer uses each weight once a step: its 16-bit gradients are summed
+    before they are cast, here and there.
+    """
+    torch.manual_seed(0)
+    model, x = torch.nn.GRU(8, 8), torch.randn(5, 3, 8, requires_grad=True)
+
+    def grads(run: Callable[[Tensor], Tensor], **settings: Any) -> list[Tensor]:
+        with autocast("cpu", torch.bfloat16, **settings):
+            out = run(x)
+        model.zero_grad()
+        backward(out.float().sum())
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    def plain(x: Tensor) -> Tensor:
+        out: Tensor = model(x)[0]
+        return out
+
+    def again(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(plain, x, use_reentrant=reentrant)
+        return out
+
+    for settings in ({}, {"policy": "lean"}, {"policy": "torch + op:gelu=fp32"}):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "policy rule")
+            alike = zip(grads(plain, **settings), grads(again, **settings), strict=True)
+            assert all(torch.equal(*pair) for pair in alike), settings

@@ -1,7 +1,8 @@
-"""Kernels at torch's autocast keys: ours where a frame says so, torch's elsewhere."""
+"""Kernels of a policy: they run where a frame is in force, torch's alone elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,13 +14,12 @@ from torch import Tensor, nn
 from torch.library import Library
 from torch.nn import functional as F  # noqa: N812 -- its usual name
 from torch.utils._python_dispatch import TorchDispatchMode
-from versions import before_2_9
 
-from halfstep import gate, kernels
+from halfstep import kernels, recompute
 from halfstep.cast_cache import CastCache
 from halfstep.errors import UserError
 from halfstep.gate import Frame, Row
-from halfstep.kernels import Everywhere, install, overload_of, step_aside
+from halfstep.kernels import install, overload_of
 from halfstep.policy import TORCH, Policy
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def steered(
 ) -> Iterator[Frame]:
     """Be in a region in which operations run as they are given a category."""
     plan = {name: Row(category, rule, stock=False) for name, category in rows.items()}
-    install("cpu", plan)
+    install(plan)
     frame = Frame(policy, plan, cache, set())
     with torch.autocast("cpu", low):
-        before = gate.enter("cpu", frame)
+        pushed = recompute.push("cpu", frame)
         try:
             yield frame
         finally:
-            gate.leave("cpu", before)
+            recompute.pop(pushed)
 
 
 # Without a frame
@@ -72,46 +72,91 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("enabled", [True, False])
-def test_without_a_frame_torch_decides(name: str, enabled: bool) -> None:
-    """Law: with ours installed, results and dtypes are those from before.
+@pytest.mark.parametrize("frame", [False, True])
+def test_what_a_policy_leaves_to_torch(name: str, enabled: bool, frame: bool) -> None:
+    """Law: without a frame, or a row in it, results and dtypes are torch's.
 
     What an operation calls inside is cast too, as einsum's products are.
     """
-    found = []
-    for installed in (False, True):
-        if installed:
-            install("cpu", [name])
-        else:
-            step_aside(name)
+    outs = []
+    for ours in (False, True):
+        if ours:
+            install([name])
         torch.manual_seed(0)
-        with torch.autocast("cpu", BF16, enabled=enabled):
-            found.append(PROGRAMS[name]())
-    assert has_kernel(f"aten::{name}", "AutocastCPU")
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    step_aside(name)
+        with contextlib.ExitStack() as contexts:
+            if ours and frame:
+                contexts.enter_context(steered({}))
+            contexts.enter_context(torch.autocast("cpu", BF16, enabled=enabled))
+            outs.append(PROGRAMS[name]())
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=0)
 
 
-@before_2_9
+def test_torch_asks_its_own_kernels() -> None:
+    """Law: torch's autocast keys hold what they held, while a frame is in force too.
+
+    So no thread under plain `torch.autocast` runs, or waits for, code of ours.
+    """
+    keys = [f"Autocast{device}" for device in ("CPU", "CUDA", "MPS", "XPU")]
+
+    def registered(name: str) -> list[str]:
+        table = torch._C._dispatch_dump_table(f"aten::{name}").splitlines()
+        return [line for line in table if line.split(":")[0] in keys]
+
+    names = ["linear", "mm", "gelu", "layer_norm"]
+    before = {name: registered(name) for name in names}
+    assert "autocast_mode.cpp" in "".join(before["linear"])
+    with steered(dict.fromkeys(names, "fp32")):
+        assert F.linear(X, X).dtype == FP32
+        assert {name: registered(name) for name in names} == before
+
+
+def test_other_threads_are_torchs() -> None:
+    """Law: while a frame is in force in one thread, another never reaches a kernel."""
+    with steered({"mm": "fp32"}), ThreadPoolExecutor(1) as pool:
+
+        def plain() -> torch.dtype:
+            with torch.autocast("cpu", FP16):
+                return torch.mm(X, X).dtype
+
+        assert pool.submit(plain).result() == FP16
+        assert torch.mm(X, X).dtype == FP32
+
+
+def test_the_innermost_context_decides() -> None:
+    """Law: in a plain context inside, with autocast on, the policy holds; off, none."""
+    with steered({"mm": "fp32"}):
+        with torch.autocast("cpu", FP16):
+            assert torch.mm(X, X).dtype == FP32
+        with torch.autocast("cpu", enabled=False):
+            assert torch.mm(X.to(BF16), X.to(BF16)).dtype == BF16
+
+
 def test_torchs_errors_are_torchs() -> None:
-    """Law: without a frame torch's own refusal comes through."""
-    install("cpu", ["cat"])
+    """Law: what a policy leaves to torch, torch refuses in its own words."""
+    install(["cat"])
     with (
-        torch.autocast("cpu", BF16),
+        steered({}),
         pytest.raises(RuntimeError, match="Unexpected floating ScalarType"),
     ):
         torch.cat([X.to(BF16), X.to(FP16)])
 
 
-@before_2_9
 def test_torchs_cache_still_works() -> None:
-    """Law: torch's own cast of a weight is made once, through ours too."""
-    install("cpu", ["linear"])
+    """Law: torch's own cast of a weight is made once, handed on by ours too."""
+    install(["linear"])
     weight = nn.Parameter(X.clone())
-    with torch.autocast("cpu", BF16):
+    with steered({}):
         outs: list[Any] = [F.linear(X, weight), F.linear(X, weight)]
     casts = [out.grad_fn.next_functions[1][0].next_functions[0][0] for out in outs]
     assert "ToCopyBackward" in casts[0].name()
     assert casts[0] is casts[1]
+
+
+def test_higher_order_operators_run() -> None:
+    """Law: operators that torch dispatches in Python run under a policy."""
+    with steered({"mm": "fp32"}):
+        out = torch.cond(X.sum() > 0, lambda x: x.mm(x), lambda x: x.mm(x).sin(), (X,))
+    assert out.dtype == FP32
 
 
 # With one
@@ -283,15 +328,6 @@ def test_the_cache_serves_weights() -> None:
     assert (cache.hits, cache.misses, len(cache)) == (1, 1, 1)
 
 
-def test_a_closed_frame_uses_no_cache() -> None:
-    """Law: a frame whose region is over leaves its cache alone."""
-    cache, weight = CastCache(), nn.Parameter(X.clone())
-    with steered({"linear": "low"}, cache=cache) as frame:
-        frame.closed = True
-        assert F.linear(X, weight).dtype == BF16
-    assert (cache.hits, cache.misses) == (0, 0)
-
-
 def test_only_this_device() -> None:
     """Law: tensors elsewhere are left alone by the CPU's kernels."""
     meta = torch.ones(4, 4, device="meta")
@@ -310,7 +346,7 @@ def library() -> Iterator[str]:
     lib.define("twice(Tensor x, float by=2.0) -> Tensor")
     lib.impl("twice", lambda x, by=2.0: x * by, "CompositeExplicitAutograd")
     yield "halfstep_test_kernels::twice"
-    step_aside("halfstep_test_kernels::twice")
+    kernels._installed.pop("halfstep_test_kernels::twice", None)
     lib._destroy()
 
 
@@ -324,92 +360,25 @@ def test_operators_of_other_libraries(library: str) -> None:
         assert twice(X).dtype == FP32
 
 
-def test_stepping_aside(library: str) -> None:
-    """Law: after it, the key is free for another kernel; it says where to return."""
-    assert step_aside(library) == []
-    install("cpu", [library])
-    assert has_kernel(library, "AutocastCPU")
-    assert step_aside(library) == ["cpu"]
-    assert not has_kernel(library, "AutocastCPU")
-
-
-@before_2_9
 def test_in_front_of_another_kernel(library: str) -> None:
-    """Law: where no policy has a say, a kernel that was there first runs."""
+    """Law: a rule has the last word over an operator's own autocast kernel."""
     other = Library("halfstep_test_kernels", "IMPL")  # type: ignore[no-untyped-call]
     other.impl("twice", lambda x, _=2.0: x + 100, "AutocastCPU")  # type: ignore[no-untyped-call]
+    twice = overload_of(library)
     try:
         with steered({library: "low"}) as frame:
-            assert overload_of(library)(X).dtype == BF16
+            assert twice(X).dtype == BF16
             frame.plan = {}
-            # Without a row the kernel behind ours runs: the other's.
-            assert torch.equal(overload_of(library)(X), X + 100)
-    finally:
-        step_aside(library)
-        other._destroy()  # type: ignore[no-untyped-call]
-
-
-def test_no_kernel_is_hidden_for_good(
-    library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: where torch cannot call a kernel behind ours, it is not put aside."""
-    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
-    other = Library("halfstep_test_kernels", "IMPL")  # type: ignore[no-untyped-call]
-    other.impl("twice", lambda x, _=2.0: x + 100, "AutocastCPU")  # type: ignore[no-untyped-call]
-    try:
-        with pytest.raises(UserError) as caught:
-            install("cpu", [library])
-        assert str(caught.value) == (
-            f"op '{library}' has an autocast kernel of its own, which a rule would "
-            f"hide for good in torch {torch.__version__}: take out the rule, or use "
-            "torch 2.9 or later."
-        )
+            assert torch.equal(twice(X), X + 100)
         with torch.autocast("cpu"):
-            assert torch.equal(overload_of(library)(X), X + 100)
+            assert torch.equal(twice(X), X + 100)
     finally:
         other._destroy()  # type: ignore[no-untyped-call]
-
-
-# While observed
-
-
-def test_everywhere_is_for_a_while() -> None:
-    """Law: its kernels go when it closes; those that were there stay."""
-    step_aside("acosh")
-    install("cpu", ["asinh"])
-    with Everywhere("cpu", ["acosh", "asinh"]):
-        assert has_kernel("aten::acosh", "AutocastCPU")
-    assert not has_kernel("aten::acosh", "AutocastCPU")
-    assert has_kernel("aten::asinh", "AutocastCPU")
-    step_aside("asinh")
-
-
-def test_everywhere_nests() -> None:
-    """Law: two may be open, closed in any order; installed meanwhile stays."""
-    step_aside("acosh")
-    step_aside("atanh")
-    first, second = (Everywhere("cpu", ["acosh", "atanh"]) for _ in range(2))
-    first.__enter__()
-    second.__enter__()
-    install("cpu", ["atanh"])
-    first.__exit__()
-    assert has_kernel("aten::acosh", "AutocastCPU")
-    with steered({"acosh": "low"}):
-        assert torch.acosh(X + 4).dtype == BF16
-    step_aside("acosh")
-    second.__exit__()
-    assert not has_kernel("aten::acosh", "AutocastCPU")
-    with steered({"atanh": "low"}):
-        assert torch.atanh(X / 4).dtype == BF16
-    step_aside("atanh")
-    assert not has_kernel("aten::atanh", "AutocastCPU")
 
 
 def test_threads_install_once() -> None:
     """Law: threads that install the same at once get one kernel, that works."""
     names = ["lgamma", "digamma", "erf", "erfc", "sinc"]
-    for name in names:
-        step_aside(name)
     barrier = threading.Barrier(4, timeout=30)
 
     def work(_: int) -> Tensor:
@@ -419,9 +388,17 @@ def test_threads_install_once() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert {out.dtype for out in pool.map(work, range(4))} == {BF16}
-    for name in names:
-        assert step_aside(name) == ["cpu"]
-        assert not has_kernel(f"aten::{name}", "AutocastCPU")
+
+
+def test_a_backend_that_uses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: where another backend needs the dispatch key, a policy is rejected."""
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    with pytest.raises(UserError) as caught, steered({"mm": "fp32"}):
+        pass
+    assert str(caught.value) == (
+        "policies need a dispatch key that the backend 'npu' uses: open autocast() "
+        "without policy, cache and record, or do not load that backend."
+    )
 
 
 # Names

@@ -137,16 +137,7 @@ def test_modes_work_as_before() -> None:
         with torch.set_grad_enabled(mode=False):
             assert not torch.is_grad_enabled()
         assert torch.is_grad_enabled()
-    assert torch.no_grad.__exit__.__qualname__ == "no_grad.__exit__"
-
-
-def test_hooks_are_installed_once() -> None:
-    """Law: a thousand regions watch no more than one does."""
-    stale.watch()
-    before = torch.no_grad.__exit__
-    for _ in range(3):
-        autocast("cpu")
-    assert torch.no_grad.__exit__ is before
+        assert torch.no_grad.__exit__.__qualname__ == "no_grad.__exit__"
 
 
 def test_inside_a_region_of_torchs() -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch._C import DispatchKey
+from torch.library import Library, fallthrough_kernel
 
 from halfstep.cast_cache import CastCache
 from halfstep.errors import UserError
@@ -111,6 +112,31 @@ class _Active(NamedTuple):
 _NOTHING = _Active(None, None)
 
 
+_lock = threading.Lock()
+_fallback: list[Library] = []
+"""What lets all operations without a kernel at the key pass it, once there is one."""
+
+
+def _check_key() -> None:
+    """Make the dispatch key ready for use.
+
+    Raises:
+        UserError: If a backend of its own uses it.
+    """
+    backend = torch._C._get_privateuse1_backend_name()  # noqa: SLF001
+    if backend != NO_BACKEND:
+        message = (
+            f"policies need a dispatch key that the backend {backend!r} uses: open "
+            "autocast() without policy, cache and record, or do not load that backend."
+        )
+        raise UserError(message)
+    with _lock:
+        if not _fallback:
+            library = Library("_", "IMPL")  # type: ignore[no-untyped-call]
+            library.fallback(fallthrough_kernel, KEY.name)  # type: ignore[no-untyped-call]
+            _fallback.append(library)
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.active: dict[str, _Active] = {}
@@ -138,13 +164,7 @@ def push(device: str, frame: Frame | None) -> Pushed:
     Raises:
         UserError: If a backend of its own uses the dispatch key.
     """
-    backend = torch._C._get_privateuse1_backend_name()  # noqa: SLF001
-    if backend != NO_BACKEND:
-        message = (
-            f"policies need a dispatch key that the backend {backend!r} uses: open "
-            "autocast() without policy, cache and record, or do not load that backend."
-        )
-        raise UserError(message)
+    _check_key()
     active = _thread.active
     before = active.get(device, _NOTHING)
     active[device] = _Active(frame, _node_number())

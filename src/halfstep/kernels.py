@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch.library import Library, fallthrough_kernel
+from torch.library import Library
 
 from halfstep import gate, optable
 from halfstep.policy import KEEP, cast_to
@@ -59,7 +59,7 @@ the third argument on: casting those costs time, and digits of the result."""
 
 _lock = threading.Lock()
 _installed: dict[str, Library] = {}
-"""Operation, or "_" for all others -> what holds its kernel."""
+"""Operation -> what holds its kernel."""
 _ready: dict[int, Mapping[str, Row]] = {}
 """Identity -> rows that all have a kernel: contexts ask at each entry."""
 
@@ -74,10 +74,6 @@ def install(names: Iterable[str]) -> None:
     if _ready.get(id(names)) is names:
         return
     with _lock:
-        if not _installed:
-            others = Library("_", "IMPL")  # type: ignore[no-untyped-call]
-            others.fallback(fallthrough_kernel, _OWN)  # type: ignore[no-untyped-call]
-            _installed["_"] = others
         for name in names:
             if name not in _installed:
                 _installed[name] = _register(name)

@@ -14,6 +14,7 @@ there is no such moment; a `CastCache` sees all but the edit of `weight.data`.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,11 +52,18 @@ class Opened(NamedTuple):
     """Of the thread that opened it: another one may close it."""
 
 
+_NO_WRITERS = frozenset(("torch.autograd.grad_mode", "torch.utils.checkpoint"))
+"""Modules that change the grad mode and write no weights. The first does so to begin a
+mode and to end one, which is seen itself; the second whenever a tensor is saved, in the
+middle of an operation that may use a cast many times."""
+
+
 def _then_forget(run: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(run)
     def run_and_forget(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         run(*args, **kwargs)
-        _forget()
+        if sys._getframe(1).f_globals.get("__name__") not in _NO_WRITERS:  # noqa: SLF001
+            _forget()
 
     return run_and_forget
 

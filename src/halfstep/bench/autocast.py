@@ -276,7 +276,7 @@ def _rule_tables(
         rounds,
     )
     beside = (
-        "passed on: under a policy that does not name the operation, while another does",
+        "passed on: under a policy that leaves the operation to torch",
         rounds,
     )
     heads = ("operation", "size", "torch us", "passed on us", "us more")
