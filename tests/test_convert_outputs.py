@@ -310,3 +310,49 @@ def test_prepared_twice() -> None:
         converted = convert_(model, levels.O3, BF16, TORCH)
     assert converted.originals == {}
     assert model(torch.ones(2, 4)).dtype == FP32
+
+
+@dataclasses.dataclass
+class Answer:
+    """What models of libraries return."""
+
+    logits: Tensor
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "dataclass": Answer,
+    "dict": lambda logits: {"logits": logits},
+    "list": lambda logits: [logits, logits],
+    "named tuple": lambda logits: Pair(logits, None),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_compiled_once(name: str) -> None:
+    """Law: whatever a model returns, it is compiled in the first step alone."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+        def forward(self, x: Tensor) -> Any:
+            return OUTPUTS[name](self.layers(x))
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+    graphs: list[object] = []
+
+    def backend(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(session.model, backend=backend)
+    counts = []
+    for _ in range(4):
+        with session.autocast():
+            compiled(torch.randn(2, 4))
+        counts.append(len(graphs))
+    assert counts == [counts[0]] * 4

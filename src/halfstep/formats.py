@@ -148,50 +148,64 @@ class _Cast:
         """Id -> what has it, kept alive so that no other gets it, and its copy; None
         while nothing in it was cast."""
         self._open: set[int] = set()
-        """Ids of the containers that are being gone through."""
+        """Keys of the containers that are being gone through."""
+        self._traced: list[Any] = []
+        """What was met while torch.compile traces."""
+
+    def _key(self, value: Any) -> int:  # noqa: ANN401
+        """Return a number that is this object's alone, here."""
+        if not torch.compiler.is_compiling():
+            return id(value)
+        # Code that depends on the id of what a model returns is compiled at each call.
+        # Of tuples torch.compile does not know `is`: each counts as another one.
+        if not isinstance(value, tuple):
+            for place, other in enumerate(self._traced):
+                if other is value:
+                    return -1 - place
+        self._traced.append(value)
+        return -len(self._traced)
 
     def of(self, value: Any) -> tuple[Any, bool]:  # noqa: ANN401
-        """Return what stands for a value, and whether that is a copy.
-
-        torch.compile traces this: it does not know `is` of tuples.
-        """
+        """Return what stands for a value, and whether that is a copy."""
         if isinstance(value, torch.Tensor):
             if value.dtype not in _BY_DTYPE or value.dtype == self._dtype:
                 return value, False
-            if id(value) not in self._met:
-                self._met[id(value)] = value, value.to(self._dtype)
-            return self._met[id(value)][1], True
+            key = self._key(value)
+            if key not in self._met:
+                self._met[key] = value, value.to(self._dtype)
+            return self._met[key][1], True
         items = _items(value)
         if items is None:
             return value, False
-        if id(value) not in self._met:
-            self._met[id(value)] = value, None
-            self._fill(value, items)
-        elif id(value) in self._open and not isinstance(value, tuple):
-            return self._copy(value), True  # it holds itself: so shall the copy
-        copied = self._met[id(value)][1]
+        key = self._key(value)
+        if key not in self._met:
+            self._met[key] = value, None
+            self._fill(value, key, items)
+        elif key in self._open and not isinstance(value, tuple):
+            return self._copy(value, key), True  # it holds itself: so shall the copy
+        copied = self._met[key][1]
         return (value, False) if copied is None else (copied, True)
 
-    def _fill(self, value: Any, items: list[tuple[Any, Any]]) -> None:  # noqa: ANN401
+    def _fill(self, value: Any, key: int, items: list[tuple[Any, Any]]) -> None:  # noqa: ANN401
         """Cast what a container holds; copy it if that makes a difference."""
-        self._open.add(id(value))
+        self._open.add(key)
         if isinstance(value, tuple):
             cast = [self.of(item) for _, item in items]
             if any(changed for _, changed in cast):
                 twin = _tuple_like(value, [item for item, _ in cast])
-                self._met[id(value)] = value, twin
+                self._met[key] = value, twin
         else:
-            for key, item in items:
+            for name, item in items:
                 new, changed = self.of(item)
                 if changed:
-                    _put(self._copy(value), key, new)
-        self._open.remove(id(value))
+                    _put(self._copy(value, key), name, new)
+        self._open.remove(key)
 
-    def _copy(self, value: Any) -> Any:  # noqa: ANN401
+    def _copy(self, value: Any, key: int) -> Any:  # noqa: ANN401
         """Return the copy of a container, made when first asked for."""
-        if self._met[id(value)][1] is None:
-            self._met[id(value)] = value, _shallow(value)
-        return self._met[id(value)][1]
+        if self._met[key][1] is None:
+            self._met[key] = value, _shallow(value)
+        return self._met[key][1]
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401
