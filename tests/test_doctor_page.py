@@ -54,6 +54,16 @@ def test_every_part_is_there(html: str) -> None:
     assert {"Loss scale", "Skipped steps so far", "Skipped steps"} <= {*captions}
 
 
+def test_every_part_of_a_step_has_a_name(html: str) -> None:
+    """Law: no share of a step is left over as a rest that nobody explains."""
+    words = " ".join("".join(shown(html).itertext()).split())
+    assert "other operations are all the rest of the table" in words
+    for name in ("matrix products", "optimizer", "other operations", "Python"):
+        assert name in words
+    labels = ["".join(text.itertext()).strip() for text in shown(html).iter("text")]
+    assert "rest" not in labels
+
+
 def test_names_are_text(html: str) -> None:
     """Law: no name of a run can add an element."""
     assert "<b " not in html

@@ -154,6 +154,7 @@ LAYER = {
     "doctor.facts": 3,
     "doctor.rule": 4,
     "doctor.products": 4,
+    "doctor.rules_learning": 5,
     "doctor.rules_range": 5,
     "doctor.rules_scale": 5,
     "doctor.rules_weights": 5,

@@ -30,6 +30,12 @@ _MOST_FILMS = 6  # tensors shown over steps
 _MOST_OPERATIONS = 15
 _MOST_SKIPS = 10
 _MOST_NAMES = 3
+_OTHERS = "other operations"
+_ABOUT_PARTS = (
+    "Matrix products, casts, fp32 operations and the optimizer are apart; other "
+    "operations are all the rest of the table, such as norms, activations, dropout, "
+    "additions and copies."
+)
 _EXPONENTS = (
     "How large the numbers were: the darker, the more of a tensor's numbers lie "
     "between that power of two and the next. Zeros, inf and NaN are not drawn."
@@ -213,14 +219,15 @@ def _profile(facts: RunFacts) -> Section:
     if profile is None or not profile.wall_s:
         return Section(heading)
     parts = {
-        "products": profile.gemm_s,
+        "matrix products": profile.gemm_s,
         "casts": profile.casts_s,
         "fp32 operations": profile.fp32_only_s,
+        "optimizer": profile.update_s,
         "Python, launches": profile.python_s,
         "input": profile.input_s,
     }
-    rest = max(0.0, profile.wall_s - sum(parts.values()))
-    named = tuple((name, size) for name, size in (*parts.items(), ("rest", rest)))
+    others = max(0.0, profile.wall_s - sum(parts.values()))
+    named = (*parts.items(), (_OTHERS, others))
     shown = tuple((name, size) for name, size in named if size)
     order = sorted(profile.rows, key=lambda row: -row.self_s)[:_MOST_OPERATIONS]
     rows = tuple(
@@ -238,7 +245,7 @@ def _profile(facts: RunFacts) -> Section:
     waits = f"The host waited {profile.waits:g} times a step, "
     notes = (f"{waits}{1000 * profile.wait_s:.3g} ms.",) if profile.waits else ()
     title = f"Operations that took the longest, of {1000 * profile.wall_s:.3g} ms"
-    table = Table(title, columns, rows, notes, digits=1)
+    table = Table(title, columns, rows, (*notes, _ABOUT_PARTS), digits=1)
     return Section(heading, bars=(Bar("", shown),), tables=(table,) if rows else ())
 
 
