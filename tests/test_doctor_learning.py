@@ -60,9 +60,8 @@ def judged(folder: Path, *words: str) -> dict[str, Finding]:
     return {each.rule: each for each in examine(facts)}
 
 
-def alphabets(count: int, *words: str, seed: int = 0) -> Rows:
+def alphabets(count: int, *words: str) -> Rows:
     """Return texts of classes that have no letter in common."""
-    del seed
     return letters(count, *(words or ("abc", "def")), lengths=(3, 12))
 
 
@@ -94,8 +93,8 @@ def test_learning_by_heart(tmp_path: Path) -> None:
     draw = random.Random(0)  # noqa: S311 -- no secret
     rows = [("".join(draw.choices(LETTERS, k=6)), i % 2) for i in range(96)]
     words = ("--level", "O0", "--lr", "1e-2", "--epochs", "12", "--mask-tokens", "0")
-    words = (*words, "--dropout", "0", "--batch-size", "8")
-    found = trained(tmp_path, rows[:48], rows[48:], *words)
+    more = ("--dropout", "0", "--batch-size", "8")
+    found = trained(tmp_path, rows[:48], rows[48:], *words, *more)
     assert found["overfitting"].severity == "warning"
     assert "--patience" in found["overfitting"].advice
 

@@ -169,6 +169,7 @@ LAYER = {
     "sharded": 13,
     # The check before training.
     "preflight.boundaries": 2,
+    "preflight.operations": 3,
     "preflight.fidelity": 0,
     "preflight.buffers": 0,
     "preflight.facts": 2,

@@ -304,7 +304,8 @@ def examined(
 
 
 def percent(share: float) -> str:
-    """Return a share as people write it, with a digit more where it is small."""
+    """Return a share as people write it, with a digit more near 0 and near all."""
     if math.isnan(share):
         return "an unknown part"
-    return f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"  # noqa: PLR2004
+    whole = not share or 0.1 <= share < 0.99 or share == 1  # noqa: PLR2004
+    return f"{share:.0%}" if whole else f"{share:.1%}"
