@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from halfstep.doctor.rules_range import safe_scale
 from halfstep.doctor.tally import Sample, Tally, flushed, lowest, normal, top
 from halfstep.finding import Finding
 from halfstep.tensor_stats import measure
+from halfstep.train.config import SETTINGS, called
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -448,6 +450,62 @@ def test_each_rule_has_its_limit(
         assert each.advice.endswith(".")
         assert 0 <= each.weight <= 1
     assert said in str(found[0])
+
+
+def test_flags_that_are_advised_exist() -> None:
+    """Law: whatever flag an advice names, `halfstep train` takes it."""
+    advice = " ".join(f.advice for *_, sick, _ in CASES for f in examine(sick))
+    named = set(re.findall(r"--[a-z][a-z-]*", advice))
+    flags = {called(setting) for setting in SETTINGS.values()}
+    assert {"--lr", "--class-weights", "--patience"} <= named <= flags
+
+
+@pytest.mark.parametrize("config", [FP16, BF16, replace(FP16, loss_scale="65536")])
+def test_skips_that_go_on_are_told_what_ends_them(config: Config) -> None:
+    """Law: first_bad, an fp32 rule, and bf16 where the run is not in it, are named."""
+    facts = replace(skipped(*range(20, 60), of=100), config=config)
+    told = {each.rule: each.advice for each in examine(facts)}["skipped steps"]
+    assert "halfstep.first_bad(model, step)" in told
+    assert "--policy 'lean + module:NAME=fp32'" in told
+    assert ("--dtype bf16" in told) == (config.dtype == "fp16")
+    assert ("never falls" in told) == (config.loss_scale == "65536")
+    ruled = replace(facts, bad_ops=(bad(rule="module:decoder.wo=fp32"),))
+    told = {each.rule: each.advice for each in examine(ruled)}["skipped steps"]
+    assert "--policy 'lean + module:decoder.wo=fp32'" in told
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (((20, 30), (10, 0)), "all 30 predictions on dev are 'c0'"),
+        (((20, 0), (10, 0)), "nothing is predicted on dev, which holds 30 entities"),
+        # Of entities, some texts have none: one type found is not all of them.
+        (((20, 5), (10, 0)), "never predicted on dev, with how often each is there: "),
+    ],
+)
+def test_what_was_not_learned(counts: tuple[tuple[int, int], ...], said: str) -> None:
+    """Law: one class for all, and nothing found at all, are errors."""
+    (found,) = [f for f in examine(classes(*counts)) if f.rule.startswith("class")]
+    assert found.measured.startswith(said)
+    assert found.severity == ("warning" if said.startswith("never") else "error")
+
+
+def test_an_overflow_is_normal_only_where_the_scale_falls() -> None:
+    """Law: by the settings or by the records, a scale that stands still is told."""
+    events = (bad(cause="backward range", phase="backward", advice="It is halved."),)
+    for config, severity in (
+        (FP16, "note"),
+        (replace(FP16, loss_scale="1e9"), "error"),
+        (replace(FP16, loss_scale=None), "error"),
+    ):
+        records = steps(step(n, scale=1e9, skipped=n > 5) for n in range(1, 9))
+        facts = RunFacts(config=config, steps=records, bad_ops=events)
+        (found,) = [each for each in examine(facts) if each.rule == "bad op"]
+        assert found.severity == severity
+        assert ("halved" in found.advice) == (severity == "note")
+    often = replace(skipped(*range(20, 60), of=100), bad_ops=events)
+    (found,) = [each for each in examine(often) if each.rule == "bad op"]
+    assert found.severity == "warning"  # it falls, and yet steps go on to be skipped
 
 
 def test_every_rule_has_a_case() -> None:

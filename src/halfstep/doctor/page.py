@@ -48,7 +48,7 @@ def page(facts: RunFacts, examination: Examination) -> str:
     Raises:
         UserError: If jinja2 or matplotlib is not installed.
     """
-    healthy = "" if examination.findings else "Nothing is wrong as far as was looked."
+    healthy = "" if examination.findings else "No problem found."
     silent = unlooked(examination)
     sections = [
         Section("Findings", healthy, cards=cards(examination.findings)),

@@ -183,7 +183,7 @@ def _never(facts: RunFacts) -> Iterator[Seen]:
     whole = sum(c.true for c in known)
     most = max(never, key=lambda c: c.true)
     share = sum(c.true for c in never) / whole
-    only = [c.label for c in last.classes if c.predicted]
+    only = [c for c in last.classes if c.predicted]
     names = ", ".join(f"{c.label} ({c.true})" for c in _largest(never)[:_NAMED])
     more = f" and {len(never) - _NAMED} more" if len(never) > _NAMED else ""
     said = f"never predicted on dev, with how often each is there: {names}{more}"
@@ -191,9 +191,13 @@ def _never(facts: RunFacts) -> Iterator[Seen]:
     advice = "Give rare classes more weight (--class-weights balanced), or more texts; "
     advice += "train longer (--epochs)."
     severity: Severity | None = None
-    if len(only) <= 1 and len(known) > 1:
-        said = f"every text of dev is called {only[0]!r}" if only else "none is found"
-        said += f" at step {last.step}: the model has not learned to tell "
+    if not only or (len(only) == 1 and only[0].predicted == whole):
+        said = (
+            f"all {whole:,} predictions on dev are {only[0].label!r}"
+            if only
+            else (f"nothing is predicted on dev, which holds {whole:,} entities")
+        )
+        said += f", up to step {last.step}: the model has not learned to tell "
         said += f"{len(known)} classes"
         advice = "Train longer (--epochs) or with another --lr; look whether labels "
         advice += "belong to their texts."
