@@ -43,6 +43,7 @@ def test_every_part_is_there(html: str) -> None:
     """Law: findings, both pictures of exponents, scale and profile each have one."""
     assert headings(html) == [
         "Findings",
+        "Loss",
         "Exponents by layer",
         "Exponents over steps",
         "Loss scale and skipped steps",
@@ -51,7 +52,9 @@ def test_every_part_is_there(html: str) -> None:
     captions = ["".join(c.itertext()) for c in shown(html).iter("figcaption")]
     assert "Outputs" in captions
     assert any(c.startswith("Gradients, at loss scale") for c in captions)
-    assert {"Loss scale", "Skipped steps so far", "Skipped steps"} <= {*captions}
+    assert {"Loss", "Loss scale", "Skipped steps so far", "Skipped steps"} <= {
+        *captions
+    }
 
 
 def test_every_part_of_a_step_has_a_name(html: str) -> None:

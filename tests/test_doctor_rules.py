@@ -707,7 +707,7 @@ def test_what_no_probe_saw_tells_how_to_get_it() -> None:
         for e in examination(RunFacts(config=BF16)).unlooked
         if "coarse" in e.rules
     ]
-    assert 'probe = "sampled"' in why
+    assert "--probe sampled" in why
     assert 'halfstep.Probe(model, "sampled", log=...)' in why
 
 

@@ -52,6 +52,7 @@ def page(facts: RunFacts, examination: Examination) -> str:
     silent = unlooked(examination)
     sections = [
         Section("Findings", healthy, cards=cards(examination.findings)),
+        _losses(facts),
         Section("Exponents by layer", _EXPONENTS, drawings=_layers(facts)),
         Section("Exponents over steps", drawings=_films(facts, examination.findings)),
         _scale(facts.steps),
@@ -175,6 +176,20 @@ def _curve(
     return Curve(name, xs, ys)
 
 
+def _losses(facts: RunFacts) -> Section:
+    """Return how the loss went, of training and on dev."""
+    evaluations = [one for one in facts.evaluations if one.loss is not None]
+    xs = tuple(float(one.step) for one in evaluations)
+    ys = tuple(one.loss or 0.0 for one in evaluations)
+    curves = (
+        _curve(facts.steps, "training", lambda step: step.loss),
+        Curve("dev", xs, ys),
+    )
+    known = any(math.isfinite(y) for curve in curves for y in curve.y)
+    chart = Chart("Loss", "step", "loss", tuple(curve for curve in curves if curve.x))
+    return Section("Loss", charts=(chart,) if known else ())
+
+
 def _scale(steps: Sequence[Step]) -> Section:
     """Return how the scale moved, how skips added up, and which steps they were."""
     count, sums = 0, {}
@@ -243,7 +258,8 @@ def _profile(facts: RunFacts) -> Section:
     )
     columns = ("operation", "ms a step", "share, %", "calls", "shapes", "formats")
     waits = f"The host waited {profile.waits:g} times a step, "
-    notes = (f"{waits}{1000 * profile.wait_s:.3g} ms.",) if profile.waits else ()
+    told = profile.waits and facts.device != "cpu"  # a CPU has nothing to wait for
+    notes = (f"{waits}{1000 * profile.wait_s:.3g} ms.",) if told else ()
     title = f"Operations that took the longest, of {1000 * profile.wall_s:.3g} ms"
     table = Table(title, columns, rows, (*notes, _ABOUT_PARTS), digits=1)
     return Section(heading, bars=(Bar("", shown),), tables=(table,) if rows else ())

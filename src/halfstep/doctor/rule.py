@@ -118,9 +118,9 @@ def _order(finding: Finding) -> tuple[int, float]:
 
 
 _NO_MACHINE = "nothing is known of the machine (environment.json)"
-_HOW = (
-    'a settings file with probe = "sampled" makes halfstep train attach one, in a loop '
-    'of your own it is halfstep.Probe(model, "sampled", log=...)'
+_PROBE = (
+    "halfstep train --probe sampled attaches one, in a loop of your own it is "
+    'halfstep.Probe(model, "sampled", log=...)'
 )
 _SAMPLES = ("sampled", "full")
 """Modes of a probe that write statistics; "flags" writes only what is not finite."""
@@ -133,7 +133,7 @@ def _no_stats(facts: RunFacts) -> str:
         return f"the probe ({mode}) has written no such statistics"
     if mode not in {None, "off"}:
         return f'no statistics of tensors: the probe is on {mode!r}, not on "sampled"'
-    return f"no statistics of tensors, for no probe was on ({_HOW})"
+    return f"no statistics of tensors, for no probe was on ({_PROBE})"
 
 
 def _no_gradients(facts: RunFacts) -> str:

@@ -46,10 +46,12 @@ Our choice: medians of a few steps differ by some per cent."""
 TIME_FOR_MEMORY = 0.8
 """Least speed, beside fp32's, at which saved memory is worth having. Our choice."""
 
-_SURE = 0.99
-"""How sure a speed-up is to lie within its spread. Our choice."""
-_FEWEST, _BEYOND = 8, 1.1
-"""Rounds from which that can be said, and a factor for fewer. 2**-7 is below 1 %."""
+_SURE = 0.999
+"""How sure a speed-up is to lie within its spread. Our choice: it is asked up to 20
+times, as rounds come in."""
+_FEWEST, _BEYOND = 11, 1.5
+"""Rounds from which that can be said, for 2 / 2**11 is below 0.1 %; and the factor that
+a few steps tell. Our choice."""
 
 DYNAMIC = 1.0, 2.0**24
 """Floor and ceiling of scales that move: `ScaleRule.min_scale` and `max_scale`."""
@@ -74,8 +76,8 @@ def spread(ratios: Sequence[float]) -> tuple[float, float]:
 
     Order statistics: their median lies between the k-th smallest and the k-th largest
     of n rounds with a chance of 1 - 2 P(fewer than k of n fair coins show heads), for
-    the largest k at which that is 99 %. Fewer than 8 rounds cannot say so: there it is
-    the least and the greatest, and a tenth beyond.
+    the largest k at which that is 99.9 %. Fewer than 11 rounds cannot say so: there it
+    is the least and the greatest, and half as much beyond.
     """
     ordered, n = sorted(ratios), len(ratios)
     if n < _FEWEST:
