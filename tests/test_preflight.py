@@ -275,6 +275,53 @@ def test_an_inf_that_a_division_hides(level: str) -> None:
     assert checked(Normed(3000.0), level, "bf16").verdict == "good"
 
 
+def test_an_inf_that_shows_later_elsewhere() -> None:
+    """Law: x * x is inf, 1 / inf is 0, log(0) is -inf: the first is to blame."""
+
+    class Inverse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute."""
+            return 1 / (x * x + 1e-3)
+
+    class Log(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute."""
+            return torch.log(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), Inverse(), Log(), nn.Linear(32, 8))
+    with torch.no_grad():
+        model[0].weight.mul_(2000)
+    report = checked(model, "O2", "fp16")
+    fault = report.facts.fault
+    assert fault is not None
+    assert (fault.phase, fault.module, fault.op) == ("forward", "1", "mul")
+    assert report.verdict.startswith("keep these modules in float32: module:1=fp32")
+
+
+def test_an_inf_that_does_no_harm() -> None:
+    """Law: 1 / (1 + y) is right with y = inf, or nearly: named, and no more."""
+
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute."""
+            square = (16 * x) * (16 * x)
+            return 1 / (1 + square * square)
+
+    class Gated(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute."""
+            return self.head(self.gate(self.inner(x)))  # type: ignore[no-any-return]
+
+    model = Gated()
+    model.gate = Gate()
+    report = checked(model, "O2", "fp16")
+    (found,) = [one for one in report.findings if one.rule == "overflow forward"]
+    assert found.severity == "note"
+    assert found.where == "gate (Gate)"
+    assert report.good
+
+
 def test_a_mask_is_not_a_hidden_inf() -> None:
     """Law: -inf that a softmax takes, and memory not yet written, are no faults."""
 

@@ -127,6 +127,10 @@ def is_far(likeness: Likeness, noise: Likeness | None) -> bool:
     return noise is None or far > NOISE_SHARE * away(noise)
 
 
+def _strays(facts: Facts) -> bool:
+    return facts.gradients is not None and is_far(facts.gradients, facts.noise)
+
+
 def _fp32(facts: Facts) -> list[Finding]:
     if facts.finite_fp32:
         return []
@@ -183,10 +187,13 @@ def _overflow(facts: Facts) -> list[Finding]:
         what = "it reaches"
     if not math.isnan(fault.reaches):  # of what flows out of a loss nobody knows
         seen += f"; in fp32 {what} {fault.reaches:.2g}"
+    wrong = not facts.finite or bool(facts.rules) or _strays(facts)
+    # A sigmoid by hand, 1 / (1 + exp(-x)), is right although exp(-x) is inf.
+    severity: Severity = "error" if wrong else "note" if fault.op else "warning"
     advice = "No rule on modules fixes it: train in bf16, or keep the numbers smaller."
-    if not backward and facts.finite and not fault.op:
-        advice = "Loss and gradients are like fp32's all the same: fine if it is a "
-        advice += "mask; otherwise keep the numbers smaller."
+    if not backward and not wrong:
+        advice = "Loss and gradients are like fp32's all the same; to be sure, keep "
+        advice += "it in float32."
     if backward and facts.finite and facts.safe_scale is not None:
         scale = power(facts.safe_scale)
         advice = f"Only a loss scale below 1 fixes it, such as {scale}; or train in "
@@ -197,7 +204,7 @@ def _overflow(facts: Facts) -> list[Finding]:
         advice += "."
     return [
         Finding(
-            "error" if not facts.finite or facts.rules or fault.op else "warning",
+            severity,
             f"overflow {fault.phase}",
             fault.where,
             seen,
@@ -212,6 +219,9 @@ def _overflow(facts: Facts) -> list[Finding]:
 def _scale(facts: Facts) -> list[Finding]:
     if facts.safe_scale is None or facts.default_finite:
         return []
+    fault = facts.fault
+    known = fault is not None and fault.phase == "backward"
+    where = fault.where if fault is not None and known else "gradients"
     advice = _how(facts.safe_scale)
     if facts.safe_scale >= DYNAMIC[0]:
         steps = round(math.log2(facts.default_scale / facts.safe_scale))
@@ -220,7 +230,7 @@ def _scale(facts: Facts) -> list[Finding]:
         Finding(
             "warning",
             "loss scale",
-            facts.fault.where if facts.fault else "gradients",
+            where,
             f"gradients overflow at the default loss scale {power(facts.default_scale)}"
             f"; {power(facts.safe_scale)} is safe",
             f"{facts.dtype} holds {facts.format.max:g}",
@@ -268,7 +278,7 @@ def _gradients(facts: Facts) -> list[Finding]:
     noise = {one.where: one for one in facts.noise_layers}
     whole = facts.gradients.norm
     found = []
-    if is_far(facts.gradients, facts.noise):
+    if _strays(facts):
         found.append(
             Finding(
                 "error",
