@@ -162,7 +162,7 @@ def _overfit(facts: RunFacts) -> Iterator[Seen]:
     share = losses[-1] / losses[best]
     said = f"it is lowest at step {step}, {losses[best]:.3g}, and {losses[-1]:.3g} at "
     said += f"step {known[-1].step}, while the training loss went from {before:.3g} to "
-    said += f"{after:.3g}: the model learns its texts by heart"
+    said += f"{after:.3g}: the model memorizes its texts"
     advice = "Stop earlier (--epochs, or --patience 3); or more texts, --dropout, "
     advice += "--mask-tokens, --label-smoothing."
     severity = None if share >= _STEEP else _NOTE
