@@ -42,6 +42,13 @@ def tally(middle: int, width: int = 6, dtype: str = "float16", **more: Any) -> A
     return told | more
 
 
+def counted(exponents: dict[int, int], **more: Any) -> Any:
+    """Return statistics of numbers with these powers of two."""
+    powers = {str(power): count for power, count in exponents.items()}
+    amax = 1.5 * 2.0 ** max(exponents, default=0)
+    return tally(0, exponents=powers, amax=amax, count=sum(exponents.values()), **more)
+
+
 def in_fp16(told: dict[str, Any]) -> dict[str, Any]:
     """Return statistics as fp16 would hold the numbers: what is too small is zero."""
     held: dict[str, int] = {}
@@ -94,6 +101,19 @@ def profile(**more: Any) -> dict[str, Any]:
     return told | more
 
 
+def evaluation(number: int, **more: Any) -> dict[str, Any]:
+    """Return the record of an evaluation of a sound run."""
+    classes = {name: {"true": 20, "predicted": 20} for name in ("a", "b")}
+    told = {"step": number, "event": "eval", "dev_loss": 1.0, "classes": classes}
+    return told | more
+
+
+def data(**more: int) -> dict[str, dict[str, int]]:
+    """Return counts of texts that come more than once, in train; as usual, few do."""
+    counts = {"texts": 1000, "repeated": 1, "contradicting": 0, "in_train": 0}
+    return {"train": counts | more, "dev": counts}
+
+
 def environment(**more: Any) -> dict[str, Any]:
     """Return what is known of a sound machine and of weights that came in fp32."""
     machine = {
@@ -110,7 +130,7 @@ def write(
     folder: Path,
     records: list[dict[str, Any]],
     *,
-    settings: dict[str, str] | None = None,
+    settings: dict[str, Any] | None = None,
     **files: Any,
 ) -> Path:
     """Write a run's folder; return it.
@@ -125,7 +145,7 @@ def write(
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
     told = {"level": "O2", "dtype": "bf16", "master": "fp32", "loss_scale": "none"}
-    told |= {"device": "cpu"}
+    told |= {"device": "cpu", "clip": 2.0, "probe": "sampled"}
     text = "".join(
         f"{key} = {json.dumps(value)}\n" for key, value in (settings or told).items()
     )
@@ -169,6 +189,9 @@ def sick(folder: Path, hostile: str = "") -> Path:
             records.append({"step": number, "event": "stats", "tensors": tensors})
     where = [f"bert.encoder.layer.5.output{hostile}.dense:output", "model:output"]
     records.append({"step": 114, "event": "non_finite", "where": where})
+    records.append(
+        evaluation(400, classes={f"rare{hostile}": {"true": 9, "predicted": 0}})
+    )
     bad = {
         "phase": "forward",
         "module": f"bert.encoder.layer.5.output{hostile}.dense",
@@ -188,7 +211,7 @@ def sick(folder: Path, hostile: str = "") -> Path:
         {"op": "layer_norm", "shapes": [[500, 770]], "self_s": 0.012, **half},
         {"op": f"odd{hostile}", "shapes": [[1]], "self_s": 0.001, **half},
     ]
-    settings = {"level": "O1", "dtype": "fp16", "loss_scale": "dynamic"}
+    settings = {"level": "O1", "dtype": "fp16", "loss_scale": "dynamic", "clip": 1.0}
     return write(
         folder,
         records,
@@ -197,5 +220,6 @@ def sick(folder: Path, hostile: str = "") -> Path:
             rows=rows, casts_s=0.03, gemm_s=0.03, device="cuda", waits=4, wait_s=0.01
         ),
         environment=environment(),
+        data=data(repeated=300),
         summary={"level": "O1", "dtype": "fp16", "padded_share": 0.4},
     )

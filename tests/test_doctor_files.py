@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sick_run import environment, profile, sick, step, tally, write
+from sick_run import (
+    data,
+    environment,
+    evaluation,
+    profile,
+    sick,
+    step,
+    tally,
+    write,
+)
 
 from halfstep import cli
 from halfstep.doctor import examination, examine, files, text
@@ -25,6 +34,7 @@ HOSTILE = "<script>alert('x')</script>\x1b[31m\n{{ 7 * 7 }}\ud800"
 SOUND = {
     "profile": profile(),
     "environment": environment(),
+    "data": data(),
     "summary": {"level": "O2", "dtype": "bf16", "padded_share": 0.1},
 }
 
@@ -32,8 +42,9 @@ SOUND = {
 def sound(folder: Path, **more: Any) -> Path:
     """Write a run with nothing wrong."""
     tensors = {"fc:output": tally(0, dtype="bfloat16"), "fc:grad": tally(-9)}
-    records = [step(n, scale=1.0) for n in range(1, 60)]
+    records = [step(n, scale=1.0) for n in range(1, 59)]
     records.append({"step": 10, "event": "stats", "tensors": tensors})
+    records.append(evaluation(58))
     return write(folder, records, **(SOUND | more))
 
 
@@ -47,7 +58,7 @@ def test_all_of_a_folder_is_read(tmp_path: Path) -> None:
     """Law: each file's facts arrive, gradients with the scale of their step."""
     facts = files.read(sick(tmp_path / "run"))
     assert facts.name == str(tmp_path / "run")
-    assert facts.config == Config("O1", "fp16", None, "dynamic", "cuda")
+    assert facts.config == Config("O1", "fp16", None, "dynamic", "cuda", clip=1.0)
     assert len(facts.steps) == 400
     assert facts.steps[18] == Step.from_data(
         step(19, scale=131072.0, skipped=True, lr=1e-3 / 19)

@@ -43,6 +43,7 @@ def test_every_part_is_there(html: str) -> None:
     """Law: findings, both pictures of exponents, scale and profile each have one."""
     assert headings(html) == [
         "Findings",
+        "Loss",
         "Exponents by layer",
         "Exponents over steps",
         "Loss scale and skipped steps",
@@ -51,7 +52,19 @@ def test_every_part_is_there(html: str) -> None:
     captions = ["".join(c.itertext()) for c in shown(html).iter("figcaption")]
     assert "Outputs" in captions
     assert any(c.startswith("Gradients, at loss scale") for c in captions)
-    assert {"Loss scale", "Skipped steps so far", "Skipped steps"} <= {*captions}
+    assert {"Loss", "Loss scale", "Skipped steps so far", "Skipped steps"} <= {
+        *captions
+    }
+
+
+def test_every_part_of_a_step_has_a_name(html: str) -> None:
+    """Law: no share of a step is left over as a rest that nobody explains."""
+    words = " ".join("".join(shown(html).itertext()).split())
+    assert "other operations are all the rest of the table" in words
+    for name in ("matrix products", "optimizer", "other operations", "Python"):
+        assert name in words
+    labels = ["".join(text.itertext()).strip() for text in shown(html).iter("text")]
+    assert "rest" not in labels
 
 
 def test_names_are_text(html: str) -> None:
@@ -71,7 +84,7 @@ def test_a_healthy_run_says_so(tmp_path: Path) -> None:
     records = [step(n, scale=1.0) for n in range(1, 30)]
     facts = files.read(write(tmp_path / "run", records))
     told = page(facts, examination(facts))
-    assert "Nothing is wrong as far as was looked." in told
+    assert "No problem found." in told
     assert "Not looked at" in headings(told)
     assert "Exponents by layer" not in headings(told)
 

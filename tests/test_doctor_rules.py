@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,17 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sick_run import environment, profile, step, tally
+from sick_run import counted, environment, profile, step, tally
 
 from halfstep import formats
 from halfstep.doctor import RULES, examination, examine, here
 from halfstep.doctor.facts import (
+    ClassCount,
     Config,
+    Evaluation,
     LostUpdates,
     MachineFacts,
     NonFinite,
     ProfileFacts,
     RunFacts,
+    SplitFacts,
     Step,
 )
 from halfstep.doctor.rule import NEEDS, Rule, Seen, percent
@@ -30,6 +34,7 @@ from halfstep.doctor.rules_range import safe_scale
 from halfstep.doctor.tally import Sample, Tally, flushed, lowest, normal, top
 from halfstep.finding import Finding
 from halfstep.tensor_stats import measure
+from halfstep.train.config import SETTINGS, called
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,13 +56,6 @@ def held(name: str, told: Any, at: int = 1, scale: float = 1.0) -> RunFacts:
     sample = Sample(at, Tally.from_data(told), scale)
     records = steps([step(1, scale=scale)])
     return RunFacts(config=FP16, stats={name: (sample,)}, steps=records)
-
-
-def counted(exponents: dict[int, int], **more: Any) -> Any:
-    """Return statistics of numbers with these powers of two."""
-    powers = {str(power): count for power, count in exponents.items()}
-    amax = 1.5 * 2.0 ** max(exponents)
-    return tally(0, exponents=powers, amax=amax, count=sum(exponents.values()), **more)
 
 
 def grown(low: int, high: int) -> RunFacts:
@@ -145,6 +143,43 @@ def not_finite(name: str, config: Config = FP16) -> RunFacts:
 CALM = held("a:output", tally(0))
 ROUNDS = [1024.0, 512.0] * 3
 
+
+def losses(*values: float) -> RunFacts:
+    """Return a run with these training losses."""
+    records = [step(i, loss=value) for i, value in enumerate(values, 1)]
+    return RunFacts(steps=steps(records))
+
+
+def evaluated(*values: float) -> RunFacts:
+    """Return a run with these dev losses, whose training loss falls."""
+    found = [Evaluation(10 * i, value) for i, value in enumerate(values, 1)]
+    records = [step(i) for i in range(1, 10 * len(values) + 1)]
+    return RunFacts(steps=steps(records), evaluations=tuple(found))
+
+
+def classes(*counts: tuple[int, int]) -> RunFacts:
+    """Return a run that has, and predicts, so many of each class on dev."""
+    told = tuple(ClassCount(f"c{i}", *count) for i, count in enumerate(counts))
+    found = Evaluation(10, 1.0, told), Evaluation(20, 1.0, told)
+    return RunFacts(evaluations=found)
+
+
+def texts(**counts: int) -> RunFacts:
+    """Return a run on a thousand texts in each split."""
+    train = {"repeated": 0, "contradicting": 0, "in_train": 0}
+    dev = train | {"in_train": counts.pop("in_train", 0)}
+    splits = {"train": train | counts, "dev": dev}
+    return RunFacts(
+        splits={name: SplitFacts(1000, **told) for name, told in splits.items()}
+    )
+
+
+def clipped(over: int) -> RunFacts:
+    """Return a run of a hundred steps, so many with gradients above the limit of 1."""
+    records = [step(i, grad_norm=1.0 + (i <= over)) for i in range(1, 101)]
+    return RunFacts(config=Config(clip=1.0), steps=steps(records))
+
+
 CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
     # rule, just healthy, just sick, words of what is said
     (
@@ -175,7 +210,7 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
             held("a:grad", tally(0, amax=32800.0)),
             config=replace(FP16, loss_scale="1024"),
         ),
-        "Lower the loss scale by half",
+        "Use --loss-scale measured, or --loss-scale 0.5",
     ),
     (
         "scale too low",
@@ -343,6 +378,55 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         profiled(ON_CPU, input_s=0.011),
         "11 ms of a step of 100 ms",
     ),
+    (
+        "divergence",
+        losses(*[1.0] * 40, *[1.5] * 4),
+        losses(*[1.0] * 40, *[1.6] * 4),
+        "it begins at 1, reaches 1.6 about step 42, and ends at 1.6 (medians)",
+    ),
+    (
+        "loss rises again",
+        losses(*[2.0] * 10, *[1.0] * 20, *[1.5] * 10),
+        losses(*[2.0] * 10, *[1.0] * 20, *[1.6] * 10),
+        "it fell from 2 to 1 about step 14, and is back at 1.6 in the end",
+    ),
+    (
+        "loss does not fall",
+        losses(*[1.0] * 25, *[0.97] * 25),
+        losses(*[1.0] * 25, *[0.98] * 25),
+        "it is 1 at the beginning and 0.98 after 50 steps",
+    ),
+    (
+        "overfitting",
+        evaluated(1.0, 0.5, 0.52, 0.55),
+        evaluated(1.0, 0.5, 0.52, 0.56),
+        "it is lowest at step 20, 0.5, and 0.56 at step 40, while the training loss",
+    ),
+    (
+        "class never predicted",
+        classes((20, 14), (10, 20), (4, 0)),
+        classes((20, 14), (10, 21), (5, 0)),
+        "never predicted on dev, with how often each is there: c2 (5)",
+    ),
+    ("clipping", clipped(90), clipped(91), "91 of 100 steps, 91%, were clipped to"),
+    (
+        "repeated texts",
+        texts(repeated=20),
+        texts(repeated=21),
+        "21 of 1,000 texts, 2.1%, equal an earlier one",
+    ),
+    (
+        "contradicting labels",
+        texts(contradicting=2),
+        texts(contradicting=3),
+        "3 of 1,000 texts, 0.3%, are there with another label, too",
+    ),
+    (
+        "leak",
+        texts(in_train=5),
+        texts(in_train=6),
+        "6 of 1,000 texts, 0.6%, are in train too: scores on dev are too good",
+    ),
     ("padding", RunFacts(padding=0.25), RunFacts(padding=0.26), "26% of what was"),
 ]
 
@@ -366,6 +450,62 @@ def test_each_rule_has_its_limit(
         assert each.advice.endswith(".")
         assert 0 <= each.weight <= 1
     assert said in str(found[0])
+
+
+def test_flags_that_are_advised_exist() -> None:
+    """Law: whatever flag an advice names, `halfstep train` takes it."""
+    advice = " ".join(f.advice for *_, sick, _ in CASES for f in examine(sick))
+    named = set(re.findall(r"--[a-z][a-z-]*", advice))
+    flags = {called(setting) for setting in SETTINGS.values()}
+    assert {"--lr", "--class-weights", "--patience"} <= named <= flags
+
+
+@pytest.mark.parametrize("config", [FP16, BF16, replace(FP16, loss_scale="65536")])
+def test_skips_that_go_on_are_told_what_ends_them(config: Config) -> None:
+    """Law: first_bad, an fp32 rule, and bf16 where the run is not in it, are named."""
+    facts = replace(skipped(*range(20, 60), of=100), config=config)
+    told = {each.rule: each.advice for each in examine(facts)}["skipped steps"]
+    assert "halfstep.first_bad(model, step)" in told
+    assert "--policy 'lean + module:NAME=fp32'" in told
+    assert ("--dtype bf16" in told) == (config.dtype == "fp16")
+    assert ("never falls" in told) == (config.loss_scale == "65536")
+    ruled = replace(facts, bad_ops=(bad(rule="module:decoder.wo=fp32"),))
+    told = {each.rule: each.advice for each in examine(ruled)}["skipped steps"]
+    assert "--policy 'lean + module:decoder.wo=fp32'" in told
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (((20, 30), (10, 0)), "all 30 predictions on dev are 'c0'"),
+        (((20, 0), (10, 0)), "nothing is predicted on dev, which holds 30 entities"),
+        # Of entities, some texts have none: one type found is not all of them.
+        (((20, 5), (10, 0)), "never predicted on dev, with how often each is there: "),
+    ],
+)
+def test_what_was_not_learned(counts: tuple[tuple[int, int], ...], said: str) -> None:
+    """Law: one class for all, and nothing found at all, are errors."""
+    (found,) = [f for f in examine(classes(*counts)) if f.rule.startswith("class")]
+    assert found.measured.startswith(said)
+    assert found.severity == ("warning" if said.startswith("never") else "error")
+
+
+def test_an_overflow_is_normal_only_where_the_scale_falls() -> None:
+    """Law: by the settings or by the records, a scale that stands still is told."""
+    events = (bad(cause="backward range", phase="backward", advice="It is halved."),)
+    for config, severity in (
+        (FP16, "note"),
+        (replace(FP16, loss_scale="1e9"), "error"),
+        (replace(FP16, loss_scale=None), "error"),
+    ):
+        records = steps(step(n, scale=1e9, skipped=n > 5) for n in range(1, 9))
+        facts = RunFacts(config=config, steps=records, bad_ops=events)
+        (found,) = [each for each in examine(facts) if each.rule == "bad op"]
+        assert found.severity == severity
+        assert ("halved" in found.advice) == (severity == "note")
+    often = replace(skipped(*range(20, 60), of=100), bad_ops=events)
+    (found,) = [each for each in examine(often) if each.rule == "bad op"]
+    assert found.severity == "warning"  # it falls, and yet steps go on to be skipped
 
 
 def test_every_rule_has_a_case() -> None:
@@ -407,10 +547,11 @@ def test_the_same_facts_have_the_same_findings() -> None:
 @pytest.mark.parametrize(
     ("last", "top_", "advice"),
     [
-        # A tenth is gone: 7 doublings leave less than a thousandth of all.
-        (2000, 0, "A loss scale of 128 keeps all but about 0.1%, and the largest "),
-        (2000, 7, "A loss scale of 128 keeps all but about 0.1%, and the largest "),
-        (2000, 8, "It would take a loss scale of 128, and the largest gradient "),
+        # A tenth is gone: 7 doublings leave less than a thousandth of all. Below half
+        # of overflow are numbers of 2^13 and less, at 2^14 over the largest.
+        (2000, 0, "Use --loss-scale measured, or --loss-scale 16384"),
+        (2000, 7, "Use --loss-scale measured, or --loss-scale 128"),
+        (2000, 8, "Train in bf16 (--dtype bf16): fp16 would take a loss scale of 128"),
     ],
 )
 def test_the_scale_that_cures(last: int, top_: int, advice: str) -> None:
@@ -566,7 +707,7 @@ def test_what_no_probe_saw_tells_how_to_get_it() -> None:
         for e in examination(RunFacts(config=BF16)).unlooked
         if "coarse" in e.rules
     ]
-    assert 'probe = "sampled"' in why
+    assert "--probe sampled" in why
     assert 'halfstep.Probe(model, "sampled", log=...)' in why
 
 

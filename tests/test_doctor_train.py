@@ -41,6 +41,7 @@ def trained(folder: Path, *words: str) -> Path:
     """Run `halfstep train` for a moment; return the run's folder."""
     data, out = write_letters(folder, 200), folder / "run"
     told = ["train", "--data", str(data), "--model", "mini", "--epochs", "4"]
+    told += [] if "--lr" in words else ["--lr", "5e-3"]
     assert cli.run([*told, "--out", str(out), *words]) == 0
     return out
 

@@ -154,6 +154,7 @@ LAYER = {
     "doctor.facts": 3,
     "doctor.rule": 4,
     "doctor.products": 4,
+    "doctor.rules_learning": 5,
     "doctor.rules_range": 5,
     "doctor.rules_scale": 5,
     "doctor.rules_weights": 5,
@@ -168,6 +169,7 @@ LAYER = {
     "sharded": 13,
     # The check before training.
     "preflight.boundaries": 2,
+    "preflight.operations": 3,
     "preflight.fidelity": 0,
     "preflight.buffers": 0,
     "preflight.facts": 2,

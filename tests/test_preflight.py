@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import halfstep as hs
 from halfstep.finding import Finding
+from halfstep.preflight.operations import Hidden, first_hidden
 
 if TYPE_CHECKING:
     from halfstep.preflight import CheckReport
@@ -70,7 +71,7 @@ def test_fp32_is_itself() -> None:
     assert report.good
     assert not report.findings
     broken = checked(Net(), "O0", "auto", loss_fn=lambda m, b: loss(m, b) * math.inf)
-    assert broken.verdict.startswith("not worth it: loss or gradients are not finite")
+    assert broken.verdict.startswith("fails: loss or gradients are not finite")
     assert not broken.good
 
 
@@ -83,7 +84,7 @@ def test_a_loss_without_weights(level: str, dtype: str) -> None:
 
     report = checked(Net(), level, dtype, loss_fn=constant)
     assert report.verdict == (
-        "not worth it: no parameter gets a gradient other than zero, in fp32 either"
+        "fails: no parameter gets a gradient other than zero, in fp32 either"
     )
     assert rules_of(report) == {"no gradient"}
     assert not report.good
@@ -96,7 +97,7 @@ def test_weights_that_will_be_nan(steps: int) -> None:
     bad = adamw(model, 1e-8)
     report = checked(model, "O3", "fp16", optimizer=bad, steps=steps)
     assert report.verdict == (
-        "not worth it: eps=1e-08 rounds to 0 in fp16, in which level O3 keeps the "
+        "fails: eps=1e-08 rounds to 0 in fp16, in which level O3 keeps the "
         "optimizer's state: weights will become NaN"
     )
     worst = report.findings[0]
@@ -153,7 +154,7 @@ def test_swamped_updates(level: str, master: str) -> None:
         if rate < 1e-3:
             assert lost > 0.9
             assert report.verdict == (
-                f"not worth it: {lost:.0%} of the updates are rounded away"
+                f"fails: {lost:.0%} of the updates are rounded away"
             )
             assert found[0].severity == "error"
             assert found[0].where == "SGD, lr=0.0001"
@@ -240,11 +241,113 @@ def test_forward_overflow_and_its_cure(level: str) -> None:
         assert session.step().skipped is skipped
 
 
+class Normed(Net):
+    """Normed by hand: x * x is inf in fp16 where x / rms is not."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__(gain)
+        self.norm = Rms()  # type: ignore[assignment]
+
+
+class Rms(nn.Module):
+    """Root mean square norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        return x / (x * x).mean(-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_an_inf_that_a_division_hides(level: str) -> None:
+    """Law: x * x is inf, x / inf is 0: the module that made it is named, and fixed."""
+    report = checked(Normed(3000.0), level, "fp16")
+    fault = report.facts.fault
+    assert fault is not None
+    assert (fault.module, fault.kind, fault.op) == ("norm", "Rms", "mul")
+    assert fault.reaches > 65504
+    worst = report.findings[0]
+    assert (worst.severity, worst.rule) == ("error", "overflow forward")
+    assert "its mul makes inf or NaN, and a later operation hides it" in str(worst)
+    assert report.verdict.startswith("keep these modules in float32: module:norm=fp32")
+    mended = checked(Normed(3000.0), level, "fp16", policy=report.facts.policy)
+    assert mended.verdict == "good"
+    assert checked(Normed(3.0), level, "fp16").verdict == "good"
+    assert checked(Normed(3000.0), level, "bf16").verdict == "good"
+
+
+def test_an_inf_that_shows_later_elsewhere() -> None:
+    """Law: x * x is inf, 1 / inf is 0, log(0) is -inf: the first is to blame."""
+
+    class Inverse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute."""
+            return 1 / (x * x + 1e-3)
+
+    class Log(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute."""
+            return torch.log(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), Inverse(), Log(), nn.Linear(32, 8))
+    with torch.no_grad():
+        model[0].weight.mul_(2000)
+    report = checked(model, "O2", "fp16")
+    fault = report.facts.fault
+    assert fault is not None
+    assert (fault.phase, fault.module, fault.op) == ("forward", "1", "mul")
+    assert report.verdict.startswith("keep these modules in float32: module:1=fp32")
+
+
+def test_an_inf_that_does_no_harm() -> None:
+    """Law: 1 / (1 + y) is right with y = inf, or nearly: named, and no more."""
+
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute."""
+            square = (16 * x) * (16 * x)
+            return 1 / (1 + square * square)
+
+    class Gated(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute."""
+            return self.head(self.gate(self.inner(x)))  # type: ignore[no-any-return]
+
+    model = Gated()
+    model.gate = Gate()
+    report = checked(model, "O2", "fp16")
+    (found,) = [one for one in report.findings if one.rule == "overflow forward"]
+    assert found.severity == "note"
+    assert found.where == "gate (Gate)"
+    assert report.good
+
+
+def test_a_mask_is_not_a_hidden_inf() -> None:
+    """Law: -inf that a softmax takes, and memory not yet written, are no faults."""
+
+    class Masked(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            """Compute, with a mask that fp16 rounds to -inf."""
+            hidden = self.norm(self.loud(self.inner(x)))
+            mask = torch.zeros_like(hidden)
+            mask[:, :3] = -1e9
+            return self.head((hidden + mask.to(hidden.dtype)).softmax(-1))  # type: ignore[no-any-return]
+
+    right = {("a", "add", 0): -1e9}
+    assert first_hidden({("a", "add", 0): -math.inf}, right) is None
+    fault = checked(Masked(), "O2", "fp16").facts.fault
+    assert fault is None or fault.phase == "backward"
+    low = {("a", "mul", 0): math.inf, ("a", "div", 0): math.nan}
+    assert first_hidden(low, low) is None  # as in fp32
+    told = first_hidden(low, {("a", "mul", 0): 7e4, ("a", "div", 0): 1.0})
+    assert told == Hidden("a", "mul", 7e4)
+
+
 def test_no_rule_mends_it() -> None:
     """Law: where no rule on modules helps, the verdict says so, and names bf16."""
     report = checked(Net(LOUD), "O3", "fp16")
     assert report.verdict == (
-        "not worth it: loud (Linear) overflows fp16 and no rule on modules mends it"
+        "fails: loud (Linear) overflows fp16 and no rule on modules fixes it"
     )
     assert "train in bf16" in report.findings[0].advice
     assert not report.facts.rules
@@ -279,7 +382,7 @@ def test_overflow_in_the_loss() -> None:
 
     report = checked(Net(), "O1", "fp16", loss_fn=squared)
     # It does so in fp32's pass too, whose loss is cast by hand.
-    assert report.verdict.startswith("not worth it: loss or gradients are not finite")
+    assert report.verdict.startswith("fails: loss or gradients are not finite")
 
 
 def largest(model: nn.Module, level: str, loss_fn: Any) -> float:
@@ -412,7 +515,7 @@ def test_gradients_that_stray() -> None:
     x, y = batch()
     twice = torch.cat([x, x]), torch.cat([y, y])  # halves are alike: no noise
     report = checked(Coarse(), "O2", "bf16", batch=twice)
-    assert report.verdict.startswith("not worth it: gradients differ from fp32's")
+    assert report.verdict.startswith("fails: gradients differ from fp32's")
     where = {one.where for one in report.findings if one.rule == "gradient"}
     assert "loud" in where
     assert "head" not in where
@@ -443,7 +546,7 @@ def test_a_level_that_fails() -> None:
             ] + self.head(torch.ones(1, 32))
 
     report = checked(Stubborn(), "O3", "bf16")
-    assert report.verdict.startswith("not worth it: O3 bf16 fails: ")
+    assert report.verdict.startswith("fails: O3 bf16 raises ")
     assert "level" in rules_of(report)
     assert checked(Stubborn(), "O1", "bf16").facts.failed == ""
 

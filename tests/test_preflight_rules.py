@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from halfstep.doctor.rules import RULES
-from halfstep.preflight import CheckReport
+from halfstep.preflight import CheckReport, rules
+from halfstep.preflight.costs import Steps, repeated
 from halfstep.preflight.facts import Cost, Facts, Fault, ScalePoint
 from halfstep.preflight.fidelity import Likeness
 from halfstep.preflight.rules import (
@@ -17,6 +20,7 @@ from halfstep.preflight.rules import (
     LOST_ALARM,
     LOST_WARN,
     power,
+    spread,
 )
 from halfstep.preflight.verdict import judge, verdict
 from halfstep.scaler import ScaleRule
@@ -53,6 +57,9 @@ def cost(seconds: float, size: int) -> Cost:
     return Cost(seconds, {"weights": size})
 
 
+SLOW: dict[str, Any] = {"cost_fp32": cost(1.0, 100), "cost": cost(2.0, 100)}
+HIDDEN = Fault("forward", "a.b", "Rms", 1e5, 2.0**16, "mul")
+
 CASES: list[tuple[dict[str, Any], str]] = [
     ({}, "good"),
     ({"dtype": "bf16", "curve": (), "safe_scale": None}, "good"),
@@ -76,40 +83,37 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"fault": FAULT, "gradients": None},
-        "not worth it: a.b (Linear) overflows fp16 and no rule on modules mends it",
+        "fails: a.b (Linear) overflows fp16 and no rule on modules fixes it",
     ),
     (
         {"finite_fp32": False},
-        "not worth it: loss or gradients are not finite in fp32 either",
+        "fails: loss or gradients are not finite in fp32 either",
     ),
     (
         {"learns": False},
-        "not worth it: no parameter gets a gradient other than zero, in fp32 either",
+        "fails: no parameter gets a gradient other than zero, in fp32 either",
     ),
     (
         {"level": "O0", "dtype": "fp32"},
         "nothing to compare: O0 is fp32 itself, and finite (asked for)",
     ),
-    ({"ruin": "eps is 0: NaN. Use 1."}, "not worth it: eps is 0: NaN"),
+    ({"ruin": "eps is 0: NaN. Use 1."}, "fails: eps is 0: NaN"),
     ({"lost": 0.5}, "good"),
-    ({"lost": 0.51}, "not worth it: 51% of the updates are rounded away"),
-    ({"failed": "no kernel"}, "not worth it: O2 fp16 fails: no kernel"),
+    ({"lost": 0.51}, "fails: 51% of the updates are rounded away"),
+    ({"failed": "no kernel"}, "fails: O2 fp16 raises no kernel"),
     (
         {"weights_finite": False},
-        (
-            "not worth it: weights are inf or NaN after a few steps, in fp32 they are "
-            "finite"
-        ),
+        ("fails: weights are inf or NaN after a few steps, in fp32 they are finite"),
     ),
     (
         {"gradients": likeness(0.94)},
-        "not worth it: gradients differ from fp32's: cosine 0.94000",
+        "fails: gradients differ from fp32's: cosine 0.94000",
     ),
     ({"gradients": likeness(0.96)}, "good"),  # a tenth of the noise is 0.05
     ({"gradients": likeness(0.991), "noise": None}, "good"),
     (
         {"gradients": likeness(0.98), "noise": None},
-        "not worth it: gradients differ from fp32's: cosine 0.98000",
+        "fails: gradients differ from fp32's: cosine 0.98000",
     ),
     (
         {"cost_fp32": cost(1.0, 100), "cost": cost(1.0, 95)},
@@ -129,6 +133,50 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"cost_fp32": cost(1.0, 100), "cost": cost(2.0, 50)},
         "not worth it: 0.50 times the speed of fp32, 50% less memory",
     ),
+    # Numbers before costs: an overflow is never hidden behind them.
+    (
+        SLOW | {"fault": FAULT, "rules": ("module:a.b=fp32",), "cured": True},
+        (
+            "keep these modules in float32: module:a.b=fp32; not worth it: 0.50 times "
+            "the speed of fp32, as much memory"
+        ),
+    ),
+    (
+        SLOW | {"default_finite": False, "scale": 2.0**10, "safe_scale": 2.0**10},
+        (
+            "overflows: use a loss scale of 1024; not worth it: 0.50 times the speed "
+            "of fp32, as much memory"
+        ),
+    ),
+    (
+        SLOW | {"fault": FAULT, "gradients": None},
+        "fails: a.b (Linear) overflows fp16 and no rule on modules fixes it",
+    ),
+    (
+        {"fault": HIDDEN, "gradients": likeness(0.1), "noise": None},
+        "fails: a.b (Rms) overflows fp16 and no rule on modules fixes it",
+    ),
+    # Of 11 rounds the slowest and the fastest are the spread; of fewer, half as much.
+    (SLOW | {"ratios": (1.06,) * 11}, "good"),
+    (
+        SLOW | {"ratios": (1.04,) + (1.5,) * 10},
+        (
+            "good; cannot tell whether it is worth it: 1.04 to 1.50 times the speed of "
+            "fp32 in 11 rounds, as much memory"
+        ),
+    ),
+    (
+        SLOW | {"ratios": (1.5,) * 5},
+        (
+            "good; cannot tell whether it is worth it: 1.00 to 2.25 times the speed of "
+            "fp32 in 5 rounds, as much memory"
+        ),
+    ),
+    (SLOW | {"ratios": (1.6,) * 5}, "good"),
+    (
+        SLOW | {"ratios": (0.6,) * 5},
+        "not worth it: 0.60 times the speed of fp32, as much memory",
+    ),
 ]
 
 
@@ -144,6 +192,62 @@ def test_no_verdict_is_better_than_its_findings(changed: dict[str, Any]) -> None
     said, findings = judge(replace(GOOD, **changed))
     report = CheckReport(said, findings, replace(GOOD, **changed))
     assert not (report.good and "error" in {one.severity for one in findings})
+
+
+def test_a_verdict_with_an_overflow_is_not_about_costs() -> None:
+    """Law: where something overflows, the first word is of that."""
+    for _, words in CASES:
+        assert words.startswith("not worth it: ") == (
+            "times the speed" in words and words.startswith("not")
+        )
+    report = CheckReport("overflows: use a loss scale of 8; not worth it: x", (), GOOD)
+    assert not report.good
+
+
+def test_the_spread_of_rounds() -> None:
+    """Law: as many rounds are cut off as leave the median inside in 999 of 1,000."""
+    assert spread([1.0, 2.0, 4.0]) == (1.0 / 1.5, 4.0 * 1.5)
+    assert spread([*range(1, 12)]) == (1, 11)  # 2 / 2^11 is 0.098 %
+    assert spread([*range(1, 15)]) == (1, 14)  # 2 (1 + 14) / 2^14 is 0.18 %
+    assert spread([*range(1, 16)]) == (2, 14)  # 2 (1 + 15) / 2^15 is 0.098 %
+
+
+def verdicts(true: float, load: float) -> set[str]:
+    """Return what is said of a level that is so much faster, in 200 loaded machines.
+
+    Args:
+        true: Its speed-up.
+        load: By how much a step may take longer: the logarithm's standard deviation.
+    """
+    said = set()
+    for seed in range(200):
+        draw = random.Random(seed)  # noqa: S311 -- no secret
+
+        def step(seconds: float, draw: random.Random = draw) -> Any:
+            def taken(*_: object) -> float:
+                return seconds * math.exp(draw.gauss(0.0, load))
+
+            return SimpleNamespace(step=taken)
+
+        plain, low = step(true), step(1.0)
+        trials: Any = SimpleNamespace(plain=plain, loss_fn=None)
+        first = [plain.step() / low.step() for _ in range(5)]
+        made = Steps(cost(true, 100), cost(1.0, 100), tuple(first), None)
+        facts = replace(GOOD, cost_fp32=made.fp32, cost=made.low)
+        ratios = repeated(trials, low, made)
+        assert len(ratios) <= 20
+        said.add(rules.cost(replace(facts, ratios=ratios))[0])
+    return said
+
+
+@pytest.mark.parametrize("load", [0.02, 0.2, 0.5])
+def test_load_does_not_flip_the_verdict(load: float) -> None:
+    """Law: on a busy machine it is not known, but never the opposite."""
+    assert verdicts(2.0, load) <= {"worth", "cannot tell"}
+    assert verdicts(0.5, load) <= {"not worth", "cannot tell"}
+    if load < 0.1:
+        assert verdicts(2.0, load) == {"worth"}
+        assert verdicts(0.5, load) == {"not worth"}
 
 
 def test_limits_of_lost_updates() -> None:
@@ -174,9 +278,9 @@ def test_findings_of_nothing() -> None:
 
 def test_words_of_findings() -> None:
     """Law: a finding names place, number, limit and what to do."""
-    rules = ("module:a.b=fp32",)
+    kept = ("module:a.b=fp32",)
     policy = "lean + module:a.b=fp32"
-    told = found(fault=FAULT, rules=rules, cured=True, policy=policy)
+    told = found(fault=FAULT, rules=kept, cured=True, policy=policy)
     assert told["overflow forward"] == (
         "a.b (Linear): makes inf or NaN at loss scale 65536; in fp32 its output "
         "reaches 1e+05 (fp16 holds 65504). Keep in float32: module:a.b=fp32 "
@@ -195,7 +299,7 @@ def test_words_of_findings() -> None:
     told = found(fault=fault, default_finite=False, safe_scale=0.25, scale=0.25)
     assert told["overflow backward"] == (
         "loss: makes inf or NaN in its backward pass at loss scale 1 (fp16 holds "
-        "65504). Only a loss scale below 1 mends it, such as 2**-2; or train in bf16."
+        "65504). Only a loss scale below 1 fixes it, such as 2**-2; or train in bf16."
     )
     lost = (ScalePoint(2.0**16, 0.4, 0, 9), ScalePoint(2.0**24, 0.001, 0, 1))
     told = found(curve=lost, safe_scale=2.0**24, scale=2.0**24)

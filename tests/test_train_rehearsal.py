@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +17,6 @@ from halfstep.train.run import run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -122,6 +123,19 @@ def test_steps_that_take_long(
     assert f"0 of {made} skipped" in table.text()
     cut = "1 of 8 steps were made: they take long." in table.notes
     assert cut is (made == 1)
+
+
+def test_texts_that_leak(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Law: texts that train and dev share are told before a run, not only after."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = json.loads(Path(settings["data"]).read_text())
+    for name in ("train", "dev"):
+        (folder / f"{name}.json").write_text(json.dumps(rows))
+    del settings["dev_share"]
+    table = run(settings | {"data": str(folder)}, check=True).tables[0]
+    (told,) = [note for note in table.notes if note.startswith("dev texts: ")]
+    assert "100 of 100 texts, 100%, are in train too" in told
 
 
 def test_it_refuses_what_a_run_would(settings: dict[str, Any]) -> None:

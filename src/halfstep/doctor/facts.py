@@ -78,6 +78,10 @@ class Config:
     """"cpu" or "cuda"."""
     accumulate: int | None = None
     """Micro-batches in one optimizer step."""
+    clip: float | None = None
+    """Largest norm that gradients keep."""
+    probe: str | None = None
+    """"off", or the mode of the probe."""
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Config:
@@ -86,11 +90,81 @@ class Config:
         Raises:
             UserError: If a value has the wrong type.
         """
-        names = ("level", "dtype", "master", "loss_scale", "device")
+        names = ("level", "dtype", "master", "loss_scale", "device", "probe")
         found = {name: plain.word(data, name) for name in names}
         known = {name: value for name, value in found.items() if value != "auto"}
         least = plain.whole(data, "accumulate", 0) or None
-        return cls(**known, accumulate=least)
+        return cls(
+            **known, accumulate=least, clip=_positive(plain.number(data, "clip"))
+        )
+
+    @property
+    def fixed_scale(self) -> float | None:
+        """The loss scale, where it is a number that never moves."""
+        try:
+            return _positive(float(self.loss_scale or ""))
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True)
+class ClassCount:
+    """How often a class, or an entity type, is in the dev split."""
+
+    label: str
+    true: int
+    predicted: int
+    """How often the model predicts it."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation on the dev split."""
+
+    step: int
+    loss: float | None = None
+    classes: tuple[ClassCount, ...] = ()
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Evaluation:
+        """Return what an event "eval" tells.
+
+        Raises:
+            UserError: If a value has the wrong type.
+        """
+        told = plain.mapping(data.get("classes") or {}, "classes")
+        classes = []
+        for label in told:
+            count = plain.mapping(told[label], label)
+            true, predicted = (plain.whole(count, key) for key in ("true", "predicted"))
+            classes.append(ClassCount(label, true, predicted))
+        return cls(
+            plain.whole(data, "step"), plain.number(data, "dev_loss"), tuple(classes)
+        )
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """Texts of a split that come more than once."""
+
+    texts: int
+    repeated: int
+    """Texts that an earlier text of the split equals."""
+    contradicting: int
+    """Texts that the split also holds with another label, or other entities."""
+    in_train: int
+    """Texts that train holds too; 0 of train itself."""
+
+    @classmethod
+    def from_data(cls, data: object) -> SplitFacts:
+        """Return what `train.findings.repeats` wrote down of a split.
+
+        Raises:
+            UserError: If it is nothing of the kind.
+        """
+        told = plain.mapping(data, "a split")
+        names = ("texts", "repeated", "contradicting", "in_train")
+        return cls(*(plain.whole(told, name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -150,6 +224,8 @@ class ProfileFacts:
     wait_s: float = 0.0
     input_s: float = 0.0
     """Waiting for a batch."""
+    update_s: float = 0.0
+    """In the optimizer's step."""
     device: str | None = None
     level: str | None = None
     dtype: str | None = None
@@ -177,6 +253,7 @@ class ProfileFacts:
             waits=plain.amount(told, "waits"),
             wait_s=plain.amount(told, "wait_s"),
             input_s=plain.amount(told, "input_s"),
+            update_s=plain.amount(told, "update_s"),
             device=plain.word(told, "device"),
             level=plain.word(told, "level"),
             dtype=plain.word(told, "dtype"),
@@ -259,6 +336,10 @@ class RunFacts:
     """Parameter -> word of the format that it was in before the level was applied."""
     padding: float | None = None
     """Share of what was computed that was padding, 0 to 1."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """In the order of the run."""
+    splits: Mapping[str, SplitFacts] = field(default_factory=dict)
+    """"train", "dev" and "test", those that were counted."""
     plan: tuple[Mapping[str, Any], ...] = ()
     """Rows of a precision plan: "op", "module", "dtype", "reason"."""
     problems: tuple[str, ...] = ()
@@ -283,6 +364,22 @@ class RunFacts:
     def skipped(self) -> frozenset[int]:
         """Numbers of the steps that were skipped."""
         return frozenset(step.step for step in self.steps if step.skipped)
+
+    @cached_property
+    def stuck_scale(self) -> float | None:
+        """The loss scale, where it does not fall although steps are skipped.
+
+        By the settings, or by the records: three skips in a row at one scale, where
+        each would have lowered one that moves.
+        """
+        fixed = self.config.fixed_scale
+        if fixed is not None or self.config.loss_scale not in {None, "none"}:
+            return fixed
+        for at, first in enumerate(self.steps[:-2]):
+            three = self.steps[at : at + 3]
+            if all(step.skipped and step.scale == first.scale for step in three):
+                return first.scale
+        return None
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[Sample, ...]]:

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from halfstep.doctor import plain
 from halfstep.doctor.facts import (
     Config,
+    Evaluation,
     LostUpdates,
     MachineFacts,
     NonFinite,
     ProfileFacts,
     RunFacts,
+    SplitFacts,
     Step,
     sample,
 )
@@ -37,9 +39,10 @@ T = TypeVar("T")
 
 METRICS, PROFILE = "metrics.jsonl", "profile.json"
 ENVIRONMENT, SUMMARY = "environment.json", "summary.json"
+DATA = "data.json"
 SETTINGS = ("resolved.toml", "config.json")
 """The first that is there tells how the run was set up."""
-_READ = (METRICS, *SETTINGS, SUMMARY, PROFILE, ENVIRONMENT)
+_READ = (METRICS, *SETTINGS, SUMMARY, PROFILE, ENVIRONMENT, DATA)
 _MOST_SAMPLES = 256  # of a tensor: more tell no more, and fill the memory
 _MOST_LINES = 5  # that are damaged and named
 _NEVER = 1 << 63  # a step that does not come
@@ -70,6 +73,7 @@ def read(folder: Path) -> RunFacts:
         reader.json(ENVIRONMENT, lambda data: plain.mapping(data, ENVIRONMENT)) or {}
     )
     profile = reader.json(PROFILE, ProfileFacts.from_data)
+    splits = reader.json(DATA, splits_of)
     metrics = _Metrics()
     reader.metrics(metrics)
     known = {
@@ -107,8 +111,20 @@ def read(folder: Path) -> RunFacts:
                 else None
             ),
         ),
+        evaluations=metrics.evaluations(),
+        splits=splits or {},
         problems=tuple(reader.problems),
     )
+
+
+def splits_of(data: object) -> dict[str, SplitFacts]:
+    """Return what data.json tells: by split, texts that come more than once.
+
+    Raises:
+        UserError: If it is nothing of the kind.
+    """
+    told = plain.mapping(data, DATA)
+    return {name: SplitFacts.from_data(told[name]) for name in told}
 
 
 def _loads(text: bytes) -> Any:  # noqa: ANN401 -- any JSON value
@@ -129,7 +145,7 @@ class _Event(NamedTuple):
     """What an event tells."""
 
     step: int
-    told: NonFinite | LostUpdates | dict[str, Any]
+    told: NonFinite | LostUpdates | Evaluation | dict[str, Any]
 
 
 class _Metrics:
@@ -172,13 +188,17 @@ class _Metrics:
             for key in ("module", "cause"):
                 plain.text(record, key)
             self._note(step, dict(record))
+        elif event == "eval":
+            self._note(step, Evaluation.from_data(record))
         elif event == "lost_updates":
             groups = plain.items(record.get("groups"), "groups")
             mappings = [plain.mapping(group, "groups") for group in groups]
             for lost in [LostUpdates.from_data(step, told) for told in mappings]:
                 self._note(step, lost)
 
-    def _note(self, step: int, told: NonFinite | LostUpdates | dict[str, Any]) -> None:
+    def _note(
+        self, step: int, told: NonFinite | LostUpdates | Evaluation | dict[str, Any]
+    ) -> None:
         self._events.append((self._records, _Event(step, told)))
 
     def _take_step(self, step: Step) -> None:
@@ -210,6 +230,11 @@ class _Metrics:
             for records, event in self._events
             if isinstance(event.told, kind) and self._holds(records, event.step)
         )
+
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """Return the evaluations that hold, of each step the last."""
+        found = {each.step: each for each in self.events(Evaluation)}
+        return tuple(found[step] for step in sorted(found))
 
     def _take_stats(self, step: int, record: Mapping[str, Any]) -> None:
         """Keep every so manieth event, so that a long run fits the memory."""

@@ -30,6 +30,12 @@ _MOST_FILMS = 6  # tensors shown over steps
 _MOST_OPERATIONS = 15
 _MOST_SKIPS = 10
 _MOST_NAMES = 3
+_OTHERS = "other operations"
+_ABOUT_PARTS = (
+    "Matrix products, casts, fp32 operations and the optimizer are apart; other "
+    "operations are all the rest of the table, such as norms, activations, dropout, "
+    "additions and copies."
+)
 _EXPONENTS = (
     "How large the numbers were: the darker, the more of a tensor's numbers lie "
     "between that power of two and the next. Zeros, inf and NaN are not drawn."
@@ -42,10 +48,11 @@ def page(facts: RunFacts, examination: Examination) -> str:
     Raises:
         UserError: If jinja2 or matplotlib is not installed.
     """
-    healthy = "" if examination.findings else "Nothing is wrong as far as was looked."
+    healthy = "" if examination.findings else "No problem found."
     silent = unlooked(examination)
     sections = [
         Section("Findings", healthy, cards=cards(examination.findings)),
+        _losses(facts),
         Section("Exponents by layer", _EXPONENTS, drawings=_layers(facts)),
         Section("Exponents over steps", drawings=_films(facts, examination.findings)),
         _scale(facts.steps),
@@ -169,6 +176,20 @@ def _curve(
     return Curve(name, xs, ys)
 
 
+def _losses(facts: RunFacts) -> Section:
+    """Return how the loss went, of training and on dev."""
+    evaluations = [one for one in facts.evaluations if one.loss is not None]
+    xs = tuple(float(one.step) for one in evaluations)
+    ys = tuple(one.loss or 0.0 for one in evaluations)
+    curves = (
+        _curve(facts.steps, "training", lambda step: step.loss),
+        Curve("dev", xs, ys),
+    )
+    known = any(math.isfinite(y) for curve in curves for y in curve.y)
+    chart = Chart("Loss", "step", "loss", tuple(curve for curve in curves if curve.x))
+    return Section("Loss", charts=(chart,) if known else ())
+
+
 def _scale(steps: Sequence[Step]) -> Section:
     """Return how the scale moved, how skips added up, and which steps they were."""
     count, sums = 0, {}
@@ -213,14 +234,15 @@ def _profile(facts: RunFacts) -> Section:
     if profile is None or not profile.wall_s:
         return Section(heading)
     parts = {
-        "products": profile.gemm_s,
+        "matrix products": profile.gemm_s,
         "casts": profile.casts_s,
         "fp32 operations": profile.fp32_only_s,
+        "optimizer": profile.update_s,
         "Python, launches": profile.python_s,
         "input": profile.input_s,
     }
-    rest = max(0.0, profile.wall_s - sum(parts.values()))
-    named = tuple((name, size) for name, size in (*parts.items(), ("rest", rest)))
+    others = max(0.0, profile.wall_s - sum(parts.values()))
+    named = (*parts.items(), (_OTHERS, others))
     shown = tuple((name, size) for name, size in named if size)
     order = sorted(profile.rows, key=lambda row: -row.self_s)[:_MOST_OPERATIONS]
     rows = tuple(
@@ -236,9 +258,10 @@ def _profile(facts: RunFacts) -> Section:
     )
     columns = ("operation", "ms a step", "share, %", "calls", "shapes", "formats")
     waits = f"The host waited {profile.waits:g} times a step, "
-    notes = (f"{waits}{1000 * profile.wait_s:.3g} ms.",) if profile.waits else ()
+    told = profile.waits and facts.device != "cpu"  # a CPU has nothing to wait for
+    notes = (f"{waits}{1000 * profile.wait_s:.3g} ms.",) if told else ()
     title = f"Operations that took the longest, of {1000 * profile.wall_s:.3g} ms"
-    table = Table(title, columns, rows, notes, digits=1)
+    table = Table(title, columns, rows, (*notes, _ABOUT_PARTS), digits=1)
     return Section(heading, bars=(Bar("", shown),), tables=(table,) if rows else ())
 
 

@@ -119,15 +119,33 @@ def _order(finding: Finding) -> tuple[int, float]:
 
 _NO_MACHINE = "nothing is known of the machine (environment.json)"
 _PROBE = (
-    'a settings file with probe = "sampled" makes halfstep train attach one, in a loop '
-    'of your own it is halfstep.Probe(model, "sampled", log=...)'
+    "halfstep train --probe sampled attaches one, in a loop of your own it is "
+    'halfstep.Probe(model, "sampled", log=...)'
 )
-_NO_STATS = f"no statistics of tensors, for no probe wrote any ({_PROBE})"
+_SAMPLES = ("sampled", "full")
+"""Modes of a probe that write statistics; "flags" writes only what is not finite."""
+
+
+def _no_stats(facts: RunFacts) -> str:
+    """Return why there are no statistics, and how to get them."""
+    mode = facts.config.probe
+    if mode in _SAMPLES:
+        return f"the probe ({mode}) has written no such statistics"
+    if mode not in {None, "off"}:
+        return f'no statistics of tensors: the probe is on {mode!r}, not on "sampled"'
+    return f"no statistics of tensors, for no probe was on ({_PROBE})"
+
+
+def _no_gradients(facts: RunFacts) -> str:
+    if any(name.endswith(":grad") for name in facts.stats):
+        return "no gradient was in fp16 where the probe looked"
+    return _no_stats(facts)
+
 
 _NO_LEVEL = 'the level is not known (level=, or "level" in config.json)'
 _NO_DTYPE = 'the 16-bit format is not known (dtype=, or "dtype" in config.json)'
 
-NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
+NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], str]]] = {
     "level": (lambda f: f.config.level is not None, _NO_LEVEL),
     "dtype": (lambda f: f.dtype is not None, _NO_DTYPE),
     "loss scale": (
@@ -150,13 +168,33 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
         lambda f: any(s.lr is not None for s in f.steps),
         "no records of steps hold a learning rate",
     ),
+    "evaluations": (
+        lambda f: any(one.loss is not None for one in f.evaluations),
+        "no evaluation is recorded",
+    ),
+    "classes": (
+        lambda f: any(one.classes for one in f.evaluations),
+        "no evaluation tells how often each class is predicted",
+    ),
+    "clip": (
+        lambda f: f.config.clip is not None,
+        "the norm to which gradients are clipped is not known (clip)",
+    ),
+    "norms": (
+        lambda f: any(s.grad_norm is not None for s in f.steps),
+        "no records of steps hold the norm of the gradients",
+    ),
+    "texts": (
+        lambda f: bool(f.splits),
+        "texts that come more than once were not counted (data.json)",
+    ),
     "outputs": (
         lambda f: any(True for _ in f.samples(":output")),
-        _NO_STATS,
+        _no_stats,
     ),
     "gradients": (
         lambda f: bool(f.gradients),
-        f"no statistics of gradients in fp16, for no probe saw any ({_PROBE})",
+        _no_gradients,
     ),
     "scale of gradients": (
         lambda f: (
@@ -167,8 +205,11 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
         'nothing tells at which loss scale gradients were seen ("scale" in records)',
     ),
     "probe": (
-        lambda f: bool(f.stats or f.non_finite or f.bad_ops),
-        _NO_STATS,
+        lambda f: (
+            f.config.probe not in {None, "off"}
+            or bool(f.stats or f.non_finite or f.bad_ops)
+        ),
+        _no_stats,
     ),
     "profile": (
         lambda f: f.profile is not None and f.profile.wall_s > 0,
@@ -243,7 +284,10 @@ def examined(
             have been had; None: as `NEEDS` has it, for the folder of a run.
     """
     if ways is None:
-        ways = {name: why for name, (_, why) in NEEDS.items()}
+        ways = {
+            name: why if isinstance(why, str) else why(facts)
+            for name, (_, why) in NEEDS.items()
+        }
     found: list[Finding] = []
     reasons: dict[str, list[str]] = {}
     looked = 0
@@ -260,7 +304,8 @@ def examined(
 
 
 def percent(share: float) -> str:
-    """Return a share as people write it, with a digit more where it is small."""
+    """Return a share as people write it, with a digit more near 0 and near all."""
     if math.isnan(share):
         return "an unknown part"
-    return f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"  # noqa: PLR2004
+    whole = not share or 0.1 <= share < 0.99 or share == 1  # noqa: PLR2004
+    return f"{share:.0%}" if whole else f"{share:.1%}"

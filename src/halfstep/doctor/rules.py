@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from halfstep.doctor import rules_range, rules_scale, rules_speed, rules_weights
+from halfstep.doctor import (
+    rules_learning,
+    rules_range,
+    rules_scale,
+    rules_speed,
+    rules_weights,
+)
 from halfstep.doctor.rule import Examination, Rule, examined
 
 if TYPE_CHECKING:
@@ -17,6 +23,7 @@ if TYPE_CHECKING:
     from halfstep.finding import Finding
 
 RULES: tuple[Rule, ...] = (
+    *rules_learning.RULES,
     *rules_scale.RULES,
     *rules_range.RULES,
     *rules_weights.RULES,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from halfstep.doctor.facts import RunFacts
 
 _FINE = 0.001  # share of gradients that may be lost without harm: 1710.03740
+_LOST = 0.01  # share of a tensor's gradients beyond which a scale is too low
 _MARGIN = 1  # powers of two between the largest gradient and overflow
 _HIGHEST = 24  # power of two at which a moving scale stops by default
 _GUIDE = "our choice; 1710.03740: at 5 % masters were needed, at 31 % SSD diverged"
@@ -69,45 +70,49 @@ def _scale_word(scale: float) -> str:
     return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"
 
 
-def _cure(share: float, facts: RunFacts, safe: float) -> str:
-    """Return the scale that keeps a tensor's gradients, or why there is none.
+def _cure(facts: RunFacts) -> str:
+    """Return what all findings on small and large gradients advise: one loss scale.
 
+    Why one: each tensor by itself would ask for a scale of its own, and a run has one.
     Each doubling keeps half of what was lost, where small numbers lie evenly.
     """
-    raised = max(0, math.ceil(math.log2(share / _FINE))) if share else 0
-    needed = facts.scale * 2.0**raised
-    if needed <= safe:
-        word = _scale_word(needed)
+    safe = safe_scale(facts) or facts.scale
+    word, low = _scale_word(safe), lowest(formats.FP16)
+    held = facts.gradients.values()
+    gone = max((flushed(samples, formats.FP16) for samples in held), default=0.0)
+    raised = max(0, math.ceil(math.log2(gone / _FINE))) if gone else 0
+    lost = max((share_below(merged(s, safe), low) for s in held), default=0.0)
+    if raised and facts.scale * 2.0**raised > safe:
+        needed = _scale_word(facts.scale * 2.0**raised)
         return (
-            f"A loss scale of {word} keeps all but about {percent(_FINE)}, and the "
-            f"largest gradient allows {_scale_word(safe)}: --loss-scale {word}, or "
-            "--loss-scale measured."
+            f"Train in bf16 (--dtype bf16): fp16 would take a loss scale of {needed} "
+            f"here, and the largest gradient allows {word}."
+        )
+    if lost > _LOST:
+        return (
+            f"Train in bf16 (--dtype bf16): the largest gradient allows a loss scale "
+            f"of {word}, at which {percent(lost)} of a tensor's gradients become 0."
         )
     return (
-        f"It would take a loss scale of {_scale_word(needed)}, and the largest "
-        f"gradient allows {_scale_word(safe)}: train in bf16 (--dtype bf16)."
+        f"Use --loss-scale measured, or --loss-scale {word}: the largest that keeps "
+        "all gradients away from overflow."
     )
 
 
 def _underflow(facts: RunFacts) -> Iterator[Seen]:
-    safe = safe_scale(facts) or facts.scale
+    advice = _cure(facts)
     for name, samples in facts.gradients.items():
         share = flushed(samples, formats.FP16)
         said = f"about {percent(share)} of its gradients become 0 in fp16"
         said += f" at loss scale {_scale_word(samples[-1].scale)}"
-        yield Seen(name, said, _cure(share, facts, safe), share, share)
+        yield Seen(name, said, advice, share, share)
 
 
 def _subnormal(facts: RunFacts) -> Iterator[Seen]:
     low, full = lowest(formats.FP16), normal(formats.FP16)
-    safe = safe_scale(facts) or facts.scale
+    advice = _cure(facts)
     for name, samples in facts.gradients.items():
         share = share_below(merged(samples), full, above=low)
-        advice = "The largest gradient leaves no room: train in bf16 (--dtype bf16)."
-        if safe > facts.scale:
-            word = _scale_word(safe)
-            advice = f"Raise the loss scale; the largest gradient allows {word}: "
-            advice += f"--loss-scale {word}, or --loss-scale measured."
         said = f"{percent(share)} of its gradients keep fewer digits than fp16 has"
         yield Seen(name, said, advice, share, share / 10)
 
@@ -134,7 +139,7 @@ def _gradient_room(facts: RunFacts) -> Iterator[Seen]:
         room = math.log2(formats.FP16.max / amax)
         said = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
         said += f"2^{room:.1f} below overflow"
-        advice = "Lower the loss scale by half, or let it move: --loss-scale dynamic."
+        advice = _cure(facts)
         if facts.config.loss_scale == "none":
             advice = "Take a mean, not a sum, as the loss; or train in bf16."
         yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
@@ -163,9 +168,7 @@ def _too_low(facts: RunFacts) -> Iterator[Seen]:
         room = math.log2(formats.FP16.max / largest)
         said = f"the largest gradient is {largest:.3g}, a factor of "
         said += f"2^{room:.1f} below overflow, while small ones lose digits"
-        advice = f"It may be {_scale_word(safe)}: --loss-scale measured finds it at "
-        advice += "the first step."
-        yield Seen("loss scale", said, advice, room)
+        yield Seen("loss scale", said, _cure(facts), room)
 
 
 def _spread(facts: RunFacts) -> Iterator[Seen]:
@@ -198,7 +201,7 @@ RULES: tuple[Rule, ...] = (
         _underflow,
         "warning",
         _GUIDE,
-        limit=0.01,
+        limit=_LOST,
         severe=0.05,
         shown="{:.0%}",
         concerns=_in_fp16,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from halfstep.finding import Severity
 
 _FEW = 3  # skips or rounds that prove nothing yet
+_FEW_FALLS = 5  # skips that a scale that is found by overflows may cost
+_SKIPS = 0.01  # share of steps that may be skipped
 _SETTLED = 10  # applied steps in a row that show that the scale has found its place
 _WINDOW = 1000
 _LAWS = "our choice; growth_interval=2000, the default, makes one in 2,000 steps"
@@ -57,25 +59,56 @@ def _trials(steps: Sequence[Step]) -> set[int]:
     return found
 
 
-def _skip_rate(facts: RunFacts) -> Iterator[Seen]:
+def _skipped(facts: RunFacts) -> tuple[list[Step], set[int], float]:
+    """Return the skipped steps that count, the trials beside them, and their share."""
     steps = _warm(facts)
     trials = _trials(steps) if _by_trial(facts) else set()
     skipped = [step for step in steps if step.skipped and step.step not in trials]
-    if len(skipped) < _FEW:
+    return skipped, trials, len(skipped) / max(1, len(steps))
+
+
+def _few_skips(facts: RunFacts) -> int:
+    """Return how many skips are more than a scale needs to find its place.
+
+    Gradients grow in training: a scale that is found by overflows falls by some powers
+    of two, a skip each.
+    """
+    return _FEW_FALLS if facts.dtype == "fp16" and _by_trial(facts) else _FEW
+
+
+def _advice_on_skips(facts: RunFacts) -> str:
+    """Return what ends skips that go on, the likeliest first."""
+    rules = [str(event["rule"]) for event in facts.bad_ops if event.get("rule")]
+    rule = Counter(rules).most_common(1)[0][0] if rules else "module:NAME=fp32"
+    ask = "" if rules else ", whose NAME halfstep.first_bad(model, step) tells"
+    keep = f"keep what overflows in fp32 (--policy 'lean + {rule}'{ask})"
+    if facts.dtype != "fp16":
+        return (
+            "Ask halfstep.first_bad(model, step) which operation makes it; lower --lr, "
+            f"look at the data of these steps, or {keep}."
+        )
+    stuck = facts.stuck_scale
+    if stuck is not None and stuck > 1:
+        return (
+            f"The loss scale stands at {stuck:g} and never falls: --loss-scale dynamic "
+            f"finds one that fits. Or train in bf16 (--dtype bf16), or {keep}."
+        )
+    return f"Train in bf16 (--dtype bf16), or {keep}. Lower --lr if the loss rises too."
+
+
+def _skip_rate(facts: RunFacts) -> Iterator[Seen]:
+    skipped, trials, share = _skipped(facts)
+    if len(skipped) < _few_skips(facts):
         return
-    share = len(skipped) / len(steps)
     names = Counter(name for step in skipped for name in step.found_inf_in)
     where = "steps"
     if names:
         where = f"steps, most often in {names.most_common(1)[0][0]}"
-    said = f"{len(skipped)} of {len(steps)} steps were skipped for inf or NaN, "
+    whole = len(_warm(facts))
+    said = f"{len(skipped)} of {whole} steps were skipped for inf or NaN, "
     said += f"{percent(share)}; the last is step {skipped[-1].step}"
     said += f"; {len(trials)} more tried a scale that had grown" if trials else ""
-    advice = "Lower --lr, and look at the data of these steps."
-    if facts.dtype == "fp16":
-        advice = "Train in bf16 (--dtype bf16), or lower --lr; --loss-scale measured "
-        advice += "keeps away from overflow."
-    yield Seen(where, said, advice, share, share)
+    yield Seen(where, said, _advice_on_skips(facts), share, share)
 
 
 def _moves(steps: Sequence[Step]) -> tuple[int, int, int]:
@@ -112,8 +145,7 @@ def _falling(facts: RunFacts) -> Iterator[Seen]:
     down = math.log2(scales[0] / scales[-1])
     said = f"it fell {fell} times in the last {count:,} steps, to {scales[-1]:g}, "
     said += "and never rose"
-    advice = "Ask which operation overflows (halfstep.Probe), lower --lr, or train in "
-    advice += "bf16 (--dtype bf16)."
+    advice = _advice_on_skips(facts)
     gone: Severity | None = "error" if scales[-1] <= 1 else None
     yield Seen("loss scale", said, advice, down, min(1.0, fell / count), gone)
 
@@ -172,7 +204,7 @@ def _lost_loss(facts: RunFacts) -> Iterator[Seen]:
     said = f"it was not finite in {count}{' with an update' * bool(applied)}, first in "
     said += f"step {found[0].step}"
     said += "" if applied else "; nothing tells whether there was an update"
-    advice = "Ask which operation made it (halfstep.Probe); lower --lr."
+    advice = "Ask halfstep.first_bad(model, step) which operation made it; lower --lr."
     weight = len(found) / len(known)
     yield Seen("loss", said, advice, len(found), weight, severity)
 
@@ -284,10 +316,17 @@ def _bad_op(facts: RunFacts) -> Iterator[Seen]:
         )
         evidence = str(first.get("evidence") or "").rstrip(".")
         said += f" ({evidence})" if evidence else ""
-        # What a lower scale cures has no row in the policy: it halves, and goes on.
-        normal = cause == "backward range" and not first.get("rule")
         advice = str(first.get("advice") or "")
-        severity: Severity | None = "note" if normal else None
+        severity: Severity | None = None
+        if cause == "backward range" and not first.get("rule"):
+            # A lower scale cures it, which is normal where the scale falls by itself.
+            stuck, (lost, _, share) = facts.stuck_scale, _skipped(facts)
+            if stuck is not None and stuck > 1:
+                advice = _advice_on_skips(facts)
+            elif len(lost) >= _few_skips(facts) and share > _SKIPS:
+                severity, advice = _WARNING, _advice_on_skips(facts)
+            else:
+                severity = "note"
         weight = len(events) / max(1, len(facts.steps))
         yield Seen(module, said, advice, weight=weight, severity=severity)
 
@@ -339,7 +378,7 @@ RULES: tuple[Rule, ...] = (
         _skip_rate,
         "warning",
         OURS,
-        limit=0.01,
+        limit=_SKIPS,
         severe=0.25,
         shown="{:.0%} of the steps",
     ),

@@ -19,7 +19,7 @@ from halfstep.formats import FP16
 from halfstep.policy import Policy
 from halfstep.preflight import fidelity
 from halfstep.preflight.buffers import Buffers
-from halfstep.preflight.costs import StepError, stepped
+from halfstep.preflight.costs import StepError, repeated, stepped
 from halfstep.preflight.facts import Facts, Range, ScalePoint
 from halfstep.preflight.guards import check_arguments, check_model, check_words, empty
 from halfstep.preflight.report import CheckReport
@@ -81,9 +81,10 @@ def check(
         margin: Powers of two that the safe loss scale stays away from overflow, >= 0.
             1 leaves room for a batch whose gradients are twice as large.
         steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 makes
-            none, and then nothing is said of speed, memory and lost updates. 5 tell a
-            factor, not a per cent; where they take long there are fewer, on a part of
-            the batch, and a note says so.
+            none, and then nothing is said of speed, memory and lost updates. Where
+            they do not tell, up to four times as many; if these do not either, the
+            verdict says that it cannot tell. Where steps take long there are fewer, on
+            a part of the batch, and a note says so.
 
     Raises:
         UserError: If the model cannot be copied or is not in fp32, if `loss_fn` is one
@@ -210,16 +211,17 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
     if not steps:
         return facts
     try:
-        fp32, low = stepped(trials, trial.twin, used, steps)
+        made = stepped(trials, trial.twin, used, steps)
+        facts = replace(
+            facts,
+            cost_fp32=made.fp32,
+            cost=made.low,
+            weights_finite=trials.plain.weights_finite() <= trial.twin.weights_finite(),
+            lost=trial.twin.lost(),
+        )
+        return replace(facts, ratios=repeated(trials, trial.twin, made))
     except StepError as error:
         return replace(facts, failed=str(error))
-    return replace(
-        facts,
-        cost_fp32=fp32,
-        cost=low,
-        weights_finite=trials.plain.weights_finite() <= trial.twin.weights_finite(),
-        lost=trial.twin.lost(),
-    )
 
 
 def _used(facts: Facts, trial: Trial) -> Pass | None:

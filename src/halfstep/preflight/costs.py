@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from halfstep import nested
 from halfstep.errors import UserError
 from halfstep.preflight.facts import Cost
 from halfstep.preflight.guards import raised
+from halfstep.preflight.rules import settled
 from halfstep.preflight.trials import line_of
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _LONGEST = 15.0  # seconds for all of them, about; beyond it less must do
 _SLOW = 0.3  # of that, where steps are hopeless: a CPU without products of the format
+_MORE = 4  # times as many steps where they do not tell
 _WARM_UP = 1  # it makes the optimizer's state; kernels have run before
 _UNTIMED = _WARM_UP + 1  # the last one tells memory and what rounding swallows
 
@@ -32,7 +35,20 @@ class StepError(Exception):
     """A training step failed at the level, in a line; in fp32 it did not."""
 
 
-def stepped(trials: Trials, twin: Twin, used: Pass, steps: int) -> tuple[Cost, Cost]:
+@dataclass(frozen=True)
+class Steps:
+    """What training steps in fp32 and at a level took."""
+
+    fp32: Cost
+    low: Cost
+    ratios: tuple[float, ...]
+    """Of each round, a step of both, how many times as fast the level was. Load that
+    comes and goes slows both steps of a round."""
+    batch: object
+    """That the steps were made with."""
+
+
+def stepped(trials: Trials, twin: Twin, used: Pass, steps: int) -> Steps:
     """Make training steps in fp32 and at the level, in turns; take time and memory.
 
     Args:
@@ -46,18 +62,40 @@ def stepped(trials: Trials, twin: Twin, used: Pass, steps: int) -> tuple[Cost, C
     batch, rounds = _fitting(trials, twin, used, _UNTIMED + steps)
     trials.plain.begin(1.0)
     twin.begin(used.scale)
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds - 1):
-        for one, spent in zip(twins, times, strict=True):
-            with _told(trials, one):
-                spent.append(one.step(trials.loss_fn, batch))
+    times = [_round(trials, twin, batch) for _ in range(rounds - 1)][_WARM_UP:]
     saved = trials.right[0].saved_bytes, used.saved_bytes
     costs = []
-    for one, spent, kept in zip(twins, times, saved, strict=True):
+    for one, spent, kept in zip(twins, zip(*times, strict=True), saved, strict=True):
         with _told(trials, one):
             memory = {**one.last_step(trials.loss_fn, batch), "saved": kept}
-        costs.append(Cost(statistics.median(spent[_WARM_UP:]), memory))
-    return costs[0], costs[1]
+        costs.append(Cost(statistics.median(spent), memory))
+    ratios = tuple(plain / low for plain, low in times)
+    return Steps(costs[0], costs[1], ratios, batch)
+
+
+def repeated(trials: Trials, twin: Twin, steps: Steps) -> tuple[float, ...]:
+    """Return the ratios of more rounds where those made do not tell the speed-up.
+
+    They do not where the machine is busy or the level about as fast as fp32. There are
+    up to four times as many then, as far as the time goes.
+    """
+    ratios, spent = list(steps.ratios), 0.0
+    while not settled(ratios) and len(ratios) < _MORE * len(steps.ratios):
+        plain, low = _round(trials, twin, steps.batch)
+        ratios.append(plain / low)
+        spent += plain + low
+        if spent > _LONGEST:
+            break
+    return tuple(ratios)
+
+
+def _round(trials: Trials, twin: Twin, batch: object) -> tuple[float, float]:
+    """Make a step in fp32 and one at the level; return the seconds of each."""
+    with _told(trials, trials.plain):
+        plain = trials.plain.step(trials.loss_fn, batch)
+    with _told(trials, twin):
+        low = twin.step(trials.loss_fn, batch)
+    return plain, low
 
 
 def _fitting(trials: Trials, twin: Twin, used: Pass, rounds: int) -> tuple[object, int]:

@@ -6,6 +6,7 @@ In: numbers and words. Out: `Facts`, which rules judge and tables show.
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,8 @@ class Fault:
     """Largest number in fp32 there: forward of the output, backward of gradients."""
     scale: float
     """Of the loss in that pass."""
+    op: str = ""
+    """The operation, where a later one hides what it made; then `reaches` is of it."""
 
     @property
     def where(self) -> str:
@@ -131,6 +134,8 @@ class Facts:
     ranges: tuple[Range, ...] = ()
     cost_fp32: Cost | None = None
     cost: Cost | None = None
+    ratios: tuple[float, ...] = ()
+    """fp32's seconds over the level's, of each round of a step of both."""
     weights_finite: bool = True
     """They were after the steps that were made."""
     lost: float | None = None
@@ -174,7 +179,9 @@ class Facts:
 
     @property
     def speed_up(self) -> float | None:
-        """Return fp32's seconds over the level's."""
+        """Return fp32's seconds over the level's; of several rounds, the median."""
+        if self.ratios:
+            return statistics.median(self.ratios)
         one, other = self.cost_fp32, self.cost
         if one is None or other is None or one.seconds is None or not other.seconds:
             return None

@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from halfstep.preflight.rules import power
+from halfstep.preflight.rules import power, spread
 from halfstep.preflight.verdict import NOTHING
 from halfstep.report import Cell, Table
 
@@ -26,8 +26,10 @@ class CheckReport:
     """The answer of `halfstep.check`."""
 
     verdict: str
-    """"good", "good with a loss scale of X", "keep these modules in float32: RULES",
-    "nothing to compare: REASON", or "not worth it: REASON"."""
+    """The gravest of what was found. "fails: REASON", "keep these modules in float32:
+    RULES", "good with a loss scale of X", "not worth it: COST", "good", or "nothing to
+    compare: REASON"; after a semicolon what else decides, such as "cannot tell whether
+    it is worth it: COST"."""
     findings: tuple[Finding, ...]
     """Worst first."""
     facts: Facts
@@ -36,7 +38,8 @@ class CheckReport:
     @property
     def good(self) -> bool:
         """Training at this level can begin as asked, perhaps with the scale named."""
-        return self.verdict.startswith(("good", NOTHING))
+        begun = self.verdict.startswith(("good", NOTHING))
+        return begun and "not worth it" not in self.verdict
 
     def __str__(self) -> str:
         """Return the verdict and the worst findings, a line each."""
@@ -106,7 +109,7 @@ def _summary(report: CheckReport) -> Table:
         lost = f"{first.flushed:.2%} of fp32's gradients become zero"
         rows.append((f"at loss scale {power(first.scale)}", lost))
     if facts.speed_up is not None:
-        rows.append(("speed", f"{facts.speed_up:.2f} times that of fp32"))
+        rows.append(("speed", _speed(facts)))
     if facts.memory_saved is not None:
         rows.append(("memory", f"{1 - facts.memory_saved:.0%} of that of fp32"))
     if facts.lost is not None:
@@ -119,6 +122,14 @@ def _summary(report: CheckReport) -> Table:
             "format, and gradients would differ by those."
         )
     return Table("Check before training", ("what", "value"), tuple(rows), tuple(notes))
+
+
+def _speed(facts: Facts) -> str:
+    said = f"{facts.speed_up:.2f} times that of fp32"
+    if facts.ratios:
+        low, high = spread(facts.ratios)
+        said += f", between {low:.2f} and {high:.2f} in {len(facts.ratios)} rounds"
+    return said
 
 
 def _layers(facts: Facts) -> Table:

@@ -12,6 +12,8 @@ from halfstep.finding import Finding, Severity
 from halfstep.preflight.facts import away
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from halfstep.preflight.facts import Facts
     from halfstep.preflight.fidelity import Likeness
 
@@ -44,6 +46,13 @@ Our choice: medians of a few steps differ by some per cent."""
 TIME_FOR_MEMORY = 0.8
 """Least speed, beside fp32's, at which saved memory is worth having. Our choice."""
 
+_SURE = 0.999
+"""How sure a speed-up is to lie within its spread. Our choice: it is asked up to 20
+times, as rounds come in."""
+_FEWEST, _BEYOND = 11, 1.5
+"""Rounds from which that can be said, for 2 / 2**11 is below 0.1 %; and the factor that
+a few steps tell. Our choice."""
+
 DYNAMIC = 1.0, 2.0**24
 """Floor and ceiling of scales that move: `ScaleRule.min_scale` and `max_scale`."""
 
@@ -62,16 +71,50 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda one: one.rank))
 
 
-def costs_more(facts: Facts) -> str:
-    """Return what speaks against the cost of a level, "" where nothing does."""
+def spread(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return between which speed-ups the true one lies, of each round's.
+
+    Order statistics: their median lies between the k-th smallest and the k-th largest
+    of n rounds with a chance of 1 - 2 P(fewer than k of n fair coins show heads), for
+    the largest k at which that is 99.9 %. Fewer than 11 rounds cannot say so: there it
+    is the least and the greatest, and half as much beyond.
+    """
+    ordered, n = sorted(ratios), len(ratios)
+    if n < _FEWEST:
+        return ordered[0] / _BEYOND, ordered[-1] * _BEYOND
+    k, missed = 0, 0.0
+    while missed + math.comb(n, k) / 2**n <= (1 - _SURE) / 2:
+        missed += math.comb(n, k) / 2**n
+        k += 1
+    return ordered[k - 1], ordered[-k]
+
+
+def settled(ratios: Sequence[float]) -> bool:
+    """Say whether rounds tell on which side of the limits the speed-up lies."""
+    low, high = spread(ratios)
+    return not any(low < limit <= high for limit in (WORTH_TIME, TIME_FOR_MEMORY))
+
+
+def cost(facts: Facts) -> tuple[str, str]:
+    """Return whether a level is worth its cost, and what was measured.
+
+    Returns:
+        "worth", "not worth" or "cannot tell"; "" where nothing was timed.
+    """
     faster, saved = facts.speed_up, facts.memory_saved
     if faster is None or saved is None:
-        return ""
-    if faster >= WORTH_TIME or (saved >= WORTH_MEMORY and faster >= TIME_FOR_MEMORY):
-        return ""
+        return "", ""
+    low, high = spread(facts.ratios) if facts.ratios else (faster, faster)
+    lean = saved >= WORTH_MEMORY
+    worth = [f >= WORTH_TIME or (lean and f >= TIME_FOR_MEMORY) for f in (low, high)]
     less = f"{saved:.0%} less" if saved > 0 else f"{-saved:.0%} more"
     memory = f"{less} memory" if round(saved, 2) else "as much memory"
-    return f"{faster:.2f} times the speed of fp32, {memory}"
+    if worth[0] != worth[1]:
+        said = f"{low:.2f} to {high:.2f} times the speed of fp32 in "
+        said += f"{len(facts.ratios)} rounds, {memory}"
+        return "cannot tell", said
+    said = f"{faster:.2f} times the speed of fp32, {memory}"
+    return "worth" if worth[0] else "not worth", said
 
 
 def is_far(likeness: Likeness, noise: Likeness | None) -> bool:
@@ -82,6 +125,10 @@ def is_far(likeness: Likeness, noise: Likeness | None) -> bool:
     if math.isinf(far):
         return True
     return noise is None or far > NOISE_SHARE * away(noise)
+
+
+def _strays(facts: Facts) -> bool:
+    return facts.gradients is not None and is_far(facts.gradients, facts.noise)
 
 
 def _fp32(facts: Facts) -> list[Finding]:
@@ -134,12 +181,22 @@ def _overflow(facts: Facts) -> list[Finding]:
     what = "the gradients of its output reach" if backward else "its output reaches"
     made = "makes inf or NaN in its backward pass" if backward else "makes inf or NaN"
     seen = f"{made} at loss scale {power(fault.scale)}"
+    if fault.op:
+        seen = f"its {fault.op} makes inf or NaN, and a later operation hides it, as "
+        seen += "1 / inf is 0"
+        what = "it reaches"
     if not math.isnan(fault.reaches):  # of what flows out of a loss nobody knows
         seen += f"; in fp32 {what} {fault.reaches:.2g}"
-    advice = "No rule on modules mends it: train in bf16, or keep the numbers smaller."
+    wrong = not facts.finite or bool(facts.rules) or _strays(facts)
+    # A sigmoid by hand, 1 / (1 + exp(-x)), is right although exp(-x) is inf.
+    severity: Severity = "error" if wrong else "note" if fault.op else "warning"
+    advice = "No rule on modules fixes it: train in bf16, or keep the numbers smaller."
+    if not backward and not wrong:
+        advice = "Loss and gradients are like fp32's all the same; to be sure, keep "
+        advice += "it in float32."
     if backward and facts.finite and facts.safe_scale is not None:
         scale = power(facts.safe_scale)
-        advice = f"Only a loss scale below 1 mends it, such as {scale}; or train in "
+        advice = f"Only a loss scale below 1 fixes it, such as {scale}; or train in "
         advice += "bf16."
     if facts.cured:
         rules = ", ".join(facts.rules)
@@ -147,7 +204,7 @@ def _overflow(facts: Facts) -> list[Finding]:
         advice += "."
     return [
         Finding(
-            "error" if not facts.finite or facts.rules else "warning",
+            severity,
             f"overflow {fault.phase}",
             fault.where,
             seen,
@@ -162,6 +219,9 @@ def _overflow(facts: Facts) -> list[Finding]:
 def _scale(facts: Facts) -> list[Finding]:
     if facts.safe_scale is None or facts.default_finite:
         return []
+    fault = facts.fault
+    known = fault is not None and fault.phase == "backward"
+    where = fault.where if fault is not None and known else "gradients"
     advice = _how(facts.safe_scale)
     if facts.safe_scale >= DYNAMIC[0]:
         steps = round(math.log2(facts.default_scale / facts.safe_scale))
@@ -170,7 +230,7 @@ def _scale(facts: Facts) -> list[Finding]:
         Finding(
             "warning",
             "loss scale",
-            facts.fault.where if facts.fault else "gradients",
+            where,
             f"gradients overflow at the default loss scale {power(facts.default_scale)}"
             f"; {power(facts.safe_scale)} is safe",
             f"{facts.dtype} holds {facts.format.max:g}",
@@ -218,6 +278,19 @@ def _gradients(facts: Facts) -> list[Finding]:
     noise = {one.where: one for one in facts.noise_layers}
     whole = facts.gradients.norm
     found = []
+    if _strays(facts):
+        found.append(
+            Finding(
+                "error",
+                "gradients",
+                "gradients",
+                f"cosine of all gradients to fp32's {cosine(facts.gradients)}",
+                f"at least cosine {COSINE_WARN}",
+                _OURS,
+                "Keep the modules named below in float32, or train in fp32.",
+                0.9,
+            )
+        )
     for one in facts.layers:
         share = one.norm / whole if whole else 0.0
         if share >= NORM_SHARE and is_far(one, noise.get(one.where)):
@@ -303,20 +376,23 @@ def _mantissa(facts: Facts) -> int:
 
 
 def _cost(facts: Facts) -> list[Finding]:
-    why = costs_more(facts)
-    if not why or not facts.finite:
+    state, measured = cost(facts)
+    if state not in {"not worth", "cannot tell"} or not facts.finite:
         return []
+    advice = "Train in fp32 (level O0), or try larger batches, where matrix products "
+    advice += "take more of the time."
+    if state == "cannot tell":
+        advice = "Check again on an idle machine, with more steps=."
     return [
         Finding(
-            "warning",
+            "warning" if state == "not worth" else "note",
             "cost",
             facts.words,
-            why,
+            measured,
             f"worth it: {WORTH_TIME} times as fast, or {WORTH_MEMORY:.0%} less memory "
             f"at no less than {TIME_FOR_MEMORY} times the speed",
             _OURS,
-            "Train in fp32 (level O0), or try larger batches, where matrix products "
-            "take more of the time.",
+            advice,
             0.5,
         )
     ]

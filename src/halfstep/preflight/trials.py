@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from halfstep.preflight import fidelity
 from halfstep.preflight.boundaries import LOSS, first_backward, first_forward
 from halfstep.preflight.facts import Fault
 from halfstep.preflight.guards import misplaced, raised
+from halfstep.preflight.operations import Operations, first_hidden
 from halfstep.preflight.rules import COSINE_WARN
 from halfstep.scaler import ScaleRule
 from halfstep.scaler.exponents import largest_safe_scale
@@ -277,7 +278,14 @@ class Trials:
                 place = LOSS
             if place is not None:
                 harm = harm or self._strays(trial)
+                hidden = self._hidden(trial)
+                # Where both name one module, how far its outputs reach says more.
+                if hidden is not None and hidden.module not in {place, LOSS}:
+                    return hidden, harm
                 return self._told("forward", place, one, right), harm
+        hidden = self._hidden(trial) if enough else None
+        if hidden is not None:
+            return hidden, self._strays(trial)
         if enough and trial.finite:
             return None, False
         passes = trial.passes
@@ -289,6 +297,37 @@ class Trials:
                 place = _of_parameters(one) if place is None else place
                 return self._told("backward", place, one, right), harm
         return None, False
+
+    def _hidden(self, trial: Trial) -> Fault | None:
+        """Return the first inf or NaN that a later operation hides from modules.
+
+        Its passes are run again under a look at each operation, in fp16 alone: what
+        leaves the range of bf16 leaves that of fp32.
+        """
+        if trial.twin is None or not self._scaled:
+            return None
+        for number in range(len(self.batches)):
+            low, right = (
+                self._results(twin, number) for twin in (trial.twin, self.plain)
+            )
+            found = first_hidden(low, right)
+            if found is not None:
+                kind = self.kinds.get(found.module, "")
+                where, scale = found.module, trial.passes[number].scale
+                return Fault("forward", where, kind, found.reaches, scale, found.op)
+        return None
+
+    def _results(self, twin: Twin, number: int) -> dict[tuple[str, str, int], float]:
+        """Return the largest result of each operation of a forward pass."""
+        seen: list[Operations] = []
+
+        def watched(model: nn.Module, batch: Any) -> Tensor:  # noqa: ANN401
+            with Operations(model) as operations:
+                seen.append(operations)
+                return self.loss_fn(model, batch)
+
+        twin.run(watched, self.batches[number], counted=False)
+        return seen[0].results()
 
     def _strays(self, trial: Trial) -> bool:
         """Say whether gradients are finite, but far from fp32's."""

@@ -249,6 +249,8 @@ class Twin:
             session._lost.every = 1  # noqa: SLF001
         with _noted(self.notes):
             session.step()
+        if session._lost is not None:  # noqa: SLF001 -- steps to come are timed
+            session._lost.every = _NEVER  # noqa: SLF001
         return held
 
     def lost(self) -> float | None:

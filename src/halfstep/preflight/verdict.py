@@ -24,16 +24,35 @@ def judge(facts: Facts) -> tuple[str, tuple[Finding, ...]]:
 
 
 def verdict(facts: Facts) -> str:
-    """Return "good", or with a loss scale, or with rules, or "not worth it: why".
+    """Return the gravest of what was found, as a sentence.
 
-    Of fp32 itself, that there is nothing to compare.
+    Numbers come before costs: "not worth it" is only said of what costs more.
     """
-    why_not = _why_not(facts)
-    if why_not:
-        return f"not worth it: {why_not}"
+    wrong = _wrong(facts)
+    if wrong:
+        return f"fails: {wrong}"
     if facts.format == FP32:
         itself = f"{facts.level} is fp32 itself, and finite"
         return f"{NOTHING}: {itself} ({facts.reason})"
+    state, measured = rules.cost(facts)
+    numbers = _numbers(facts)
+    if state == "not worth":
+        words = f"not worth it: {measured}"
+        if facts.rules:
+            return f"{numbers}; {words}"
+        return words if facts.default_finite else f"{_use(numbers)}; {words}"
+    if state == "cannot tell":
+        return f"{numbers}; cannot tell whether it is worth it: {measured}"
+    return numbers
+
+
+def _use(numbers: str) -> str:
+    """Return what numbers need where something else keeps them from being good."""
+    return numbers.replace("good with", "overflows: use", 1)
+
+
+def _numbers(facts: Facts) -> str:
+    """Return what loss and gradients need to be like fp32's."""
     asked = _scale_asked(facts)
     scale = f"a loss scale of {rules.power(asked)}" if asked else ""
     if facts.rules:
@@ -42,8 +61,8 @@ def verdict(facts: Facts) -> str:
     return f"good with {scale}" if scale else "good"
 
 
-def _why_not(facts: Facts) -> str:
-    """Return the first reason against the level, "" where there is none."""
+def _wrong(facts: Facts) -> str:
+    """Return the first reason why training would be wrong, "" where there is none."""
     if not facts.finite_fp32:
         return "loss or gradients are not finite in fp32 either"
     if not facts.learns:
@@ -51,16 +70,19 @@ def _why_not(facts: Facts) -> str:
     if facts.format == FP32:
         return ""
     if facts.failed:
-        return f"{facts.words} fails: {facts.failed}"
+        return f"{facts.words} raises {facts.failed}"
+    where = facts.fault.where if facts.fault else "the gradients"
+    overflows = f"{where} overflows {facts.dtype} and no rule on modules fixes it"
     if not facts.finite:
-        where = facts.fault.where if facts.fault else "the gradients"
-        return f"{where} overflows {facts.dtype} and no rule on modules mends it"
-    return _why_not_better(facts)
+        return overflows
+    return _worse(facts, overflows)
 
 
-def _why_not_better(facts: Facts) -> str:
+def _worse(facts: Facts, overflows: str) -> str:
     """Return the same of a level whose passes are finite."""
     if strays(facts):
+        if facts.fault is not None and facts.fault.op and not facts.rules:
+            return overflows
         return f"gradients differ from fp32's: cosine {rules.cosine(facts.gradients)}"
     if facts.ruin:
         return facts.ruin.partition(". ")[0]
@@ -68,7 +90,7 @@ def _why_not_better(facts: Facts) -> str:
         return "weights are inf or NaN after a few steps, in fp32 they are finite"
     if facts.lost is not None and facts.lost > rules.LOST_ALARM:
         return f"{facts.lost:.0%} of the updates are rounded away"
-    return rules.costs_more(facts)
+    return ""
 
 
 def strays(facts: Facts) -> bool:

@@ -1,7 +1,8 @@
-"""What somebody should know about a run's data, and what to do about it.
+"""What a reader should know about a run's data, and what to do about it.
 
 In: a trainer. Out: sentences for the report, none where there is nothing to say. What
-there is to say of the training itself the doctor says.
+there is to say of the training itself the doctor says, and of texts that come more
+than once, which are counted here.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from halfstep.train.data import Corpus
+    from halfstep.train.data import Corpus, Split
     from halfstep.train.encode import Encoded
     from halfstep.train.loop import Trainer
 
 _SHOWN = 20  # sentences left out that are named
+_MOST = 2_000_000  # texts that are compared: some 10 seconds
 
 
 def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ...]:
@@ -69,3 +71,47 @@ def left_out(corpus: Corpus) -> list[str]:
 def cut_texts(encoded: Encoded, longest: int) -> int:
     """Return how many texts fill all the tokens that a text may have."""
     return int(np.count_nonzero(encoded.lengths >= longest))
+
+
+def repeats(corpus: Corpus, most: int = _MOST) -> dict[str, dict[str, int]]:
+    """Return by split how many texts come more than once, for `data.json`.
+
+    Texts are compared by 64-bit hashes, so that a million of them takes 16 MB.
+
+    Args:
+        corpus: That a run learns from.
+        most: Texts beyond which nothing is counted, and the result is empty.
+    """
+    splits = {"train": corpus.train, "dev": corpus.dev, "test": corpus.test}
+    if sum(map(len, splits.values())) > most:
+        return {}
+    train = _hashes(corpus.train)
+    found = {}
+    for name, split in splits.items():
+        texts = train if name == "train" else _hashes(split)
+        # Row by row: a text, and the text with its label or its entities.
+        both = np.stack([texts, _targets(split, texts, corpus.task)], axis=1)
+        distinct = np.unique(both, axis=0)
+        _, answers = np.unique(distinct[:, 0], return_counts=True)
+        several = np.unique(distinct[:, 0])[answers > 1]
+        found[name] = {
+            "texts": len(texts),
+            "repeated": len(texts) - len(distinct),
+            "contradicting": int(np.isin(texts, several).sum()),
+            "in_train": 0 if name == "train" else int(np.isin(texts, train).sum()),
+        }
+    return found
+
+
+def _hashes(split: Split) -> np.ndarray:
+    """Return a number for each text, blanks at its ends left out. int64, shape (N,)."""
+    numbers = (hash(text.strip()) for text in split.texts())
+    return np.fromiter(numbers, np.int64, len(split))
+
+
+def _targets(split: Split, texts: np.ndarray, task: str) -> np.ndarray:
+    """Return a number for the label, or the entities, of each text. int64."""
+    if task == "classify":
+        return np.asarray(split.labels(), np.int64)
+    numbers = (hash(tuple(sorted(split.spans(i)))) for i in range(len(texts)))
+    return np.fromiter(numbers, np.int64, len(texts))

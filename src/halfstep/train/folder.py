@@ -35,7 +35,7 @@ __all__ = ["RunFolder", "finite"]
 _OWN_FOLDERS = ("checkpoints", "model", "tensorboard")
 _OWN = (
     *("metrics.jsonl", "summary.json", "report.html"),
-    *("environment.json", "profile.json"),
+    *("environment.json", "profile.json", "data.json"),
     # What tells that the others are a run's goes last.
     *("launch.json", "resolved.toml", "config.json"),
 )

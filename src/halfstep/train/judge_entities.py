@@ -7,7 +7,7 @@ In: the entities of each text, as they are and as a model guessed them. Out: a
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,9 @@ def judge(
         "macro_f1": statistics.fmean(row[3] for row in per),
         "accuracy": alike / max(1, len(true)),
     }
-    return Judged(loss, scores, per, _confusion(true, guessed, tuple(kinds)))
+    predicted = Counter(kinds[kind] for each in guessed for _, _, kind in each)
+    table = _confusion(true, guessed, tuple(kinds))
+    return Judged(loss, scores, per, table, predicted)
 
 
 _Shares = tuple[float, float, float, int]

@@ -60,7 +60,8 @@ def judge(logits: Tensor, truth: Tensor, labels: Sequence[str]) -> Judged:
         for i, label in enumerate(labels)
     )
     loss = float(torch.nn.functional.cross_entropy(logits, truth))
-    return Judged(loss, scores, per, _confusion(counts, tuple(labels)))
+    predicted = dict(zip(labels, map(int, counts.sum(0)), strict=True))
+    return Judged(loss, scores, per, _confusion(counts, tuple(labels)), predicted)
 
 
 def mistakes(

@@ -7,7 +7,7 @@ for `summary.json`.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +33,8 @@ class Judged:
     """(label or kind of entity, precision, recall, F1, how many are true)."""
     confusion: Table | None = None
     """Counts: the first column names the truth, the others are guesses."""
+    predicted: Mapping[str, int] = field(default_factory=dict)
+    """Label or kind of entity -> how often it is guessed."""
 
     def table(self, title: str) -> Table:
         """Return what was found of each label as a table; the mean comes last."""
@@ -45,6 +47,13 @@ class Judged:
         found = {**self.scores, "loss": self.loss}
         words = (f"{words_of(name)} {value:.4f}" for name, value in found.items())
         return Table(title, columns, rows, (", ".join(words),))
+
+    def classes(self) -> dict[str, dict[str, int]]:
+        """Return of each label how often it is there, and how often it is guessed."""
+        return {
+            label: {"true": true, "predicted": self.predicted.get(label, 0)}
+            for label, *_, true in self.per
+        }
 
     def data(self) -> dict[str, object]:
         """Return all but the confusion, for `json.dumps`; scores by their names."""

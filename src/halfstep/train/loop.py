@@ -332,7 +332,8 @@ class Trainer:
         self.standing = distributed.same_everywhere(self.standing)
         better = self.standing.best_step == number
         scores = {f"dev_{key}": value for key, value in judged.scores.items()}
-        self._note({"step": number, "event": "eval", "dev_loss": judged.loss, **scores})
+        told = {"dev_loss": judged.loss, **scores, "classes": judged.classes()}
+        self._note({"step": number, "event": "eval", **told})
         self._note_lost()
         self._save()
         star = " (best)" if better else ""

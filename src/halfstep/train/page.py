@@ -184,7 +184,9 @@ def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
     columns = ("part", "median, ms", "95th percentile, ms", "share, %")
     note = (
         f"Over {len(spent):,} steps; the first {left_out} are left out. "
-        "A share is one of all the time, not of the median."
+        "A share is one of all the time, not of the median. The rest is what lies "
+        "between these parts: seeds, rates, and agreeing on the loss, which waits for "
+        "other processes and for a GPU."
     )
     notes = (note, _OF_HOST) if on_gpu else (note,)
     table = Table("", columns, tuple(rows), notes, digits=1)

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfstep import distributed, machine
+from halfstep.doctor import RunFacts, examine, files
 from halfstep.errors import UserError
 from halfstep.report import Cell, Table
 from halfstep.train.clock import Clock
 from halfstep.train.evaluate import EVAL_BATCH, noted
 from halfstep.train.feed import feed, padded_share
-from halfstep.train.findings import data_findings
+from halfstep.train.findings import data_findings, repeats
 from halfstep.train.foresight import foresee
 from halfstep.train.result import Result
 
@@ -113,6 +114,8 @@ def rehearse(ready: Ready, config: TrainConfig, folder: RunFolder) -> Result:
         ("first steps", f"{first}; then {dev_loss:.3f} on {len(few)} dev texts"),
     )
     notes = list(data_findings(trainer))
+    told = RunFacts(splits=files.splits_of(repeats(corpus)))
+    notes += map(str, examine(told))
     if len(times) < meant:
         notes.append(f"{len(times)} of {meant} steps were made: they take long.")
     if folder.steps() or folder.metrics.exists():

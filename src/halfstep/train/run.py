@@ -6,6 +6,7 @@ In: settings as typed. Out: the run's folder, and a `Result` to show.
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
 import time
 from functools import partial
@@ -34,7 +35,7 @@ from halfstep.train import (
 from halfstep.train.config import TrainConfig, resumed
 from halfstep.train.data import load
 from halfstep.train.feed import Hiding, Steps
-from halfstep.train.findings import left_out
+from halfstep.train.findings import left_out, repeats
 from halfstep.train.folder import RunFolder
 from halfstep.train.job import Job
 from halfstep.train.loop import Trainer
@@ -357,6 +358,7 @@ def _open(config: TrainConfig, ready: Ready, *, resume: bool, overwrite: bool) -
             full = resolved(config, plan, choice.level.name, choice.format.name)
             write_resolved(path, full.data_dict())
         folder.write("environment.json", here.text(plan.device, ready.weights))
+        folder.write("data.json", json.dumps(repeats(trainer.job.corpus)))
         trainer.open(tensorboard=config.tensorboard, probe=config.probe)
 
     saving.first_alone(trainer.world, make)

@@ -1,0 +1,258 @@
+"""The doctor on runs of `halfstep train` that go wrong, and on some that do not."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sick_run import counted, step, tally, write
+from small_training import (
+    KINDS,
+    letters,
+    one_thread,
+    small_and_measured,
+    without_figures,
+    write_marked,
+)
+
+from halfstep import cli
+from halfstep.doctor import examination, examine, files, rules_speed
+from halfstep.doctor.facts import Config, RunFacts, SplitFacts, Step
+from halfstep.train.data import load
+from halfstep.train.findings import repeats
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from halfstep.finding import Finding
+
+Rows = list[tuple[str, int]]
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+OF_TIME = {rule.name for rule in rules_speed.RULES}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_and_measured(monkeypatch)
+    without_figures(monkeypatch)
+
+
+def trained(folder: Path, train: Rows, dev: Rows, *words: str) -> dict[str, Finding]:
+    """Train for a moment on these texts; return what the doctor finds, by rule."""
+    data = folder / "data"
+    data.mkdir()
+    for name, rows in (("train", train), ("dev", dev)):
+        (data / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
+    return judged(folder, "--data", str(data), *words)
+
+
+def judged(folder: Path, *words: str) -> dict[str, Finding]:
+    """Train for a moment; return what the doctor finds of it, by rule."""
+    out = str(folder / "run")
+    with one_thread():
+        assert cli.run(["train", "--model", "mini", "--out", out, *words]) == 0
+    facts = files.read(folder / "run")
+    assert facts.problems == ()
+    return {each.rule: each for each in examine(facts)}
+
+
+def alphabets(count: int, *words: str) -> Rows:
+    """Return texts of classes that have no letter in common."""
+    return letters(count, *(words or ("abc", "def")), lengths=(3, 12))
+
+
+def test_divergence(tmp_path: Path) -> None:
+    """Law: a loss that runs away is an error, and the learning rate is named."""
+    words = ("--level", "O2", "--dtype", "bf16", "--lr", "5", "--epochs", "6")
+    found = trained(tmp_path, alphabets(160), alphabets(20), *words)
+    assert found["divergence"].severity == "error"
+    assert "Lower --lr, which reaches 5, to a tenth" in found["divergence"].advice
+    assert "loss does not fall" not in found
+
+
+def test_a_fixed_scale_that_skips_every_step(tmp_path: Path) -> None:
+    """Law: where the scale does not fall, an overflow is not called normal."""
+    words = ("--level", "O2", "--dtype", "fp16", "--loss-scale", "1e9")
+    found = trained(tmp_path, alphabets(160), alphabets(20), *words, "--epochs", "2")
+    assert found["bad op"].severity == found["skipped steps"].severity == "error"
+    for each in (found["bad op"], found["skipped steps"]):
+        assert "halved" not in str(each)
+        assert "--loss-scale dynamic" in each.advice
+        assert "stands at 1e+09 and never falls" in each.advice
+        assert "--dtype bf16" in each.advice
+        assert "module:NAME=fp32" in each.advice
+        assert "first_bad" in each.advice
+
+
+def test_learning_by_heart(tmp_path: Path) -> None:
+    """Law: a dev loss that rises while the training loss falls is told."""
+    draw = random.Random(0)  # noqa: S311 -- no secret
+    rows = [("".join(draw.choices(LETTERS, k=6)), i % 2) for i in range(96)]
+    words = ("--level", "O0", "--lr", "1e-2", "--epochs", "12", "--mask-tokens", "0")
+    more = ("--dropout", "0", "--batch-size", "8")
+    found = trained(tmp_path, rows[:48], rows[48:], *words, *more)
+    assert found["overfitting"].severity == "warning"
+    assert "--patience" in found["overfitting"].advice
+
+
+def test_a_class_that_is_never_predicted(tmp_path: Path) -> None:
+    """Law: a class too rare to be learned is named, with how often dev holds it."""
+    rare = [("abc" * 3, 2)]
+    train = alphabets(200) + rare
+    found = trained(
+        tmp_path, train, alphabets(30) + rare * 6, "--lr", "5e-3", "--epochs", "4"
+    )
+    told = found["class never predicted"]
+    assert told.severity == "warning"
+    assert ": 2 (6); 17% of 36 in all" in told.measured
+
+
+def test_one_class_for_all(tmp_path: Path) -> None:
+    """Law: a model that says the same of every text is an error."""
+    words = ("--level", "O0", "--lr", "1e-9", "--epochs", "12")
+    found = trained(tmp_path, alphabets(160), alphabets(20), *words)
+    told = found["class never predicted"]
+    assert told.severity == "error"
+    assert told.measured.startswith("all 20 predictions on dev are")
+    assert found["loss does not fall"].severity == "warning"
+
+
+def test_texts_that_come_more_than_once(tmp_path: Path) -> None:
+    """Law: texts repeated, contradicting, and in train and dev are counted."""
+    base = [(f"{word}{i:03d}", label) for i in range(60) for word, label in AB]
+    train = base + base[:12] + [(text, 1 - label) for text, label in base[20:25]]
+    dev = [
+        *base[50:54],
+        *((f"{word}x{i}", label) for i in range(8) for word, label in AB),
+    ]
+    found = trained(tmp_path, train, dev, "--lr", "5e-3", "--epochs", "1")
+    assert found["repeated texts"].measured.startswith("12 of 137 texts, 8.8%,")
+    # Both the five and those whose label they contradict.
+    assert found["contradicting labels"].measured.startswith("10 of 137 texts, 7.3%,")
+    assert found["contradicting labels"].severity == "warning"
+    assert found["leak"].measured.startswith("4 of 20 texts, 20%, are in train too")
+    assert found["leak"].severity == "error"
+
+
+AB = (("ab", 0), ("cd", 1))
+
+
+def test_marked_texts_that_contradict(tmp_path: Path) -> None:
+    """Law: of texts with entities, other entities in the same text contradict."""
+    one = {"text": "uabv", "entities": [{"start": 1, "end": 3, "label": "PER"}]}
+    other = {"text": " uabv", "entities": []}
+    path = write_marked(tmp_path, 40)
+    more = "".join(json.dumps(each) + "\n" for each in (one, one, other))
+    path.write_text(path.read_text() + more)
+    corpus = load(
+        path, task="ner", label_names=None, limit=None, dev_share=0.001, seed=1
+    )
+    plain = {(corpus.train.text(i)) for i in range(len(corpus.train))}
+    told = repeats(corpus)
+    assert "uabv" in plain
+    assert told["train"]["texts"] == 42
+    assert told["train"]["contradicting"] == 3
+    assert told["train"]["repeated"] >= 1
+    assert repeats(corpus, most=42) == {}
+    assert set(KINDS) == {"LOC", "PER"}
+
+
+HEALTHY: list[tuple[str, ...]] = [
+    ("--level", "O0", "--epochs", "6"),
+    ("--level", "O1", "--dtype", "bf16", "--epochs", "6"),
+    ("--level", "O2", "--dtype", "fp16", "--epochs", "6", "--batch-size", "8"),
+    ("--level", "O2", "--dtype", "bf16", "--epochs", "12", "--master", "split"),
+]
+
+
+@pytest.mark.parametrize("words", HEALTHY, ids=" ".join)
+def test_healthy_runs(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Law: a run that learns what it should raises no error and no warning.
+
+    Time apart: a model of this size spends its steps in Python.
+    """
+    train, dev = alphabets(200, "abc", "def", "ghi"), alphabets(40, "abc", "def", "ghi")
+    fresh = [(f"{text}{text[:3]}", label) for text, label in dev]
+    found = trained(tmp_path, distinct(train), distinct(fresh), *words, "--lr", "5e-3")
+    loud = [f for f in found.values() if f.severity != "note" and f.rule not in OF_TIME]
+    assert loud == []
+
+
+def distinct(rows: Rows) -> Rows:
+    """Return rows, each text once."""
+    return list(dict(rows).items())
+
+
+def test_healthy_entities(tmp_path: Path) -> None:
+    """Law: the built-in texts with entities, as anybody tries them, raise no alarm."""
+    words = ("--task", "ner", "--level", "O0", "--epochs", "3", "--lr", "3e-3")
+    found = judged(tmp_path, *words)
+    loud = [f for f in found.values() if f.severity != "note" and f.rule not in OF_TIME]
+    assert loud == []
+
+
+def test_one_run_has_one_loss_scale() -> None:
+    """Law: whatever is found of gradients, one scale is advised, or bf16."""
+    settings = Config("O2", "fp16", loss_scale="1024")
+    for low in (2000, 20):
+        facts = RunFacts(config=settings, **underflowing(low))
+        found = [each for each in examine(facts) if "scale" in each.advice]
+        assert len(found) > 1
+        named = {
+            word
+            for each in found
+            for word in re.findall(r"--loss-scale ([\d.]+)", each.advice)
+        }
+        assert len(named) == 1
+
+
+def underflowing(low: int) -> dict[str, Any]:
+    """Return a run with two tensors whose gradients are lost to unlike degrees."""
+    from halfstep.doctor.tally import Sample, Tally
+
+    told = {
+        "a:grad": counted({-24: low, 0: 7000}, zeros=low),
+        "b:grad": counted({-24: 9000, -20: 500, -9: 900}, zeros=9000),
+    }
+    stats = {n: (Sample(1, Tally.from_data(one), 1024.0),) for n, one in told.items()}
+    return {"stats": stats, "steps": (Step.from_data(step(1)),)}
+
+
+@pytest.mark.parametrize("mode", ["flags", "sampled", "full"])
+def test_a_probe_that_is_on_is_not_suggested(tmp_path: Path, mode: str) -> None:
+    """Law: nobody is told to switch on what is on; "flags" judges what it can."""
+    settings = {"level": "O2", "dtype": "fp16", "loss_scale": "dynamic", "probe": mode}
+    facts = files.read(write(tmp_path / mode, [step(1)], settings=settings))
+    blind = examination(facts)
+    said = " ".join(each.why for each in blind.unlooked)
+    rules = {name for each in blind.unlooked for name in each.rules}
+    assert "halfstep.Probe(" not in said
+    assert "not finite forward" not in rules  # it saw none
+    assert "coarse" in rules
+    stats = {"step": 1, "event": "stats", "tensors": {"a:output": tally(0)}}
+    facts = files.read(
+        write(tmp_path / f"{mode}2", [step(1), stats], settings=settings)
+    )
+    rules = {name for each in examination(facts).unlooked for name in each.rules}
+    assert "coarse" not in rules
+
+
+def test_what_is_recorded_is_read(tmp_path: Path) -> None:
+    """Law: counts of texts and of classes travel through the run's folder."""
+    split = {"texts": 9, "repeated": 2, "contradicting": 3, "in_train": 4}
+    told = {"step": 1, "event": "eval", "dev_loss": 0.5}
+    told |= {"classes": {"a": {"true": 3, "predicted": 5}}}
+    folder = write(tmp_path, [step(1), told], data={"dev": split})
+    facts = files.read(folder)
+    assert facts.splits == {"dev": SplitFacts(9, 2, 3, 4)}
+    (one,) = facts.evaluations
+    assert (one.step, one.loss) == (1, 0.5)
+    assert [(c.label, c.true, c.predicted) for c in one.classes] == [("a", 3, 5)]
+    write(tmp_path, [step(1), told | {"classes": 7}], data={"dev": 7})
+    damaged = files.read(folder)
+    assert len(damaged.problems) == 2
+    assert damaged.evaluations == ()
