@@ -237,6 +237,7 @@ LAYER = {
     # The measuring program.
     "bench.__init__": 40,
     "bench.baselines": 40,
+    "bench.journal": 39,
     "bench.living": 40,
     "bench.loops": 40,
     "bench.flags": 40,
