@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from halfstep import cpu, formats, gemm, machine, rate_cache
+from halfstep.errors import UserError
 from halfstep.gemm import GemmRates
 from halfstep.machine import Capabilities, Gpu
 
@@ -60,6 +61,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """Plant a machine whose cache is empty."""
     planted = Machine(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("HALFSTEP_RATES", raising=False)
     for name in cpu.INSTRUCTION_LIMITS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cpu, "first_instruction_limits", dict)
@@ -315,6 +317,45 @@ def test_oldest_files_go(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None
             os.utime(file, (age, age))
     left = [number for number in range(5) if rate_cache.load({"host": number}, 1e9)]
     assert left == [2, 3, 4]
+
+
+def test_children_are_given_the_rates(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: under load a process measures once, for its children too."""
+    here.found = BUSY
+    assert machine.environment() == {}
+    machine.measured()
+    ((name, word),) = machine.environment().items()
+    new_process()
+    monkeypatch.setenv(name, word)
+    told = machine.measured("cpu")
+    assert (told.rates, told.doubt) == (RATES, "")
+    assert told.why_not_cached == "HALFSTEP_RATES tells them"
+    assert machine.tables()[1].rows[0][5] == "-"  # nobody knows when
+    assert machine.recommend("cpu").level == "O2"
+    assert here.count == 1
+    monkeypatch.setenv(name, '{"cuda": {"fp32": 1}}')
+    machine.measured("cpu")
+    assert here.count == 2
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "x",
+        "[]",
+        '{"cpu": 1}',
+        '{"cpu": {"fp32": 1}}',
+        '{"cpu": {"fp32": 1, "bf16": 0, "fp16": 1}}',
+        '{"cpu": {"fp32": 1, "bf16": NaN, "fp16": 1}}',
+    ],
+)
+def test_bad_word_is_refused(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: an environment that tells no rates is refused, with what would be right."""
+    monkeypatch.setenv("HALFSTEP_RATES", word)
+    with pytest.raises(UserError, match=r"holds no rates; it must look like \{"):
+        machine.measured("cpu")
 
 
 @pytest.mark.gpu

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import math
+import os
 import platform
 import threading
 import time
@@ -18,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep import cpu, gemm, rate_cache
+from halfstep import cpu, formats, gemm, rate_cache
+from halfstep.errors import UserError
+from halfstep.gemm import GemmRates
 from halfstep.report import Cell, Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from halfstep.gemm import GemmRates
 
 CPU_FLAGS = {
     "avx512f": "AVX512",
@@ -134,13 +136,20 @@ def measured(device: str | None = None, *, refresh: bool = False) -> GemmRates:
 
     Figures are cached in the user's cache folder for processes under the same
     conditions: host, processor and its flags, limits of instructions, threads, torch,
-    affinity and cgroup. What was measured under load is for this process only.
+    affinity and cgroup. What was measured under load is for this process only, and for
+    child processes that are given `environment`.
 
     Args:
         device: "cpu" or "cuda"; default the one that training would use.
         refresh: Measure again although figures are cached.
+
+    Raises:
+        UserError: If `HALFSTEP_RATES` is set, and holds no rates.
     """
     where = device or capabilities().device
+    given = _given(where)
+    if given is not None:
+        return given
     machine = capabilities()
     chip = machine.gpus[0].name if where == "cuda" else machine.cpu
     facts = rate_cache.conditions(where, chip)
@@ -157,6 +166,46 @@ _measuring = threading.Lock()
 _of_this_process: dict[str, GemmRates] = {}
 _latest: dict[str, GemmRates] = {}
 """Device -> what was returned last."""
+
+
+_VARIABLE = "HALFSTEP_RATES"
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which child processes use this process's rates.
+
+    Why: where the machine is busy nothing is cached, and each would measure again, in
+    the time of whatever it is there for.
+    """
+    rates = {device: dict(found.rates) for device, found in _latest.items()}
+    return {_VARIABLE: json.dumps(rates)} if rates else {}
+
+
+def _given(device: str) -> GemmRates | None:
+    """Return the rates that the environment tells of a device, or None.
+
+    Raises:
+        UserError: If it tells no such thing.
+    """
+    word = os.environ.get(_VARIABLE)
+    if not word:
+        return None
+    try:
+        told = json.loads(word).get(device)
+        if told is None:
+            return None
+        rates = {name: float(told[name]) for name in formats.FORMATS}
+        if not all(0 < rate < math.inf for rate in rates.values()):
+            raise ValueError(rates)  # noqa: TRY301 -- as bad as a word
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        message = (
+            f"{_VARIABLE}={word!r} holds no rates; it must look like "
+            '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}, in TFLOP/s. Unset it '
+            "to measure them."
+        )
+        raise UserError(message) from error
+    spread = dict.fromkeys(rates, 0.0)
+    return GemmRates(rates, spread, 0.0, why_not_cached=f"{_VARIABLE} tells them")
 
 
 def _measure(device: str, facts: dict[str, Any], *, refresh: bool) -> GemmRates:
@@ -328,7 +377,8 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
     notes: list[str] = []
     for where in dict.fromkeys((facts.device, "cpu")):
         gemms = measured(where, refresh=refresh)
-        fp32, age = gemms.rates["fp32"], _age(time.time() - gemms.time)
+        fp32 = gemms.rates["fp32"]
+        age = _age(time.time() - gemms.time) if gemms.time else "-"
         for name, rate in gemms.rates.items():
             spread, means = gemms.spread[name], native(name, where) or "-"
             rows.append((where, name, rate, rate / fp32, spread, age, means))

@@ -59,7 +59,7 @@ class Living:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            env=os.environ | IDLE | dict(environment),
+            env=os.environ | machine.environment() | IDLE | dict(environment),
             text=True,
         )
 

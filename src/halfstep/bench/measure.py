@@ -152,7 +152,13 @@ def apart(module: str, task: dict[str, Any]) -> dict[str, Any]:
         UserError: If the process fails, with its last words.
     """
     command = [sys.executable, "-m", module, json.dumps(task)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | machine.environment(),
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         message = f"contender {task} failed with status {done.returncode}: {last}"
