@@ -147,6 +147,7 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("apex", *(f"apex.{part}" for part in vars(apex))):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "apex", None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "amp_C", raising=False)
     for part in (*apex._ROOMS, *apex._INSIDE):
         monkeypatch.setitem(sys.modules, f"apex.{part}", None)  # type: ignore[arg-type]
     program = """
@@ -165,6 +166,10 @@ import apex.amp.scaler, apex.fp16_utils.fp16util
 attributes = apex.amp.scaler.LossScaler, apex.fp16_utils.fp16util.tofp16
 from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model
+from apex.multi_tensor_apply import multi_tensor_applier
+from apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply
+from apex.parallel.LARC import LARC
+import amp_C
 """
     with pytest.raises(ModuleNotFoundError):
         exec(program, {})  # noqa: S102 -- a program is what is tested
@@ -182,3 +187,6 @@ from apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model
     (scaler,) = amp._amp_state.loss_scalers
     assert isinstance(scaler, names["AmpLossScaler"])
     assert names["DDP"] is parallel.DistributedDataParallel
+    assert names["LARC"] is parallel.LARC is names["apex"].parallel.LARC
+    assert isinstance(names["multi_tensor_applier"], names["MultiTensorApply"])
+    assert names["amp_C"] is apex.amp_C

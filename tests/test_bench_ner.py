@@ -38,7 +38,7 @@ def test_words() -> None:
     assert flags("--contenders", "all").contenders == list(NERS)
     given = flags("--contenders", "O1-bf16,O1-fp16-unscaled", "--lr", "1e-3")
     assert given.contenders == ["O1-bf16", "O1-fp16-unscaled"]
-    assert given.lr == 1e-3
+    assert given.lr == ["1e-3"]
     assert (flags().lr, flags().mask_tokens, flags().epochs) == (None, None, None)
 
 
@@ -167,7 +167,7 @@ def test_turns(
     monkeypatch.setattr(measure, "apart", apart)
     words = f"--data {texts} --limit 30 --epochs 2 --seeds 2 --device cpu".split()
     (table,) = entities.tables(flags(*words, "--contenders", f"{low},fp32"))
-    shared: dict[str, Any] = dict.fromkeys(("lr", "mask_tokens"))
+    shared: dict[str, Any] = {"lr": None, "mask_tokens": None}
     shared |= {"task": "ner", "data": texts, "limit": 30, "model": "tiny", "epochs": 2}
     shared |= {"batch_size": 32, "max_length": 192}
     assert tasks == [
@@ -213,7 +213,43 @@ def test_for_real(
     assert "seed 1/1 O1-fp16: F1 " in capsys.readouterr().err
 
 
+def test_learning_rates() -> None:
+    """Law: a rate is a contender's own, that of all others, or training's default."""
+    names = ["fp32", "O1-bf16", "O1-fp16"]
+    words = flags("--lr", "O1-fp16=5e-4,1e-3,fp32=0.25").lr
+    found = entities.learning_rates(words, names)
+    assert found == {"fp32": 0.25, "O1-bf16": 1e-3, "O1-fp16": 5e-4}
+    alone = entities.learning_rates(flags("--lr", "O1-fp16=2").lr, names)
+    assert alone == {"fp32": None, "O1-bf16": None, "O1-fp16": 2.0}
+    assert entities.learning_rates([], names) == dict.fromkeys(names)
+
+
+def test_learning_rates_reach_their_runs(
+    texts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: each run trains with its contender's rate; the command in the notes too."""
+    small_and_measured(monkeypatch)
+    monkeypatch.setattr(emulated, "needed", lambda _: False)
+    rates: list[float | None] = []
+
+    def apart(_: str, task: dict[str, Any]) -> dict[str, Any]:
+        rates.append(task["lr"])
+        return FOUND["fp32"][0]
+
+    monkeypatch.setattr(measure, "apart", apart)
+    words = f"--data {texts} --epochs 2 --seeds 1 --device cpu".split()
+    given = flags(*words, "--contenders", "fp32,O1-bf16", "--lr", "1e-3,O1-bf16=5e-4")
+    (table,) = entities.tables(given)
+    assert rates == [1e-3, 5e-4]
+    assert any("--lr 1e-3,O1-bf16=5e-4" in note for note in table.notes)
+
+
 REFUSALS = {
+    "--lr O4=1e-3": "argument --lr: 'O4=1e-3' must be a number above 0, or NAME=number",
+    "--lr 0": "argument --lr: '0' must be a number above 0",
+    "--lr O1-bf16=quick": "argument --lr: 'O1-bf16=quick' must be a number above 0",
+    "--lr 1,2": "argument --lr: '2' is the second rate of all others",
+    "--contenders fp32 --lr O1-bf16=1e-3": "--lr O1-bf16=0.001: O1-bf16 is not among ",
     "--contenders O4": "argument --contenders: 'O4' must be all or of fp32, ",
     "--seeds 0": "argument --seeds: '0' must be a whole number of at least 1",
     "--data nothing.jsonl": "nothing.jsonl",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +14,7 @@ from halfstep.bench import commands, living, measure, peers, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
 WORK = peers.Work("cpu", "bf16", 2, 8, 4, 3, optimizer="sgd")
 """Two layers of 8 x 8, three micro-batches of 4."""
@@ -149,6 +151,58 @@ def test_baselines_that_did_not_run() -> None:
     assert first == f"x torch.amp and +-: empty, since {why}"
     why = "torch.amp-kept did not run: of glibc only"
     assert second == f"x torch.amp-kept: empty, since {why}"
+
+
+def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a package is told by what it came with, whatever that is called.
+
+    Lightning's `lightning_fabric` has metadata of its own, or those of two other
+    packages, or none.
+    """
+    installed = {"accelerate": ["accelerate"]}
+    monkeypatch.setattr(recipe.metadata, "packages_distributions", lambda: installed)
+    numbers = {"accelerate": "1.2", "lightning": "2.5", "pytorch-lightning": "2.5.1"}
+    monkeypatch.setattr(recipe.metadata, "version", numbers.__getitem__)
+    names = ["accelerate", "fabric-mixed", "fabric-true", "O2"]
+    expected = "accelerate 1.2, lightning_fabric of unknown version"
+    assert recipe.versions(names) == [expected]
+    installed["lightning_fabric"] = ["pytorch-lightning", "lightning"]
+    (note,) = recipe.versions(names)
+    assert note == "accelerate 1.2, lightning 2.5 and pytorch-lightning 2.5.1"
+    assert recipe.versions(["O2", "pure"]) == []
+
+
+def test_what_was_measured_outlives_a_defect(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: whatever fails after the last turn, all turns are on disk and printed."""
+
+    def defect(*_: object) -> list[str]:
+        message = "no metadata"
+        raise LookupError(message)
+
+    Process.log = []
+    monkeypatch.setattr(living, "Living", Process)
+    monkeypatch.setattr(recipe, "versions", defect)
+    words = "--layers 2 --width 8 --batch 4 --accumulate 3 --rounds 3 --steps 5"
+    words += f" --device cpu --contenders torch.amp,O2 --json {tmp_path / 'found'}"
+    with pytest.raises(LookupError, match="no metadata"):
+        cli.run(["bench", "recipe", *words.split()])
+    lines = (tmp_path / "found.part").read_text(encoding="utf-8").splitlines()
+    seconds = [(each["name"], each["seconds"]) for each in map(json.loads, lines)]
+    order = ["torch.amp", "O2", "O2", "torch.amp", "torch.amp", "O2"]
+    assert [name for name, _ in seconds] == order
+    assert {name: [s for n, s in seconds if n == name] for name in order} == {
+        name: [*SECONDS[name]] for name in order
+    }
+    assert not (tmp_path / "found").exists()
+    err = capsys.readouterr().err
+    assert "Measured so far" in err
+    assert str(tmp_path / "found.part") in err
+    assert [line.split() for line in err.splitlines() if "seconds" in line] == [
+        ["torch.amp", "seconds", "3", "4.000000"],
+        ["O2", "seconds", "3", "1.000000"],
+    ]
 
 
 def test_help_tells_who_they_are(

@@ -19,6 +19,7 @@ import torch
 import halfstep
 from halfstep import LossScaleCollapse, cli, machine
 from halfstep.bench import commands
+from halfstep.gemm import GemmRates
 from halfstep.train import run as room
 from halfstep.train import text
 
@@ -160,8 +161,12 @@ def test_levels(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert sum(line.startswith(f"{name} ") for line in out.splitlines()) == 1
 
 
-def test_env(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_env(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Law: rates and advice are printed, and are in the data as numbers."""
+    measured = GemmRates(RATES, dict.fromkeys(RATES, 0.0), 0.0)
+    monkeypatch.setattr(machine, "measured", lambda *_, **__: measured)
     assert leave("env", "--json", "env.json") == 0
     out, err = capsys.readouterr()
     assert err == ""

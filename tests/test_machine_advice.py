@@ -7,10 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep import machine
+from halfstep.cpu import INSTRUCTION_LIMITS
+from halfstep.gemm import GemmRates
 from halfstep.machine import Capabilities, Gpu, Recommendation
 
 RATES = {"fp32": 2.0, "bf16": 5.0, "fp16": 0.25}
 GB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as if nothing limited the instructions: advice names what does."""
+    for name in INSTRUCTION_LIMITS:
+        monkeypatch.delenv(name, raising=False)
 
 
 def cpu(*instruction_sets: str) -> Capabilities:
@@ -220,33 +229,73 @@ def test_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.gain("fp32") == 1
 
 
+def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: where instructions are limited, what the CPU has is not the whole cause."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    plant(monkeypatch, cpu("AVX512-BF16"), rates(1.0, 0.1, 1.0))
+    limited = (
+        "AVX512-BF16, limited by ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2"
+    )
+    assert f"(although it has {limited})" in (machine.emulation_warning("bf16") or "")
+    assert f"({limited})" in machine.recommend().reason
+    plant(monkeypatch, cpu(), rates(1.0, 0.1, 1.0))
+    assert "(no bf16 instructions)" in machine.recommend().reason
+
+
 def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: the tables show every device's rates over its own fp32, and the advice."""
+    """Law: the tables show rates over fp32's, spread and age, limits and the advice."""
     planted = {"cuda": rates(10, 150, 160), "cpu": rates(2, 1, 0.5)}
     plant(monkeypatch, gpu(8, 0), planted["cuda"])
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    monkeypatch.setattr(machine.cpu, "cgroup_limit", lambda: 1.5)
+    monkeypatch.setattr(machine.time, "time", lambda: 1e9)
+    ages = {"cuda": 3 * 86400 + 5, "cpu": 0}
     asked: list[tuple[str, bool]] = []
 
-    def gemm_rates(where: str, *, refresh: bool = False) -> dict[str, float]:
+    def measured(where: str, *, refresh: bool = False) -> GemmRates:
         asked.append((where, refresh))
-        return planted[where]
+        spread = dict(zip(RATES, (0.1, 0.2, 0.3), strict=True))
+        return GemmRates(planted[where], spread, 0.0, time=1e9 - ages[where])
 
-    monkeypatch.setattr(machine, "gemm_rates", gemm_rates)
-    facts, measured, advice = machine.tables(refresh=True)
+    monkeypatch.setattr(machine, "measured", measured)
+    facts, shown, advice = machine.tables(refresh=True)
     assert {row[0]: row[1] for row in facts.rows} == {
         "processor": "a processor",
         "cores": "8",
         "torch": "2.99, 4 threads",
         "instruction sets": "AMX-BF16",
+        "cgroup limit": "1.5 CPUs",
+        "instruction limits": "MKL_CBWR=AVX2",
         "GPU": "a card, compute capability 8.0, 16 GiB",
     }
-    assert measured.rows == (
-        ("cuda", "fp32", 10, 1, "-"),
-        ("cuda", "bf16", 150, 15, "compute capability 8.0"),
-        ("cuda", "fp16", 160, 16, "compute capability 8.0"),
-        ("cpu", "fp32", 2, 1, "-"),
-        ("cpu", "bf16", 1, 0.5, "AMX-BF16"),
-        ("cpu", "fp16", 0.5, 0.25, "-"),
+    old, new = "3 days ago", "now"
+    assert shown.columns[3:6] == ("x fp32", "spread", "measured")
+    assert shown.rows == (
+        ("cuda", "fp32", 10, 1, 0.1, old, "-"),
+        ("cuda", "bf16", 150, 15, 0.2, old, "compute capability 8.0"),
+        ("cuda", "fp16", 160, 16, 0.3, old, "compute capability 8.0"),
+        ("cpu", "fp32", 2, 1, 0.1, new, "-"),
+        ("cpu", "bf16", 1, 0.5, 0.2, new, "AMX-BF16"),
+        ("cpu", "fp16", 0.5, 0.25, 0.3, new, "-"),
     )
+    assert shown.notes == ()
     assert [row[:2] for row in advice.rows] == [("O2", "bf16")]
     # What was just measured is not measured again for the advice.
-    assert [where for where, refresh in asked if refresh] == ["cuda", "cpu"]
+    assert asked == [("cuda", True), ("cpu", True)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "age"),
+    [
+        (-1, "now"),
+        (59, "now"),
+        (60, "1 minute ago"),
+        (7199, "1 hour ago"),
+        (7200, "2 hours ago"),
+        (10 * 86400, "10 days ago"),
+    ],
+)
+def test_age(seconds: float, age: str) -> None:
+    """Law: the age is told in the largest unit that fits."""
+    assert machine._age(seconds) == age

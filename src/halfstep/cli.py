@@ -302,7 +302,10 @@ def _add_bench(commands: Any) -> None:  # noqa: ANN401
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    _show(arguments.tables(arguments), arguments.json)
+    from halfstep.bench import journal
+
+    with journal.opened(arguments.json):
+        _show(arguments.tables(arguments), arguments.json)
 
 
 def _add_env(commands: Any) -> None:  # noqa: ANN401

@@ -12,14 +12,21 @@ import json
 import math
 import os
 import platform
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep import formats
+from halfstep import cpu, formats, gemm, rate_cache
+from halfstep.errors import UserError
+from halfstep.gemm import GemmRates
 from halfstep.report import Cell, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CPU_FLAGS = {
     "avx512f": "AVX512",
@@ -91,16 +98,17 @@ class Recommendation:
 @functools.cache
 def capabilities() -> Capabilities:
     """Return what this machine is; read once a process."""
-    model, flags = _read_cpu()
+    fields = cpu.facts()
+    flags = cpu.flags(fields)
+    # Where there is no list, platform may know the name; on Linux it says no more.
+    other = "" if fields else platform.processor()
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         facts = torch.cuda.get_device_properties(index)
         gpus.append(Gpu(facts.name, (facts.major, facts.minor), facts.total_memory))
     return Capabilities(
-        cpu=model,
-        cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cpu=fields.get("model name") or other or platform.machine(),
+        cores=len(cpu.affinity()),
         threads=torch.get_num_threads(),
         instruction_sets=tuple(
             name for flag, name in CPU_FLAGS.items() if flag in flags
@@ -110,120 +118,119 @@ def capabilities() -> Capabilities:
     )
 
 
-def _read_cpu() -> tuple[str, frozenset[str]]:
-    """Return the processor's name and its flags, as far as the system tells."""
-    source = Path("/proc/cpuinfo")
-    if not source.exists():
-        return platform.processor() or platform.machine(), frozenset()
-    facts: dict[str, str] = {}
-    for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
-        key, _, value = line.partition(":")
-        facts.setdefault(key.strip(), value.strip())
-    name = facts.get("model name") or platform.machine()
-    return name, frozenset((facts.get("flags") or facts.get("Features") or "").split())
-
-
 def gemm_rates(device: str | None = None, *, refresh: bool = False) -> dict[str, float]:
     """Return the matrix-product rate of each format, in TFLOP/s.
+
+    Args:
+        device: "cpu" or "cuda"; default the one that training would use.
+        refresh: Measure again although figures are cached.
+    """
+    return dict(measured(device, refresh=refresh).rates)
+
+
+def measured(device: str | None = None, *, refresh: bool = False) -> GemmRates:
+    """Return the matrix-product rates with their spread, age and what they rest on.
 
     Why: instruction sets say what a processor has, not what torch makes of it. The
     same flags gave fp16 twice fp32's rate on one machine and a tenth of it on another.
 
-    The figures are kept in the user's cache folder, by processor, torch version and
-    number of threads; where that folder cannot be written, they are measured again
-    in each process (a fraction of a second).
+    Figures are cached in the user's cache folder for processes under the same
+    conditions: host, processor and its flags, limits of instructions, threads, torch,
+    affinity and cgroup. What was measured under load is for this process only, and for
+    child processes that are given `environment`.
 
     Args:
         device: "cpu" or "cuda"; default the one that training would use.
-        refresh: Measure again although figures are kept.
+        refresh: Measure again although figures are cached.
+
+    Raises:
+        UserError: If `HALFSTEP_RATES` is set, and holds no rates.
     """
     where = device or capabilities().device
+    given = _given(where)
+    if given is not None:
+        return given
     machine = capabilities()
     chip = machine.gpus[0].name if where == "cuda" else machine.cpu
-    key = f"{where}|{chip}|torch {machine.torch}|{machine.threads} threads"
-    if refresh:
-        _gemm_rates.cache_clear()
-    return dict(_gemm_rates(where, key, refresh=refresh))
+    facts = rate_cache.conditions(where, chip)
+    key = json.dumps(facts, sort_keys=True)
+    with _measuring:  # two threads that measure disturb each other
+        if refresh or key not in _of_this_process:
+            _of_this_process[key] = _measure(where, facts, refresh=refresh)
+        found = _of_this_process[key]
+        _latest[where] = found
+    return found
 
 
-@functools.cache
-def _gemm_rates(device: str, key: str, *, refresh: bool) -> dict[str, float]:
-    store = _cache_file()
-    kept = _read_cache(store)
-    known = kept.get(key, {})
-    usable = all(0 < rate < math.inf for rate in known.values())
-    if known.keys() == formats.FORMATS.keys() and usable and not refresh:
-        return known
-    rates = {
-        name: measure_gemm(format_.dtype, device)
-        for name, format_ in formats.FORMATS.items()
-    }
-    try:
-        store.parent.mkdir(parents=True, exist_ok=True)
-        part = store.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(kept | {key: rates}, indent=1), encoding="utf-8")
-        part.replace(store)
-    except OSError:
-        # A cache is a convenience: without it the figures are measured once a process.
-        return rates
-    return rates
+_measuring = threading.Lock()
+_of_this_process: dict[str, GemmRates] = {}
+_latest: dict[str, GemmRates] = {}
+"""Device -> what was returned last."""
 
 
-def _cache_file() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "halfstep" / "machine.json"
+_VARIABLE = "HALFSTEP_RATES"
 
 
-def _read_cache(store: Path) -> dict[str, dict[str, float]]:
-    """Return what is kept; anything unreadable counts as nothing kept."""
-    try:
-        found = json.loads(store.read_text(encoding="utf-8"))
-        return {
-            key: {name: float(rate) for name, rate in rates.items()}
-            for key, rates in found.items()
-        }
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
+def environment() -> dict[str, str]:
+    """Return the environment in which child processes use this process's rates.
 
-
-def measure_gemm(dtype: torch.dtype, device: str, *, seconds: float = 0.1) -> float:
-    """Return the rate of a square matrix product, in TFLOP/s.
-
-    Formula: 2 n**3 operations over the shortest time of one product: whatever else
-    the machine does only adds to it. n grows from 256 while a product is expected to
-    fit the time, so that a format which the processor emulates does not take minutes.
-
-    Args:
-        dtype: Dtype of both factors.
-        device: "cpu" or "cuda".
-        seconds: Time to spend on the last size. Default 0.1: some sixty products
-            of the fastest format on a 2-core machine.
+    Why: where the machine is busy nothing is cached, and each would measure again, in
+    the time of whatever it is there for.
     """
-    largest = 4096 if device == "cuda" else 1024
-    size, rate = 256, 0.0
-    while True:
-        left = torch.ones(size, size, dtype=dtype, device=device)
-        times: list[float] = []
-        start = time.perf_counter()
-        left @ left
-        while len(times) < 3 or time.perf_counter() - start < seconds / 2:  # noqa: PLR2004
-            _wait(device)
-            began = time.perf_counter()
-            left @ left
-            _wait(device)
-            times.append(time.perf_counter() - began)
-            if times[-1] > seconds:
-                break
-        shortest = min(times)
-        rate = 2 * size**3 / shortest / 1e12
-        if size == largest or shortest * 8 > seconds:
-            return rate
-        size *= 2
+    rates = {device: dict(found.rates) for device, found in _latest.items()}
+    return {_VARIABLE: json.dumps(rates)} if rates else {}
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def _given(device: str) -> GemmRates | None:
+    """Return the rates that the environment tells of a device, or None.
+
+    Raises:
+        UserError: If it tells no such thing.
+    """
+    word = os.environ.get(_VARIABLE)
+    if not word:
+        return None
+    try:
+        told = json.loads(word).get(device)
+        if told is None:
+            return None
+        rates = {name: float(told[name]) for name in formats.FORMATS}
+        if not all(0 < rate < math.inf for rate in rates.values()):
+            raise ValueError(rates)  # noqa: TRY301 -- as bad as a word
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        message = (
+            f"{_VARIABLE}={word!r} holds no rates; it must look like "
+            '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}, in TFLOP/s. Unset it '
+            "to measure them."
+        )
+        raise UserError(message) from error
+    spread = dict.fromkeys(rates, 0.0)
+    return GemmRates(rates, spread, 0.0, why_not_cached=f"{_VARIABLE} tells them")
+
+
+def _measure(device: str, facts: dict[str, Any], *, refresh: bool) -> GemmRates:
+    changed = cpu.instruction_limits().items() ^ cpu.first_instruction_limits().items()
+    cached = None if changed or refresh else rate_cache.load(facts, time.time())
+    if cached:
+        return cached
+    found = replace(gemm.measure(device), time=time.time())
+    why = found.doubt
+    if changed:
+        names = ", ".join(sorted({name for name, _ in changed}))
+        why = f"{names} changed after this process began"
+    elif not why:
+        try:
+            rate_cache.save(facts, found)
+        except OSError as error:
+            why = f"the cache folder cannot be written: {error}"
+    return replace(found, why_not_cached=why)
+
+
+def _caveat(device: str, rates: Mapping[str, float]) -> str:
+    """Return what to add to a reason that rests on rates measured under load."""
+    latest = _latest.get(device)
+    doubt = latest.doubt if latest and latest.rates == rates else ""
+    return f"; measured under load: {doubt}" if doubt else ""
 
 
 def gain(dtype: str, device: str | None = None) -> float:
@@ -246,6 +253,18 @@ def native(dtype: str, device: str | None = None) -> str:
     )
 
 
+def _hardware(dtype: str, device: str) -> str:
+    """Return `native` with the limits that may keep it from use."""
+    means, limits = native(dtype, device), cpu.instruction_limits()
+    if device == "cuda" or not means or not limits:
+        return means
+    return f"{means}, limited by {_spelled(limits)}"
+
+
+def _spelled(variables: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in variables.items())
+
+
 def recommend(device: str | None = None) -> Recommendation:
     """Return the level and dtype to train with here, and why.
 
@@ -253,17 +272,19 @@ def recommend(device: str | None = None) -> Recommendation:
     which bf16 is not worth it.
     """
     where = device or capabilities().device
+    rates = gemm_rates(where)
     candidates = ("bf16", "fp16") if where == "cuda" else ("bf16",)
     for dtype in candidates:
-        means, times = native(dtype, where), gain(dtype, where)
+        means, times = native(dtype, where), rates[dtype] / rates["fp32"]
         if times >= WORTH_IT and (means or where == "cpu"):
-            by = f" ({means})" if means else ""
+            by = f" ({_hardware(dtype, where)})" if means else ""
             reason = f"{dtype} matrix products run {times:.1f} times as fast as fp32"
-            return Recommendation("O2", dtype, f"{reason} on this {where}{by}")
+            reason += f" on this {where}{by}{_caveat(where, rates)}"
+            return Recommendation("O2", dtype, reason)
     reason = (
-        f"bf16 matrix products run at {gain('bf16', where):.2f} of fp32's rate on this "
-        f"{where} ({native('bf16', where) or 'no bf16 instructions'}); {WORTH_IT} is "
-        "the least that pays for the casts"
+        f"bf16 matrix products run at {rates['bf16'] / rates['fp32']:.2f} of fp32's "
+        f"rate on this {where} ({_hardware('bf16', where) or 'no bf16 instructions'}); "
+        f"{WORTH_IT} is the least that pays for the casts{_caveat(where, rates)}"
     )
     return Recommendation("O0", "fp32", reason)
 
@@ -274,12 +295,13 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
     if dtype == "fp32" or gain(dtype, where) >= SLOWER:
         return None
     rates = gemm_rates(where)
-    means = native(dtype, where)
+    means = _hardware(dtype, where)
     cause = f"although it has {means}" if means else "it has no instructions for it"
     return (
         f"dtype={dtype}: this {where} runs {dtype} matrix products at "
         f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f} ({cause}): expect "
-        f"{rates['fp32'] / rates[dtype]:.1f} times the time. Use --level O0."
+        f"{rates['fp32'] / rates[dtype]:.1f} times the time"
+        f"{_caveat(where, rates)}. Use --level O0."
     )
 
 
@@ -332,7 +354,7 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
     """Return the machine, its measured rates, and the advice, as tables.
 
     Args:
-        refresh: Measure again although figures are kept.
+        refresh: Measure again although figures are cached.
     """
     facts = capabilities()
     found: list[tuple[Cell, ...]] = [
@@ -341,26 +363,52 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
         ("torch", f"{facts.torch}, {facts.threads} threads"),
         ("instruction sets", ", ".join(facts.instruction_sets) or "none known"),
     ]
+    quota, limits = cpu.cgroup_limit(), cpu.instruction_limits()
+    if quota is not None:
+        found.append(("cgroup limit", f"{quota:g} CPUs"))
+    if limits:
+        found.append(("instruction limits", _spelled(limits)))
     for gpu in facts.gpus:
         gibibytes = gpu.memory_bytes / 2**30
         major, minor = gpu.capability
         about = f"{gpu.name}, compute capability {major}.{minor}, {gibibytes:.0f} GiB"
         found.append(("GPU", about))
-    rates: list[tuple[Cell, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
+    notes: list[str] = []
     for where in dict.fromkeys((facts.device, "cpu")):
-        measured = gemm_rates(where, refresh=refresh)
-        rates += [
-            (where, name, rate, rate / measured["fp32"], native(name, where) or "-")
-            for name, rate in measured.items()
-        ]
+        gemms = measured(where, refresh=refresh)
+        fp32 = gemms.rates["fp32"]
+        age = _age(time.time() - gemms.time) if gemms.time else "-"
+        for name, rate in gemms.rates.items():
+            spread, means = gemms.spread[name], native(name, where) or "-"
+            rows.append((where, name, rate, rate / fp32, spread, age, means))
+        if gemms.why_not_cached:
+            notes.append(
+                f"{where}: used in this process only, not cached: "
+                f"{gemms.why_not_cached}."
+            )
     advice = recommend()
-    columns = ("device", "format", "TFLOP/s", "x fp32", "hardware for it")
+    columns = ("device", "format", "TFLOP/s", "x fp32", "spread", "measured")
     return (
         Table("Machine", ("what", "value"), tuple(found)),
-        Table("Matrix products, measured", columns, tuple(rates)),
+        Table(
+            "Matrix products, measured",
+            (*columns, "hardware for it"),
+            tuple(rows),
+            tuple(notes),
+        ),
         Table(
             "Advice",
             ("level", "dtype", "why"),
             ((advice.level, advice.dtype, advice.reason),),
         ),
     )
+
+
+def _age(seconds: float) -> str:
+    """Return how long ago something was, in the largest unit that fits."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        number = int(seconds // length)
+        if number >= 1:
+            return f"{number} {unit}{'s' if number > 1 else ''} ago"
+    return "now"

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import formats, machine
-from halfstep.bench import measure
+from halfstep.bench import journal, measure
 from halfstep.bench.loops import Loop, PlainLoop, SessionLoop
 from halfstep.preparing import prepare
 from halfstep.report import Cell, Table
@@ -136,6 +136,7 @@ def _peak_apart(name: str, work: Work) -> int:
     """Return the bytes that a contender takes in a process of its own."""
     task = asdict(work) | {"contender": name}
     found: int = measure.apart("halfstep.bench.accumulate", task)["peak_bytes"]
+    journal.record(f"{name}, width {work.width}", peak_bytes=found)
     measure.progress(f"memory of {name}, width {work.width}: {found / _MIB:.0f} MiB")
     return found
 

@@ -118,7 +118,7 @@ def _stock_table(place: Place, sizes: list[int], notes: tuple[str, ...]) -> Tabl
                 "torch": partial(_inside, place.torchs(), call, calls, place),
                 "halfstep": partial(_inside, place.ours(), call, calls, place),
             }
-            times = measure.take_turns(contenders, place.rounds)
+            times = measure.take_turns(contenders, place.rounds, f"{name} {size}")
             ratio = times.ratio("halfstep", "torch")
             rows.append(
                 (
@@ -208,7 +208,7 @@ def _region_table(place: Place, notes: tuple[str, ...]) -> Table:
 # Under a rule
 
 
-def _ruled_times(ruled: Ruled, place: Place) -> measure.Times:
+def _ruled_times(ruled: Ruled, place: Place, what: str) -> measure.Times:
     """Let four contenders run one operation: see `_rule_tables`."""
     policy = f"torch + {ruled.rule}"
     kernels.install(steering.rows_for(Policy.parse(policy), place.device))
@@ -221,7 +221,7 @@ def _ruled_times(ruled: Ruled, place: Place) -> measure.Times:
         "passed on": partial(_inside, place.ours(_STEERED), ruled.call, calls, place),
         "halfstep": partial(_inside, place.ours(policy), ruled.call, calls, place),
     }
-    return measure.take_turns(contenders, place.rounds)
+    return measure.take_turns(contenders, place.rounds, what)
 
 
 def _rule_tables(
@@ -237,7 +237,7 @@ def _rule_tables(
     passed: list[tuple[Cell, ...]] = []
     for size in sizes:
         for ruled in ruled_operations(size, place.device, place.dtype):
-            times = _ruled_times(ruled, place)
+            times = _ruled_times(ruled, place, f"{ruled.rule} {size}")
             price = times.excess("halfstep", "by hand") * _MICRO
             under.append(
                 (

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import formats
-from halfstep.bench import measure
+from halfstep.bench import journal, measure
 from halfstep.bench.loops import Loop, PlainLoop, SessionLoop
 from halfstep.errors import UserError
 from halfstep.preparing import prepare
@@ -201,6 +201,7 @@ def _train(work: Work, seed: int, found: dict[str, Found]) -> None:
             step = partial(loops[name].step, [batch])
             loss, took = measure.timed(step, work.device)
             found[name].losses[-1].append(loss.item())
+            journal.record(name, seed=seed, step=number, loss=loss.item(), seconds=took)
             if number >= _WARM_UP:
                 found[name].seconds.append(took)
 

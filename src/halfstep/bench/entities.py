@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from halfstep import emulated, machine
-from halfstep.bench import measure, quality
+from halfstep.bench import journal, measure, quality
 from halfstep.bench.quality import cells, median
+from halfstep.errors import UserError
 from halfstep.report import Table
 from halfstep.train.config import TrainConfig
 
@@ -33,7 +34,7 @@ CONTENDERS: dict[str, dict[str, str]] = {
 
 BASELINE = "fp32"
 
-_SHARED = ("data", "limit", "model", "epochs", "batch_size", "lr", "max_length")
+_SHARED = ("data", "limit", "model", "epochs", "batch_size", "max_length")
 _PERCENT = 100
 _MIB = 2**20
 _COLUMNS = (
@@ -64,13 +65,16 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     device = measure.pick_device(arguments.device)
     shared = {key: getattr(arguments, key) for key in _SHARED}
     shared |= {"task": "ner", "device": device, "mask_tokens": arguments.mask_tokens}
-    judged = quality.judged("F1", TrainConfig(**shared))
+    rates = learning_rates(arguments.lr or [], arguments.contenders)
+    configs = [TrainConfig(**shared, lr=rates[name]) for name in arguments.contenders]
+    judged = quality.judged("F1", configs[0])
     machine.gemm_rates(device)  # measured once, here, and not in some contender's time
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.contenders}
     for seed in range(arguments.seeds):
         for name in measure.order(found, seed):
-            task = shared | CONTENDERS[name] | {"seed": seed}
+            task = shared | CONTENDERS[name] | {"seed": seed, "lr": rates[name]}
             came_to = measure.apart("halfstep.bench.quality", task)
+            journal.record(name, seed=seed, **came_to)
             found[name].append(came_to)
             said = came_to.get("diverged") or f"F1 {came_to['scores']['f1']:.4f}"
             measure.progress(f"seed {seed + 1}/{arguments.seeds} {name}: {said}")
@@ -79,6 +83,31 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     if low and emulated.needed(device):
         notes.append(_EMULATED)
     return [table(found, notes)]
+
+
+def learning_rates(
+    words: Sequence[str], contenders: Sequence[str]
+) -> dict[str, float | None]:
+    """Return the learning rate of each contender; None: as `halfstep train` chooses.
+
+    Args:
+        words: Numbers for all, and NAME=number for one, as `--lr` reads them.
+        contenders: Those that run.
+
+    Raises:
+        UserError: If one is named that does not run.
+    """
+    named = {
+        name: float(number) for name, _, number in (w.rpartition("=") for w in words)
+    }
+    idle = [name for name in named if name and name not in contenders]
+    if idle:
+        message = (
+            f"--lr {idle[0]}={named[idle[0]]:g}: {idle[0]} is not among --contenders; "
+            "add it there, or leave its rate out."
+        )
+        raise UserError(message)
+    return {name: named.get(name, named.get("")) for name in contenders}
 
 
 def table(found: Runs, more: Sequence[str]) -> Table:

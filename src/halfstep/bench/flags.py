@@ -6,6 +6,7 @@ In: parsers of argparse. Out: the same, with flags. Importing this loads no torc
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,39 @@ def share(word: str) -> float:
         message = f"{word!r} must be a number from 0 to below 1"
         raise argparse.ArgumentTypeError(message)
     return value
+
+
+def rates_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return what reads learning rates, each a number or NAME=number.
+
+    Args:
+        known: Names there are.
+    """
+
+    def read(words: str) -> list[str]:
+        seen = set()
+        for word in words.split(","):
+            name, _, number = word.rpartition("=")
+            if not _is_rate(number) or (name and name not in known):
+                message = (
+                    f"{word!r} must be a number above 0, or NAME=number with a name of "
+                    f"{', '.join(known)}"
+                )
+                raise argparse.ArgumentTypeError(message)
+            if name in seen:
+                message = f"{word!r} is the second rate of {name or 'all others'}"
+                raise argparse.ArgumentTypeError(message)
+            seen.add(name)
+        return words.split(",")
+
+    return read
+
+
+def _is_rate(word: str) -> bool:
+    try:
+        return 0 < float(word) < math.inf
+    except ValueError:
+        return False
 
 
 def shapes(words: str) -> list[str]:
@@ -353,7 +387,13 @@ def add_ner(parser: argparse.ArgumentParser) -> None:
     text = "passes over the data (default as halfstep train)"
     add("--epochs", type=whole, metavar="N", help=text)
     add("--batch-size", type=whole, default=32, metavar="N", help="(default 32)")
-    add("--lr", type=float, metavar="X", help="(default as halfstep train)")
+    add(
+        "--lr",
+        type=rates_of(NERS),
+        metavar="X,NAME=X",
+        help="learning rate of all contenders, and of single ones, such as "
+        "1e-3,O1-fp16=5e-4 (default as halfstep train)",
+    )
     text = "share of tokens hidden (default as halfstep train)"
     add("--mask-tokens", type=float, metavar="P", help=text)
     text = "tokens after which a text is cut (default 192)"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from halfstep import machine
+from halfstep.bench import journal
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Living:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            env=os.environ | IDLE | dict(environment),
+            env=os.environ | machine.environment() | IDLE | dict(environment),
             text=True,
         )
 
@@ -78,6 +79,7 @@ class Living:
         if not line:
             raise UserError(self._last_words())
         answer: dict[str, Any] = json.loads(line)
+        journal.record(self.name, **answer)
         return answer
 
     def _last_words(self) -> str:

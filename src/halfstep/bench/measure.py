@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from halfstep import machine
+from halfstep.bench import journal
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,17 +70,22 @@ class Times:
         return [own / other for own, other in both]
 
 
-def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Times:
+def take_turns(
+    contenders: Mapping[str, Callable[[], float]], rounds: int, what: str = ""
+) -> Times:
     """Measure contenders in turn.
 
     Args:
         contenders: Name -> what takes one turn and returns its seconds.
         rounds: Turns of each, >= 1.
+        what: What they all do, for the journal, where a bench measures several things.
     """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in order(contenders, number):
             found[name].append(contenders[name]())
+            title = f"{what}: {name}" if what else name
+            journal.record(title, round=number + 1, seconds=found[name][-1])
     return Times(found)
 
 
@@ -146,7 +152,13 @@ def apart(module: str, task: dict[str, Any]) -> dict[str, Any]:
         UserError: If the process fails, with its last words.
     """
     command = [sys.executable, "-m", module, json.dumps(task)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | machine.environment(),
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         message = f"contender {task} failed with status {done.returncode}: {last}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.bench import encoder, measure
+from halfstep.bench import encoder, journal, measure
 from halfstep.probe import Probe
 from halfstep.report import Cell, Table
 
@@ -123,6 +123,7 @@ def take_times(work: Work, loop: str, seed: int, found: dict[str, list[float]]) 
             torch.manual_seed(seed * work.steps + number)  # the same dropout for all
             step = partial(contenders[name].step, batch)
             _, took = measure.timed(step, work.device)
+            journal.record(name, seed=seed, step=number, seconds=took)
             if number >= _WARM_UP:
                 found[name].append(took)
     probe = contenders[FULL].probe

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep import emulated, machine
-from halfstep.bench import measure
+from halfstep.bench import journal, measure
 from halfstep.report import Cell, Table
 from halfstep.scaler import LossScaleCollapse
 from halfstep.train.config import TrainConfig
@@ -93,6 +93,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         for name in measure.order(found, seed):
             task = shared | CONTENDERS[name] | {"seed": seed}
             came_to = measure.apart("halfstep.bench.quality", task)
+            journal.record(name, seed=seed, **came_to)
             found[name].append(came_to)
             said = _said(came_to)
             measure.progress(f"seed {seed + 1}/{arguments.seeds} {name}: {said}")

@@ -12,6 +12,7 @@ import os
 import platform
 from dataclasses import asdict
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -183,11 +184,20 @@ def unmeasured(times: measure.Times, why_not: Mapping[str, str]) -> list[str]:
 
 def versions(names: Iterable[str]) -> list[str]:
     """Return a note on which peers were measured, if any were."""
-    from importlib.metadata import version
-
-    packages = {peers.CONTENDERS[name].package for name in names} - {None}
-    shown = [f"{package} {version(package)}" for package in sorted(map(str, packages))]
+    packages = {peers.CONTENDERS[name].package for name in names}
+    shown = [_version(package) for package in sorted(filter(None, packages))]
     return [", ".join(shown)] if shown else []
+
+
+def _version(package: str) -> str:
+    """Return the version of an importable package, by the name it was installed as.
+
+    Why: `lightning_fabric` may have come with `lightning-fabric`, with
+    `pytorch-lightning`, or with neither's metadata.
+    """
+    distributions = metadata.packages_distributions().get(package, ())
+    names = [f"{name} {metadata.version(name)}" for name in sorted({*distributions})]
+    return " and ".join(names) or f"{package} of unknown version"
 
 
 def _shown(environment: Mapping[str, str]) -> str:

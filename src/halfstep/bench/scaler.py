@@ -124,7 +124,12 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     for shape in arguments.shapes:
         gradients = Gradients.draw(shape, device)
         for name in arguments.optimizer:
-            times = take_times(gradients, OPTIMIZERS[name](gradients.parameters), place)
+            times = take_times(
+                gradients,
+                OPTIMIZERS[name](gradients.parameters),
+                place,
+                f"{shape}, {name}",
+            )
             target = None if name in _NOISY else TARGETS.get(shape)
             rows.append((shape, name, *_cells(times, target)))
             measure.progress(f"{shape}, {name}: done")
@@ -155,7 +160,7 @@ def _cells(times: measure.Times, target: float | None) -> tuple[Cell, ...]:
 
 
 def take_times(
-    gradients: Gradients, optimizer: torch.optim.Optimizer, place: Place
+    gradients: Gradients, optimizer: torch.optim.Optimizer, place: Place, what: str = ""
 ) -> measure.Times:
     """Let the bare optimizer and both scalers step in turn."""
     loss = torch.ones((), device=place.device)
@@ -179,7 +184,7 @@ def take_times(
         name: partial(turn, gradients, step, calls, place.device)
         for name, step in steps.items()
     }
-    return measure.take_turns(turns, place.rounds)
+    return measure.take_turns(turns, place.rounds, what)
 
 
 def turn(

@@ -11,7 +11,7 @@ at work on a graph whose one 16-bit gradient is the trace's.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
-from halfstep.bench import measure
+from halfstep.bench import journal, measure
 from halfstep.report import Cell, Table
 from halfstep.scaler import LossScaleCollapse, LossScaler, ScaleRule
 
@@ -329,6 +329,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         rows: list[tuple[Cell, ...]] = []
         for name, contender in CONTENDERS.items():
             outcome = replay(trace, contender)
+            journal.record(f"{trace.name}: {name}", **asdict(outcome))
             rows.append(
                 (name, outcome.lost, outcome.recovery, outcome.last, outcome.unused)
             )

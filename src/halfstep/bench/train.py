@@ -38,7 +38,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     Raises:
         UserError: If a setting or the data cannot be used, or a contender fails.
     """
-    from halfstep.bench import measure, quality
+    from halfstep.bench import journal, measure, quality
     from halfstep.train.config import TrainConfig
 
     settings = {
@@ -51,6 +51,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         for name in measure.order(found, repeat):
             task = CONTENDERS[name] | settings
             measured = measure.apart("halfstep.bench.contender", task)
+            journal.record(name, **measured)
             found[name].append(measured)
             measure.progress(
                 f"run {repeat + 1}/{arguments.repeats} {name}: "

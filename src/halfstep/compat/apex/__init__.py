@@ -10,16 +10,32 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from halfstep.compat.apex import amp, fp16_utils, optimizers, parallel
+from halfstep.compat.apex import (
+    amp,
+    amp_C,
+    fp16_utils,
+    multi_tensor_apply,
+    optimizers,
+    parallel,
+)
 from halfstep.compat.apex.casts import Handle
 from halfstep.compat.apex.scaling import AmpScaler
 from halfstep.compat.apex.state import STATE, AmpState, maybe_print
 
-__all__ = ["amp", "fp16_utils", "install", "optimizers", "parallel"]
+__all__ = [
+    "amp",
+    "amp_C",
+    "fp16_utils",
+    "install",
+    "multi_tensor_apply",
+    "optimizers",
+    "parallel",
+]
 
 _ROOMS = {
     "amp": amp,
     "fp16_utils": fp16_utils,
+    "multi_tensor_apply": multi_tensor_apply,
     "optimizers": optimizers,
     "parallel": parallel,
 }
@@ -45,16 +61,21 @@ _INSIDE: dict[str, dict[str, Any]] = {
     "fp16_utils.fp16_optimizer": _FP16_NAMES,
     "fp16_utils.fp16util": _FP16_NAMES,
     "fp16_utils.loss_scaler": _FP16_NAMES,
+    "multi_tensor_apply.multi_tensor_apply": {
+        "MultiTensorApply": multi_tensor_apply.MultiTensorApply,
+    },
+    "parallel.LARC": {"LARC": parallel.LARC},
 }
 """Module inside one of apex's -> what programs import from there."""
 
 
 def install() -> None:
-    """Let `import apex` find this package from now on, in this process.
+    """Let `import apex` and `import amp_C` find this package, in this process.
 
     For programs that cannot be edited: call it before they are imported.
     """
     sys.modules["apex"] = sys.modules[__name__]
+    sys.modules["amp_C"] = amp_C
     for name, room in _ROOMS.items():
         sys.modules[f"apex.{name}"] = room
     for path, names in _INSIDE.items():
@@ -62,6 +83,6 @@ def install() -> None:
         vars(module).update(names)
         sys.modules[module.__name__] = module
         parent, _, name = path.partition(".")
-        # apex too hides its module `_amp_state` behind the object in it.
+        # apex too hides its modules `_amp_state` and `LARC` behind what is in them.
         if not hasattr(_ROOMS[parent], name):
             setattr(_ROOMS[parent], name, module)

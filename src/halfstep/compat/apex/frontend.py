@@ -17,6 +17,7 @@ from halfstep.compat.apex import models as rooms
 from halfstep.compat.apex import properties, stash
 from halfstep.compat.apex.casts import Handle, devices_of, forget_if_evaluating
 from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
+from halfstep.compat.apex.larc import LARC
 from halfstep.compat.apex.scaling import AmpScaler, rule_of
 from halfstep.compat.apex.state import STATE, AmpError, Properties, say
 from halfstep.master import MasterWeights
@@ -84,8 +85,8 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    nets: list[nn.Module] = _listed(models, nn.Module, "models")
-    steppers: list[Optimizer] = _listed(optimizers, torch.optim.Optimizer, "optimizers")
+    nets: list[nn.Module] = _listed(models, (nn.Module,), "models")
+    steppers: list[Optimizer] = _listed(optimizers, _STEPPERS, "optimizers")
     _check(nets, steppers)
     rule = rule_of(chosen.loss_scale, min_loss_scale, max_loss_scale)
     for line in properties.lines(chosen):
@@ -157,19 +158,26 @@ def _replace(chosen: Properties, scalers: list[AmpScaler]) -> None:
         STATE.handle.close()
 
 
-def _listed(given: Any, kind: type, name: str) -> list[Any]:  # noqa: ANN401
-    if isinstance(given, kind | FP16_Optimizer):
+_STEPPERS = (torch.optim.Optimizer, LARC, FP16_Optimizer)
+
+
+def _listed(
+    given: Any,  # noqa: ANN401
+    kinds: tuple[type, ...],
+    name: str,
+) -> list[Any]:
+    if isinstance(given, kinds):
         return [given]
     if given is None and name == "optimizers":
         return []
     if isinstance(given, list | tuple):
-        wrong = [each for each in given if not isinstance(each, kind | FP16_Optimizer)]
+        wrong = [each for each in given if not isinstance(each, kinds)]
         if not wrong:
             return list(given)
         given = wrong[0]
     message = (
-        f"{name}: {type(given).__name__} is no {kind.__name__}; pass one, or a list or "
-        "tuple of them."
+        f"{name}: {type(given).__name__} is no {kinds[0].__name__}; pass one, or a "
+        "list or tuple of them."
     )
     raise TypeError(message)
 

@@ -1,4 +1,4 @@
-"""apex's `parallel`, as far as torch has it too.
+"""apex's `parallel`: torch's own classes for arguments of apex's, and LARC.
 
 In: arguments of apex's wrapper. Out: torch's own.
 """
@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import SyncBatchNorm as _TorchSyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel as _TorchDDP
 
+from halfstep.compat.apex.larc import LARC
 from halfstep.compat.apex.state import AmpError
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+]
 
 _MEGABYTE = 1024 * 1024
 _MEANT = {

@@ -1,0 +1,144 @@
+"""apex's extension `amp_C`, as far as programs call it: on torch's own operations.
+
+In: lists of tensors, and a flag. Out: the lists overwritten, or norms; the flag is 1
+if a number was not finite. Nothing waits for a device.
+"""  # noqa: N999 -- apex's name
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from halfstep.compat.apex.state import AmpError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_scale"]
+
+_BOTH, _FIRST, _SECOND = -1, 0, 1
+
+
+def multi_tensor_scale(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Sequence[Sequence[Tensor]],
+    scale: float,
+) -> None:
+    """Write inputs * scale, computed in fp32, into outputs.
+
+    Args:
+        chunk_size: Not used.
+        noop_flag: Becomes 1 if an input is not finite. Shape (1,).
+        tensor_lists: Inputs and outputs; they may be the same.
+        scale: What inputs are multiplied by.
+    """
+    del chunk_size
+    inputs, outputs = _lists("multi_tensor_scale", tensor_lists, 2)
+    if not inputs:
+        return
+    _flag(noop_flag, inputs)
+    scaled = torch._foreach_mul(_wide(inputs), scale)  # noqa: SLF001 -- torch's name
+    torch._foreach_copy_(outputs, scaled)
+
+
+def multi_tensor_axpby(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Sequence[Sequence[Tensor]],
+    a: float,
+    b: float,
+    arg_to_check: int,
+) -> None:
+    """Write a * x + b * y, computed in fp32, into outputs.
+
+    Args:
+        chunk_size: Not used.
+        noop_flag: Becomes 1 if a checked input is not finite. Shape (1,).
+        tensor_lists: Lists x, y and outputs, which may be x or y.
+        a: Factor of x.
+        b: Factor of y.
+        arg_to_check: 0 checks x, 1 checks y, -1 both.
+
+    Raises:
+        AmpError: If it is another number.
+    """
+    del chunk_size
+    x, y, outputs = _lists("multi_tensor_axpby", tensor_lists, 3)
+    checked = {_BOTH: [*x, *y], _FIRST: x, _SECOND: y}
+    if arg_to_check not in checked:
+        message = (
+            f"multi_tensor_axpby: arg_to_check={arg_to_check!r} must be 0 (the first "
+            "list), 1 (the second) or -1 (both)."
+        )
+        raise AmpError(message)
+    if not x:
+        return
+    _flag(noop_flag, checked[arg_to_check])
+    sums = torch._foreach_mul(_wide(x), a)  # noqa: SLF001
+    torch._foreach_add_(sums, torch._foreach_mul(_wide(y), b))  # noqa: SLF001
+    torch._foreach_copy_(outputs, sums)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Sequence[Sequence[Tensor]],
+    per_tensor: bool | None = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the Euclidean norm of all numbers, and perhaps of each tensor, in fp32.
+
+    Args:
+        chunk_size: Not used.
+        noop_flag: Becomes 1 if the norm is not finite. Shape (1,).
+        tensor_lists: One list.
+        per_tensor: Also return the norm of each tensor.
+
+    Returns:
+        The norm, of shape (1,); those of the tensors, or nothing, of shape (0,).
+    """
+    del chunk_size
+    (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
+    if not tensors:
+        zero = torch.zeros(1, device=noop_flag.device)
+        return zero, zero[:0]
+    double = any(tensor.dtype is torch.float64 for tensor in tensors)
+    wide = torch.float64 if double else torch.float32
+    each = torch.stack(list(torch._foreach_norm(tensors, 2, wide))).float()  # noqa: SLF001
+    norm = torch.linalg.vector_norm(each).reshape(1)
+    _flag(noop_flag, [norm])
+    return norm, each if per_tensor else each[:0]
+
+
+def _lists(
+    name: str, given: Sequence[Sequence[Tensor]], count: int
+) -> list[list[Tensor]]:
+    """Return lists of one length.
+
+    Raises:
+        AmpError: If there are more or fewer, or their lengths differ.
+    """
+    lengths = [len(tensors) for tensors in given]
+    if len(given) != count or len(set(lengths)) > 1:
+        message = f"{name} takes {count} lists of one length, not of lengths {lengths}."
+        raise AmpError(message)
+    return [list(tensors) for tensors in given]
+
+
+def _wide(tensors: list[Tensor]) -> list[Tensor]:
+    return [t if t.dtype is torch.float64 else t.float() for t in tensors]
+
+
+def _flag(noop_flag: Tensor, tensors: list[Tensor]) -> None:
+    finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
+    noop_flag.masked_fill_(~finite.to(noop_flag.device), 1)
+
+
+def __getattr__(name: str) -> NoReturn:
+    message = (
+        f"amp_C.{name} is not here; there are {', '.join(__all__)}. Optimizers: use "
+        "torch's, or halfstep.compat.apex.optimizers."
+    )
+    raise AttributeError(message)

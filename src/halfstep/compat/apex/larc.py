@@ -1,0 +1,142 @@
+"""apex's LARC: a learning rate for each parameter, around any optimizer.
+
+In: an optimizer and a trust coefficient. Out: the same steps, with gradients multiplied
+so that the optimizer's learning rate becomes each parameter's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class LARC:
+    """Layer-wise adaptive rate control over any optimizer.
+
+    Formula, for each parameter w with gradient g, weight decay d, learning rate lr:
+
+        trust = trust_coefficient * |w| / (|g| + d * |w| + eps)
+        factor = min(trust / lr, 1) if clip else trust
+        g' = factor * (g + d * w)
+
+    The wrapped optimizer then steps with g' and no weight decay of its own. A parameter
+    whose weights or gradients are all zero keeps its gradient, without decay.
+
+    Args:
+        optimizer: Any; its groups may have a `weight_decay`.
+        trust_coefficient: How far a step may move a parameter, as a share of its norm.
+        clip: Never exceed the optimizer's learning rate; False: multiply it.
+        eps: Keeps the quotient finite.
+
+    References:
+        You et al., "Large Batch Training of Convolutional Networks", 2017.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
+    ) -> None:
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> Any:  # noqa: ANN401
+        """That of the optimizer."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Those of the optimizer."""
+        return self.optim.defaults
+
+    def __repr__(self) -> str:
+        """Return the optimizer's words."""
+        return repr(self.optim)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state; LARC has none."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state."""
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the optimizer's gradients."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer."""
+        self.optim.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+        """Scale the gradients, and let the optimizer step.
+
+        Args:
+            closure: Computes loss and gradients; called once, before they are scaled.
+
+        Returns:
+            What the closure returned, or what the optimizer's step did.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.optim.param_groups
+        decays = [group.get("weight_decay") for group in groups]
+        for group in groups:
+            self._scale(group)
+        try:
+            for group, decay in zip(groups, decays, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = 0.0
+            result = self.optim.step()
+        finally:
+            for group, decay in zip(groups, decays, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = decay
+        return result if closure is None else loss
+
+    @torch.no_grad()
+    def _scale(self, group: dict[str, Any]) -> None:
+        """Multiply the gradients of a group; nothing waits for a device."""
+        decay = group.get("weight_decay") or 0.0
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            weight_norm, grad_norm = _norm(param), _norm(grad)
+            trust = self.trust_coefficient * weight_norm
+            trust = trust / (grad_norm + decay * weight_norm + self.eps)
+            factor = (trust / group["lr"]).clamp(max=1.0) if self.clip else trust
+            moves = (weight_norm != 0) & (grad_norm != 0)
+            factor = torch.where(moves, factor, 1.0)
+            if decay:
+                grad.add_(param * torch.where(moves, decay, 0.0))
+            grad.mul_(factor)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """Return the Euclidean norm in fp32: sums of squares overflow in fp16."""
+    wide = None if tensor.dtype is torch.float64 else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+    return norm

@@ -1,0 +1,127 @@
+"""The CPU: what it is, and what this process may use of it.
+
+In: nothing; `/proc`, `/sys` and the environment are read. Out: plain values. Where the
+system does not tell, they are empty.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path, PurePosixPath
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+INSTRUCTION_LIMITS = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+)
+"""Environment variables that choose instructions. A library reads its own once, at its
+first use in a process."""
+
+
+@functools.cache
+def facts() -> dict[str, str]:
+    """Return `/proc/cpuinfo`'s fields of the first processor; read once a process."""
+    source = PROC / "cpuinfo"
+    if not source.exists():
+        return {}
+    fields: dict[str, str] = {}
+    for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    return fields
+
+
+def flags(fields: dict[str, str]) -> frozenset[str]:
+    """Return the instruction sets among a processor's fields, in Linux's words."""
+    return frozenset((fields.get("flags") or fields.get("Features") or "").split())
+
+
+def affinity() -> tuple[int, ...]:
+    """Return the processors this process may run on; all where none are excluded."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def cgroup_limit() -> float | None:
+    """Return how many CPUs' time a container grants, or None: no limit.
+
+    The least quota over period of this process's group and all groups above it.
+    """
+    try:
+        groups = (PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    limits = []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        group = PurePosixPath(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            if not controllers:
+                limits.append(_quota(CGROUPS / folder / "cpu.max"))
+            elif "cpu" in controllers.split(","):
+                place = CGROUPS / controllers / folder
+                limits.append(
+                    _quota(place / "cpu.cfs_quota_us", place / "cpu.cfs_period_us")
+                )
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _quota(*files: Path) -> float | None:
+    """Return quota over period; the files are of version 2 (one) or 1 (two)."""
+    try:
+        words = " ".join(file.read_text(encoding="ascii") for file in files).split()
+    except OSError:  # no such group here: the controller is not mounted, or hidden
+        return None
+    quota, period = words[:2]
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def instruction_limits() -> dict[str, str]:
+    """Return those of `INSTRUCTION_LIMITS` that are set."""
+    return {name: os.environ[name] for name in INSTRUCTION_LIMITS if os.getenv(name)}
+
+
+def first_instruction_limits() -> dict[str, str]:
+    """Return those that were set when this process began.
+
+    Why: what a program sets later may or may not have come before a library's first
+    use, and no library tells.
+    """
+    try:
+        pairs = (PROC / "self" / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return _AT_IMPORT
+    first = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
+    return {name: first[name] for name in INSTRUCTION_LIMITS if first.get(name)}
+
+
+_AT_IMPORT = instruction_limits()
+
+
+def waits() -> dict[int, float] | None:
+    """Return how long each thread has waited for a processor, in seconds.
+
+    Returns:
+        Thread id -> seconds since it began; None where the system does not tell.
+    """
+    try:
+        tasks = list((PROC / "self" / "task").iterdir())
+    except OSError:
+        return None
+    found = {}
+    for task in tasks:
+        try:
+            _, waited, _ = (task / "schedstat").read_text(encoding="ascii").split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # the thread has ended, or the kernel keeps no such figure
+        found[int(task.name)] = int(waited) / 1e9
+    return found or None

@@ -1,0 +1,134 @@
+"""The journal of a bench: nothing that was measured is lost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfstep import bench
+from halfstep.bench import journal, measure, traces
+from halfstep.bench.commands import BENCHES
+from halfstep.errors import UserError
+
+
+def lines(place: Path) -> list[Any]:
+    """Return what is written."""
+    return [json.loads(line) for line in place.read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_measurement_is_on_disk_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: a line of JSON is there as soon as it is recorded, and none at the end."""
+    file, part = tmp_path / "found.json", tmp_path / "found.json.part"
+    journal.record("before", seconds=1.0)
+    with journal.opened(file):
+        journal.record("a", seconds=1.5, bad=math.nan, where={"deep": [1]})
+        first = {"name": "a", "seconds": 1.5, "bad": "nan", "where": {"deep": [1]}}
+        assert lines(part) == [first]
+        journal.record("b", seconds=2.0)
+        assert lines(part)[1:] == [{"name": "b", "seconds": 2.0}]
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
+def test_what_stops_a_bench_loses_nothing(
+    error: type[BaseException], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: figures so far are printed, and their lines stay; the error goes on."""
+
+    def run() -> None:
+        with journal.opened(tmp_path / "found.json"):
+            for seconds in (1.0, 5.0, 3.0):
+                journal.record("a", seconds=seconds, level="O1")
+            raise error
+
+    with pytest.raises(error):
+        run()
+    assert len(lines(tmp_path / "found.json.part")) == 3
+    err = capsys.readouterr().err.splitlines()
+    assert err[0] == "Measured so far"
+    assert err[3].split() == ["a", "seconds", "3", "3.000000"]
+    assert err[-1] == f"each measurement: {tmp_path / 'found.json.part'}"
+    with journal.opened(None):
+        pass  # none is left open
+
+
+def test_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: without --json, or on standard output, the figures are printed all the same.
+
+    Where nothing was measured, nothing is.
+    """
+
+    def run(file: Path | None, *, measured: bool) -> None:
+        with journal.opened(file):
+            if measured:
+                journal.record("a", steps=7)
+            raise OSError
+
+    def fail(file: Path | None, *, measured: bool) -> str:
+        with pytest.raises(OSError, match=r"^$"):
+            run(file, measured=measured)
+        return capsys.readouterr().err
+
+    assert "a     steps       1  7.000000" in fail(None, measured=True)
+    assert "a     steps       1  7.000000" in fail(Path("-"), measured=True)
+    assert "a     steps       1  7.000000" in fail(Path("/dev/null"), measured=True)
+    assert fail(None, measured=False) == ""
+    assert not list(Path.cwd().glob("*.part"))
+
+
+def test_bad_file_is_told_before_it_measures(tmp_path: Path) -> None:
+    """Law: a --json that cannot be written is no surprise after hours."""
+    file = tmp_path / "nowhere" / "found.json"
+    with pytest.raises(UserError) as caught, journal.opened(file):
+        pytest.fail("it ran")
+    assert str(caught.value) == (
+        f"--json {file} cannot be written: No such file or directory."
+    )
+
+
+def test_turns_are_recorded(tmp_path: Path) -> None:
+    """Law: whatever takes turns is recorded turn by turn, with what it was."""
+    seconds = iter([1.0, 2.0, 3.0, 4.0])
+    turn = partial(next, seconds)
+    with journal.opened(tmp_path / "f"):
+        measure.take_turns({"a": turn, "b": turn}, 2, "matmul 8")
+        assert lines(tmp_path / "f.part") == [
+            {"name": f"matmul 8: {name}", "round": number, "seconds": taken}
+            for name, number, taken in [
+                ("a", 1, 1.0),
+                ("b", 1, 2.0),
+                ("b", 2, 3.0),
+                ("a", 2, 4.0),
+            ]
+        ]
+
+
+RECORDS = ("journal.record(", "measure.take_turns(", "living.Living(")
+"""All that keeps a measurement."""
+
+
+@pytest.mark.parametrize("word", BENCHES)
+def test_each_bench_records(word: str) -> None:
+    """Law: no bench measures past the journal."""
+    module = {"ner": "entities"}.get(word, word)
+    source = Path(str(bench.__file__)).with_name(f"{module}.py")
+    assert any(call in source.read_text(encoding="utf-8") for call in RECORDS)
+
+
+def test_traces_are_recorded(tmp_path: Path) -> None:
+    """Law: a replay of each trace under each rule is recorded, nan and all."""
+    with journal.opened(tmp_path / "f"):
+        tables = traces.tables(argparse.Namespace(steps=40))
+        names = [each["name"] for each in lines(tmp_path / "f.part")]
+    assert names == [
+        f"{table.title}: {name}" for table in tables for name in traces.CONTENDERS
+    ]

@@ -1,0 +1,366 @@
+"""Measured rates on disk: reused under the same conditions, and under no others."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from halfstep import cpu, formats, gemm, machine, rate_cache
+from halfstep.errors import UserError
+from halfstep.gemm import GemmRates
+from halfstep.machine import Capabilities, Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RATES = {"fp32": 2.0, "bf16": 5.0, "fp16": 0.25}
+QUIET = GemmRates(RATES, dict.fromkeys(RATES, 0.05), 0.01)
+BUSY = replace(QUIET, doubt="threads waited 40% of the time for a CPU", waited=0.4)
+AMX = Capabilities("a processor", 8, 4, ("AVX512", "AMX-BF16"), (), "2.99")
+DAY = 24 * 3600.0
+
+
+class Machine:
+    """A machine whose measurements are planted and counted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count, self.found, self.now = folder, 0, QUIET, 1e9
+
+    def measure(self, _device: str) -> GemmRates:
+        """Measure."""
+        self.count += 1
+        return self.found
+
+    def time(self) -> float:
+        """Return the time of day."""
+        return self.now
+
+    def files(self) -> list[Path]:
+        """Return what is cached."""
+        place = self.folder / "halfstep" / "rates"
+        return sorted(place.iterdir()) if place.exists() else []
+
+
+def new_process() -> None:
+    """Forget what only the process knows."""
+    machine._of_this_process.clear()
+    machine._latest.clear()
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    """Plant a machine whose cache is empty."""
+    planted = Machine(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("HALFSTEP_RATES", raising=False)
+    for name in cpu.INSTRUCTION_LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu, "first_instruction_limits", dict)
+    monkeypatch.setattr(cpu, "facts", dict)
+    monkeypatch.setattr(machine, "capabilities", lambda: AMX)
+    monkeypatch.setattr(gemm, "measure", planted.measure)
+    monkeypatch.setattr(machine, "time", planted)
+    monkeypatch.setattr(machine, "_of_this_process", {})
+    monkeypatch.setattr(machine, "_latest", {})
+    return planted
+
+
+def test_measured_once(here: Machine) -> None:
+    """Law: one measurement a machine; the process and the disk both remember."""
+    assert machine.measured() == machine.measured("cpu") == replace(QUIET, time=1e9)
+    new_process()
+    here.now += DAY
+    assert machine.measured() == replace(QUIET, time=1e9)
+    assert here.count == 1
+    assert [file.suffix for file in here.files()] == [".json"]
+
+
+def _limited(name: str, value: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def limit(patch: pytest.MonkeyPatch) -> None:
+        patch.setenv(name, value)
+        if name in cpu.INSTRUCTION_LIMITS:  # before the process began
+            patch.setattr(cpu, "first_instruction_limits", lambda: {name: value})
+
+    return limit
+
+
+def _replaced(owner: object, name: str, value: object) -> Any:
+    return lambda patch: patch.setattr(owner, name, lambda *_: value)
+
+
+CARD = Gpu("a card", (8, 0), 2**34)
+OTHERS: dict[str, Any] = {
+    "processor": _replaced(machine, "capabilities", replace(AMX, cpu="another")),
+    "GPU": _replaced(machine, "capabilities", replace(AMX, gpus=(CARD,))),
+    "stepping": _replaced(cpu, "facts", {"stepping": "2"}),
+    "flags": _replaced(cpu, "facts", {"flags": "fpu avx2"}),
+    "host": _replaced(platform, "node", "another"),
+    "oneDNN's limit": _limited("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    "ATen's limit": _limited("ATEN_CPU_CAPABILITY", "avx2"),
+    "MKL's limit": _limited("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
+    "OpenMP": _limited("OMP_WAIT_POLICY", "passive"),
+    "instructions in use": _replaced(
+        torch.backends.cpu, "get_cpu_capability", "DEFAULT"
+    ),
+    "threads": _replaced(torch, "get_num_threads", 63),
+    "torch": lambda patch: patch.setattr(torch, "__version__", "99.0"),
+    "build": _replaced(torch.__config__, "show", "with OpenBLAS"),
+    "affinity": _replaced(cpu, "affinity", (61,)),
+    "cgroup": _replaced(cpu, "cgroup_limit", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_other_conditions_are_measured_anew(
+    change: Callable[[pytest.MonkeyPatch], None], here: Machine
+) -> None:
+    """Law: whatever decides the rates has an entry of its own, and none is lost."""
+    machine.measured()
+    slow = {"fp32": 2.0, "bf16": 0.026, "fp16": 0.02}
+    here.found = replace(QUIET, rates=slow)
+    with pytest.MonkeyPatch.context() as patch:
+        change(patch)
+        for _ in range(2):
+            assert machine.measured().rates == slow
+            new_process()
+    assert machine.measured().rates == RATES
+    assert here.count == 2
+    assert len(here.files()) == 2
+
+
+def test_limit_of_a_living_process_is_trusted_to_nothing(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a limit set after the start may not be in force: nothing read, nor kept."""
+    machine.measured()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    why = machine.measured().why_not_cached
+    assert why == "ONEDNN_MAX_CPU_ISA changed after this process began"
+    new_process()
+    machine.measured()
+    assert here.count == 3
+    assert len(here.files()) == 1
+
+
+def test_measured_under_load_is_for_this_process(here: Machine) -> None:
+    """Law: rates in doubt are not cached, and what rests on them says so."""
+    here.found = BUSY
+    for _ in range(2):
+        assert machine.measured().why_not_cached == BUSY.doubt
+    assert here.count == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "gemm_rates", lambda *_: dict(machine.measured().rates))
+        reason = machine.recommend().reason
+    assert reason.endswith(f" (AMX-BF16); measured under load: {BUSY.doubt}")
+    (note,) = machine.tables()[1].notes
+    assert note == f"cpu: used in this process only, not cached: {BUSY.doubt}."
+    assert here.files() == []
+    new_process()
+    here.found = QUIET
+    assert machine.measured().why_not_cached == ""
+    assert len(here.files()) == 1
+
+
+def test_refresh_measures_each_time(here: Machine) -> None:
+    """Law: `refresh` measures whenever it is asked to, and the new figures stay."""
+    machine.measured()
+    here.found = replace(QUIET, rates={name: 2 * rate for name, rate in RATES.items()})
+    assert machine.measured(refresh=True).rates == here.found.rates
+    new_process()
+    assert machine.measured().rates == here.found.rates
+    assert here.count == 2
+
+
+@pytest.mark.parametrize(("later", "count"), [(29 * DAY, 1), (31 * DAY, 2), (-DAY, 2)])
+def test_old_rates_are_measured_again(later: float, count: int, here: Machine) -> None:
+    """Law: rates serve 30 days; those from the future serve not at all."""
+    machine.measured()
+    new_process()
+    here.now += later
+    machine.measured()
+    assert here.count == count
+
+
+BROKEN = {
+    "empty": b"",
+    "not UTF-8": b"\xff\xfe",
+    "cut": b"{",
+    "a list": b"[]",
+    "null": b"null",
+    "deep": b"[" * 100_000,
+}
+ALTERED: dict[str, Any] = {
+    "word": {"rates": {"fp32": "fast", "bf16": 1, "fp16": 1}},
+    "a format less": {"rates": {"fp32": 1.0}},
+    "zero": {"rates": {"fp32": 0, "bf16": 1, "fp16": 1}},
+    "nan": {"rates": {"fp32": math.nan, "bf16": 1, "fp16": 1}},
+    "infinite": {"rates": {"fp32": 1, "bf16": math.inf, "fp16": 1}},
+    "no number of spread": {"spread": {"fp32": None, "bf16": 0, "fp16": 0}},
+    "waited too long": {"waited": 7},
+    "no time": {"time": None},
+    "foreign": {"conditions": {"host": "another"}},
+}
+
+
+@pytest.mark.parametrize("case", [*BROKEN, *ALTERED])
+def test_broken_entry_is_replaced(case: str, here: Machine) -> None:
+    """Law: a file that holds anything but rates of here counts as absent."""
+    machine.measured()
+    (file,) = here.files()
+    if case in BROKEN:
+        file.write_bytes(BROKEN[case])
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | ALTERED[case]))
+    for _ in range(2):
+        new_process()
+        assert machine.measured() == replace(QUIET, time=1e9)
+    assert here.count == 2
+    assert here.files() == [file]
+
+
+def test_pipe_in_the_cache_is_not_waited_for(here: Machine) -> None:
+    """Law: what is no file is not opened, and a process goes on without it."""
+    machine.measured()
+    (file,) = here.files()
+    file.unlink()
+    file.mkdir()
+    new_process()
+    assert machine.measured().rates == RATES
+    assert "cannot be written" in machine.measured().why_not_cached
+
+
+def test_unwritable_cache_is_told(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: where nothing can be kept, each process measures once and says why."""
+    (here.folder / "file").touch()
+    # A path through a file can be made by nobody, not even by root.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here.folder / "file"))
+    for processes in (1, 2):
+        new_process()
+        assert machine.measured() is machine.measured()
+        assert "cannot be written" in machine.measured().why_not_cached
+        assert here.count == processes
+
+
+def test_user_without_a_home(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a container's nameless user trains all the same, and is told what to set."""
+
+    def home() -> Path:
+        message = "Could not determine home directory."
+        raise RuntimeError(message)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert machine.measured().why_not_cached == (
+        "the cache folder cannot be written: this user has no home folder; "
+        "set XDG_CACHE_HOME"
+    )
+    assert here.count == 1
+
+
+def test_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: XDG_CACHE_HOME, and without it (or empty) ~/.cache, hold the figures."""
+    monkeypatch.setenv("HOME", "/somebody")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert rate_cache.folder() == Path("/elsewhere/halfstep/rates")
+    for gone in (monkeypatch.delenv, lambda name: monkeypatch.setenv(name, "")):
+        gone("XDG_CACHE_HOME")
+        assert rate_cache.folder() == Path("/somebody/.cache/halfstep/rates")
+
+
+def test_writers_at_once_leave_whole_files(here: Machine) -> None:
+    """Law: whoever writes beside others, each entry is whole and none is lost."""
+    facts = [{"host": str(number)} for number in range(8)]
+    seen: list[GemmRates | None] = []
+
+    def write() -> None:
+        for each in facts * 5:
+            rate_cache.save(each, replace(QUIET, time=1e9))
+            seen.append(rate_cache.load(each, 1e9))
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [replace(QUIET, time=1e9)] * (4 * 5 * 8)
+    assert len(here.files()) == 8
+
+
+def test_threads_measure_one_after_the_other(here: Machine) -> None:
+    """Law: threads that ask at once share one measurement."""
+    threads = [threading.Thread(target=machine.measured) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert here.count == 1
+
+
+def test_oldest_files_go(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the folder does not grow: jobs on ever new processors leave few files."""
+    monkeypatch.setattr(rate_cache, "MOST_FILES", 3)
+    for number in range(5):
+        rate_cache.save({"host": number}, replace(QUIET, time=1e9))
+        for file in here.files():  # a second passes
+            age = file.stat().st_mtime - 1
+            os.utime(file, (age, age))
+    left = [number for number in range(5) if rate_cache.load({"host": number}, 1e9)]
+    assert left == [2, 3, 4]
+
+
+def test_children_are_given_the_rates(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: under load a process measures once, for its children too."""
+    here.found = BUSY
+    assert machine.environment() == {}
+    machine.measured()
+    ((name, word),) = machine.environment().items()
+    new_process()
+    monkeypatch.setenv(name, word)
+    told = machine.measured("cpu")
+    assert (told.rates, told.doubt) == (RATES, "")
+    assert told.why_not_cached == "HALFSTEP_RATES tells them"
+    assert machine.tables()[1].rows[0][5] == "-"  # nobody knows when
+    assert machine.recommend("cpu").level == "O2"
+    assert here.count == 1
+    monkeypatch.setenv(name, '{"cuda": {"fp32": 1}}')
+    machine.measured("cpu")
+    assert here.count == 2
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "x",
+        "[]",
+        '{"cpu": 1}',
+        '{"cpu": {"fp32": 1}}',
+        '{"cpu": {"fp32": 1, "bf16": 0, "fp16": 1}}',
+        '{"cpu": {"fp32": 1, "bf16": NaN, "fp16": 1}}',
+    ],
+)
+def test_bad_word_is_refused(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: an environment that tells no rates is refused, with what would be right."""
+    monkeypatch.setenv("HALFSTEP_RATES", word)
+    with pytest.raises(UserError, match=r"holds no rates; it must look like \{"):
+        machine.measured("cpu")
+
+
+@pytest.mark.gpu
+def test_gpu_is_measured() -> None:
+    """Law: on a real GPU every format has a positive, finite rate."""
+    found = machine.measured("cuda", refresh=True).rates
+    assert found.keys() == formats.FORMATS.keys()
+    assert all(0 < rate < math.inf for rate in found.values())
