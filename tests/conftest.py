@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from halfstep import emulated, machine
+from halfstep import machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,11 +43,30 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+_measured = machine.gemm_rates
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _same_rates() -> Iterator[None]:
+    """Give every machine the same GEMM rates: what is slow here must change no test.
+
+    A test about rates plants its own; programs that a test starts measure theirs.
+    """
+    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "gemm_rates", lambda *_, **__: dict(rates))
+        yield
+
+
 @pytest.fixture
-def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure GEMM rates as programs do."""
+    monkeypatch.setattr(machine, "gemm_rates", _measured)
+
+
+@pytest.fixture
+def any_machine() -> None:
     """Train in any format, itself, without a word about how slow it is here."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
-    monkeypatch.setattr(emulated, "needed", lambda *_: False)
 
 
 @pytest.fixture(autouse=True)
