@@ -225,7 +225,14 @@ print(native.describe(), build.flushes(), sep="|")
 @needs_compiler
 @pytest.mark.parametrize(
     "words",
-    ["-fsanitize=address", "-ffast-math", "-Ofast", "-funsafe-math-optimizations"],
+    [
+        "-fsanitize=address",
+        "-Ofast",
+        *(
+            pytest.param(part, marks=pytest.mark.slow)  # of the one above
+            for part in ("-ffast-math", "-funsafe-math-optimizations")
+        ),
+    ],
 )
 def test_words_that_harm(words: str) -> None:
     """Law: flags in CC neither end the process nor change its arithmetic."""
