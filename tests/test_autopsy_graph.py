@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from calls import calls_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -239,19 +239,8 @@ def searched(depth: int) -> tuple[Finding | None, int]:
     for _ in range(depth):
         value = (value + 1).neg()
     assert examine(value.sum(), name) is None
-    loss, calls = (value * 0).log().sum(), 0
-
-    def count(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        finding = examine(loss, name)
-    finally:
-        sys.setprofile(before)
-    return finding, calls
+    loss = (value * 0).log().sum()
+    return calls_of(lambda: examine(loss, name))
 
 
 def test_a_graph_of_thousands_of_nodes_is_no_burden() -> None:

@@ -1,0 +1,38 @@
+"""The tests themselves: they ask no clock, and hold on any CPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import NUMERIC
+
+from halfstep import machine
+
+TESTS = Path(__file__).parent
+CLOCKS = re.compile(r"\b(perf_counter|monotonic|process_time)(_ns)?\(\)|getrusage\(")
+DRAW_MOMENTS = {"planted_faults.py", "test_tests.py", "test_train_kills.py"}
+"""They judge nothing by it: a table is headed by it, moments of a kill are drawn."""
+
+
+def test_no_test_asks_the_clock() -> None:
+    """Law: no test reads a clock, or what the process has used of the machine."""
+    asking = {
+        path.name
+        for path in TESTS.glob("*.py")
+        if CLOCKS.search(path.read_text(encoding="utf-8"))
+    }
+    assert asking - DRAW_MOMENTS == set()
+
+
+def test_numeric_files_are_there() -> None:
+    """Law: each file that is to be run under lesser instruction sets is a file."""
+    assert {path.stem for path in TESTS.glob("test_*.py")} >= NUMERIC
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_no_format_is_slow_here(dtype: str) -> None:
+    """Law: whatever CPU the tests run on, no format is called slow, nor worth less."""
+    assert machine.emulation_warning(dtype) is None
+    assert machine.recommend("cpu").dtype == "bf16"
