@@ -17,7 +17,7 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" \
 		-n auto --maxprocesses 4 --dist loadfile
 
-# The numeric tests under each instruction set that this CPU has.
+# Likewise, the numeric tests under each instruction set that this CPU has.
 test-caps: $(VENV)/.dev
 	.ci/caps $(BIN)/python
 
