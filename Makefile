@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 OUT    ?= runs/emotions
 
-.PHONY: train test lint types check clean
+.PHONY: train test test-caps lint types check clean
 
 train: $(VENV)/.train
 	$(BIN)/halfstep train --out $(OUT) --overwrite
@@ -16,6 +16,10 @@ train: $(VENV)/.train
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" \
 		-n auto --maxprocesses 4 --dist loadfile
+
+# Likewise, the numeric tests under each instruction set that this CPU has.
+test-caps: $(VENV)/.dev
+	.ci/caps $(BIN)/python
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

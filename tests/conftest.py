@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from halfstep import emulated, machine
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -27,8 +25,30 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("halfstep")
 
 
+NUMERIC = {
+    *("test_apex_casts", "test_autocast_defects", "test_autocast_gaps"),
+    *("test_autocast_torch_lists", "test_autopsy", "test_cast_cache_gradients"),
+    *("test_casting", "test_casting_checkpoint", "test_casting_policies"),
+    *("test_chunked", "test_convert", "test_convert_norms", "test_decisions"),
+    *("test_emulated", "test_exponents", "test_fidelity", "test_fold", "test_forward"),
+    *("test_functions", "test_functions_autograd", "test_functions_operators"),
+    *("test_isolated_passes", "test_kahan", "test_kernels", "test_levels"),
+    *("test_logmax", "test_master", "test_masters_direct", "test_masters_forms"),
+    *("test_mismatch", "test_native", "test_optable_lean", "test_optable_results"),
+    *("test_planted_faults", "test_preflight_models", "test_probe", "test_release"),
+    *("test_replay", "test_replay_losses", "test_replay_sums", "test_scaler"),
+    *("test_session_traps", "test_split", "test_stochastic", "test_tensor_stats"),
+    "test_twin",
+}
+"""Test files that compute in 16 bits: marked `numeric`."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest asks for marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and say so."""
+    """Mark what is numeric; skip what needs a GPU where there is none, and say so."""
+    for item in items:
+        if item.path.stem in NUMERIC:
+            item.add_marker("numeric")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")
@@ -46,13 +66,6 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HALFSTEP_RATES", RATES)
         patch.setenv("HALFSTEP_CACHE", str(tmp_path_factory.mktemp("rows")))
         yield
-
-
-@pytest.fixture
-def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train in any format, itself, without a word about how slow it is here."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
-    monkeypatch.setattr(emulated, "needed", lambda *_: False)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """A program: `halfstep` with the size "mini", which trains in a moment.
 
-In: --pause SECONDS that each step takes longer; --fail RANK@STEP, where that process
+In: --pause SECONDS that each step takes longer; --hold STEP@FILE, before which it waits
+until there is that file; --fail RANK@STEP, where that process
 raises; --kill RANK@STEP, where it kills itself, if torchrun did not start it again;
 then the words of a command line. Out: what `halfstep` does with these.
 """
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,9 +35,15 @@ def _blow(text: str) -> tuple[int, int]:
     return int(rank), int(step)
 
 
+def _gate(text: str) -> tuple[int, Path]:
+    step, _, file = text.partition("@")
+    return int(step), Path(file)
+
+
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--hold", type=_gate, default=(0, Path()))
     parser.add_argument("--fail", type=_blow)
     parser.add_argument("--kill", type=_blow)
     parser.add_argument("words", nargs=argparse.REMAINDER)
@@ -48,6 +56,8 @@ def _disturb(patch: pytest.MonkeyPatch, told: argparse.Namespace) -> None:
 
     def disturbed(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
         time.sleep(told.pause)
+        while told.hold[0] == work.number and not told.hold[1].exists():
+            time.sleep(0.01)
         here = (self.world.rank, work.number)
         if told.kill == here and first_start:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812 -- its usual name
 from twins import Case, Make, outcome, torch_only
-from versions import BEFORE_2_9
+from versions import BEFORE_2_9, torch_has_lstm
 
 from halfstep.casting import autocast
 
@@ -146,6 +146,24 @@ def test_twin_torch_leaves_it(case: Case) -> None:
     for make in (torch.autocast, autocast):
         seen = outcome(case.program, lambda low, make=make: make("cpu", low))
         assert seen == case.torchs
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_an_lstm_runs_on_every_cpu(low: torch.dtype) -> None:
+    """Law: lean computes an LSTM in 16 bits, also where oneDNN has none in them."""
+    program = computed(layer(nn.LSTM, 3, 2, 4), low)
+    assert program(lambda low: autocast("cpu", low, policy="lean")) == low
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+@torch_only
+def test_twin_torch_asks_onednn_for_an_lstm(low: torch.dtype) -> None:
+    """Law: where oneDNN has none, torch fails, and so do our regions by default."""
+    program = computed(layer(nn.LSTM, 3, 2, 4), low)
+    for make in (torch.autocast, autocast):
+        seen = outcome(program, lambda low, make=make: make("cpu", low))
+        refused = isinstance(seen, str) and "LSTM forward propagation" in seen
+        assert seen == low if torch_has_lstm(low) else refused
 
 
 # binary_cross_entropy, which CUDA's table bans

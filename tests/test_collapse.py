@@ -19,7 +19,6 @@ from halfstep.scaler.past import Losses
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.usefixtures("any_machine")
 
 LIMIT = 6
 """Skips in a row that end these runs."""

@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, list[Make]] = {
     "two": [SGD, functools.partial(ADAMW, fused=True)],
     "two unfused": [ADAM, SGD],
 }
-PROGRAMS = 30
+PROGRAMS = 8
 """Random programs for each choice of optimizers."""
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.library import Library
 from torch.nn import functional as F  # noqa: N812 -- its usual name
 from torch.utils._python_dispatch import TorchDispatchMode
+from versions import torch_has_lstm
 
 from halfstep import kernels, recompute
 from halfstep.cast_cache import CastCache
@@ -66,8 +67,9 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "einsum": lambda: torch.einsum("ij,jk", X, X),
     "sum.dim_IntList": lambda: X.to(BF16).sum(dim=0, keepdim=True),
     "embedding": lambda: F.embedding(torch.tensor([1, 2]), X),
-    "lstm.input": lambda: nn.LSTM(4, 4)(X[None])[0],
 }
+if torch_has_lstm(BF16):
+    PROGRAMS["lstm.input"] = lambda: nn.LSTM(4, 4)(X[None])[0]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

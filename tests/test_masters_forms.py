@@ -167,9 +167,10 @@ def follow(make: Make, way: str, steps: int) -> None:
         assert same([slot.weight.detach(), slot.extra], [low, rest])
 
 
+@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAM, cases.ADAMW])
-def test_split_masters_by_themselves(make: Make) -> None:
-    """Law: the same through `MasterWeights.step` alone, after 1,000 steps."""
+def test_split_masters_by_themselves(make: Make, steps: int) -> None:
+    """Law: the same through `MasterWeights.step` alone."""
     torch.manual_seed(1)
     first = torch.randn(4, 3).bfloat16(), torch.randn(5).bfloat16()
     sides = []
@@ -177,7 +178,7 @@ def test_split_masters_by_themselves(make: Make) -> None:
         params = [nn.Parameter(value.clone()) for value in first]
         optimizer = make(params)
         sides.append((params, optimizer, MasterWeights(optimizer, master=form)))
-    for _ in range(1000):
+    for _ in range(steps):
         slopes = [torch.randn_like(value) for value in first]
         for params, optimizer, masters in sides:
             for param, slope in zip(params, slopes, strict=True):

@@ -21,7 +21,6 @@ from halfstep.preflight.operations import Hidden, first_hidden
 if TYPE_CHECKING:
     from halfstep.preflight import CheckReport
 
-pytestmark = pytest.mark.usefixtures("any_machine")
 
 LOW = [(level, dtype) for level in ("O1", "O2", "O3") for dtype in ("bf16", "fp16")]
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("any_machine")
-
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return all that a check might change, as plain values and copies."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.usefixtures("any_machine")
 
 WORDS = 200
 IDS = torch.randint(0, WORDS, (8, 12), generator=torch.Generator().manual_seed(3))

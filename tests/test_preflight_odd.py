@@ -16,8 +16,6 @@ from halfstep.errors import UserError
 if TYPE_CHECKING:
     from halfstep.preflight import CheckReport
 
-pytestmark = pytest.mark.usefixtures("any_machine")
-
 
 def checked(model: nn.Module, loss_fn: Any = loss, **more: Any) -> CheckReport:
     """Check at O1 in bf16, without timing."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from halfstep.preflight import CheckReport
 
-pytestmark = pytest.mark.usefixtures("any_machine")
-
 
 def checked(loss_fn: Any = loss, level: str = "O1", **more: Any) -> CheckReport:
     """Check a network in fp16."""

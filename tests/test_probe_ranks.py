@@ -5,6 +5,7 @@ Under torchrun, `ranks` runs the cases of this file in each of several processes
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -115,23 +116,25 @@ def test_over_ranks(kind: str, mode: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_over_ranks(kind: str) -> None:
-    """Law: statistics over ranks are those of the whole batch, and of whole weights.
+    """Law: statistics over ranks are those of all ranks' numbers, to the bit.
 
-    Under DDP each rank has all of a weight's gradient, and it counts on each.
+    Counts are added, and the largest is the largest of any rank. Together ranks count
+    the whole batch and whole weights; under DDP each has all of a weight's gradient.
     """
     (first, _) = _saw(f"{kind} full all")
+    own = [seen["stats"] for seen in _saw(f"{kind} full own")]
     model = net()
     with hs.Probe(model, "full") as probe:
         model(X).square().sum().backward()
         probe.step()
-        for name in probe.names:
-            stats, alone = first["stats"][name], probe.stats[name]
-            if name in first["grads"]:
-                times = 2 if kind == "ddp" else 1
-                assert stats["count"] == times * alone.count, name
-                amax = measure(first["grads"][name]).amax
-                assert stats["amax"] == amax, name
-            else:
-                assert stats["count"] == alone.count, name
-                near = pytest.approx(alone.amax, rel=2.0**-20, abs=2.0**-24)
-                assert stats["amax"] == near, name
+        counts = {name: probe.stats[name].count for name in probe.names}
+    assert counts.keys() == first["stats"].keys()
+    for name, stats in first["stats"].items():
+        of_ranks = [each[name] for each in own]
+        times = 2 if kind == "ddp" and name in first["grads"] else 1
+        added = sum((Counter(each["exponents"]) for each in of_ranks), Counter())
+        assert stats["count"] == times * counts[name], name
+        assert stats["exponents"] == added, name
+        assert stats["amax"] == max(each["amax"] for each in of_ranks), name
+        if name in first["grads"]:
+            assert stats["amax"] == measure(first["grads"][name]).amax, name

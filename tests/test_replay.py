@@ -17,7 +17,6 @@ from halfstep.scaler import ScaleRule
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.usefixtures("any_machine")
 WARNED = pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
 
 

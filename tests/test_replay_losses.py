@@ -13,7 +13,6 @@ import halfstep as hs
 if TYPE_CHECKING:
     from halfstep.bad_op import BadOp
 
-pytestmark = pytest.mark.usefixtures("any_machine")
 X = torch.ones(4, 8)
 
 

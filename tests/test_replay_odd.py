@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     Change = Callable[[Tensor], Tensor]
 
-pytestmark = pytest.mark.usefixtures("any_machine")
 X = torch.linspace(-1, 1, 32).sin().view(4, 8)
 
 

@@ -14,7 +14,6 @@ import halfstep as hs
 if TYPE_CHECKING:
     from halfstep.replay.given import Step
 
-pytestmark = pytest.mark.usefixtures("any_machine")
 PARTS = 4
 
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from grids import thinned
 from torch import Tensor, nn, optim
 
 import halfstep as hs
-from halfstep import machine
 from halfstep.scaler import ScaleRule
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ MAKES: dict[str, Make] = {
     "sgd fused": functools.partial(SGD, fused=True),
     "adamw fused": functools.partial(ADAMW, fused=True),
 }
-makes = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,16 @@ def _name(plants: Plants) -> str:
     return " ".join(f"{p.iteration}.{p.loss}.{p.model}" for p in plants) or "clean"
 
 
-GRID = [
-    pytest.param(program, plants, id=f"{program} inf {_name(plants)}")
+GRID: dict[str, Any] = {
+    f"{program} inf {_name(plants)}": (program, plants)
     for program in PROGRAMS
     for plants in _plants(program)
-]
+}
+WAYS: dict[str, Any] = {
+    f"{style}-{name}": (style, make)
+    for style in ("step", "unscale", "backward")
+    for name, make in MAKES.items()
+}
 
 
 class Setup:
@@ -209,11 +213,11 @@ def _scales(first: float, window: int, bad: set[int]) -> list[float]:
     return found
 
 
-@makes
-@pytest.mark.parametrize("style", ["step", "unscale", "backward"])
-@pytest.mark.parametrize(("program", "plants"), GRID)
+@pytest.mark.parametrize(
+    ("program", "plants", "style", "make"), thinned(GRID, WAYS, len(WAYS))
+)
 def test_shared_scaler(
-    program: Program, plants: Plants, make: Make, style: str
+    program: Program, plants: Plants, style: str, make: Make
 ) -> None:
     """Law: an optimizer skips where its gradients overflow, and the others step.
 
@@ -294,8 +298,8 @@ def _short_reference(
     return _bits([*model.parameters()], [optimizer])
 
 
-PLACES = [
-    pytest.param(losses, places, id=f"{losses} losses inf {_name(places)}")
+PLACES: dict[str, Any] = {
+    f"{losses} losses inf {_name(places)}": (losses, places)
     for losses in (1, 2, 3)
     for places in (
         (),
@@ -303,25 +307,22 @@ PLACES = [
         (Plant(1, 0, 1), Plant(2, losses - 1, 0, math.nan)),
         (Plant(0, 0, 0, -INF), Plant(0, losses - 1, 1)),
     )
-]
+}
+SESSIONS: dict[str, Any] = {
+    f"{kind}-{'own scales' if names else 'one scale'}-{name}": (kind, names, make)
+    for kind in ("O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
+    for names in ("", "abc")
+    for name, make in (("sgd", SGD), ("adamw", ADAMW))
+}
 
 
-@pytest.mark.parametrize("make", [SGD, ADAMW], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("names", ["", "abc"], ids=["one scale", "own scales"])
 @pytest.mark.parametrize(
-    "kind", ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"]
+    ("losses", "plants", "kind", "names", "make"), thinned(PLACES, SESSIONS, 5)
 )
-@pytest.mark.parametrize(("losses", "plants"), PLACES)
 def test_session(
-    losses: int,
-    plants: Plants,
-    kind: str,
-    names: str,
-    make: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    losses: int, plants: Plants, kind: str, names: str, make: Make
 ) -> None:
     """Law: at each level, inf in any pass skips the step; only its own scale falls."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
     model = Short()
     level, dtype = kind.split()
     rule = ScaleRule(2.0**7, growth_interval=2)

@@ -97,14 +97,13 @@ def gan(level: str, *, fool: bool, clear: bool = True, **more: Any) -> float:
 
 @every_form
 @every_window
-def test_a_gan(form: str, accumulate: int, any_machine: None) -> None:
+def test_a_gan(form: str, accumulate: int) -> None:
     """Law: `optimizer.zero_grad()` clears what passes left, folded or not.
 
     D's own step has then the norm that it has without them, to the bit, and that of O1
     as near as bf16 goes: each of four modules rounds once forward and once backward,
     by 2**-9; weights that are rounded at random, in two of them, by 2**-7.
     """
-    del any_machine
     run = partial(gan, master=form, accumulate=accumulate)
     norm = run("O2", fool=True)
     assert norm == run("O2", fool=False)
@@ -369,9 +368,8 @@ def test_a_step_by_hand(
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3"])
-def test_a_step_by_hand_without_masters(level: str, any_machine: None) -> None:
+def test_a_step_by_hand_without_masters(level: str) -> None:
     """Law: where the optimizer holds the model's own weights, it steps as it did."""
-    del any_machine
     model = cases.Mixed()
     session = hs.prepare(model, cases.SGD(model.parameters()), level)
     before = model.linear.weight.detach().clone()
@@ -390,9 +388,8 @@ def test_no_copies(form: str, act: Callable[[Session], object]) -> None:
 
 
 @pytest.mark.parametrize(("level", "more"), [("O2", {"master": "none"}), ("O3", {})])
-def test_epsilon_in_fp16(level: str, more: dict[str, Any], any_machine: None) -> None:
+def test_epsilon_in_fp16(level: str, more: dict[str, Any]) -> None:
     """Law: an epsilon that fp16 rounds to 0 is told wherever state is in fp16."""
-    del any_machine
     model = cases.Mixed()
     adam = torch.optim.AdamW(model.parameters(), eps=1e-8)
     with pytest.warns(UserWarning, match="eps=1e-08 rounds to 0 in fp16"):

@@ -182,6 +182,7 @@ def test_losses(one: Path, two: Path, case: str) -> None:
     assert alone[-1]["loss"] < alone[0]["loss"] / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR)
 def test_losses_of_four(one: Path, four: Path, case: str) -> None:
     """Law: four processes see the losses that one sees, step by step, and dev too."""

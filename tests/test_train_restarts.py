@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,21 +74,32 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_told_by_the_other(tmp_path: Path) -> None:
-    """Law: a process that fails ends the other with one line: which, and why."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", PROGRAM, "--fail", "1@5"),
-            *words(tmp_path, "run"),
-        ],
-        env=os.environ | ONE_THREAD,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
-    assert done.returncode == 1
-    told = [line for line in done.stderr.splitlines() if "halfstep: error" in line]
+    """Law: a process that fails ends the other with one line: which, and why.
+
+    Without torchrun, which ends the other, too, as soon as it sees one fail.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+        }
+    meeting |= {"WORLD_SIZE": "2"} | ONE_THREAD
+    command = [sys.executable, PROGRAM, "--fail", "1@5", *words(tmp_path, "run")]
+    both = [
+        subprocess.Popen(
+            command,
+            env=os.environ | meeting | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    told, failed = (process.communicate(timeout=LONGEST)[1] for process in both)
+    assert [process.returncode for process in both] == [1, 1]
+    assert failed.rstrip().endswith(f"RuntimeError: {REASON}")
+    told = [line for line in told.splitlines() if "halfstep: error" in line]
     reason = f"process 1: RuntimeError: {REASON}"
     why = "halfstep: error: stopped, because another process did: "
     assert told == [f"{why}{reason}."]

@@ -29,9 +29,11 @@ stop = Stop()
 
 def run(body: str, *, ignoring: bool = False) -> subprocess.CompletedProcess[str]:
     """Run a program; return how it ended and what it wrote."""
-    ignore = f"import signal; signal.signal({signal.SIGINT:d}, signal.SIG_IGN)\n"
+    # A shell's background has it ignored, and so has what is started there.
+    heed = "SIG_IGN" if ignoring else "default_int_handler"
+    first = f"import signal; signal.signal({signal.SIGINT:d}, signal.{heed})\n"
     return subprocess.run(
-        [sys.executable, "-c", (ignore if ignoring else "") + START + body],
+        [sys.executable, "-c", first + START + body],
         capture_output=True,
         text=True,
         timeout=60,

@@ -16,8 +16,6 @@ from halfstep.preflight.twin import Twin
 from halfstep.random_state import RandomState
 from halfstep.scaler.exponents import count
 
-pytestmark = pytest.mark.usefixtures("any_machine")
-
 
 def twin(level: str, dtype: str) -> Twin:
     """Return a copy with dropout, batch statistics and a power iteration."""

@@ -1,6 +1,8 @@
-"""What an older torch does not do, and so cannot be tested with it."""
+"""What an older torch or a lesser CPU does not do, and so cannot be tested with it."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -38,3 +40,21 @@ LESS_IN_2_6: dict[str, tuple[str, ...]] = {
 def beyond_2_6(why: str) -> pytest.MarkDecorator:
     """Return the mark of a test that torch 2.6 cannot pass, for a reason of its own."""
     return pytest.mark.skipif(IS_2_6, reason=f"torch {torch.__version__} {why}")
+
+
+@functools.cache
+def torch_has_lstm(low: torch.dtype) -> bool:
+    """Say whether torch.autocast runs an LSTM on this CPU.
+
+    oneDNN has one in bf16 from AVX-512 on, in fp16 from AMX-FP16 on; where it has none,
+    torch.autocast fails.
+    """
+    lstm, x = torch.nn.LSTM(4, 4), torch.ones(1, 1, 4)
+    try:
+        with torch.autocast("cpu", low):
+            lstm(x)
+    except RuntimeError as error:
+        if "LSTM forward propagation primitive" not in str(error):
+            raise
+        return False
+    return True
