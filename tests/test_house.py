@@ -60,6 +60,7 @@ LAYER = {
     "scaler.strategy": 4,
     "scaler.past": 1,
     "scaler.told": 3,
+    "scaler.skip_log": 3,
     "scaler.collapse": 4,
     "scaler.loss_scaler": 5,
     "scaler.isolate": 6,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -34,7 +33,7 @@ from halfstep.scaler.isolate import let_go
 from halfstep.scaler.passes import Passes
 from halfstep.scaler.scales import Scales
 from halfstep.schedule import Schedule
-from halfstep.stats import Culprit, StepReport, non_finite, seen_later
+from halfstep.stats import Constant, Culprit, StepReport, non_finite, seen_later
 from halfstep.updating import Updates, require_norm
 
 if TYPE_CHECKING:
@@ -107,6 +106,7 @@ class Session:
         self._release: Release | None = None
         if release_gradients:
             self._release = Release(self._masters, norm=clip_grad_norm is not None)
+            self.scaler.watch.log.what = "parameters left out"
         self._arrivals = Arrivals(self._masters, self._release, accumulate)
         self._lost: Counter | None = None
         if lost_updates_every is not None:
@@ -260,7 +260,7 @@ class Session:
         if self._updates.skips_on_device:
             culprits = seen_later(self._named(gradients))
         elif found_inf:
-            culprits = partial(tuple, non_finite(self._named(gradients)))
+            culprits = Constant(non_finite(self._named(gradients)))
         self._attempted += 1
         self._skipped += found_inf
         return StepReport(
