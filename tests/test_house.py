@@ -145,6 +145,8 @@ LAYER = {
     "shards": 9,
     "lost": 9,
     "release": 9,
+    "model_hooks": 5,
+    "grad_versions": 1,
     "session_state": 10,
     "updating": 9,
     "session": 11,

@@ -19,6 +19,7 @@ from halfstep import (
     convert,
     distributed,
     footprint,
+    model_hooks,
     release,
     session_state,
     shards,
@@ -27,6 +28,7 @@ from halfstep.arriving import Arrivals
 from halfstep.exchange import Exchange
 from halfstep.explain import explained
 from halfstep.forward import Regions
+from halfstep.grad_versions import GradVersions
 from halfstep.lost import Counter
 from halfstep.release import Release
 from halfstep.scaler.isolate import let_go
@@ -102,6 +104,9 @@ class Session:
             model, optimizer, choice, master, conversion.originals
         )
         session_state.settle(self._masters)
+        slots = bool(self._masters.slots)
+        model_hooks.attach(model, choice, device.type, masters=slots)
+        self._versions = GradVersions(active=rule.scales)
         self._updates = Updates(self._masters, self._passes, clip_grad_norm, device)
         self._release: Release | None = None
         if release_gradients:
@@ -164,6 +169,8 @@ class Session:
 
         self._passes.run(name, backward, self._params(), settle=settle)
         self._exchange.passed(apart=self._passes.apart)
+        if self._versions.active:
+            self._versions.note(self._held_gradients())
         if self._passes.keeps_graphs:
             let_go(loss)
 
@@ -192,6 +199,8 @@ class Session:
         """Take in one micro-batch; say whether it was the last of its step."""
         if self._loss is None:
             raise complaints.step_without_backward(self._attempted)
+        if self._versions.active:
+            self._versions.check(self._held_gradients())
         if self.accumulate > 1:
             self._masters.fold()
         self._micro += 1
@@ -250,6 +259,12 @@ class Session:
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _held_gradients(self) -> list[Tensor]:
+        """Return the gradients that the caller can reach, of weights and masters."""
+        every = self._params()
+        every += [slot.weight for slot in self._masters.slots.values()]
+        return [grad for param in every if (grad := param.grad) is not None]
 
     def _report(
         self, gradients: list[tuple[Tensor, Tensor]], agreement: Agreement
