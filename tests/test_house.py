@@ -147,6 +147,7 @@ LAYER = {
     "release": 9,
     "model_hooks": 5,
     "grad_versions": 1,
+    "accumulation": 1,
     "session_state": 10,
     "updating": 9,
     "session": 11,

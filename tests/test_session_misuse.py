@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from small_training import same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -16,6 +18,7 @@ from halfstep.errors import UserError
 
 if TYPE_CHECKING:
     from halfstep.session import Session
+    from halfstep.stats import StepReport
 
 pytestmark = pytest.mark.usefixtures("any_machine")
 
@@ -186,3 +189,118 @@ def test_states_that_are_right_say_nothing() -> None:
         ("O2 bf16", {"master": "none"}),
     ):
         build(kind, **more).model.state_dict()
+
+
+def micro(session: Session, *numbers: int) -> list[StepReport]:
+    """Run some micro-batches, told apart by their numbers."""
+    reports = []
+    for number in numbers:
+        session.backward(loss_of(session, 1 + number / 4))
+        reports.append(session.step())
+    return reports
+
+
+KINDS = pytest.mark.parametrize(
+    "kind", ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"]
+)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_grad_norm": 0.5}, {"drop_bad_microbatch": True}]
+)
+def test_flush_is_a_smaller_window(kind: str, options: dict[str, Any]) -> None:
+    """Law: 2 of 4 micro-batches, flushed, are a step of 2: to the bit, 4/2 is exact."""
+    scale = 1024.0 if kind.endswith("fp16") else "auto"  # neither overflows
+    session = build(kind, accumulate=4, loss_scale=scale, **options)
+    twin = build(kind, accumulate=2, loss_scale=scale, **options)
+    for _ in range(2):
+        assert not any(report.complete for report in micro(session, 1, 2))
+        report = session.flush()
+        (_, expected) = micro(twin, 1, 2)
+        assert (report.step, report.applied) == (expected.step, expected.applied)
+        assert report.grad_norm == expected.grad_norm
+        assert same(session.weights(), twin.weights())
+    assert same(session.state_dict()["optimizer"], twin.state_dict()["optimizer"])
+    # The next window is whole.
+    assert [r.complete for r in micro(session, 1, 2, 3, 4)] == [False] * 3 + [True]
+
+
+def test_flush_of_three_is_their_mean() -> None:
+    """Law: each of three micro-batches of four counts a third."""
+    session = build("O0 fp32", accumulate=4)
+    model = copy.deepcopy(session.model).double()
+    before = session.weights()["0.bias"].double()
+    micro(session, 1, 2, 3)
+    assert session.flush().applied
+    for number in (1, 2, 3):
+        out = model(torch.arange(8.0).view(2, 4).double() * (1 + number / 4))
+        ((out**3).mean() / 3).backward()
+    bias: Tensor = model[0].bias
+    assert bias.grad is not None
+    expected = before - 0.1 * bias.grad
+    torch.testing.assert_close(session.weights()["0.bias"].double(), expected)
+
+
+@KINDS
+def test_flush_of_nothing(kind: str) -> None:
+    """Law: flush after a full window, or before the first, changes nothing."""
+    session = build(kind, accumulate=2)
+    assert not session.flush().complete
+    micro(session, 1, 2)
+    before = session.weights()["0.bias"].clone()
+    report = session.flush()
+    assert (report.complete, report.step) == (False, 1)
+    assert torch.equal(session.weights()["0.bias"], before)
+
+
+def test_flush_takes_in_the_last_backward_pass() -> None:
+    """Law: a backward pass without its `step` counts as a micro-batch."""
+    session, twin = build("O1 bf16", accumulate=4), build("O1 bf16", accumulate=2)
+    micro(session, 1)
+    session.backward(loss_of(session, 1.5))
+    assert session.flush().applied
+    micro(twin, 1, 2)
+    assert same(session.weights(), twin.weights())
+
+
+def test_flush_without_accumulation() -> None:
+    """Law: where each backward pass is a step, flush ends the one under way."""
+    for more in ({}, {"release_gradients": True}):
+        session = build("O2 bf16", **more)
+        session.backward(loss_of(session))
+        assert session.flush().applied
+        assert not session.flush().complete
+
+
+PENDING = r"^evaluation with 1 of 2 micro-batches pending: .* session\.flush\(\)"
+
+
+def test_evaluation_with_micro_batches_pending() -> None:
+    """Law: weights that lack micro-batches are not evaluated in silence; once."""
+    session = build("O1 bf16", accumulate=2)
+    with torch.no_grad():
+        loss_of(session)
+    micro(session, 1)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match=PENDING) as caught:
+            loss_of(session)
+        loss_of(session)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_session_that_ends_with_micro_batches_pending(
+    number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: what no step has used is logged when the session goes; nothing else is."""
+    session = build("O1 bf16", accumulate=2)
+    micro(session, *range(number))
+    del session
+    gc.collect()
+    message = (
+        "the session ended with 1 of 2 micro-batches pending: no step used their "
+        "gradients. session.flush() updates with those there are."
+    )
+    said = [record.getMessage() for record in caplog.records]
+    assert said == number % 2 * [message]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-_OURS = ("halfstep", "torch")
+_OURS = ("halfstep", "torch", "contextlib")
 
 
 class UserError(ValueError):

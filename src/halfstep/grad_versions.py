@@ -1,7 +1,8 @@
 """Whether gradients were changed since a backward pass left them.
 
 In: gradients that are multiplied by a loss scale. Out: whether one was written to, or
-put in the place of another: clipping by hand then compares norms of scaled gradients.
+put in the place of another: clipping by hand compares the norms of scaled gradients.
+Multiplying them, as an average over ranks does, is right at any scale, and looks alike.
 """
 
 from __future__ import annotations
@@ -40,5 +41,5 @@ class GradVersions:
         warn_caller(
             "gradients were changed between session.backward() and session.step(), "
             "where they are multiplied by the loss scale: to clip them, call "
-            "halfstep.prepare(..., clip_grad_norm=...)."
+            "halfstep.prepare(..., clip_grad_norm=...) instead."
         )

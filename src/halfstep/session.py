@@ -8,7 +8,6 @@ and says what it did.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -24,7 +23,9 @@ from halfstep import (
     session_state,
     shards,
 )
+from halfstep.accumulation import Window
 from halfstep.arriving import Arrivals
+from halfstep.errors import warn_caller
 from halfstep.exchange import Exchange
 from halfstep.explain import explained
 from halfstep.forward import Regions
@@ -90,7 +91,6 @@ class Session:
         self._passes = Passes(
             self._scales, drop=drop_bad_microbatch, retries=retries, group=process_group
         )
-        self._accumulate = accumulate
         self._bare = model
         self._group = process_group
         self._names = {id(param): name for name, param in names}
@@ -106,7 +106,7 @@ class Session:
         session_state.settle(self._masters)
         slots = bool(self._masters.slots)
         model_hooks.attach(model, choice, device.type, masters=slots)
-        self._versions = GradVersions(active=rule.scales)
+        self._versions = GradVersions(active=rule.scales and process_group is None)
         self._updates = Updates(self._masters, self._passes, clip_grad_norm, device)
         self._release: Release | None = None
         if release_gradients:
@@ -118,9 +118,9 @@ class Session:
             self._lost = Counter(self._masters, lost_updates_every)
         self._attempted = 0
         self._skipped = torch.zeros((), device=self._device)
-        self._micro = 0
+        self._window = Window(accumulate)
+        self._window.watch(self)
         self._exchange = Exchange(self._masters, choice.format.dtype, accumulate)
-        self._loss: Tensor | None = None
         self._schedule = Schedule(scheduler)
 
     @contextlib.contextmanager
@@ -132,9 +132,11 @@ class Session:
         """
         if not self._attempted:
             shards.check_held(self._bare, map(self._masters.stored, self._params()))
+        if not torch.is_grad_enabled():
+            self._window.evaluating()
         self._masters.adopt()  # writes to weights, so not after the forward pass
         apart = self._passes.apart
-        local = self._exchange.begin(self.model, self._micro, apart=apart)
+        local = self._exchange.begin(self.model, self._window.done, apart=apart)
         region = self._regions.open(record=record)
         with local, region:
             yield region
@@ -150,12 +152,12 @@ class Session:
         """
         if self._passes.keeps_graphs and distributed.is_data_parallel(self.model):
             raise complaints.retries_under_ddp()
-        if self._release is not None and self._loss is not None:
+        if self._release is not None and self._window.loss is not None:
             raise complaints.released_twice()
         scaler = self._scales.of(name, self._device)
         scaler.begin(loss, self._name)
-        again = self._loss is not None and not self._passes.apart
-        self._loss = loss.detach()
+        again = self._window.loss is not None and not self._passes.apart
+        self._window.loss = loss.detach()
 
         def backward(keep: bool) -> None:
             scaled = scaler.scale(loss / self.accumulate)
@@ -188,25 +190,43 @@ class Session:
         """
         if not self._ends_window():
             return StepReport(self._attempted, complete=False)
+        return self._optimizer_step()
+
+    def flush(self) -> StepReport:
+        """Update the weights with an unfinished accumulation window.
+
+        The mean of the micro-batches that have come counts, as if `accumulate` were
+        their number. Without any, nothing happens, and the report is not complete.
+        For the end of an epoch whose batches do not fill the last window.
+        """
+        if self._window.loss is not None:
+            report = self.step()
+            if report.complete:
+                return report
+        if not self._window.done:
+            return StepReport(self._attempted, complete=False)
+        return self._optimizer_step()
+
+    def _optimizer_step(self) -> StepReport:
+        """Update the weights, and what follows applied steps."""
         report = self._update() if self._release is None else self._released()
         self._schedule.step(self._attempted - self._skipped)
         unmatched = self._regions.stepped(self._implied)
         if unmatched:
-            warnings.warn(unmatched, stacklevel=2)
+            warn_caller(unmatched)
         return report
 
     def _ends_window(self) -> bool:
         """Take in one micro-batch; say whether it was the last of its step."""
-        if self._loss is None:
+        if self._window.loss is None:
             raise complaints.step_without_backward(self._attempted)
         if self._versions.active:
             self._versions.check(self._held_gradients())
         if self.accumulate > 1:
             self._masters.fold()
-        self._micro += 1
-        if self._micro < self.accumulate:
-            self._loss = None
-        return self._micro >= self.accumulate
+        self._window.done += 1
+        self._window.loss = None
+        return self._window.done >= self.accumulate
 
     def _update(self) -> StepReport:
         """Judge the gradients, update the weights, move the loss scale."""
@@ -219,7 +239,7 @@ class Session:
             with self._lost.around(report):
                 self._updates.apply(report)
         self._updates.clear()
-        self._micro, self._loss = 0, None
+        self._window.end()
         self._scales.move(agreement.wait(), report.culprits)
         return report
 
@@ -232,7 +252,7 @@ class Session:
         count = releasing.count
         left_out, norm = releasing.finish()
         self._updates.clear()
-        self._micro, self._loss = 0, None
+        self._window.end()
         self._attempted += 1
         self._skipped += len(left_out) == count
         found = [Culprit(self._name(param), inf=True, nan=True) for param in left_out]
@@ -255,6 +275,9 @@ class Session:
             shards.check_held(self._bare, map(self._masters.stored, self._params()))
         if not found and self._group is None:
             raise complaints.no_gradient()
+        if found and self._window.share != 1:
+            gradients = [gradient for _, gradient in found]
+            torch._foreach_mul_(gradients, self._window.share)
         return found
 
     def _params(self) -> list[Tensor]:
@@ -298,7 +321,7 @@ class Session:
     @property
     def accumulate(self) -> int:
         """Micro-batches of a step."""
-        return self._accumulate
+        return self._window.size
 
     @property
     def clip_grad_norm(self) -> float | None:
@@ -353,7 +376,7 @@ class Session:
         self._exchange.drop()
         if self._release is not None:
             self._release.drop()
-        self._micro, self._loss = 0, None
+        self._window.end()
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks would still belong to the original."""
@@ -378,8 +401,8 @@ class Session:
             RuntimeError: In the middle of an accumulation window, whose gradients a
                 state does not hold.
         """
-        if self._micro or self._loss is not None:
-            raise complaints.state_in_window(self._micro, self.accumulate)
+        if self._window.pending:
+            raise complaints.state_in_window(self._window.done, self.accumulate)
         return {
             **session_state.save(self._bare, self._masters, self.choice),
             "scales": self._scales.state_dict(),
