@@ -140,7 +140,7 @@ def ordinary(session: Session, number: int) -> None:
     if number % 3 == 2:
         session.load_state_dict(state)
     session.optimizer.state_dict()
-    session.model.state_dict()
+    session.model.state_dict(keep_vars=True)
     session.model.zero_grad()
 
 

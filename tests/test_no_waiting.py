@@ -125,6 +125,7 @@ def test_session(level: str, options: dict[str, Any]) -> None:
         session.scaler.begin(loss)
         session._window.loss = loss
         session._passes.run("", lambda _: fill(model), [], settle=lambda: None)
+        session._versions.note(session._held_gradients())
         session.step()
 
 
