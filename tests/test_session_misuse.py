@@ -304,3 +304,13 @@ def test_a_session_that_ends_with_micro_batches_pending(
     )
     said = [record.getMessage() for record in caplog.records]
     assert said == number % 2 * [message]
+
+
+@pytest.mark.parametrize("level", ["O2 bf16"])
+def test_hooks_are_compiled_away(level: str) -> None:
+    """Law: what a model reports of itself breaks no graph."""
+    session = build(level)
+    compiled = torch.compile(session.model, backend="eager", fullgraph=True)
+    batch = torch.ones(2, 4)
+    with session.autocast():
+        assert torch.equal(compiled(batch), session.model(batch))

@@ -51,16 +51,22 @@ class Outside:
         self._stored = stored
         self._device = device
 
-    def __call__(self, _module: nn.Module, _args: object, _output: object) -> None:
-        """Look at the exception under way, if there is one."""
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+        """Look at the exception under way, if the forward pass has left one."""
+        if torch.compiler.is_compiling() or output is not None:
+            return
         error = sys.exc_info()[1]
-        off = not torch.is_autocast_enabled(self._device)
-        if error is not None and off and mismatch.is_about_dtypes(error):
-            advice = (
-                f"-> the model's weights are {self._stored}, and it was called outside "
-                "of session.autocast(): open `with session.autocast():` around the call"
-            )
-            error.args = (f"{error.args[0].rstrip()}\n{advice}.", *error.args[1:])
+        if error is None or torch.is_autocast_enabled(self._device):
+            return
+        if mismatch.is_about_dtypes(error) and _ADVICE not in error.args[0]:
+            advice = f"-> the model's weights are {self._stored}, {_ADVICE}"
+            error.args = (f"{error.args[0].rstrip()}\n{advice}", *error.args[1:])
+
+
+_ADVICE = (
+    "and it was called outside of session.autocast(): open "
+    "`with session.autocast():` around the call."
+)
 
 
 class LowStateDict:
