@@ -220,6 +220,7 @@ def test_schedules(level: str, first: str) -> None:
                 if iteration == 0:
                     net.bias.grad[0] = torch.inf  # type: ignore[index]
             optimizer.step()
+            optimizer.zero_grad()
             schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.125
 

@@ -123,8 +123,9 @@ def test_session(level: str, options: dict[str, Any]) -> None:
     for _ in range(STEPS):
         loss = torch.empty((), device=FAKE)
         session.scaler.begin(loss)
-        session._loss = loss
+        session._window.loss = loss
         session._passes.run("", lambda _: fill(model), [], settle=lambda: None)
+        session._versions.note(session._held_gradients())
         session.step()
 
 

@@ -50,6 +50,7 @@ KINDS = ("O1 fp16", "O2 bf16")
 RUNS = list(itertools.product(KINDS, HOWS, (None, 0.1)))
 APART = ("ddp", "hooks")
 NAMED = list(itertools.product(APART, (1, 2), (0, 4)))
+FLUSHED = ("O0 fp32", "O1 fp16", "O2 bf16")
 STRATEGIES = list(itertools.product(("measured", "logmax"), ("ddp", "own")))
 
 
@@ -234,6 +235,18 @@ def chosen(group: Group, word: str, how: str) -> dict[str, Any]:
     return {"trail": trail, "skipped": skipped}
 
 
+def flushed(group: Group, kind: str) -> dict[str, Any]:
+    """Train on windows of four with two micro-batches, and on windows of two."""
+    half, whole = (Trainer(group, kind, "ddp", accumulate=n) for n in (4, 2))
+    for step in range(STEPS):
+        for micro in range(2):
+            for trainer in (half, whole):
+                trainer.session.backward(trainer.loss(2 * step + micro))
+                trainer.step()
+        half.session.flush()
+    return half.seen() | {"whole": whole.seen()}
+
+
 def _cases(run: Callable[..., Any], choices: Iterable[Any]) -> dict[str, Any]:
     """Return cases by name, one for each choice of arguments."""
     return {
@@ -253,6 +266,7 @@ CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
     **_cases(dropped, [(how,) for how in APART]),
     **_cases(named, NAMED),
     **_cases(chosen, STRATEGIES),
+    **_cases(flushed, [(kind,) for kind in FLUSHED]),
 }
 
 
@@ -325,3 +339,11 @@ def test_strategies(ranks: list[dict[str, Any]], run: tuple[str, str]) -> None:
     seen = agreed(ranks, f"chosen {run}")
     assert places(seen["skipped"]) == [4]
     assert seen["trail"][0] != 2.0**16
+
+
+@pytest.mark.parametrize("kind", FLUSHED)
+def test_flush(ranks: list[dict[str, Any]], kind: str) -> None:
+    """Law: an unfinished window is averaged over ranks when it is flushed."""
+    seen = agreed(ranks, f"flushed {(kind,)}")
+    assert seen["counts"] == seen["whole"]["counts"] == [STEPS, 0]
+    torch.testing.assert_close(seen["masters"], seen["whole"]["masters"])

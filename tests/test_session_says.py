@@ -256,5 +256,5 @@ def test_states_that_do_not_fit() -> None:
         session.state_dict()
     assert str(half.value) == (
         "session.state_dict() after 1 of 2 micro-batches, or a backward pass, would "
-        "lose their gradients; call it after a full step."
+        "lose their gradients; call it after a full step, or after session.flush()."
     )

@@ -190,7 +190,7 @@ def state_in_window(micro: int, accumulate: int) -> RuntimeError:
     message = (
         f"session.state_dict() after {micro} of {accumulate} "
         "micro-batches, or a backward pass, would lose their gradients; call "
-        "it after a full step."
+        "it after a full step, or after session.flush()."
     )
     return RuntimeError(message)
 

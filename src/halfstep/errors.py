@@ -1,7 +1,15 @@
-"""The one exception that means "what you gave cannot be used".
+"""The one exception that means "what you gave cannot be used", and warnings.
 
-In: nothing. Out: `UserError`, which the command line prints as one line.
+In: a message. Out: `UserError`, which the command line prints as one line; or a warning
+that points at the line of the program that called this package.
 """
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+_OURS = ("halfstep", "torch", "contextlib")
 
 
 class UserError(ValueError):
@@ -45,3 +53,14 @@ def require_kind(name: str, value: object, good: bool, right: str) -> None:
     if not good:
         message = f"{name} is of type {type(value).__name__}; it must be {right}."
         raise UserError(message)
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the innermost line that is neither of this package nor of torch."""
+    level, frame = 2, sys._getframe(1)  # noqa: SLF001 -- the only way before 3.12
+    while (
+        frame.f_back is not None
+        and str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS
+    ):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

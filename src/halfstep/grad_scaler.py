@@ -24,13 +24,23 @@ from halfstep.scaler.loss_scaler import one_over
 from halfstep.scaler.rule import ScaleRule
 from halfstep.scaler.saved import recognise
 from halfstep.scaler.scales import Scales
-from halfstep.stats import StepReport, Taken, optimizers_of, report_on, still_there
+from halfstep.stats import (
+    StepReport,
+    Taken,
+    optimizers_of,
+    report_on,
+    seen_later,
+    still_there,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch.optim import Optimizer
 
     from halfstep.scaler.loss_scaler import LossScaler
+    from halfstep.stats import Culprit
 
 _LOWEST = 2.0**-24
 _HIGHEST = torch.finfo(torch.float32).max
@@ -364,8 +374,13 @@ class GradScaler(TorchGradScaler):
             self._propose(own)  # a fused kernel unscaled them
         if own and len(plain) < len(states):
             self._scales.note("", unscale.highest(own, found_inf.device))
+        culprits: Callable[[], tuple[Culprit, ...]]
+        culprits = partial(still_there, self._last_taken)
+        if main.watch.wants_names(found_inf.device):
+            pairs = [part.gradients() or [] for part in self._last_taken]
+            culprits = seen_later([pair for part in pairs for pair in part])
         try:
-            self._scales.move(found_inf, partial(still_there, self._last_taken))
+            self._scales.move(found_inf, culprits)
         finally:
             self._publish(main)
 

@@ -69,14 +69,18 @@ class Late:
         """Start to fetch numbers; return those of `LAG` sendings ago, or None.
 
         Args:
-            values: Tensors of one element; the first says where they are.
+            values: Tensors, mostly of one element; the first says where they are. Each
+                is sent flat, one after the other.
         """
         device = values[0].device
         if device.type != "cuda":
-            return [float(value) for value in values]
-        here = [moved(v.reshape(()), device).to(torch.float32) for v in values]
-        host = torch.empty(len(here), pin_memory=True)
-        host.copy_(torch.stack(here), non_blocking=True)
+            there: list[float] = []
+            for v in values:
+                there += [float(v)] if v.numel() == 1 else v.flatten().tolist()
+            return there
+        here = [moved(v.reshape(-1), device).to(torch.float32) for v in values]
+        host = torch.empty(sum(v.numel() for v in here), pin_memory=True)
+        host.copy_(torch.cat(here), non_blocking=True)
         self._under_way.append((host, _mark(device)))
         if len(self._under_way) <= LAG:
             return None

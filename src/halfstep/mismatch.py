@@ -71,12 +71,7 @@ def explained(error: BaseException) -> DtypeMismatch | None:
         error: Any exception, its traceback still attached. What has been explained is
             not explained again.
     """
-    # A class of the user's own must arrive as it is.
-    maker = type(error).__module__.partition(".")[0]
-    if not isinstance(error, RuntimeError) or maker not in {"builtins", "torch"}:
-        return None
-    text = next((arg for arg in error.args if isinstance(arg, str)), "")
-    said = _dtypes_said(text)
+    text, said = _said(error)
     if said is None:
         return None
     frames, in_backward = _frames(error)
@@ -96,7 +91,23 @@ def explained(error: BaseException) -> DtypeMismatch | None:
     return DtypeMismatch(message, call.operation, path, tuple(got), rule)
 
 
+def is_about_dtypes(error: BaseException) -> bool:
+    """Say whether torch refused a mix of dtypes, and nobody has explained it yet."""
+    return _said(error)[1] is not None
+
+
 # What torch says
+
+
+def _said(error: BaseException) -> tuple[str, tuple[torch.dtype, ...] | None]:
+    """Return torch's text, and the dtypes in it if it is about mismatching ones."""
+    # A class of the user's own must arrive as it is.
+    maker = type(error).__module__.partition(".")[0]
+    if not isinstance(error, RuntimeError) or maker not in {"builtins", "torch"}:
+        return "", None
+    text = next((arg for arg in error.args if isinstance(arg, str)), "")
+    return text, _dtypes_said(text)
+
 
 _GAVE_UP = "at::autocast::prioritize"
 

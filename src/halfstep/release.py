@@ -45,7 +45,7 @@ def check(
         UserError: With what to leave out.
     """
     why = ""
-    if rule.init_scale != 1 or rule.backoff_factor != 1:
+    if rule.scales:
         why = "a loss scale: use dtype='bf16', or loss_scale='none'"
     elif accumulate > 1:
         why = f"accumulate={accumulate}: gradients would have to stay"

@@ -8,8 +8,6 @@ and says what it did.
 from __future__ import annotations
 
 import contextlib
-import warnings
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,21 +18,25 @@ from halfstep import (
     convert,
     distributed,
     footprint,
+    model_hooks,
     release,
     session_state,
     shards,
 )
+from halfstep.accumulation import Window
 from halfstep.arriving import Arrivals
+from halfstep.errors import warn_caller
 from halfstep.exchange import Exchange
 from halfstep.explain import explained
 from halfstep.forward import Regions
+from halfstep.grad_versions import GradVersions
 from halfstep.lost import Counter
 from halfstep.release import Release
 from halfstep.scaler.isolate import let_go
 from halfstep.scaler.passes import Passes
 from halfstep.scaler.scales import Scales
 from halfstep.schedule import Schedule
-from halfstep.stats import Culprit, StepReport, non_finite, seen_later
+from halfstep.stats import Constant, Culprit, StepReport, non_finite, seen_later
 from halfstep.updating import Updates, require_norm
 
 if TYPE_CHECKING:
@@ -89,7 +91,6 @@ class Session:
         self._passes = Passes(
             self._scales, drop=drop_bad_microbatch, retries=retries, group=process_group
         )
-        self._accumulate = accumulate
         self._bare = model
         self._group = process_group
         self._names = {id(param): name for name, param in names}
@@ -103,19 +104,23 @@ class Session:
             model, optimizer, choice, master, conversion.originals
         )
         session_state.settle(self._masters)
+        slots = bool(self._masters.slots)
+        model_hooks.attach(model, choice, device.type, masters=slots)
+        self._versions = GradVersions(active=rule.scales and process_group is None)
         self._updates = Updates(self._masters, self._passes, clip_grad_norm, device)
         self._release: Release | None = None
         if release_gradients:
             self._release = Release(self._masters, norm=clip_grad_norm is not None)
+            self.scaler.watch.log.what = "parameters left out"
         self._arrivals = Arrivals(self._masters, self._release, accumulate)
         self._lost: Counter | None = None
         if lost_updates_every is not None:
             self._lost = Counter(self._masters, lost_updates_every)
         self._attempted = 0
         self._skipped = torch.zeros((), device=self._device)
-        self._micro = 0
+        self._window = Window(accumulate)
+        self._window.watch(self)
         self._exchange = Exchange(self._masters, choice.format.dtype, accumulate)
-        self._loss: Tensor | None = None
         self._schedule = Schedule(scheduler)
 
     @contextlib.contextmanager
@@ -127,9 +132,11 @@ class Session:
         """
         if not self._attempted:
             shards.check_held(self._bare, map(self._masters.stored, self._params()))
+        if not torch.is_grad_enabled():
+            self._window.evaluating()
         self._masters.adopt()  # writes to weights, so not after the forward pass
         apart = self._passes.apart
-        local = self._exchange.begin(self.model, self._micro, apart=apart)
+        local = self._exchange.begin(self.model, self._window.done, apart=apart)
         region = self._regions.open(record=record)
         with local, region:
             yield region
@@ -145,12 +152,12 @@ class Session:
         """
         if self._passes.keeps_graphs and distributed.is_data_parallel(self.model):
             raise complaints.retries_under_ddp()
-        if self._release is not None and self._loss is not None:
+        if self._release is not None and self._window.loss is not None:
             raise complaints.released_twice()
         scaler = self._scales.of(name, self._device)
         scaler.begin(loss, self._name)
-        again = self._loss is not None and not self._passes.apart
-        self._loss = loss.detach()
+        again = self._window.loss is not None and not self._passes.apart
+        self._window.loss = loss.detach()
 
         def backward(keep: bool) -> None:
             scaled = scaler.scale(loss / self.accumulate)
@@ -164,6 +171,8 @@ class Session:
 
         self._passes.run(name, backward, self._params(), settle=settle)
         self._exchange.passed(apart=self._passes.apart)
+        if self._versions.active:
+            self._versions.note(self._held_gradients())
         if self._passes.keeps_graphs:
             let_go(loss)
 
@@ -181,23 +190,43 @@ class Session:
         """
         if not self._ends_window():
             return StepReport(self._attempted, complete=False)
+        return self._optimizer_step()
+
+    def flush(self) -> StepReport:
+        """Update the weights with an unfinished accumulation window.
+
+        The mean of the micro-batches that have come counts, as if `accumulate` were
+        their number. Without any, nothing happens, and the report is not complete.
+        For the end of an epoch whose batches do not fill the last window.
+        """
+        if self._window.loss is not None:
+            report = self.step()
+            if report.complete:
+                return report
+        if not self._window.done:
+            return StepReport(self._attempted, complete=False)
+        return self._optimizer_step()
+
+    def _optimizer_step(self) -> StepReport:
+        """Update the weights, and what follows applied steps."""
         report = self._update() if self._release is None else self._released()
         self._schedule.step(self._attempted - self._skipped)
         unmatched = self._regions.stepped(self._implied)
         if unmatched:
-            warnings.warn(unmatched, stacklevel=2)
+            warn_caller(unmatched)
         return report
 
     def _ends_window(self) -> bool:
         """Take in one micro-batch; say whether it was the last of its step."""
-        if self._loss is None:
+        if self._window.loss is None:
             raise complaints.step_without_backward(self._attempted)
+        if self._versions.active:
+            self._versions.check(self._held_gradients())
         if self.accumulate > 1:
             self._masters.fold()
-        self._micro += 1
-        if self._micro < self.accumulate:
-            self._loss = None
-        return self._micro >= self.accumulate
+        self._window.done += 1
+        self._window.loss = None
+        return self._window.done >= self.accumulate
 
     def _update(self) -> StepReport:
         """Judge the gradients, update the weights, move the loss scale."""
@@ -210,7 +239,7 @@ class Session:
             with self._lost.around(report):
                 self._updates.apply(report)
         self._updates.clear()
-        self._micro, self._loss = 0, None
+        self._window.end()
         self._scales.move(agreement.wait(), report.culprits)
         return report
 
@@ -223,7 +252,7 @@ class Session:
         count = releasing.count
         left_out, norm = releasing.finish()
         self._updates.clear()
-        self._micro, self._loss = 0, None
+        self._window.end()
         self._attempted += 1
         self._skipped += len(left_out) == count
         found = [Culprit(self._name(param), inf=True, nan=True) for param in left_out]
@@ -246,10 +275,19 @@ class Session:
             shards.check_held(self._bare, map(self._masters.stored, self._params()))
         if not found and self._group is None:
             raise complaints.no_gradient()
+        if found and self._window.share != 1:
+            gradients = [gradient for _, gradient in found]
+            torch._foreach_mul_(gradients, self._window.share)
         return found
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _held_gradients(self) -> list[Tensor]:
+        """Return the gradients that the caller can reach, of weights and masters."""
+        every = self._params()
+        every += [slot.weight for slot in self._masters.slots.values()]
+        return [grad for param in every if (grad := param.grad) is not None]
 
     def _report(
         self, gradients: list[tuple[Tensor, Tensor]], agreement: Agreement
@@ -260,7 +298,7 @@ class Session:
         if self._updates.skips_on_device:
             culprits = seen_later(self._named(gradients))
         elif found_inf:
-            culprits = partial(tuple, non_finite(self._named(gradients)))
+            culprits = Constant(non_finite(self._named(gradients)))
         self._attempted += 1
         self._skipped += found_inf
         return StepReport(
@@ -283,7 +321,7 @@ class Session:
     @property
     def accumulate(self) -> int:
         """Micro-batches of a step."""
-        return self._accumulate
+        return self._window.size
 
     @property
     def clip_grad_norm(self) -> float | None:
@@ -338,7 +376,7 @@ class Session:
         self._exchange.drop()
         if self._release is not None:
             self._release.drop()
-        self._micro, self._loss = 0, None
+        self._window.end()
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks would still belong to the original."""
@@ -363,8 +401,8 @@ class Session:
             RuntimeError: In the middle of an accumulation window, whose gradients a
                 state does not hold.
         """
-        if self._micro or self._loss is not None:
-            raise complaints.state_in_window(self._micro, self.accumulate)
+        if self._window.pending:
+            raise complaints.state_in_window(self._window.done, self.accumulate)
         return {
             **session_state.save(self._bare, self._masters, self.choice),
             "scales": self._scales.state_dict(),

@@ -41,12 +41,13 @@ class Culprit:
 
 
 @dataclass(frozen=True)
-class _Is(Generic[T]):
+class Constant(Generic[T]):
     """A value where something to call is asked for, which pickle can keep."""
 
     value: T
 
     def __call__(self) -> T:
+        """Return it."""
         return self.value
 
 
@@ -130,10 +131,10 @@ class StepReport:
         """Return the same report, read to the end: gradients may go. Waits."""
         norm = self.grad_norm
         try:
-            culprits: Callable[[], tuple[Culprit, ...]] = _Is(self._found())
+            culprits: Callable[[], tuple[Culprit, ...]] = Constant(self._found())
         except RuntimeError:
             culprits = partial(culprits_of, [None])  # gone for good
-        return replace(self, norm=_Is(norm), culprits=culprits)
+        return replace(self, norm=Constant(norm), culprits=culprits)
 
     def _found(self) -> tuple[Culprit, ...]:
         return self.culprits() if self.skipped else ()
@@ -276,25 +277,39 @@ def non_finite(pairs: Iterable[tuple[str, Tensor]]) -> tuple[Culprit, ...]:
     return tuple(found)
 
 
-def seen_later(
-    pairs: Sequence[tuple[str, Tensor]],
-) -> Callable[[], tuple[Culprit, ...]]:
-    """Return what tells culprits when it is asked, though the gradients are gone.
+class Peaks:
+    """Names the non-finite gradients when it is called, though they are gone by then.
 
     Takes the largest magnitude of each now, and does not wait for the device.
-    """
-    names = [name for name, _ in pairs]
-    stored = [dense(gradient) for _, gradient in pairs]
-    if not stored:
-        return tuple
-    peaks = torch.stack(torch._foreach_norm(stored, torch.inf))  # noqa: SLF001
 
-    def culprits() -> tuple[Culprit, ...]:
-        held = zip(names, peaks.tolist(), strict=True)
+    Args:
+        pairs: Names and gradients, at least one.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        self.names = [name for name, _ in pairs]
+        stored = [dense(gradient) for _, gradient in pairs]
+        norms = torch._foreach_norm(stored, torch.inf)  # noqa: SLF001
+        here = norms[0].device
+        self.largest = torch.stack([late.moved(norm, here) for norm in norms])
+        """Largest magnitude of each gradient, on the device."""
+
+    def __call__(self) -> tuple[Culprit, ...]:
+        """Return the parameters whose gradients were not finite. Waits."""
+        return self.culprits(self.largest.tolist())
+
+    def culprits(self, largest: Sequence[float]) -> tuple[Culprit, ...]:
+        """Return the parameters whose largest magnitude is not finite."""
+        held = zip(self.names, largest, strict=True)
         kinds = [(name, math.isinf(peak), math.isnan(peak)) for name, peak in held]
         return tuple(Culprit(*kind) for kind in kinds if kind[1] or kind[2])
 
-    return culprits
+
+def seen_later(
+    pairs: Sequence[tuple[str, Tensor]],
+) -> Callable[[], tuple[Culprit, ...]]:
+    """Return what names the non-finite ones among some gradients, if there are any."""
+    return Peaks(pairs) if pairs else tuple
 
 
 def dense(tensor: Tensor) -> Tensor:

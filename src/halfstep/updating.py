@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import fused, hooks, late
-from halfstep.errors import UserError, require
+from halfstep.errors import UserError, require, warn_caller
 from halfstep.master import direct
 from halfstep.scaler.loss_scaler import one_over
 from halfstep.scaler.unscale import Agreement
@@ -62,11 +62,15 @@ class Updates:
         self._device = device
         self._inverse = torch.ones((), device=device)
         self._shown: Tensor | None = None
-        self._by_kernel = self._scaled = False
+        self._by_kernel = self._scaled = self._warned = False
         hooks.guard(masters.optimizer, self._guard)
 
     def _guard(self) -> None:
-        """Refuse a step by hand, which would find no gradients in the masters."""
+        """Refuse a step by hand, which would find no gradients in the masters.
+
+        Where parameters are the optimizer's own, it finds them: scaled, if the session
+        ran the backward pass; otherwise without a loss scale, which is warned of.
+        """
         if self.masters.stepping:
             return
         slots = self.masters.slots.values()
@@ -77,6 +81,22 @@ class Updates:
                 "steps, and publishes the weights."
             )
             raise UserError(message)
+        if not self._passes.scales.rule.scales:
+            return
+        if self._passes.any_run:
+            message = (
+                "optimizer.step() was called after session.backward(), whose gradients "
+                "are multiplied by the loss scale: call session.step(), which unscales "
+                "them."
+            )
+            raise UserError(message)
+        if not self._warned:
+            self._warned = True
+            warn_caller(
+                "optimizer.step() was called without a loss scale, below which small "
+                "gradients become zero in fp16: call session.backward(loss), then "
+                "session.step()."
+            )
 
     def gradients(self, *, folded: bool) -> list[tuple[Tensor, Tensor]]:
         """Return (parameter of the optimizer, gradient) for each that has one.

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from halfstep import late
 from halfstep.late import Late
 from halfstep.scaler import told
 from halfstep.scaler.autopsy import Finding, examine
 from halfstep.scaler.past import Past
+from halfstep.scaler.skip_log import SkipLog
+from halfstep.stats import Constant, Peaks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,9 +116,12 @@ class Watch:
     """
 
     def __init__(self, scale: float) -> None:
+        self.log = SkipLog()
         self._past = Past()
         self._late = Late()
+        self._whose: deque[Callable[[list[float]], Sequence[Culprit]]] = deque()
         self._loss: Tensor | None = None
+        self._total: Tensor | None = None
         self._finding: Finding | None = None
         self._unread = ""
         self._near = False
@@ -123,6 +131,9 @@ class Watch:
     def loss(self, loss: Tensor, name_of: Callable[[Tensor], str]) -> None:
         """Take a loss down before its backward pass.
 
+        Where it costs no waiting, a loss that is not finite is reported at once; the
+        first one with its cause. Elsewhere that is done when the step has arrived.
+
         One more skip would end the run: then the graph is examined while it still
         holds its tensors. That waits for the device.
 
@@ -131,13 +142,30 @@ class Watch:
             name_of: Names a parameter.
         """
         self._loss, self._finding, self._unread = loss.detach(), None, ""
-        if self._near:
+        value = 0.0
+        if _is_number(loss) and late.on_host(loss.device):
+            value = float(self._loss)
+        elif _is_number(loss):
+            # Of several micro-batches, one that is not finite shows in the sum.
+            self._total = _sum(self._total, self._loss)
+        reported = math.isfinite(value) or self.log.has_loss
+        if self._near or not reported:
             try:
                 self._finding = examine(loss, name_of)
             except Exception as error:  # noqa: BLE001
                 # Tensors of any kind may lie in a graph. Not to know the cause must
                 # not end a run that may yet go on.
                 self._unread = f"{type(error).__name__}: {error}".splitlines()[0]
+        if not math.isfinite(value):
+            self.log.loss(value, self._finding, self._unread)
+
+    def wants_names(self, device: torch.device) -> bool:
+        """Say whether `Peaks` of this step are wanted, to name its parameters.
+
+        On a CPU names are known anyway. Elsewhere taking them costs a pass over all
+        gradients: only once a step that overflowed has arrived.
+        """
+        return self._past.in_a_row > 0 and not late.on_host(device)
 
     def may_be_below_one(self, rule: ScaleRule) -> bool:
         """Say whether the scale may be smaller than 1, for all that has arrived here.
@@ -169,28 +197,53 @@ class Watch:
             used: Scale of its backward pass, shape ().
             state: After the step.
             found_inf: Not zero if a pass at this scale overflowed, shape ().
-            culprits: Says whose gradients were not finite; asked only at the end.
+            culprits: Says whose gradients were not finite; asked if there is something
+                to report. On a GPU, what `Peaks` show must arrive first.
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
         self._since += 1
-        shown = self._loss
-        if shown is None or shown.numel() != 1 or shown.is_complex():
+        shown, total = self._loss, self._total
+        if shown is None or not _is_number(shown):
             shown = torch.full_like(used, math.nan)
-        values = (used, state.skips_in_a_row, state.scale, found_inf, shown)
+        values = [used, state.skips_in_a_row, state.scale, found_inf, shown]
+        values.append(used if total is None else total)
+        values += self._send_names(culprits, used.device)
+        self._total = None
         arrived = self._late.send(values)
         if arrived is None:
             return
-        scale, skipped, self._known, bad, value = arrived
+        scale, skipped, self._known, bad, value, sums, *largest = arrived
+        whose = self._whose.popleft()
         self._since = self._late.behind
         past = self._past
         past.add(scale, value, skipped=bool(skipped), overflowed=bool(bad))
+        if not math.isfinite(sums):
+            self.log.loss(sums, None, "")
+        if bad:
+            here = late.on_host(used.device)
+            known = culprits if here else partial(whose, largest)
+            row = past.in_a_row
+            self.log.overflow(scale, row, rule, known, skipped=bool(skipped))
+        else:
+            self.log.applied()
         self._look_ahead(rule)
         # Steps may be applied without the passes that overflowed, for ever.
         stuck = bad and not skipped and is_stuck(scale, past.in_a_row, rule)
         if stuck or is_collapsed(scale, int(skipped), rule):
             raise self._collapse(int(skipped), culprits())
+
+    def _send_names(
+        self, culprits: Callable[[], Sequence[Culprit]], device: torch.device
+    ) -> list[Tensor]:
+        """Return what must arrive with a step to name its parameters."""
+        if isinstance(culprits, Peaks) and self.wants_names(device):
+            self._whose.append(culprits.culprits)
+            return [culprits.largest]
+        known = culprits() if isinstance(culprits, Constant) else ()
+        self._whose.append(lambda _: known)
+        return []
 
     def _look_ahead(self, rule: ScaleRule) -> None:
         """See whether one more step that overflows would end the run."""
@@ -200,7 +253,7 @@ class Watch:
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered, as plain values. Waits for the device."""
         past = copy.deepcopy(self._past)
-        for scale, skipped, _, bad, loss in self._late.coming():
+        for scale, skipped, _, bad, loss, *_ in self._late.coming():
             past.add(scale, loss, skipped=bool(skipped), overflowed=bool(bad))
         return past.data()
 
@@ -247,7 +300,17 @@ class Watch:
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph, a CUDA event and a loss on its way cannot be pickled.
-        return self.__dict__ | {"_late": Late(), "_loss": None, "_finding": None}
+        gone = {"_loss": None, "_total": None, "_finding": None}
+        return self.__dict__ | gone | {"_late": Late(), "_whose": deque()}
+
+
+def _is_number(loss: Tensor) -> bool:
+    return loss.numel() == 1 and not loss.is_complex()
+
+
+def _sum(total: Tensor | None, loss: Tensor) -> Tensor:
+    here = loss.float()
+    return here if total is None else total + late.moved(here, total.device)
 
 
 def diagnose(

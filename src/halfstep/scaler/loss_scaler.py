@@ -180,7 +180,9 @@ class LossScaler:
             self.strategy.load_state_dict(state.get("strategy_state", {}))
         self.state = replace(self.state, **loaded)
         # What is under way is of another run.
+        log = self.watch.log
         self.watch = Watch(float(loaded["scale"]))
+        self.watch.log = log
         self.watch.remember(_past(state), self.rule)
 
 

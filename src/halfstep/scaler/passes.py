@@ -50,6 +50,11 @@ class Passes:
         """Each pass is looked at by itself, so each must be averaged over ranks."""
 
     @property
+    def any_run(self) -> bool:
+        """A backward pass has run since the last step."""
+        return self._name is not None
+
+    @property
     def keeps_graphs(self) -> bool:
         """A graph is kept until its last try."""
         return self._retries > 0

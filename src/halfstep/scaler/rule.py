@@ -83,6 +83,11 @@ class ScaleRule:
     def _check(self, name: str, good: bool, right: str) -> None:
         require(name, getattr(self, name), good, right)
 
+    @property
+    def scales(self) -> bool:
+        """The scale is not 1 throughout."""
+        return self.init_scale != 1 or self.backoff_factor != 1
+
     @classmethod
     def parse(cls, word: str | float) -> ScaleRule:
         """Return the rule for "dynamic", a strategy's name, "none", or a static scale.

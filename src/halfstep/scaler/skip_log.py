@@ -1,0 +1,115 @@
+"""Reports skipped steps, and losses that are not finite, when they happen.
+
+In: scale and names of each step that was skipped; a loss that is inf or NaN. Out: log
+records, sparsely, and one warning of either. A dynamic scale loses some steps while it
+looks for its level: those are logged at INFO, which Python does not print by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from halfstep.errors import warn_caller
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from halfstep.scaler.autopsy import Finding
+    from halfstep.scaler.rule import ScaleRule
+    from halfstep.stats import Culprit
+
+_logger = logging.getLogger(__name__)
+
+IN_A_ROW = 5
+"""Overflows in a row from which the user is warned."""
+SETTLED = 4096.0
+"""A dynamic scale above it may still be on its way down: 2**16, where it begins, is
+halved four times before."""
+_FIND = "halfstep.first_bad(model, step) finds the operation."
+
+
+class SkipLog:
+    """Counts what one loss scale has lost, and decides what is worth a line.
+
+    Attributes:
+        what: What a non-finite gradient leads to, in words.
+    """
+
+    def __init__(self) -> None:
+        self.what = "step skipped"
+        self._skips = self._losses = 0
+        self._said = self._warned = False
+
+    @property
+    def has_loss(self) -> bool:
+        """A loss that is not finite has been reported."""
+        return self._losses > 0
+
+    def applied(self) -> None:
+        """Take note of a step without overflow."""
+        self._said = False
+
+    def overflow(
+        self,
+        scale: float,
+        in_a_row: int,
+        rule: ScaleRule,
+        culprits: Callable[[], Sequence[Culprit]],
+        *,
+        skipped: bool = True,
+    ) -> None:
+        """Report a step with non-finite gradients if it is the first of its kind.
+
+        Args:
+            scale: Loss scale of its backward pass.
+            in_a_row: Such steps since the last one without, this one included.
+            rule: By which the scale moves.
+            culprits: Gives the parameters concerned; asked only if there is something
+                to report.
+            skipped: The step was skipped; otherwise a part of it was left out.
+        """
+        self._skips += 1
+        fixed = rule.backoff_factor == 1
+        low = fixed or scale <= max(SETTLED, rule.min_scale)
+        alarming = in_a_row >= IN_A_ROW and low and not self._said
+        if not alarming and self._skips & (self._skips - 1):
+            return  # only the 1st, 2nd, 4th, 8th ... of them
+        self._said = self._said or alarming
+        whose = f"non-finite gradient{_some(culprits())} at loss scale {scale:g}"
+        if alarming and skipped and not self._warned:
+            self._warned = True
+            warn_caller(f"{in_a_row} steps in a row were skipped: {whose}. {_FIND}")
+            return
+        what = self.what if skipped else "micro-batch dropped"
+        level = logging.WARNING if fixed or alarming else logging.INFO
+        _logger.log(level, "%s: %s (%d so far).", what, whose, self._skips)
+
+    def loss(self, value: float, finding: Finding | None, unread: str) -> None:
+        """Report a loss that is not finite: a warning first, then log records.
+
+        Args:
+            value: Of the loss; of several, of their sum.
+            finding: What its graph showed; None if it was not examined, or shows no
+                cause.
+            unread: Why the graph could not be examined; "" if it could.
+        """
+        self._losses += 1
+        if self._losses == 1:
+            cause = _FIND if finding is None else _cause(finding)
+            cause += f" (graph not read: {unread})" if unread else ""
+            warn_caller(f"the loss is {value:g} before the backward pass. {cause}")
+        elif not self._losses & (self._losses - 1):
+            _logger.warning("the loss is %g; not finite %d times.", value, self._losses)
+
+
+def _cause(finding: Finding) -> str:
+    where = f"{finding.where}: {finding.evidence}"
+    return f"Cause: {finding.cause} ({where}). {finding.advice}"
+
+
+def _some(culprits: Sequence[Culprit]) -> str:
+    names = [culprit.name for culprit in culprits]
+    if not names:
+        return "s"  # found by another process, or the names have not arrived yet
+    return f" of {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")

@@ -1,0 +1,316 @@
+"""What a session says when its model or optimizer is used as without it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from small_training import same
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import halfstep as hs
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from halfstep.session import Session
+    from halfstep.stats import StepReport
+
+pytestmark = pytest.mark.usefixtures("any_machine")
+
+
+def build(kind: str, **more: Any) -> Session:
+    """Return a session over a linear layer; `kind` holds level and dtype."""
+    level, dtype = kind.split()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return hs.prepare(model, optimizer, level, dtype=dtype, **more)
+
+
+def loss_of(session: Session, scale: float = 1.0) -> Tensor:
+    """Return the loss of a micro-batch."""
+    with session.autocast():
+        out = session.model(torch.arange(8.0).view(2, 4) * scale)
+        loss: Tensor = (out.float() ** 3).mean()
+    return loss
+
+
+CLIPPED = "^gradients were changed between .*prepare.*clip_grad_norm="
+
+
+@pytest.mark.parametrize("kind", ["O1 fp16", "O2 fp16", "O3 fp16"])
+def test_clipping_by_hand(kind: str) -> None:
+    """Law: clipping scaled gradients says once what to call instead."""
+    session = build(kind)
+    session.backward(loss_of(session))
+    clip_grad_norm_(session.model.parameters(), 1.0)
+    with pytest.warns(UserWarning, match=CLIPPED) as caught:
+        session.step()
+    assert caught[0].filename == __file__
+    session.backward(loss_of(session))
+    clip_grad_norm_(session.model.parameters(), 1.0)
+    session.step()
+
+
+def test_clipping_masters_by_hand() -> None:
+    """Law: nor are sums of micro-batches, which lie with the master weights."""
+    session = build("O2 fp16", accumulate=2)
+    session.backward(loss_of(session))
+    session.step()
+    session.backward(loss_of(session))
+    held = [p for group in session.optimizer.param_groups for p in group["params"]]
+    clip_grad_norm_(held, 1.0)
+    with pytest.warns(UserWarning, match=CLIPPED):
+        session.step()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"retries": 1}, {"clip_grad_norm": 1.0}]
+)
+@pytest.mark.parametrize("kind", ["O1 fp16", "O2 fp16", "O3 fp16"])
+def test_reading_and_freezing_are_no_changes(
+    kind: str, options: dict[str, Any]
+) -> None:
+    """Law: gradients may be read, and set to None, between backward and step."""
+    session = build(kind, **options)
+    for _ in range(4):
+        session.backward(loss_of(session))
+        session.backward(loss_of(session))
+        params = list(session.model.parameters())
+        norms = [p.grad.norm() for p in params if p.grad is not None]
+        assert all(torch.isfinite(norm.float()) or norm.isinf() for norm in norms)
+        params[-1].grad = None
+        session.step()
+
+
+@pytest.mark.parametrize("kind", ["O1 bf16", "O2 bf16", "O0 fp32"])
+def test_clipping_by_hand_without_a_scale(kind: str) -> None:
+    """Law: where nothing is scaled, clipping by hand works: the step is as long."""
+    session = build(kind)
+    before = session.weights()["0.weight"].clone()
+    session.backward(loss_of(session, 100.0))
+    clip_grad_norm_(session.model.parameters(), 2.0**-10)
+    session.step()
+    moved = session.weights()["0.weight"] - before
+    assert 0 < moved.norm() <= 0.1 * 2.0**-10 * (1 + 2.0**-7)
+
+
+def test_a_plain_loop_at_o1_fp16() -> None:
+    """Law: a step without a loss scale says once what to call."""
+    session = build("O1 fp16")
+    loss_of(session).backward()
+    with pytest.warns(UserWarning, match=r"^optimizer\.step\(\) .*session\.backward"):
+        session.optimizer.step()
+    session.optimizer.step()  # said once
+    session.zero_grad()
+    session.backward(loss_of(session))
+    assert session.step().complete
+
+
+def test_a_scaled_plain_step_at_o1_fp16() -> None:
+    """Law: scaled gradients are refused by the optimizer's own step, and kept."""
+    session = build("O1 fp16")
+    session.backward(loss_of(session))
+    with pytest.raises(UserError, match=r"multiplied by the loss scale: call session"):
+        session.optimizer.step()
+    assert session.step().complete
+
+
+@pytest.mark.parametrize("kind", ["O1 bf16", "O0 fp32"])
+def test_a_plain_loop_without_a_scale(kind: str) -> None:
+    """Law: where there is no loss scale, a plain step is right, and says nothing."""
+    session = build(kind)
+    before = session.weights()["0.weight"].clone()
+    loss_of(session).backward()
+    session.optimizer.step()
+    assert not torch.equal(session.weights()["0.weight"], before)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)])
+def test_a_call_outside_of_the_context(layer: nn.Module) -> None:
+    """Law: torch's error about dtypes then names the context that was left out."""
+    model = nn.Sequential(layer)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+    batch = torch.ones(2, 4, 4)
+    with pytest.raises(RuntimeError) as caught:
+        model(batch)
+    first, last = str(caught.value).splitlines()
+    assert "type" in first  # torch's own words
+    assert last == (
+        "-> the model's weights are bf16 (level O2), and it was called outside of "
+        "session.autocast(): open `with session.autocast():` around the call."
+    )
+    with session.autocast():
+        assert model(batch).dtype == torch.float32
+
+
+def test_other_errors_arrive_as_they_are() -> None:
+    """Law: errors inside the context, and errors of another kind, are not changed."""
+    session = build("O2 bf16")
+    with pytest.raises(RuntimeError) as caught:
+        session.model(torch.ones(2, 5, dtype=torch.bfloat16))
+    assert "session.autocast" not in str(caught.value)
+    with session.autocast(), pytest.raises(RuntimeError) as caught:
+        session.model(torch.ones(2, 5))
+    assert "session.autocast" not in str(caught.value)
+
+
+SAVED = r"^model\.state_dict\(\) holds bf16 weights: use session\.weights\(\)"
+
+
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_a_state_dict_of_low_weights(master: str) -> None:
+    """Law: `model.state_dict()` says once that its weights are 16-bit."""
+    session = build("O2 bf16", master=master)
+    with pytest.warns(UserWarning, match=SAVED) as caught:
+        state = session.model.state_dict()
+    assert caught[0].filename == __file__
+    assert state["0.weight"].dtype == torch.bfloat16
+    session.model.state_dict()  # said once
+
+
+def test_states_that_are_right_say_nothing() -> None:
+    """Law: a session's own states, levels without masters, and copies do not warn."""
+    session = build("O2 bf16")
+    session.state_dict()
+    session.weights()
+    session.load_state_dict(session.state_dict())
+    copy.deepcopy(session.model).state_dict()
+    pickle.loads(pickle.dumps(session.model)).state_dict()  # noqa: S301 -- our own
+    for kind, more in (
+        ("O1 bf16", {}),
+        ("O3 bf16", {}),
+        ("O2 bf16", {"master": "none"}),
+    ):
+        build(kind, **more).model.state_dict()
+
+
+def micro(session: Session, *numbers: int) -> list[StepReport]:
+    """Run some micro-batches, told apart by their numbers."""
+    reports = []
+    for number in numbers:
+        session.backward(loss_of(session, 1 + number / 4))
+        reports.append(session.step())
+    return reports
+
+
+KINDS = pytest.mark.parametrize(
+    "kind", ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"]
+)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_grad_norm": 0.5}, {"drop_bad_microbatch": True}]
+)
+def test_flush_is_a_smaller_window(kind: str, options: dict[str, Any]) -> None:
+    """Law: 2 of 4 micro-batches, flushed, are a step of 2: to the bit, 4/2 is exact."""
+    scale = 1024.0 if kind.endswith("fp16") else "auto"  # neither overflows
+    session = build(kind, accumulate=4, loss_scale=scale, **options)
+    twin = build(kind, accumulate=2, loss_scale=scale, **options)
+    for _ in range(2):
+        assert not any(report.complete for report in micro(session, 1, 2))
+        report = session.flush()
+        (_, expected) = micro(twin, 1, 2)
+        assert (report.step, report.applied) == (expected.step, expected.applied)
+        assert report.grad_norm == expected.grad_norm
+        assert same(session.weights(), twin.weights())
+    assert same(session.state_dict()["optimizer"], twin.state_dict()["optimizer"])
+    # The next window is whole.
+    assert [r.complete for r in micro(session, 1, 2, 3, 4)] == [False] * 3 + [True]
+
+
+def test_flush_of_three_is_their_mean() -> None:
+    """Law: each of three micro-batches of four counts a third."""
+    session = build("O0 fp32", accumulate=4)
+    model = copy.deepcopy(session.model).double()
+    before = session.weights()["0.bias"].double()
+    micro(session, 1, 2, 3)
+    assert session.flush().applied
+    for number in (1, 2, 3):
+        out = model(torch.arange(8.0).view(2, 4).double() * (1 + number / 4))
+        ((out**3).mean() / 3).backward()
+    bias: Tensor = model[0].bias
+    assert bias.grad is not None
+    expected = before - 0.1 * bias.grad
+    torch.testing.assert_close(session.weights()["0.bias"].double(), expected)
+
+
+@KINDS
+def test_flush_of_nothing(kind: str) -> None:
+    """Law: flush after a full window, or before the first, changes nothing."""
+    session = build(kind, accumulate=2)
+    assert not session.flush().complete
+    micro(session, 1, 2)
+    before = session.weights()["0.bias"].clone()
+    report = session.flush()
+    assert (report.complete, report.step) == (False, 1)
+    assert torch.equal(session.weights()["0.bias"], before)
+
+
+def test_flush_takes_in_the_last_backward_pass() -> None:
+    """Law: a backward pass without its `step` counts as a micro-batch."""
+    session, twin = build("O1 bf16", accumulate=4), build("O1 bf16", accumulate=2)
+    micro(session, 1)
+    session.backward(loss_of(session, 1.5))
+    assert session.flush().applied
+    micro(twin, 1, 2)
+    assert same(session.weights(), twin.weights())
+
+
+def test_flush_without_accumulation() -> None:
+    """Law: where each backward pass is a step, flush ends the one under way."""
+    for more in ({}, {"release_gradients": True}):
+        session = build("O2 bf16", **more)
+        session.backward(loss_of(session))
+        assert session.flush().applied
+        assert not session.flush().complete
+
+
+PENDING = r"^evaluation with 1 of 2 micro-batches pending: .* session\.flush\(\)"
+
+
+def test_evaluation_with_micro_batches_pending() -> None:
+    """Law: weights that lack micro-batches are not evaluated in silence; once."""
+    session = build("O1 bf16", accumulate=2)
+    with torch.no_grad():
+        loss_of(session)
+    micro(session, 1)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match=PENDING) as caught:
+            loss_of(session)
+        loss_of(session)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_session_that_ends_with_micro_batches_pending(
+    number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: what no step has used is logged when the session goes; nothing else is."""
+    session = build("O1 bf16", accumulate=2)
+    micro(session, *range(number))
+    del session
+    gc.collect()
+    message = (
+        "the session ended with 1 of 2 micro-batches pending: no step used their "
+        "gradients. session.flush() updates with those there are."
+    )
+    said = [record.getMessage() for record in caplog.records]
+    assert said == number % 2 * [message]
+
+
+@pytest.mark.parametrize("level", ["O2 bf16"])
+def test_hooks_are_compiled_away(level: str) -> None:
+    """Law: what a model reports of itself breaks no graph."""
+    session = build(level)
+    compiled = torch.compile(session.model, backend="eager", fullgraph=True)
+    batch = torch.ones(2, 4)
+    with session.autocast():
+        assert torch.equal(compiled(batch), session.model(batch))
