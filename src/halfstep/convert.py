@@ -20,7 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from halfstep import optable, policy
 from halfstep.errors import UserError
-from halfstep.formats import cast_floating
+from halfstep.formats import cast_floating, is_low
 from halfstep.policy import Policy, Rule
 from halfstep.scopes import Scope, scopes_of
 
@@ -47,13 +47,15 @@ PARAMETRIZED = Rule(
 """Where weights are low, one that is computed from others is computed in fp32, from
 fp32 parameters, and rounded once: they need no masters, and none is kept for them."""
 
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
 
 @dataclass(frozen=True)
 class Conversion:
     """What was changed in a model."""
 
     originals: dict[nn.Parameter, Tensor]
-    """Parameter now stored low -> its fp32 value before the conversion."""
+    """Parameter now stored low -> its value before the conversion."""
     islands: tuple[str, ...]
     """Paths of the modules that run in fp32 apart from the rest."""
     policy: Policy
@@ -74,6 +76,9 @@ def convert_(
     those that meet 16-bit numbers as they need, and what is stored stays exact: rotary
     frequencies and running means lose digits in bf16, a mask of -1e9 becomes -inf in
     fp16. apex's O2 has no autocast, and must halve them.
+
+    Where weights become low, a model that came in 16 bits, of either format, is stored
+    as if `model.float()` had been called first: normalisation and islands in fp32.
 
     A parametrized weight (torch.nn.utils.parametrize) is computed in fp32 from fp32
     parameters and handed to its layer low. Whether a module is a normalisation layer
@@ -117,16 +122,23 @@ def convert_(
         for scope in scopes
         if level.low and scope.category == optable.FP32
     }
-    chosen: list[Tensor] = []
+    chosen, widened = list[Tensor](), list[Tensor]()
     if level.low_weights:
         spared = _spared(model, level, [*islands.values()])
         buffers = () if level.autocast else model.buffers()
         chosen = [
             tensor
             for tensor in chain(model.parameters(), buffers)
-            if tensor.dtype == torch.float32 and id(tensor) not in spared
+            if tensor.dtype in _FLOATS - {low} and id(tensor) not in spared
         ]
-        _refuse_unready(model, level, {id(tensor) for tensor in chosen})
+        # Of a model that came in 16 bits: what the level keeps in fp32 becomes it.
+        widened = [
+            tensor
+            for tensor in chain(model.parameters(), model.buffers())
+            if is_low(tensor.dtype) and id(tensor) in spared
+        ]
+        changed = {id(tensor) for tensor in (*chosen, *widened)}
+        _refuse_unready(model, level, changed)
         if not level.autocast:
             _refuse_shared(model, level, islands, spared)
     _attach(model, scopes if level.low else [], islands, level, low)
@@ -136,8 +148,9 @@ def convert_(
         for tensor in chosen
         if isinstance(tensor, nn.Parameter)
     }
-    _lower(chosen, low)
-    if chosen:
+    _store(chosen, low)
+    _store(widened, torch.float32)
+    if chosen or widened:
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 # cuDNN wants the weights of one in one piece, as `Module.to` knows.
@@ -253,15 +266,15 @@ def _spared(model: nn.Module, level: Level, islands: list[nn.Module]) -> set[int
 
 
 @torch.no_grad()
-def _lower(tensors: Iterable[Tensor], low: torch.dtype) -> None:
-    """Store tensors in 16 bits; those that overlap in memory still do."""
+def _store(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Store tensors in a dtype; those that overlap in memory still do."""
     for alike in _overlapping(tensors):
         if len(alike) == 1:
-            _put(alike[0], alike[0].data.to(low))
+            _put(alike[0], alike[0].data.to(dtype))
             continue
         start = min(tensor.storage_offset() for tensor in alike)
         size = max(map(_end, alike)) - start
-        whole = alike[0].data.as_strided((size,), (1,), start).to(low)
+        whole = alike[0].data.as_strided((size,), (1,), start).to(dtype)
         for tensor in alike:
             place = tensor.storage_offset() - start
             _put(tensor, whole.as_strided(tensor.shape, tensor.stride(), place))

@@ -33,9 +33,9 @@ from halfstep.release import Release
 from halfstep.scaler.isolate import let_go
 from halfstep.scaler.passes import Passes
 from halfstep.scaler.scales import Scales
-from halfstep.schedule import Schedule
+from halfstep.schedule import Schedule, check_scheduler
 from halfstep.stats import Culprit, StepReport, non_finite, seen_later
-from halfstep.updating import Updates, require_norm
+from halfstep.updating import Updates, norm_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -292,7 +292,7 @@ class Session:
 
     @clip_grad_norm.setter
     def clip_grad_norm(self, largest: float | None) -> None:
-        require_norm(largest)
+        largest = norm_of(largest)
         if self._release is not None:
             release.check_norm(largest)
         self._updates.clip = largest
@@ -304,6 +304,7 @@ class Session:
 
     @scheduler.setter
     def scheduler(self, scheduler: LRScheduler | None) -> None:
+        check_scheduler(scheduler, self.optimizer)
         self._schedule = Schedule(scheduler, self.steps_applied)
 
     @property
@@ -385,7 +386,7 @@ class Session:
         # What can be refused comes first: a refused state must leave all as it was.
         state = session_state.check(state, self._bare, self._masters)
         self._scales.check(state["scales"])
-        session_state.load(state, self._bare, self._masters)
+        session_state.load(state, self._bare, self._masters, self.choice)
         if state["dtype"] == self.choice.format.name:
             # Another format needs another scale: 65536 is right for fp16 alone.
             self._scales.load_state_dict(state["scales"])
