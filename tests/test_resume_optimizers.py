@@ -103,7 +103,7 @@ def test_every_optimizer_is_here() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resumed_is_uninterrupted(name: str, kind: str) -> None:
-    """Law: four steps, a file, a new session, three steps: as seven steps, to the bit."""
+    """Law: four steps, a file, a new session, three steps: seven steps to the bit."""
     whole, first, second = (start(name, kind) for _ in range(3))
     go(whole, *range(7))
     go(first, *range(4))
