@@ -7,6 +7,7 @@ fp32 or cast what goes into the model and comes out of it.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,7 +21,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from halfstep import optable, policy
 from halfstep.errors import UserError
-from halfstep.formats import cast_floating, is_low
+from halfstep.formats import cast_floating, is_low, word
 from halfstep.policy import Policy, Rule
 from halfstep.scopes import Scope, scopes_of
 
@@ -101,7 +102,8 @@ def convert_(
 
     Raises:
         UserError: If a rule cannot be applied, matches no module, or the model is
-            wrapped, or has no numbers yet. Nothing is changed then.
+            wrapped, or has no numbers yet, or such as become inf. Nothing is changed
+            then.
     """
     policy.check_ops(rules)
     implied = _implied(model, level, rules)
@@ -139,7 +141,11 @@ def convert_(
         ]
         changed = {id(tensor) for tensor in (*chosen, *widened)}
         _refuse_unready(model, level, changed)
+        lowered = {id(tensor) for tensor in chosen}
+        owned = [pair for pair in model.named_parameters() if id(pair[1]) in lowered]
+        refuse_overflow(owned, low)
         if not level.autocast:
+            _warn_of_overflow(model, lowered, low)
             _refuse_shared(model, level, islands, spared)
     _attach(model, scopes if level.low else [], islands, level, low)
     originals = {
@@ -224,6 +230,66 @@ def _refuse_unready(model: nn.Module, level: Level, chosen: set[int]) -> None:
             continue
         message = f"level={level.name} stores {name!r} low, but it {state}. {right}."
         raise UserError(message)
+
+
+def refuse_overflow(named: Iterable[tuple[str, Tensor]], low: torch.dtype) -> None:
+    """Refuse weights that would become inf in 16 bits: nothing could train on.
+
+    Args:
+        named: (name, values about to be stored low).
+        low: The dtype.
+
+    Raises:
+        UserError: With the name, the largest magnitude, and what holds it.
+    """
+    for name, peak in _overflowing(named, low):
+        path = name.rpartition(".")[0]
+        cures = ["dtype='bf16'"] if low == torch.float16 else ["level='O1'"]
+        if path:
+            cures.append(f"the rule 'module:{path}=fp32'")
+        message = (
+            f"parameter {name!r} reaches {peak:g}, and {word(low)} holds numbers up to "
+            f"{torch.finfo(low).max:g}: it would become inf. Use {' or '.join(cures)}."
+        )
+        raise UserError(message)
+
+
+def _warn_of_overflow(model: nn.Module, lowered: set[int], low: torch.dtype) -> None:
+    """Warn of buffers that become inf: in a mask that is meant, in statistics not."""
+    buffers = [pair for pair in model.named_buffers() if id(pair[1]) in lowered]
+    for name, peak in _overflowing(buffers, low):
+        message = (
+            f"buffer {name!r} reaches {peak:g} and becomes inf: {word(low)} holds "
+            f"numbers up to {torch.finfo(low).max:g}. If that is no mask, use "
+            "dtype='bf16', or level='O2', which leaves buffers as they are."
+        )
+        warnings.warn(message, stacklevel=5)
+
+
+@torch.no_grad()
+def _overflowing(
+    named: Iterable[tuple[str, Tensor]], low: torch.dtype
+) -> list[tuple[str, float]]:
+    """Return names and largest magnitudes of finite numbers that become inf in `low`.
+
+    The devices are waited for once.
+    """
+    local = [(n, t.to_local() if hasattr(t, "to_local") else t) for n, t in named]
+    pairs = [(n, t) for n, t in local if t.numel() and t.layout == torch.strided]
+    norms = torch._foreach_norm([t.detach() for _, t in pairs], torch.inf)  # noqa: SLF001
+    # What is inf or NaN before was not made so here.
+    return [
+        (name, float(peak))
+        for (name, _), peak in zip(pairs, _on_host(norms), strict=True)
+        if peak.isfinite() and not peak.to(low).isfinite()
+    ]
+
+
+def _on_host(numbers: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Bring numbers from a device to the host, all at once."""
+    wide = [number.float() for number in numbers]
+    first = wide[0].device if wide else None
+    return torch.stack([number.to(first) for number in wide]).cpu() if wide else ()
 
 
 def _refuse_shared(

@@ -11,15 +11,13 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from halfstep import shards
+from halfstep import convert, shards
 from halfstep.errors import UserError
 from halfstep.formats import is_low
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from halfstep.choice import Choice
     from halfstep.master import MasterWeights
 
@@ -148,6 +146,10 @@ def check(
         for name in inner if state[key] or key != "schedule" else ():
             _require(state, key, name)
     _check_weights(state["weights"], model)
+    for name, tensor in held(model).items():
+        if is_low(tensor.dtype) and isinstance(tensor, nn.Parameter):
+            named = [(name, state["weights"][name])]
+            convert.refuse_overflow(named, tensor.dtype)
     _check_extra(state, model)
     _check_optimizer(state, model, masters)
     return state
