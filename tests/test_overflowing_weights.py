@@ -96,7 +96,7 @@ def test_what_fits_and_what_stays(level: str) -> None:
 
 
 def test_buffers() -> None:
-    """Law: at O3 one that becomes inf is warned of: it may be a mask. At O2 it stays."""
+    """Law: at O3 one that becomes inf is warned of, at O2 it stays."""
     model = Net()
     put(model.table, -1e9)
     with pytest.warns(

@@ -275,21 +275,17 @@ def _overflowing(
     The devices are waited for once.
     """
     local = [(n, t.to_local() if hasattr(t, "to_local") else t) for n, t in named]
-    pairs = [(n, t) for n, t in local if t.numel() and t.layout == torch.strided]
-    norms = torch._foreach_norm([t.detach() for _, t in pairs], torch.inf)  # noqa: SLF001
+    pairs = [(n, t.detach()) for n, t in local if t.numel() and not _wraps(t)]
+    if not pairs:
+        return []
+    norms = torch._foreach_norm([t for _, t in pairs], torch.inf)  # noqa: SLF001
+    peaks = torch.stack([norm.float().to(norms[0].device) for norm in norms]).cpu()
     # What is inf or NaN before was not made so here.
     return [
         (name, float(peak))
-        for (name, _), peak in zip(pairs, _on_host(norms), strict=True)
+        for (name, _), peak in zip(pairs, peaks, strict=True)
         if peak.isfinite() and not peak.to(low).isfinite()
     ]
-
-
-def _on_host(numbers: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Bring numbers from a device to the host, all at once."""
-    wide = [number.float() for number in numbers]
-    first = wide[0].device if wide else None
-    return torch.stack([number.to(first) for number in wide]).cpu() if wide else ()
 
 
 def _refuse_shared(
@@ -359,9 +355,7 @@ def _overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: list[list[Tensor]] = []
     stored: defaultdict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        # A wrapper subclass, as DTensor is, has its numbers in other tensors.
-        wraps = hasattr(tensor, "__tensor_flatten__")
-        if tensor.layout == torch.strided and tensor.numel() and not wraps:
+        if tensor.numel() and not _wraps(tensor):
             # Not its address, which storages without memory have in common.
             stored[tensor.untyped_storage()._cdata].append(tensor)  # noqa: SLF001
         else:
@@ -375,6 +369,11 @@ def _overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
                 groups.append([tensor])
             end = max(end, _end(tensor))
     return groups
+
+
+def _wraps(tensor: Tensor) -> bool:
+    """Say whether a tensor, sparse or of a class such as DTensor, has others inside."""
+    return tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__")
 
 
 def _end(tensor: Tensor) -> int:
