@@ -26,7 +26,7 @@ from halfstep import (
 )
 from halfstep.arriving import Arrivals
 from halfstep.exchange import Exchange
-from halfstep.explain import explained
+from halfstep.explain import explained, notes_on
 from halfstep.forward import Regions
 from halfstep.lost import Counter
 from halfstep.release import Release
@@ -330,8 +330,29 @@ class Session:
             self._device.type,
             ran=self._regions.table(),
             scaler=self.scaler,
-            masters=(self._masters.note(), f"update: {self._masters.describe()}"),
+            masters=self._notes(),
         )
+
+    def _notes(self) -> tuple[str, str]:
+        return self._masters.note(), f"update: {self._masters.describe()}"
+
+    def __str__(self) -> str:
+        """Say what is trained how, and how far. May wait for the device."""
+        count = sum(param.numel() for param in self._bare.parameters())
+        window = f"micro-batches a step: {self.accumulate}, {self._micro} of the next"
+        model, optimizer = type(self._bare).__name__, type(self.optimizer).__name__
+        lines = [
+            f"Session of {model} and {optimizer}, {count:,} numbers on {self._device}",
+            *notes_on(self.choice, self.policy, self.scaler, self._notes()),
+            *([window] if self.accumulate > 1 else []),
+            f"steps: {self.steps_applied} applied, {self.steps_skipped} skipped",
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """Return the first word on a session; `print` it for more."""
+        model, optimizer = type(self._bare).__name__, type(self.optimizer).__name__
+        return f"<Session of {model} and {optimizer} at {self.choice}>"
 
     def zero_grad(self) -> None:
         """Forget all gradients of the step under way, folded and kept ones too."""
