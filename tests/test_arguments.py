@@ -345,7 +345,7 @@ def test_schedulers_that_do_not_fit() -> None:
 def _was(what: str) -> str:
     return (
         f"{what} was prepared before, at O1 bf16: go on with that session, or build "
-        "the model and the optimizer anew."
+        "model and optimizer anew and load session.weights() into the model."
     )
 
 

@@ -101,7 +101,7 @@ def _check_new(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if was is not None:
         message = (
             f"{what} was prepared before, at {was}: go on with that session, or build "
-            "the model and the optimizer anew."
+            "model and optimizer anew and load session.weights() into the model."
         )
         raise UserError(message)
 
