@@ -7,8 +7,10 @@ fp32 or cast what goes into the model and comes out of it.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import defaultdict
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from halfstep.policy import Policy, Rule
 from halfstep.scopes import Scope, scopes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from halfstep.levels import Level
 
@@ -141,11 +143,8 @@ def convert_(
         ]
         changed = {id(tensor) for tensor in (*chosen, *widened)}
         _refuse_unready(model, level, changed)
-        lowered = {id(tensor) for tensor in chosen}
-        owned = [pair for pair in model.named_parameters() if id(pair[1]) in lowered]
-        refuse_overflow(owned, low)
+        _check_overflow(model, chosen, low)
         if not level.autocast:
-            _warn_of_overflow(model, lowered, low)
             _refuse_shared(model, level, islands, spared)
     _attach(model, scopes if level.low else [], islands, level, low)
     originals = {
@@ -232,6 +231,19 @@ def _refuse_unready(model: nn.Module, level: Level, chosen: set[int]) -> None:
         raise UserError(message)
 
 
+_reported: ContextVar[bool] = ContextVar("_reported", default=False)
+
+
+@contextlib.contextmanager
+def overflow_reported() -> Iterator[None]:
+    """Store weights that become inf all the same: for `check`, which reports them."""
+    token = _reported.set(True)
+    try:
+        yield
+    finally:
+        _reported.reset(token)
+
+
 def refuse_overflow(named: Iterable[tuple[str, Tensor]], low: torch.dtype) -> None:
     """Refuse weights that would become inf in 16 bits: nothing could train on.
 
@@ -254,8 +266,15 @@ def refuse_overflow(named: Iterable[tuple[str, Tensor]], low: torch.dtype) -> No
         raise UserError(message)
 
 
-def _warn_of_overflow(model: nn.Module, lowered: set[int], low: torch.dtype) -> None:
-    """Warn of buffers that become inf: in a mask that is meant, in statistics not."""
+def _check_overflow(
+    model: nn.Module, chosen: Iterable[Tensor], low: torch.dtype
+) -> None:
+    """Refuse weights that become inf, and warn of buffers: a mask may be meant to."""
+    if _reported.get():
+        return
+    lowered = {id(tensor) for tensor in chosen}
+    owned = [pair for pair in model.named_parameters() if id(pair[1]) in lowered]
+    refuse_overflow(owned, low)
     buffers = [pair for pair in model.named_buffers() if id(pair[1]) in lowered]
     for name, peak in _overflowing(buffers, low):
         message = (
