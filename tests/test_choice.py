@@ -72,8 +72,15 @@ def test_dtype_follows_from_level(
 def test_both_given(
     level: levels.Level, dtype: formats.FloatFormat, device: str
 ) -> None:
-    """Law: what was asked for is what is taken, or both words are refused together."""
-    if (level is O0) == (dtype is FP32):
+    """Law: what was asked for is taken; fp32 above O0 is refused; O0 takes any."""
+    if level is O0:
+        choice = choose("O0", str(dtype), device)
+        assert (choice.level, choice.format) == (O0, FP32)
+        no_effect = f"; dtype={dtype} has no effect: O0 is fp32 throughout"
+        more = "" if dtype is FP32 else no_effect
+        assert choice.reason == f"level O0 was asked for{more}"
+        return
+    if dtype is not FP32:
         choice = choose(str(level), str(dtype), device)
         assert (choice.level, choice.format) == (level, dtype)
         assert str(choice) == f"{level} {dtype}"
@@ -81,9 +88,7 @@ def test_both_given(
     with pytest.raises(UserError) as caught:
         choose(str(level), str(dtype), device)
     assert str(caught.value) == (
-        f"level=O0 is fp32 throughout; dtype={dtype} needs O1 to O3."
-        if level is O0
-        else f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
+        f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
     )
 
 

@@ -140,10 +140,6 @@ REFUSALS = {
         [*TRAIN, "--level", "O2", "--dtype", "fp32"],
         "level=O2 needs dtype bf16 or fp16; fp32 training is level O0.",
     ),
-    "bf16 at O0": (
-        [*TRAIN, "--level", "O0", "--dtype", "bf16"],
-        "level=O0 is fp32 throughout; dtype=bf16 needs O1 to O3.",
-    ),
     "scale": (
         [*TRAIN, "--loss-scale", "big"],
         "loss_scale='big' is not a scale; choose auto, dynamic, ",

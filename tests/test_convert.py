@@ -396,3 +396,33 @@ def test_other_rules_leave_weights(level: levels.Level, category: str) -> None:
     assert convert_(ruled, level, BF16, words).islands == ()
     dtypes = [[p.dtype for p in model.parameters()] for model in (plain, ruled)]
     assert dtypes[0] == dtypes[1]
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+@pytest.mark.parametrize("came", [BF16, FP16])
+@pytest.mark.parametrize("level", [levels.O2, levels.O3], ids=str)
+def test_a_model_that_came_in_16_bits(
+    level: levels.Level, came: torch.dtype, low: torch.dtype
+) -> None:
+    """Law: its parameters, and all of its norms, are stored as after `float()`."""
+    torch.manual_seed(0)
+    model, twin = Zoo(), Zoo()
+    for tensor in (*model.parameters(), *model.norms.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(came)
+    twin.load_state_dict(model.state_dict())
+    policy = rules("module:head=fp32", "module:embedding=fp32")
+    done = [convert_(one, level, low, policy) for one in (model, twin)]
+    kept = {name for name, _ in model.named_parameters()}
+    kept |= {name for name in model.state_dict() if name.startswith("norms.")}
+    mine, theirs = model.state_dict(), twin.state_dict()
+    for name in kept:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=0, msg=name)
+    assert mine["head.weight"].dtype == FP32
+    # What master weights begin with: the values that the model came with.
+    given, after = done
+    twins = dict(twin.named_parameters())
+    for name, param in model.named_parameters():
+        before = given.originals.get(param, param.detach()).float()
+        exact = after.originals.get(twins[name], twins[name].detach())
+        torch.testing.assert_close(before, exact, rtol=0, atol=0, msg=name)

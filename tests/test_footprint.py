@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from typing import TYPE_CHECKING
 
 import master_cases as cases
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.footprint import Footprint
 from halfstep.master import MasterWeights
 
 if TYPE_CHECKING:
@@ -128,3 +130,12 @@ def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MasterWeights, "tick", leak)
     session = trained("split", release=False)
     assert alive() - sum(session.memory().values()) == pytest.approx(4 * NUMEL, abs=64)
+
+
+def test_printed() -> None:
+    """Law: bytes are shown in units, with their sum; the numbers stay a dict's."""
+    held = Footprint(weights=2**30 * 3 // 2, gradients=1023, masters=1024, moments=0)
+    parts = "weights 1.5 GiB, gradients 1023 B, masters 1.0 KiB, moments 0 B"
+    assert str(held) == repr(held) == f"{parts}: 1.5 GiB in all"
+    assert dict(held) == held
+    assert json.loads(json.dumps(held)) == held

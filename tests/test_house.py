@@ -121,6 +121,7 @@ LAYER = {
     "master.__init__": 8,
     "mismatch": 3,
     "choice": 5,
+    "arguments": 6,
     "emulated": 5,
     "sign": 4,
     "gate": 4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import master_cases as cases
 import pytest
@@ -265,7 +266,7 @@ EXCLUDED: dict[str, dict[str, Any]] = {
     "drop_bad_microbatch": {"drop_bad_microbatch": True},
     "retries": {"retries": 1},
     "lost_updates_every": {"lost_updates_every": 5},
-    "process_group": {"process_group": object()},
+    "process_group": {"process_group": Mock(spec=torch.distributed.ProcessGroup)},
 }
 
 

@@ -134,6 +134,30 @@ def test_markdown() -> None:
     ]
 
 
+def test_printed_and_in_a_notebook() -> None:
+    """Law: printed, a table is its text; as HTML it says the same, marks escaped."""
+    assert str(TABLE) == repr(TABLE) == TABLE.text()
+    hostile = "<script>alert('x')</script> & \"y\""
+    table = Table(
+        f"T {hostile}",
+        ("name", f"n {hostile}"),
+        ((hostile, 1), ("a\x1b[31m\nb", None)),
+        (hostile,),
+    )
+    escaped = "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; &quot;y&quot;"
+    left, right = 'style="text-align: left"', 'style="text-align: right"'
+    assert table._repr_html_() == (
+        f"<table><caption>T {escaped}</caption>"
+        f"<thead><tr><th {left}>name</th><th {right}>n {escaped}</th></tr></thead>"
+        f"<tbody><tr><td {left}>{escaped}</td><td {right}>1</td></tr>"
+        f"<tr><td {left}>a [31m b</td><td {right}>-</td></tr></tbody></table>"
+        f"<p>{escaped}</p>"
+    )
+    untitled = Table("", ("x",), ())._repr_html_()
+    head = f"<thead><tr><th {left}>x</th></tr></thead>"
+    assert untitled == f"<table>{head}<tbody></tbody></table>"
+
+
 def test_data_is_json_and_tells_unmeasured_from_not_finite() -> None:
     """Law: strict JSON holds it; None is null, nan and infinities are strings."""
     table = Table("t", ("a", "b"), ((math.nan, -math.inf), (None, 1 / 3)), ("note",))

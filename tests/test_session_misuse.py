@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from halfstep.session import Session
     from halfstep.stats import StepReport
 
-pytestmark = pytest.mark.usefixtures("any_machine")
-
 
 def build(kind: str, **more: Any) -> Session:
     """Return a session over a linear layer; `kind` holds level and dtype."""

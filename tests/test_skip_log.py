@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     Step = Callable[[float], bool]
 
-pytestmark = pytest.mark.usefixtures("any_machine")
 
 LOGGER = "halfstep.scaler.skip_log"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from dataclasses import FrozenInstanceError, fields
@@ -9,7 +10,14 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 import torch
 
-from halfstep.stats import Culprit, StepReport, dense, non_finite, seen_later
+from halfstep.stats import (
+    Culprit,
+    StepReport,
+    culprits_of,
+    dense,
+    non_finite,
+    seen_later,
+)
 
 
 def report(flag: float, *, complete: bool = True) -> StepReport:
@@ -150,3 +158,65 @@ def test_culprits_seen_later() -> None:
         Culprit("nan", inf=False, nan=True),
     )
     assert seen_later([])() == ()
+
+
+def names(count: int, *, inf: bool) -> tuple[Culprit, ...]:
+    """Return culprits called a, b, and so on."""
+    return tuple(Culprit(name, inf=inf, nan=not inf) for name in "abcdef"[:count])
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (
+            StepReport(0, complete=False),
+            "step 1 is not complete: nothing is updated yet",
+        ),
+        (StepReport(7, complete=True), "step 7 applied: loss scale 1"),
+        (
+            report(0.0),
+            (
+                "step 3 applied: loss scale 512, gradient norm 2.5, micro-batches "
+                "dropped: 2"
+            ),
+        ),
+        (
+            report(1.0),
+            (
+                "step 3 skipped: inf in layer.weight; loss scale 512, micro-batches "
+                "dropped: 2"
+            ),
+        ),
+        (
+            StepReport(
+                2,
+                complete=True,
+                found_inf=True,
+                culprits=lambda: (*names(5, inf=True), *names(1, inf=False)),
+            ),
+            "step 2 skipped: inf in a, b, c and 2 more; NaN in a; loss scale 1",
+        ),
+        (
+            StepReport(2, complete=True, found_inf=True),
+            "step 2 skipped: a gradient held inf or NaN; loss scale 1",
+        ),
+        (
+            StepReport(
+                2,
+                complete=True,
+                found_inf=True,
+                culprits=functools.partial(culprits_of, [None]),
+            ),
+            "step 2 skipped: a gradient held inf or NaN; loss scale 1",
+        ),
+        (
+            StepReport(9, complete=True, left_out=tuple("abcd")),
+            "step 9 applied: loss scale 1, not updated: a, b, c and 1 more",
+        ),
+    ],
+)
+def test_a_report_is_printed_in_one_line(seen: StepReport, words: str) -> None:
+    """Law: it says what the step did, without the names of functions or addresses."""
+    assert str(seen) == words
+    assert repr(seen) == words
+    assert str(seen.read()) == words

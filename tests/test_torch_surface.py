@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import defaultdict
@@ -234,3 +235,59 @@ def test_lightning_unscales_in_a_hook() -> None:
         loop.scaler.update()
     # Two steps of 0.5 times a gradient of 1, cut to 0.5.
     same(loop.model.weight.detach(), torch.full((1, 2), 0.5))
+
+
+class Watcher(torch.optim.SGD):
+    """A fused optimizer of somebody's own, that looks at what its step is given."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.5, fused=True)
+        self.seen: list[Any] = []
+
+    def step(self, closure: Any = None) -> Any:
+        """Look, then step as torch's does."""
+        self.seen += look(self)
+        return super().step(closure)
+
+
+def look(optimizer: Any) -> list[Any]:
+    """Return what a step is given: scale, flag, and gradients."""
+    grads = [param.grad for param in optimizer.param_groups[0]["params"]]
+    return [copy.deepcopy((optimizer.grad_scale, optimizer.found_inf, grads))]
+
+
+def given(kind: Any, way: str, *, unscaled: bool) -> list[Any]:
+    """Return what three fused steps are given, the second of which overflows."""
+    loop = Loop(kind("cpu", init_scale=4.0), Watcher if way == "subclass" else FUSED)
+    seen: list[Any] = []
+    original = loop.optimizer.step
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        seen.extend(look(loop.optimizer))
+        return original(*args, **kwargs)
+
+    if way == "patch":
+        loop.optimizer.step = patched
+    elif way == "hook":
+        loop.optimizer.register_step_pre_hook(lambda one, *_: seen.extend(look(one)))
+    for factor in (1.0, INF, 1.0):
+        loop.optimizer.zero_grad()
+        loop.backward(factor)
+        if unscaled:
+            loop.scaler.unscale_(loop.optimizer)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+    return [*seen, *getattr(loop.optimizer, "seen", [])]
+
+
+@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
+@pytest.mark.parametrize("way", ["subclass", "patch", "hook"])
+def test_a_step_that_skips_by_itself_is_given_what_torch_gives(
+    way: str, unscaled: bool
+) -> None:
+    """Law: code that is not torch's own sees the scale, the flag, scaled gradients."""
+    theirs = given(torch.amp.GradScaler, way, unscaled=unscaled)
+    assert len(theirs) == 3
+    assert all((scale is None) == unscaled for scale, _, _ in theirs)
+    ours = given(hs.GradScaler, way, unscaled=unscaled)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)

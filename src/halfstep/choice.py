@@ -24,12 +24,16 @@ class Choice:
         return f"{self.level} {self.format}"
 
 
-def choose(level: str, dtype: str | torch.dtype, device: str) -> Choice:
+def choose(
+    level: str | levels.Level,
+    dtype: str | torch.dtype | formats.FloatFormat,
+    device: str,
+) -> Choice:
     """Turn words into a level and a format; "auto" asks the machine.
 
     Args:
         level: "O0" to "O3" or "auto".
-        dtype: "fp32", "bf16", "fp16" or "auto".
+        dtype: "fp32", "bf16", "fp16" or "auto". O0 takes any: it has no effect.
         device: "cpu" or "cuda".
 
     Raises:
@@ -47,8 +51,8 @@ def choose(level: str, dtype: str | torch.dtype, device: str) -> Choice:
     reason = f"level {level} was asked for"
     if not found.low:
         if fixed not in (None, formats.FP32):
-            message = f"level={level} is fp32 throughout; dtype={fixed} needs O1 to O3."
-            raise UserError(message)
+            # So that a sweep over levels needs one argument.
+            reason += f"; dtype={fixed} has no effect: {found} is fp32 throughout"
         return Choice(found, formats.FP32, reason)
     if fixed is formats.FP32:
         message = f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."

@@ -7,7 +7,10 @@ fp32 or cast what goes into the model and comes out of it.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections import defaultdict
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,12 +23,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from halfstep import optable, policy
 from halfstep.errors import UserError
-from halfstep.formats import cast_floating
+from halfstep.formats import cast_floating, is_low, word
 from halfstep.policy import Policy, Rule
 from halfstep.scopes import Scope, scopes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from halfstep.levels import Level
 
@@ -47,13 +50,15 @@ PARAMETRIZED = Rule(
 """Where weights are low, one that is computed from others is computed in fp32, from
 fp32 parameters, and rounded once: they need no masters, and none is kept for them."""
 
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
 
 @dataclass(frozen=True)
 class Conversion:
     """What was changed in a model."""
 
     originals: dict[nn.Parameter, Tensor]
-    """Parameter now stored low -> its fp32 value before the conversion."""
+    """Parameter now stored low -> its value before the conversion."""
     islands: tuple[str, ...]
     """Paths of the modules that run in fp32 apart from the rest."""
     policy: Policy
@@ -74,6 +79,9 @@ def convert_(
     those that meet 16-bit numbers as they need, and what is stored stays exact: rotary
     frequencies and running means lose digits in bf16, a mask of -1e9 becomes -inf in
     fp16. apex's O2 has no autocast, and must halve them.
+
+    Where weights become low, a model that came in 16 bits, of either format, is stored
+    as if `model.float()` had been called first: normalisation and islands in fp32.
 
     A parametrized weight (torch.nn.utils.parametrize) is computed in fp32 from fp32
     parameters and handed to its layer low. Whether a module is a normalisation layer
@@ -96,7 +104,8 @@ def convert_(
 
     Raises:
         UserError: If a rule cannot be applied, matches no module, or the model is
-            wrapped, or has no numbers yet. Nothing is changed then.
+            wrapped, or has no numbers yet, or such as become inf. Nothing is changed
+            then.
     """
     policy.check_ops(rules)
     implied = _implied(model, level, rules)
@@ -117,16 +126,24 @@ def convert_(
         for scope in scopes
         if level.low and scope.category == optable.FP32
     }
-    chosen: list[Tensor] = []
+    chosen, widened = list[Tensor](), list[Tensor]()
     if level.low_weights:
         spared = _spared(model, level, [*islands.values()])
         buffers = () if level.autocast else model.buffers()
         chosen = [
             tensor
             for tensor in chain(model.parameters(), buffers)
-            if tensor.dtype == torch.float32 and id(tensor) not in spared
+            if tensor.dtype in _FLOATS - {low} and id(tensor) not in spared
         ]
-        _refuse_unready(model, level, {id(tensor) for tensor in chosen})
+        # Of a model that came in 16 bits: what the level keeps in fp32 becomes it.
+        widened = [
+            tensor
+            for tensor in chain(model.parameters(), model.buffers())
+            if is_low(tensor.dtype) and id(tensor) in spared
+        ]
+        changed = {id(tensor) for tensor in (*chosen, *widened)}
+        _refuse_unready(model, level, changed)
+        _check_overflow(model, chosen, low)
         if not level.autocast:
             _refuse_shared(model, level, islands, spared)
     _attach(model, scopes if level.low else [], islands, level, low)
@@ -136,8 +153,9 @@ def convert_(
         for tensor in chosen
         if isinstance(tensor, nn.Parameter)
     }
-    _lower(chosen, low)
-    if chosen:
+    _store(chosen, low)
+    _store(widened, torch.float32)
+    if chosen or widened:
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 # cuDNN wants the weights of one in one piece, as `Module.to` knows.
@@ -213,6 +231,82 @@ def _refuse_unready(model: nn.Module, level: Level, chosen: set[int]) -> None:
         raise UserError(message)
 
 
+_reported: ContextVar[bool] = ContextVar("_reported", default=False)
+
+
+@contextlib.contextmanager
+def overflow_reported() -> Iterator[None]:
+    """Store weights that become inf all the same: for `check`, which reports them."""
+    token = _reported.set(True)
+    try:
+        yield
+    finally:
+        _reported.reset(token)
+
+
+def refuse_overflow(named: Iterable[tuple[str, Tensor]], low: torch.dtype) -> None:
+    """Refuse weights that would become inf in 16 bits: nothing could train on.
+
+    Args:
+        named: (name, values about to be stored low).
+        low: The dtype.
+
+    Raises:
+        UserError: With the name, the largest magnitude, and what holds it.
+    """
+    for name, peak in _overflowing(named, low):
+        path = name.rpartition(".")[0]
+        cures = ["dtype='bf16'"] if low == torch.float16 else ["level='O1'"]
+        if path:
+            cures.append(f"the rule 'module:{path}=fp32'")
+        message = (
+            f"parameter {name!r} reaches {peak:g}, and {word(low)} holds numbers up to "
+            f"{torch.finfo(low).max:g}: it would become inf. Use {' or '.join(cures)}."
+        )
+        raise UserError(message)
+
+
+def _check_overflow(
+    model: nn.Module, chosen: Iterable[Tensor], low: torch.dtype
+) -> None:
+    """Refuse weights that become inf, and warn of buffers: a mask may be meant to."""
+    if _reported.get():
+        return
+    lowered = {id(tensor) for tensor in chosen}
+    owned = [pair for pair in model.named_parameters() if id(pair[1]) in lowered]
+    refuse_overflow(owned, low)
+    buffers = [pair for pair in model.named_buffers() if id(pair[1]) in lowered]
+    for name, peak in _overflowing(buffers, low):
+        message = (
+            f"buffer {name!r} reaches {peak:g} and becomes inf: {word(low)} holds "
+            f"numbers up to {torch.finfo(low).max:g}. If that is no mask, use "
+            "dtype='bf16', or level='O2', which leaves buffers as they are."
+        )
+        warnings.warn(message, stacklevel=5)
+
+
+@torch.no_grad()
+def _overflowing(
+    named: Iterable[tuple[str, Tensor]], low: torch.dtype
+) -> list[tuple[str, float]]:
+    """Return names and largest magnitudes of finite numbers that become inf in `low`.
+
+    The devices are waited for once.
+    """
+    local = [(n, t.to_local() if hasattr(t, "to_local") else t) for n, t in named]
+    pairs = [(n, t.detach()) for n, t in local if t.numel() and not _wraps(t)]
+    if not pairs:
+        return []
+    norms = torch._foreach_norm([t for _, t in pairs], torch.inf)  # noqa: SLF001
+    peaks = torch.stack([norm.float().to(norms[0].device) for norm in norms]).cpu()
+    # What is inf or NaN before was not made so here.
+    return [
+        (name, float(peak))
+        for (name, _), peak in zip(pairs, peaks, strict=True)
+        if peak.isfinite() and not peak.to(low).isfinite()
+    ]
+
+
 def _refuse_shared(
     model: nn.Module, level: Level, islands: dict[str, nn.Module], spared: set[int]
 ) -> None:
@@ -253,15 +347,15 @@ def _spared(model: nn.Module, level: Level, islands: list[nn.Module]) -> set[int
 
 
 @torch.no_grad()
-def _lower(tensors: Iterable[Tensor], low: torch.dtype) -> None:
-    """Store tensors in 16 bits; those that overlap in memory still do."""
+def _store(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Store tensors in a dtype; those that overlap in memory still do."""
     for alike in _overlapping(tensors):
         if len(alike) == 1:
-            _put(alike[0], alike[0].data.to(low))
+            _put(alike[0], alike[0].data.to(dtype))
             continue
         start = min(tensor.storage_offset() for tensor in alike)
         size = max(map(_end, alike)) - start
-        whole = alike[0].data.as_strided((size,), (1,), start).to(low)
+        whole = alike[0].data.as_strided((size,), (1,), start).to(dtype)
         for tensor in alike:
             place = tensor.storage_offset() - start
             _put(tensor, whole.as_strided(tensor.shape, tensor.stride(), place))
@@ -280,9 +374,7 @@ def _overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: list[list[Tensor]] = []
     stored: defaultdict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        # A wrapper subclass, as DTensor is, has its numbers in other tensors.
-        wraps = hasattr(tensor, "__tensor_flatten__")
-        if tensor.layout == torch.strided and tensor.numel() and not wraps:
+        if tensor.numel() and not _wraps(tensor):
             # Not its address, which storages without memory have in common.
             stored[tensor.untyped_storage()._cdata].append(tensor)  # noqa: SLF001
         else:
@@ -296,6 +388,11 @@ def _overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
                 groups.append([tensor])
             end = max(end, _end(tensor))
     return groups
+
+
+def _wraps(tensor: Tensor) -> bool:
+    """Say whether a tensor, sparse or of a class such as DTensor, has others inside."""
+    return tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__")
 
 
 def _end(tensor: Tensor) -> int:

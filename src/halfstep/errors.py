@@ -1,15 +1,21 @@
 """The one exception that means "what you gave cannot be used", and warnings.
 
-In: a message. Out: `UserError`, which the command line prints as one line; or a warning
-that points at the line of the program that called this package.
+In: values that a caller gave. Out: `UserError`, which the command line prints as one
+line, or the value as the number it stands for; or a warning that points at the line of
+the program that called this package.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 import sys
 import warnings
+from numbers import Real
 
 _OURS = ("halfstep", "torch", "contextlib")
+_SHOWN = 60
+_MOST = 2**63 - 1
 
 
 class UserError(ValueError):
@@ -34,7 +40,7 @@ def require(name: str, value: object, good: bool, right: str) -> None:
         UserError: If it will not.
     """
     if not good:
-        message = f"{name}={value!r} must be {right}."
+        message = f"{name}={shown(value)} must be {right}."
         raise UserError(message)
 
 
@@ -51,7 +57,10 @@ def require_kind(name: str, value: object, good: bool, right: str) -> None:
         UserError: If it is not.
     """
     if not good:
-        message = f"{name} is of type {type(value).__name__}; it must be {right}."
+        kind = f"of type {type(value).__name__}"
+        if isinstance(value, type):
+            kind = f"the class {value.__name__}"
+        message = f"{name} is {kind}; it must be {right}."
         raise UserError(message)
 
 
@@ -64,3 +73,68 @@ def warn_caller(message: str) -> None:
     ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: numbers and words, others by their type.
+
+    Why: the text of an array fills pages, that of a function is an address.
+    """
+    if isinstance(value, type):
+        return f"<class {value.__name__}>"
+    if not isinstance(value, str | bytes | Real | complex | None):
+        # A dtype, and the like: one word without an address.
+        text = str(value) if "dtype" in type(value).__name__ else ""
+        return text or f"<{type(value).__name__}>"
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integers of more than 4300 digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def count(name: str, value: object, least: int) -> int:
+    """Return an integer, of any type that is one.
+
+    Raises:
+        UserError: If it is none, too small, or a bool, which is an answer, not a count.
+    """
+    right = f"a whole number of at least {least}"
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    require(name, value, number >= least, right)
+    require(name, value, number <= _MOST, "a whole number below 2**63")
+    return number
+
+
+def positive(name: str, value: object, right: str) -> float:
+    """Return a number above 0, inf included.
+
+    Raises:
+        UserError: If it is none, NaN, too large for a float, or a bool.
+    """
+    number = real(value)
+    require(name, value, number > 0, right)
+    return number
+
+
+def real(value: object) -> float:
+    """Return a number as a float; NaN for a bool, and for what no float can hold."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def flag(name: str, value: object) -> bool:
+    """Return a bool; numpy's too.
+
+    Raises:
+        UserError: If it is none: the word "no" would count as true.
+    """
+    require(name, value, type(value).__name__ in {"bool", "bool_"}, "True or False")
+    return bool(value)

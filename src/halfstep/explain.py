@@ -45,17 +45,24 @@ def explained(
         scaler: Of the loss.
         masters: Lines on what is kept beside weights, and how they are updated.
     """
+    notes = notes_on(choice, policy, scaler, masters)
+    if ran is not None:
+        return replace(ran, notes=(*ran.notes, *notes))
+    return precision_table(model, choice, policy, device, notes)
+
+
+def notes_on(
+    choice: Choice, policy: Policy, scaler: LossScaler, masters: Sequence[str]
+) -> tuple[str, ...]:
+    """Return what holds for all of a session, a line each; as for `explained`."""
     rule = scaler.rule
     moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
-    notes = (
+    return (
         f"level {choice}: {choice.reason}",
         f"policy: {policy}",
         *masters,
         f"loss scale: {scaler.state.scale.item():g}, {moves}",
     )
-    if ran is not None:
-        return replace(ran, notes=(*ran.notes, *notes))
-    return precision_table(model, choice, policy, device, notes)
 
 
 def precision_table(

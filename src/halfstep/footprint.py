@@ -17,7 +17,26 @@ if TYPE_CHECKING:
     from halfstep.master import MasterWeights
 
 
-def of(model: nn.Module, masters: MasterWeights) -> dict[str, int]:
+class Footprint(dict[str, int]):
+    """Bytes by what they are for; printed, in units that people read."""
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        parts = [f"{name} {_word(count)}" for name, count in self.items()]
+        return f"{', '.join(parts)}: {_word(sum(self.values()))} in all"
+
+
+def _word(count: int) -> str:
+    """Return bytes in the largest unit that leaves at least 1."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:  # noqa: PLR2004
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def of(model: nn.Module, masters: MasterWeights) -> Footprint:
     """Return the bytes allocated now, each stretch of memory counted once.
 
     Args:
@@ -39,12 +58,12 @@ def of(model: nn.Module, masters: MasterWeights) -> dict[str, int]:
         for value in state.values()
         if torch.is_tensor(value)
     ]
-    return {
-        "weights": _bytes(weights, seen),
-        "gradients": _bytes([*gradients, *buffers], seen),
-        "masters": _bytes([*kept, *(slot.master for slot in slots)], seen),
-        "moments": _bytes(states, seen),
-    }
+    return Footprint(
+        weights=_bytes(weights, seen),
+        gradients=_bytes([*gradients, *buffers], seen),
+        masters=_bytes([*kept, *(slot.master for slot in slots)], seen),
+        moments=_bytes(states, seen),
+    )
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from halfstep.errors import UserError
+from halfstep.errors import UserError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,15 +74,17 @@ _LONG_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"} | {
 }
 
 
-def parse(word: str | torch.dtype) -> FloatFormat:
+def parse(word: str | torch.dtype | FloatFormat) -> FloatFormat:
     """Return the format that a word or a dtype names.
 
     Args:
-        word: "fp32", "bf16", "fp16", torch's long names, or a torch.dtype.
+        word: "fp32", "bf16", "fp16", torch's long names, a torch.dtype or a format.
 
     Raises:
         UserError: If it names no format that halfstep trains in.
     """
+    if isinstance(word, FloatFormat):
+        return word
     if isinstance(word, torch.dtype):
         found = _BY_DTYPE.get(word)
     else:
@@ -90,7 +92,9 @@ def parse(word: str | torch.dtype) -> FloatFormat:
         key = key.strip().lower().removeprefix("torch.")
         found = FORMATS.get(_LONG_NAMES.get(key, key))
     if found is None:
-        message = f"dtype={word!r} is not a format; choose one of {', '.join(FORMATS)}."
+        message = (
+            f"dtype={shown(word)} is not a format; choose one of {', '.join(FORMATS)}."
+        )
         raise UserError(message)
     return found
 

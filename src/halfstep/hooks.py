@@ -50,6 +50,20 @@ def guard(optimizer: Optimizer, look: Callable[[], None]) -> None:
     optimizer.register_step_pre_hook(Guard(look))
 
 
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Say whether a step runs torch's code and no other: no subclass, patch or hook."""
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    patched = "step" in vars(optimizer) and not is_counted(optimizer)
+    return own and not patched and not others(optimizer)
+
+
+def is_counted(optimizer: Optimizer) -> bool:
+    """Say whether a learning-rate scheduler, and nobody else, has wrapped its step."""
+    step = vars(optimizer).get("step")
+    counted = getattr(step, "_wrapped_by_lr_sched", False)
+    return counted and getattr(step, "__wrapped__", None) is type(optimizer).step
+
+
 def tell(optimizer: Optimizer) -> None:
     """Tell our own that an optimizer's parameters were updated."""
     for hook in _own:

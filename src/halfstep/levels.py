@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfstep.errors import UserError
+from halfstep.errors import UserError, shown
 from halfstep.report import Table
 
 
@@ -76,12 +76,14 @@ DEFAULT_LOSS_SCALE = {"fp32": "none", "bf16": "none", "fp16": "dynamic"}
 zero, so it needs a scale; bf16 and fp32 share one exponent range and need none."""
 
 
-def parse(word: str) -> Level:
-    """Return the level that a word names.
+def parse(word: str | Level) -> Level:
+    """Return the level that a word names; a level is returned itself.
 
     Raises:
         UserError: If no level has this name; a typed digit 0 or a small o is named.
     """
+    if isinstance(word, Level):
+        return word
     meant = word if isinstance(word, str) else ""  # from a caller without types
     found = LEVELS.get(meant)
     if found is not None:
@@ -93,7 +95,9 @@ def parse(word: str) -> Level:
             f"level={word!r} is spelt {meant!r}: the capital letter O and a digit."
         )
     else:
-        message = f"level={word!r} is not a level; choose auto, {', '.join(LEVELS)}."
+        message = (
+            f"level={shown(word)} is not a level; choose auto, {', '.join(LEVELS)}."
+        )
     raise UserError(message)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import require
+from halfstep.errors import count
 from halfstep.report import Table
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class Counter:
     """
 
     def __init__(self, masters: MasterWeights, every: int) -> None:
-        require("lost_updates_every", every, every >= 1, "at least 1 step, or None")
-        self.every = every
+        self.every = count("lost_updates_every", every, 1)
         self.last: tuple[Lost, ...] = ()
         """One for each parameter group, from the last count."""
         self._masters = masters

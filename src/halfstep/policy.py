@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from halfstep import optable, policy_file
-from halfstep.errors import UserError
+from halfstep.errors import UserError, require
 from halfstep.policy_file import KINDS
 
 if TYPE_CHECKING:
@@ -129,6 +129,21 @@ class Policy:
                 f"policy={self.base!r} is not known; the named policies are {named}."
             )
             raise UserError(message)
+
+    @classmethod
+    def of(cls, given: Policy | str | os.PathLike[str]) -> Policy:
+        """Return a policy, or the one that a word spells, or a file holds.
+
+        Raises:
+            UserError: If it is none of the three, or the word or file is malformed.
+        """
+        if isinstance(given, str):
+            return cls.parse(given)
+        if hasattr(given, "__fspath__"):
+            return cls.load(given)
+        right = "'lean', 'torch', either with rules, a TOML file, or a Policy"
+        require("policy", given, isinstance(given, Policy), right)
+        return given
 
     @classmethod
     def parse(cls, word: str) -> Self:

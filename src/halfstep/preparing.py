@@ -10,31 +10,35 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep import levels, release, shards
+from halfstep import arguments, formats, levels, release, shards
 from halfstep.choice import Choice, cautions, choose
-from halfstep.errors import UserError, require
+from halfstep.errors import UserError, count, flag
 from halfstep.master import form as forms
 from halfstep.policy import Policy
 from halfstep.scaler import ScaleRule
+from halfstep.schedule import check_scheduler
 from halfstep.session import Session
-from halfstep.updating import require_norm
+from halfstep.updating import norm_of
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable
 
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
+    from halfstep.formats import FloatFormat
+    from halfstep.levels import Level
     from halfstep.master.form import Form
 
 
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    level: str | Choice = "auto",
+    level: str | Level | Choice = "auto",
     *,
-    dtype: str | torch.dtype = "auto",
-    policy: Policy | str = "lean",
+    dtype: str | torch.dtype | FloatFormat = "auto",
+    policy: Policy | str | os.PathLike[str] = "lean",
     loss_scale: str | float | ScaleRule = "auto",
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
@@ -50,13 +54,15 @@ def prepare(
     """Prepare a model and its optimizer, in place, to train in mixed precision.
 
     Args:
-        model: On its device, in fp32. Where the level stores weights in 16 bits, wrap
+        model: On its device, in fp32; O2 and O3 also take one that came in 16 bits. A
+            model is prepared once. Where the level stores weights in 16 bits, wrap
             `session.model` for data parallelism afterwards. `fully_shard` comes before,
             with `halfstep.sharded.fsdp_policy`: its fp32 shards are the masters.
-        optimizer: Any torch optimizer over the model's parameters.
+        optimizer: Any torch optimizer over the model's parameters, not wrapped.
         level: "O0" to "O3"; "auto" takes what this machine measures as worth it. A
             `Choice` is taken as it is, dtype included.
-        dtype: "bf16", "fp16"; "auto" takes bf16 unless only fp16 is fast here.
+        dtype: "bf16", "fp16"; "auto" takes bf16 unless only fp16 is fast here. It has
+            no effect at O0, which is fp32 throughout, and says so.
         policy: "lean", the same on every device, or "torch", each with rules of your
             own behind it ("lean + module:head=fp32"); a TOML file; a `Policy`.
         loss_scale: "dynamic", "measured", "logmax", "none", a number, or a
@@ -91,23 +97,33 @@ def prepare(
             averaged gradients carry an inf to every rank.
 
     Raises:
-        UserError: If a word is unknown, a number out of range, or shards do not fit.
+        UserError: If an argument is of the wrong type or out of range, or shards do not
+            fit. Nothing has been changed then.
     """
-    require("accumulate", accumulate, accumulate >= 1, "at least 1 micro-batch a step")
-    require_norm(clip_grad_norm)
-    require("retries", retries, retries >= 0, "0 or more tries of a backward pass")
+    arguments.model_and_optimizer(model, optimizer)
+    accumulate = count("accumulate", accumulate, 1)
+    retries = count("retries", retries, 0)
+    clip_grad_norm = norm_of(clip_grad_norm)
+    drop_bad_microbatch = flag("drop_bad_microbatch", drop_bad_microbatch)
+    release_gradients = flag("release_gradients", release_gradients)
+    if lost_updates_every is not None:
+        lost_updates_every = count("lost_updates_every", lost_updates_every, 1)
+    arguments.check_group(process_group)
+    check_scheduler(scheduler, optimizer)
+    named = arguments.names_of(names, model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if isinstance(optimizer, torch.optim.LBFGS):
-        message = "LBFGS evaluates the model inside its step; use another optimizer."
-        raise UserError(message)
     kind = device.type
     choice = level if isinstance(level, Choice) else choose(level, dtype, kind)
+    arguments.fp32_weights(model, choice)
     kept = _masters(master, choice)
+    given = level is not choice and dtype != "auto"
+    if given and not choice.level.low and formats.parse(dtype) is not formats.FP32:
+        warnings.warn(choice.reason, stacklevel=2)
     for caution in cautions(choice, optimizer, kind, masters=kept is not None):
         warnings.warn(caution, stacklevel=2)
-    if loss_scale == "auto":
+    if isinstance(loss_scale, str) and loss_scale == "auto":
         loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
-    rules = Policy.parse(policy) if isinstance(policy, str) else policy
+    rules = Policy.of(policy)
     released = release_gradients
     shards.check(model, optimizer, choice, rules, master=master, release=released)
     if shards.is_sharded(model):
@@ -119,7 +135,8 @@ def prepare(
         whole = drop_bad_microbatch or retries > 0 or lost_updates_every is not None
         agreed = process_group is not None
         release.check(rule, clip_grad_norm, accumulate, agreed=agreed, whole=whole)
-    return Session(
+        release.check_optimizer(optimizer)
+    session = Session(
         model,
         optimizer,
         choice,
@@ -131,12 +148,14 @@ def prepare(
         drop_bad_microbatch=drop_bad_microbatch,
         retries=retries,
         scheduler=scheduler,
-        names=model.named_parameters() if names is None else names,
+        names=named,
         process_group=process_group,
         master=kept,
         release_gradients=release_gradients,
         lost_updates_every=lost_updates_every,
     )
+    arguments.remember(model, optimizer, choice)
+    return session
 
 
 def _masters(word: str, choice: Choice) -> Form | None:

@@ -6,6 +6,7 @@ whole or not at all.
 
 from __future__ import annotations
 
+import html
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 Cell = str | int | float | bool | None
@@ -24,9 +26,9 @@ _NARROWEST = 12  # terminal columns below which wrapped words are unreadable
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
-    """A titled grid of cells.
+    """A titled grid of cells. Printed, it is laid out as text; notebooks show HTML.
 
     A float is shown with `digits` digits after the point, None as "-", a bool as yes
     or no. A column of numbers is aligned right, any other left.
@@ -55,6 +57,27 @@ class Table:
                 lengths = f"{len(self.columns)} columns but {len(row)} cells in row {i}"
                 message = f"Table {self.title!r} has {lengths}."
                 raise ValueError(message)
+
+    def __repr__(self) -> str:
+        """Return what `text` returns: whoever looks at a table wants to read it."""
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        """Return the table as notebooks show it."""
+        sides = ["right" if number else "left" for number in self.numeric()]
+
+        def row(tag: str, cells: Iterable[str]) -> str:
+            shown = (
+                f'<{tag} style="text-align: {side}">{html.escape(line(cell))}</{tag}>'
+                for side, cell in zip(sides, cells, strict=True)
+            )
+            return f"<tr>{''.join(shown)}</tr>"
+
+        body = "".join(row("td", cells) for cells in self.shown())
+        title = f"<caption>{html.escape(line(self.title))}</caption>" * bool(self.title)
+        head = f"<thead>{row('th', self.columns)}</thead>"
+        notes = "".join(f"<p>{html.escape(line(note))}</p>" for note in self.notes)
+        return f"<table>{title}{head}<tbody>{body}</tbody></table>{notes}"
 
     def text(self, width: int | None = None) -> str:
         """Lay the table out for a terminal or a pipe.

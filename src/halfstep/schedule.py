@@ -8,11 +8,47 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from halfstep.errors import UserError, require_kind
 from halfstep.late import Late
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+
+
+def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
+    """Refuse what cannot be stepped without arguments, or steps another optimizer.
+
+    Args:
+        scheduler: None, or with a method `step`.
+        optimizer: Of the session.
+
+    Raises:
+        UserError: With what would be right.
+    """
+    if scheduler is None:
+        return
+    good = not isinstance(scheduler, type) and callable(
+        getattr(scheduler, "step", None)
+    )
+    right = "a torch.optim.lr_scheduler.LRScheduler, or None"
+    require_kind("scheduler", scheduler, good, right)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        message = (
+            "scheduler is a ReduceLROnPlateau, which needs a metric: leave it out, and "
+            "call its step(metric) yourself after each evaluation."
+        )
+        raise UserError(message)
+    theirs = getattr(scheduler, "optimizer", optimizer)
+    if theirs is not optimizer:
+        message = (
+            f"the {type(scheduler).__name__} belongs to another optimizer than the "
+            "session's: make it over session.optimizer."
+        )
+        raise UserError(message)
 
 
 class Schedule:

@@ -27,7 +27,7 @@ from halfstep.accumulation import Window
 from halfstep.arriving import Arrivals
 from halfstep.errors import warn_caller
 from halfstep.exchange import Exchange
-from halfstep.explain import explained
+from halfstep.explain import explained, notes_on
 from halfstep.forward import Regions
 from halfstep.grad_versions import GradVersions
 from halfstep.lost import Counter
@@ -35,9 +35,9 @@ from halfstep.release import Release
 from halfstep.scaler.isolate import let_go
 from halfstep.scaler.passes import Passes
 from halfstep.scaler.scales import Scales
-from halfstep.schedule import Schedule
+from halfstep.schedule import Schedule, check_scheduler
 from halfstep.stats import Constant, Culprit, StepReport, non_finite, seen_later
-from halfstep.updating import Updates, require_norm
+from halfstep.updating import Updates, norm_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -330,7 +330,7 @@ class Session:
 
     @clip_grad_norm.setter
     def clip_grad_norm(self, largest: float | None) -> None:
-        require_norm(largest)
+        largest = norm_of(largest)
         if self._release is not None:
             release.check_norm(largest)
         self._updates.clip = largest
@@ -342,6 +342,7 @@ class Session:
 
     @scheduler.setter
     def scheduler(self, scheduler: LRScheduler | None) -> None:
+        check_scheduler(scheduler, self.optimizer)
         self._schedule = Schedule(scheduler, self.steps_applied)
 
     @property
@@ -367,8 +368,29 @@ class Session:
             self._device.type,
             ran=self._regions.table(),
             scaler=self.scaler,
-            masters=(self._masters.note(), f"update: {self._masters.describe()}"),
+            masters=self._notes(),
         )
+
+    def _notes(self) -> tuple[str, str]:
+        return self._masters.note(), f"update: {self._masters.describe()}"
+
+    def __str__(self) -> str:
+        """Say what is trained how, and how far. May wait for the device."""
+        count = sum(param.numel() for param in self._bare.parameters())
+        window = f"micro-batches a step: {self.accumulate}, {self._micro} of the next"
+        model, optimizer = type(self._bare).__name__, type(self.optimizer).__name__
+        lines = [
+            f"Session of {model} and {optimizer}, {count:,} numbers on {self._device}",
+            *notes_on(self.choice, self.policy, self.scaler, self._notes()),
+            *([window] if self.accumulate > 1 else []),
+            f"steps: {self.steps_applied} applied, {self.steps_skipped} skipped",
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """Return the first word on a session; `print` it for more."""
+        model, optimizer = type(self._bare).__name__, type(self.optimizer).__name__
+        return f"<Session of {model} and {optimizer} at {self.choice}>"
 
     def zero_grad(self) -> None:
         """Forget all gradients of the step under way, folded and kept ones too."""
@@ -423,7 +445,7 @@ class Session:
         # What can be refused comes first: a refused state must leave all as it was.
         state = session_state.check(state, self._bare, self._masters)
         self._scales.check(state["scales"])
-        session_state.load(state, self._bare, self._masters)
+        session_state.load(state, self._bare, self._masters, self.choice)
         if state["dtype"] == self.choice.format.name:
             # Another format needs another scale: 65536 is right for fp16 alone.
             self._scales.load_state_dict(state["scales"])

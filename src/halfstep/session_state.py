@@ -11,15 +11,13 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from halfstep import shards
+from halfstep import convert, shards
 from halfstep.errors import UserError
 from halfstep.formats import is_low
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from halfstep.choice import Choice
     from halfstep.master import MasterWeights
 
@@ -37,6 +35,8 @@ INNER = {
 }
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """State of torch's optimizers that has one number for each of a weight's."""
+SCALARS = ("step", "mu_product", "eta", "mu")
+"""State of torch's optimizers that is one number, whatever the weight's shape."""
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
         "parameters": _parameters(model, masters),
         "moments": len(optimizer["state"]),
         "masters": {
-            "form": masters.form.name if masters.slots else "none",
+            "form": _form(masters),
             "seed": masters.clock.seed,
             "step": masters.clock.step,
             "low": low,
@@ -146,6 +146,10 @@ def check(
         for name in inner if state[key] or key != "schedule" else ():
             _require(state, key, name)
     _check_weights(state["weights"], model)
+    for name, tensor in held(model).items():
+        if is_low(tensor.dtype) and isinstance(tensor, nn.Parameter):
+            named = [(name, state["weights"][name])]
+            convert.refuse_overflow(named, tensor.dtype)
     _check_extra(state, model)
     _check_optimizer(state, model, masters)
     return state
@@ -264,12 +268,18 @@ def _check_moments(saved: dict[str, Any], params: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def load(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> None:
+def load(
+    state: dict[str, Any], model: nn.Module, masters: MasterWeights, choice: Choice
+) -> None:
     """Take over a state that `check` has returned; of its tensors, copies."""
     masters.adopt()
     # First, for an optimizer may refuse what we did not.
-    masters.optimizer.load_state_dict(_split(state["optimizer"], masters))
+    optimizer = _split(state["optimizer"], masters)
+    masters.optimizer.load_state_dict(optimizer)
     saved = state["masters"]
+    here = choice.level.name, choice.format.name, _form(masters)
+    same = (state.get("level"), state["dtype"], saved["form"]) == here
+    _keep_dtypes(optimizer, masters.optimizer, same=same)
     masters.resume(saved["seed"], saved["step"])
     low = saved["low"] if saved["form"] == masters.form.name else {}
     slots = {id(slot.weight): slot for slot in masters.slots.values()}
@@ -288,6 +298,35 @@ def load(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> Non
         if _is_extra(name):
             owner = model.get_submodule(name.rpartition(".")[0])
             owner.set_extra_state(copy.deepcopy(value))
+
+
+def _form(masters: MasterWeights) -> str:
+    return masters.form.name if masters.slots else "none"
+
+
+def _keep_dtypes(
+    saved: dict[str, Any], optimizer: torch.optim.Optimizer, *, same: bool
+) -> None:
+    """Undo the casts that `Optimizer.load_state_dict` makes, where they lose digits.
+
+    Why: it casts all but "step" to the dtype of the parameter. In 16 bits a product or
+    a rate that the optimizer keeps in fp32 (NAdam, ASGD) is no longer the one saved.
+
+    Args:
+        saved: State as it was given to the optimizer.
+        optimizer: Has loaded it.
+        same: It was saved at this level, format and form of masters: as it is then.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            if not torch.is_tensor(value) or not value.is_floating_point():
+                continue
+            scalar = not value.dim() and (param.dim() > 0 or key in SCALARS)
+            loaded = optimizer.state[param][key]
+            if (same or scalar) and loaded.dtype != value.dtype:
+                optimizer.state[param][key] = value.to(loaded.device)
 
 
 def _split(saved: dict[str, Any], masters: MasterWeights) -> dict[str, Any]:

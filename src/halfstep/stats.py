@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ def _no_norm() -> Tensor | float | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepReport:
-    """The truth about one call of `step`.
+    """The truth about one call of `step`; printed, one line.
 
     Why: `torch.amp` skips in silence, and whoever infers a skip from "was
     optimizer.step called?" is wrong for fused optimizers, whose kernel skips inside.
@@ -85,6 +86,30 @@ class StepReport:
     left_out: tuple[str, ...] = ()
     """Parameters not updated in a step that was applied: where gradients are released,
     one that is not finite leaves its own parameter alone."""
+
+    def __repr__(self) -> str:
+        """Say in one line what the step did. May wait for the device."""
+        if not self.complete:
+            return f"step {self.step + 1} is not complete: nothing is updated yet"
+        if self.skipped:
+            did, norm = f"skipped: {self._cause()};", None
+        else:
+            did, norm = "applied:", self.grad_norm
+        dropped = self.microbatches_dropped
+        more = "" if norm is None else f", gradient norm {norm:.4g}"
+        if dropped:
+            more += f", micro-batches dropped: {dropped}"
+        if self.left_out:
+            more += f", not updated: {_some(self.left_out)}"
+        return f"step {self.step} {did} loss scale {self.scale:g}{more}"
+
+    def _cause(self) -> str:
+        try:
+            found = {"inf": self.inf_in, "NaN": self.nan_in}
+        except RuntimeError:  # their gradients were cleared before anybody asked
+            return "a gradient held inf or NaN"
+        parts = [f"{kind} in {_some(names)}" for kind, names in found.items() if names]
+        return "; ".join(parts) or "a gradient held inf or NaN"
 
     @property
     def skipped(self) -> bool:
@@ -138,6 +163,12 @@ class StepReport:
 
     def _found(self) -> tuple[Culprit, ...]:
         return self.culprits() if self.skipped else ()
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 class Taken:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from halfstep import complaints, fused
+from halfstep import complaints, fused, hooks
 from halfstep.parameters import gradients_of
 from halfstep.scaler.closure import step_or_take_back
 from halfstep.scaler.unscale import agreed, dtypes_of, highest
@@ -51,10 +51,12 @@ def fused_step(
     scale, _ = scaler._check_scale_growth_tracker("step")  # noqa: SLF001
     if state["stage"] is OptState.READY:
         # Where the scale is a power of two, multiplying beforehand and dividing inside
-        # give the same bits, and the kernel has no gradients to write back.
+        # give the same bits, and the kernel has no gradients to write back. Code that
+        # is not torch's own is given what torch gives: the scale, scaled gradients.
         if (
             known.exact
             and factor is None
+            and hooks.is_torchs_own(optimizer)
             and dtypes_of(gradients_of(optimizer)) <= _WIDE
         ):
             scaler.unscale_(optimizer)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import fused, hooks, late
-from halfstep.errors import UserError, require, warn_caller
+from halfstep.errors import UserError, positive, warn_caller
 from halfstep.master import direct
 from halfstep.scaler.loss_scaler import one_over
 from halfstep.scaler.unscale import Agreement
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from halfstep.stats import StepReport
 
 
-def require_norm(clip: float | None) -> None:
-    """Refuse a largest norm that is none.
+def norm_of(clip: object) -> float | None:
+    """Return a largest norm of gradients; None for none.
 
     Raises:
-        UserError: If it is not above 0.
+        UserError: If it is no number above 0.
     """
-    require("clip_grad_norm", clip, clip is None or clip > 0, "above 0, or None")
+    if clip is None:
+        return None
+    return positive("clip_grad_norm", clip, "a number above 0, or None")
 
 
 class Updates:

@@ -16,7 +16,6 @@ from halfstep import hooks
 from halfstep.master import chunked, native, triton_kernels
 from halfstep.master.arithmetic import Adam, Item, Rule, Sgd, numbers
 from halfstep.master.form import PLAIN
-from halfstep.master.piecewise import is_counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -92,7 +91,7 @@ def hindrance(optimizer: Optimizer) -> str:
     """Say why an optimizer must take this step itself; "" if it need not."""
     if hooks.others(optimizer):
         return "it has step hooks"
-    if "step" in vars(optimizer) and not is_counted(optimizer):
+    if "step" in vars(optimizer) and not hooks.is_counted(optimizer):
         return "its step was replaced"
     groups = optimizer.param_groups if type(optimizer) in _KNOWN else ()
     if any(rule_of(optimizer, group) is None for group in groups):

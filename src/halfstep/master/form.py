@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.errors import UserError
+from halfstep.errors import UserError, shown
 from halfstep.master import kahan, split, stochastic
 
 if TYPE_CHECKING:
@@ -247,13 +247,13 @@ def parse(word: str) -> Form | None:
     Raises:
         UserError: If no form has this name.
     """
-    if word == NONE:
-        return None
-    if word not in FORMS:
+    if not isinstance(word, str) or word not in {*FORMS, NONE}:
         choices = ", ".join([*FORMS, NONE])
-        message = f"master={word!r} is not a form of master weights; choose {choices}."
+        message = (
+            f"master={shown(word)} is not a form of master weights; choose {choices}."
+        )
         raise UserError(message)
-    return FORMS[word]
+    return FORMS.get(word)
 
 
 def kept(word: str) -> Form:

@@ -74,16 +74,7 @@ def step(
 
 def by_parameter(optimizer: Optimizer) -> bool:
     """Say whether stepping over parts of the parameters amounts to one step."""
-    own = type(optimizer).__module__.startswith("torch.optim.")
-    patched = "step" in vars(optimizer) and not is_counted(optimizer)
-    return own and not patched and not hooks.others(optimizer)
-
-
-def is_counted(optimizer: Optimizer) -> bool:
-    """Say whether a learning-rate scheduler, and nobody else, has wrapped its step."""
-    step = vars(optimizer).get("step")
-    counted = getattr(step, "_wrapped_by_lr_sched", False)
-    return counted and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return hooks.is_torchs_own(optimizer)
 
 
 def _pieces(

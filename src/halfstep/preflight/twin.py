@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from halfstep import choice as choosing
 from halfstep import emulated
+from halfstep.convert import overflow_reported
 from halfstep.errors import UserError
 from halfstep.formats import FP16
 from halfstep.master.form import NONE
@@ -126,7 +127,7 @@ class Twin:
         """Passes, not steps, compute fp16 products in fp32 and round them."""
         lossy = choice.level.low_weights and not kept
         rule = ScaleRule.parse(1.0)
-        with _noted(self.notes):
+        with _noted(self.notes), overflow_reported():
             self.session = prepare(
                 twin,
                 stepper,

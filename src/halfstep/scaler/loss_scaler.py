@@ -56,6 +56,10 @@ class LossScaler:
         self.proposal: Tensor | None = None
         """What the strategy asked for since the last update, shape ()."""
 
+    def __repr__(self) -> str:
+        """Return the scale now. May wait for the device."""
+        return f"<LossScaler at {self.state.scale.item():g}: {self.rule}>"
+
     def begin(self, loss: Tensor, name_of: Callable[[Tensor], str] = _by_shape) -> None:
         """Look at a loss before its backward pass.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep import late
-from halfstep.errors import UserError, require
+from halfstep.errors import UserError, real, require, shown
 from halfstep.scaler.known import is_power_of_two
 
 if TYPE_CHECKING:
@@ -95,17 +95,17 @@ class ScaleRule:
         Raises:
             UserError: If the word is none of them, nor a positive number.
         """
-        if word in {"dynamic", "backoff"}:
+        if isinstance(word, str) and word in {"dynamic", "backoff"}:
             return cls()
-        if word in STRATEGIES:
-            return cls(growth_factor=1.0, strategy=str(word))
+        if isinstance(word, str) and word in STRATEGIES:
+            return cls(growth_factor=1.0, strategy=word)
         try:
-            scale = 1.0 if word == "none" else float(word)
+            scale = float(word) if isinstance(word, str) else real(word)
         except ValueError:
-            scale = math.nan
+            scale = 1.0 if word == "none" else math.nan
         if not _TINY <= scale <= _HUGE:
             message = (
-                f"loss_scale={word!r} is not a scale; choose auto, dynamic, "
+                f"loss_scale={shown(word)} is not a scale; choose auto, dynamic, "
                 "measured, logmax, none or a positive number such as 1024."
             )
             raise UserError(message)

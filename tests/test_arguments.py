@@ -1,0 +1,421 @@
+"""What `prepare` takes and what it refuses, in one line and before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep import levels, machine
+from halfstep.errors import UserError
+from halfstep.formats import BF16
+from halfstep.policy import LEAN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from halfstep.session import Session
+
+
+@pytest.fixture(autouse=True)
+def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the machine's speed out of these tests."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+
+
+def network() -> nn.Sequential:
+    """Return a small network, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer over all of a model."""
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+
+def one_step(session: Session) -> Any:
+    """Run one step; return the weights after it."""
+    for _ in range(session.accumulate):
+        with session.autocast():
+            loss = session.model(torch.ones(3, 4)).float().square().mean()
+        session.backward(loss)
+        report = session.step()
+    assert report.complete
+    return session.weights()
+
+
+class Inherits(torch.optim.Optimizer):
+    """A wrapper that is an Optimizer by name alone, as AcceleratedOptimizer is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        """Return those inside."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+
+class Wrapper:
+    """A wrapper that hands on whatever it is asked for."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        """Ask the optimizer inside."""
+        return getattr(self.optimizer, name)
+
+
+def _wrapped(kind: str) -> str:
+    return (
+        f"optimizer is of type {kind}, around SGD: a session scales and steps by "
+        "itself, so give prepare what is inside, optimizer.optimizer."
+    )
+
+
+SEVERAL = (
+    "optimizer is of type {}: prepare takes one optimizer. Give one with a parameter "
+    "group for each part, or prepare each part of the model with its own."
+)
+Pair = tuple[Any, Any]
+PAIRS: dict[str, tuple[Callable[[Any, Any], Pair], str]] = {
+    "list": (lambda m, o: (m, [o]), SEVERAL.format("list")),
+    "dict": (lambda m, o: (m, {"all": o}), SEVERAL.format("dict")),
+    "parameters": (lambda m, _: (m, tuple(m.parameters())), SEVERAL.format("tuple")),
+    "nothing": (
+        lambda *_: (None, None),
+        "model is of type NoneType; it must be an nn.Module.",
+    ),
+    "no optimizer": (
+        lambda m, _: (m, None),
+        "optimizer is of type NoneType; it must be a torch.optim.Optimizer.",
+    ),
+    "swapped": (
+        lambda m, o: (o, m),
+        "prepare was given the optimizer first: write prepare(model, optimizer).",
+    ),
+    "classes": (
+        lambda *_: (nn.Linear, torch.optim.SGD),
+        "model is the class Linear; it must be an nn.Module.",
+    ),
+    "optimizer class": (
+        lambda m, _: (m, torch.optim.SGD),
+        "optimizer is the class SGD; it must be a torch.optim.Optimizer.",
+    ),
+    "method": (
+        lambda m, o: (m.forward, o),
+        "model is of type method; it must be an nn.Module.",
+    ),
+    "accelerate": (lambda m, o: (m, Inherits(o)), _wrapped("Inherits")),
+    "wrapper": (lambda m, o: (m, Wrapper(o)), _wrapped("Wrapper")),
+    "scheduler": (
+        lambda m, o: (m, torch.optim.lr_scheduler.StepLR(o, 1)),
+        (
+            "the optimizer given is a scheduler, StepLR: write prepare(model, "
+            "optimizer, scheduler=scheduler)."
+        ),
+    ),
+    "another model": (
+        lambda m, _: (m, sgd(network())),
+        (
+            "the SGD holds none of the model's parameters: make it over "
+            "model.parameters(), after the model has been built and moved."
+        ),
+    ),
+    "LBFGS": (
+        lambda m, _: (m, torch.optim.LBFGS(m.parameters())),
+        "LBFGS evaluates the model inside its step; use another optimizer.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_not_a_model_and_its_optimizer(case: str) -> None:
+    """Law: what is given in place of either is named, and what to give instead."""
+    make, message = PAIRS[case]
+    model = network()
+    with pytest.raises(UserError) as caught:
+        hs.prepare(*make(model, sgd(model)), "O2", dtype="bf16")
+    assert str(caught.value) == message
+    assert len(message.split()) <= 35
+
+
+WRONG_COUNTS: list[Any] = [
+    *("2", "", b"1", None),
+    1.5,
+    2.0,
+    True,
+    False,
+    math.nan,
+    math.inf,
+    -1,
+]
+WRONG_COUNTS += [10**400, 10**5000, 1j, [], {}, Decimal(2), np.float32(2), np.True_]
+WRONG_COUNTS += [object(), len, torch.tensor([1, 2]), torch.tensor(2.0), float]
+WRONG_FLAGS: list[Any] = [
+    "no",
+    "",
+    b"",
+    None,
+    0,
+    1,
+    1.0,
+    math.nan,
+    [],
+    object(),
+    torch.tensor(1),
+]
+WRONG_NORMS: list[Any] = [
+    "1",
+    b"1",
+    True,
+    False,
+    0,
+    -1.0,
+    math.nan,
+    -math.inf,
+    10**400,
+    1j,
+    [],
+]
+WRONG_NORMS += [Decimal(1), torch.tensor(1.0), torch.tensor([1.0]), len, float]
+WRONG_WORDS: list[Any] = [
+    "",
+    "2",
+    "o1",
+    b"O1",
+    0,
+    1.5,
+    True,
+    None,
+    math.nan,
+    10**5000,
+    1j,
+    [],
+    {},
+]
+WRONG_WORDS += [
+    object(),
+    len,
+    float,
+    torch.tensor([1, 2]),
+    torch.int8,
+    "\udcff",
+    "a\nb",
+]
+WRONG_SCALES: list[Any] = [
+    *("", "big", "nan", "inf", "-1", "0"),
+    b"2",
+    None,
+    True,
+    False,
+    0,
+    -1.0,
+]
+WRONG_SCALES += [math.nan, math.inf, 10**400, 1j, [], {}, object(), len, torch.ones(2)]
+WRONG_SCHEDULERS: list[Any] = [
+    *("StepLR", b"", 1, True, math.nan, [], {}),
+    object(),
+    len,
+]
+WRONG_SCHEDULERS += [torch.optim.lr_scheduler.StepLR, torch.tensor([1])]
+WRONG_NAMES: list[Any] = [
+    *("ab", b"x", 1, True, math.nan, object(), len, float, 1j, {"a": 1})
+]
+WRONG_NAMES += [[1], ["ab"], [("a", 1)], [(1, 2, 3)], torch.tensor([1, 2])]
+WRONG: dict[str, list[Any]] = {
+    "level": WRONG_WORDS,
+    "dtype": WRONG_WORDS,
+    "master": WRONG_WORDS,
+    "policy": [*WRONG_WORDS, "lean +", "lean + op:x", "lean + a:b=c", "none.toml", "."],
+    "loss_scale": WRONG_SCALES,
+    "clip_grad_norm": WRONG_NORMS,
+    "accumulate": [*WRONG_COUNTS, 0],
+    "retries": WRONG_COUNTS,
+    "lost_updates_every": [value for value in WRONG_COUNTS if value is not None],
+    "drop_bad_microbatch": WRONG_FLAGS,
+    "release_gradients": WRONG_FLAGS,
+    "scheduler": WRONG_SCHEDULERS,
+    "names": WRONG_NAMES,
+    "process_group": [*("gloo", 0, True, False, [], object(), len, torch.ones(2))],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_values(name: str) -> None:
+    """Law: each is refused in one line that names the parameter; nothing changes."""
+    for value in WRONG[name]:
+        model = network()
+        optimizer = sgd(model)
+        model(torch.ones(1, 4)).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), gradients))
+        given = {"level": "O2", "dtype": "bf16"} | {name: value}
+        with pytest.raises(UserError) as caught:
+            hs.prepare(model, optimizer, **given)
+        message = str(caught.value)
+        assert name in message or name == "policy"
+        assert len(message.splitlines()) == 1
+        assert len(message.split()) <= 35
+        assert len(message) < 300
+        assert " at 0x" not in message
+        left = [p.grad for p in model.parameters() if p.grad is not None]
+        after = model.state_dict(), optimizer.state_dict(), left
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        assert not any(module._forward_hooks for module in model.modules())
+        hs.prepare(model, optimizer, "O2", dtype="bf16")
+
+
+RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"accumulate": np.int64(2)}, {"accumulate": 2}),
+    ({"accumulate": torch.tensor(2)}, {"accumulate": 2}),
+    ({"clip_grad_norm": np.float32(0.5)}, {"clip_grad_norm": 0.5}),
+    ({"clip_grad_norm": 1}, {"clip_grad_norm": 1.0}),
+    ({"clip_grad_norm": math.inf}, {}),
+    ({"clip_grad_norm": 1e-30, "lost_updates_every": 1}, {"clip_grad_norm": 1e-30}),
+    ({"retries": 0, "drop_bad_microbatch": np.False_}, {}),
+    ({"loss_scale": np.float64(4)}, {"loss_scale": "4"}),
+    ({"loss_scale": 1}, {"loss_scale": "none"}),
+    ({"policy": LEAN}, {"policy": "lean"}),
+    ({"level": levels.O2}, {"level": "O2"}),
+    ({"dtype": BF16}, {"dtype": torch.bfloat16}),
+    ({"names": ()}, {}),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), RIGHT)
+def test_ways_to_say_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Law: values at the edge, and other libraries' numbers, mean what they say."""
+    plain: dict[str, Any] = {"level": "O2", "dtype": "bf16"}
+    models = network(), network()
+    both = [
+        one_step(hs.prepare(model, sgd(model), **plain | given))
+        for model, given in zip(models, (one, other), strict=True)
+    ]
+    torch.testing.assert_close(*both, rtol=0, atol=0)
+
+
+def test_a_policy_file(tmp_path: Path) -> None:
+    """Law: a path is read as the file that it names."""
+    path = tmp_path / "rules.toml"
+    policy = LEAN + "module:2=fp32"
+    policy.save(path)
+    model = network()
+    session = hs.prepare(model, sgd(model), "O1", dtype="bf16", policy=path)
+    assert session.policy == policy
+
+
+def test_schedulers_that_do_not_fit() -> None:
+    """Law: one that needs a metric, or steps another optimizer, is refused."""
+    model = network()
+    optimizer, other = sgd(model), sgd(model)
+    scheduling = torch.optim.lr_scheduler
+    plateau = scheduling.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UserError, match=r"^scheduler is a ReduceLROnPlateau, which "):
+        hs.prepare(model, optimizer, "O0", scheduler=plateau)
+    session = hs.prepare(model, optimizer, "O0")
+    with pytest.raises(UserError) as caught:
+        session.scheduler = scheduling.StepLR(other, 1)
+    assert str(caught.value) == (
+        "the StepLR belongs to another optimizer than the session's: make it over "
+        "session.optimizer."
+    )
+    with pytest.raises(UserError, match=r"^scheduler is of type int; it must be "):
+        session.scheduler = 3  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"^clip_grad_norm='1' must be "):
+        session.clip_grad_norm = "1"  # type: ignore[assignment]
+    session.scheduler = scheduling.StepLR(optimizer, 1)
+
+
+def _was(what: str) -> str:
+    return (
+        f"{what} was prepared before, at O1 bf16: go on with that session, or build "
+        "model and optimizer anew and load session.weights() into the model."
+    )
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_prepared_twice(level: str) -> None:
+    """Law: neither a model, nor one around it, nor an optimizer is prepared again."""
+    model = network()
+    optimizer = sgd(model)
+    session = hs.prepare(model, optimizer, "O1", dtype="bf16")
+    outer = nn.Sequential(nn.Linear(4, 4), model)
+    other = network()
+    more = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.05)
+    for module, stepper, what in (
+        (model, optimizer, "the optimizer"),
+        (model, sgd(model), "the model"),
+        (outer, sgd(outer), "module '1'"),
+        (other, optimizer, "the optimizer"),
+    ):
+        with pytest.raises(UserError) as caught:
+            hs.prepare(module, stepper, level)
+        assert str(caught.value) == _was(what)
+    # What was refused, or only shares weights, may be prepared; the first goes on.
+    hs.prepare(other, more, "O1", dtype="bf16")
+    one_step(session)
+    twin = copy.deepcopy(outer)
+    hs.prepare(twin, sgd(twin), "O1", dtype="bf16")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_o0_takes_any_dtype(dtype: str) -> None:
+    """Law: O0 trains in fp32, and says once that the dtype has no effect."""
+    model, twin = network(), network()
+    with pytest.warns(UserWarning, match=r"has no effect") as caught:
+        session = hs.prepare(model, sgd(model), "O0", dtype=dtype)
+    reason = (
+        f"level O0 was asked for; dtype={dtype} has no effect: O0 is fp32 throughout"
+    )
+    assert [str(warning.message) for warning in caught] == [reason]
+    assert session.choice.reason == reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = hs.prepare(twin, sgd(twin), "O0", dtype="fp32")
+    both = one_step(session), one_step(plain)
+    torch.testing.assert_close(*both, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("came", [torch.float16, torch.bfloat16])
+def test_a_model_that_came_in_16_bits(came: torch.dtype) -> None:
+    """Law: O2 makes master weights of it; O0 and O1 refuse it, unless it is frozen."""
+    for level in ("O0", "O1"):
+        model = network().to(came)
+        with pytest.raises(UserError) as caught:
+            hs.prepare(model, sgd(model), level)
+        word = "fp16" if came == torch.float16 else "bf16"
+        assert str(caught.value) == (
+            f"level={level} trains fp32 weights, and '0.weight' is {word}: call "
+            "model.float() before you make the optimizer, freeze it, or choose O2, "
+            "which keeps fp32 master weights."
+        )
+    for dtype in ("bf16", "fp16"):
+        model, twin = network().to(came), network().to(came).float()
+        both = [
+            one_step(hs.prepare(one, sgd(one), "O2", dtype=dtype, loss_scale=8))
+            for one in (model, twin)
+        ]
+        torch.testing.assert_close(*both, rtol=0, atol=0)
+        assert model[1].weight.dtype == torch.float32
+    adapted = network().to(came)
+    adapted[2].float()
+    adapted[:2].requires_grad_(requires_grad=False)
+    session = hs.prepare(adapted, sgd(adapted), "O1", dtype="bf16")
+    one_step(session)
+    assert adapted[0].weight.dtype == came

@@ -1,0 +1,133 @@
+"""A saved session goes on to the bit: each of torch's optimizers, at each level."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from master_cases import OPTIMIZERS
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep import machine
+
+if TYPE_CHECKING:
+    from halfstep.session import Session
+
+KINDS = (
+    *("O0 fp32 fp32", "O1 bf16 fp32", "O1 fp16 fp32"),
+    *("O2 bf16 fp32", "O2 fp16 fp32", "O2 bf16 split", "O2 bf16 kahan"),
+    *("O2 bf16 stochastic", "O2 bf16 none", "O2 fp16 none", "O3 bf16 none"),
+    "O3 fp16 none",
+)
+"""Level, format, form of master weights."""
+
+
+@pytest.fixture(autouse=True)
+def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the machine's speed out of these tests."""
+    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+
+
+class Net(nn.Module):
+    """Matrices, and where the optimizer takes them, a vector and a number."""
+
+    def __init__(self, *, matrices: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrices = matrices
+        self.first = nn.Linear(6, 8, bias=not matrices)
+        self.last = nn.Linear(8, 3, bias=not matrices)
+        if not matrices:
+            self.norm = nn.LayerNorm(8)
+            self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        hidden = self.first(x)
+        if not self.matrices:
+            hidden = self.norm(hidden) * self.gain
+        return self.last(torch.tanh(hidden))
+
+
+def start(name: str, kind: str) -> Session:
+    """Return a session at its beginning."""
+    level, dtype, master = kind.split()
+    model = Net(matrices=name == "muon")
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for group in optimizer.param_groups:
+        if isinstance(group.get("eps"), float):
+            group["eps"] = 2.0**-10  # fp16 rounds 1e-8 to 0
+    scale = 8.0 if dtype == "fp16" else "none"
+    more = {"master": master} if level == "O2" else {}
+    return hs.prepare(model, optimizer, level, dtype=dtype, loss_scale=scale, **more)
+
+
+def go(session: Session, *steps: int) -> None:
+    """Run some steps, each with its own batch."""
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(5, size, generator=draw) for size in (6, 3))
+        with session.autocast():
+            loss = nn.functional.mse_loss(session.model(x).float(), y)
+        session.backward(loss)
+        assert session.step().applied
+
+
+def everything(session: Session) -> Any:
+    """Return weights as stored and as updated, and what the optimizer keeps."""
+    state = session.optimizer.state_dict()["state"]
+    return dict(session.model.state_dict()), session.weights(), state
+
+
+def saved(session: Session) -> Any:
+    """Return a session's state, after a file."""
+    file = io.BytesIO()
+    torch.save(session.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_every_optimizer_is_here() -> None:
+    """Law: the table has each of torch's, but for those that no session takes."""
+    known = {
+        type(make([nn.Parameter(torch.ones(2, 2))])) for make in OPTIMIZERS.values()
+    }
+    kinds = {kind for kind in vars(torch.optim).values() if isinstance(kind, type)}
+    missing = kinds - known - {torch.optim.Optimizer, torch.optim.LBFGS}
+    assert missing == {torch.optim.SparseAdam}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resumed_is_uninterrupted(name: str, kind: str) -> None:
+    """Law: four steps, a file, a new session, three steps: seven steps to the bit."""
+    whole, first, second = (start(name, kind) for _ in range(3))
+    go(whole, *range(7))
+    go(first, *range(4))
+    second.load_state_dict(saved(first))
+    same(everything(second), everything(first))
+    go(second, *range(4, 7))
+    same(everything(second), everything(whole))
+
+
+@pytest.mark.parametrize("to", ["O1 bf16 fp32", "O2 bf16 kahan", "O3 bf16 none"])
+@pytest.mark.parametrize("name", ["nadam", "asgd", "adafactor"])
+def test_another_level_goes_on(name: str, to: str) -> None:
+    """Law: from another level too, a product or a rate that is one number is exact."""
+    for kind in ("O0 fp32 fp32", "O3 fp16 none"):
+        first, second = start(name, kind), start(name, to)
+        go(first, *range(4))
+        second.load_state_dict(saved(first))
+        states = [one.optimizer.state_dict()["state"] for one in (first, second)]
+        for number, values in states[0].items():
+            for key in values.keys() & {"step", "mu_product", "eta", "mu"}:
+                same(states[1][number][key], values[key])
+        go(second, *range(4, 7))
+
+
+def same(one: Any, other: Any) -> None:
+    """Hold two nested values equal to the bit, dtypes included."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
