@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import parallel
-from versions import IS_2_6
 
 from halfstep import carry, gate
 from halfstep.casting import autocast
@@ -36,8 +35,6 @@ def _cpu_as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU be what `parallel_apply` runs on."""
     if torch.cuda.is_available():
         return
-    if IS_2_6:
-        pytest.skip(f"torch {torch.__version__} runs replicas on CUDA alone")
     asked = torch.is_autocast_enabled
     for name, answer in {
         "is_available": lambda: True,

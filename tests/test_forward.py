@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from versions import before_2_9
 
 import halfstep as hs
 from halfstep import machine
@@ -312,7 +311,6 @@ def exact(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@before_2_9
 @pytest.mark.filterwarnings("ignore:evaluation with")  # between micro-batches
 @pytest.mark.parametrize("accumulate", [1, MICRO])
 @pytest.mark.parametrize("name", PROGRAMS)
