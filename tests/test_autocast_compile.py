@@ -361,7 +361,8 @@ def test_wrong_words_are_refused() -> None:
         with autocast("cpu", policy="lean + op:sofmax=fp32"):
             return m.mm(m)
 
-    with pytest.raises(Exception, match="did you mean 'op:softmax=fp32'"):
+    # Some versions of torch show the text with quotes escaped.
+    with pytest.raises(Exception, match=r"did you mean \\*'op:softmax=fp32"):
         torch.compile(opens, backend="eager", fullgraph=True)(M)
     assert not torch.is_autocast_enabled("cpu")
 

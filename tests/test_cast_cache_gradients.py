@@ -168,7 +168,7 @@ def test_fake_tensors_are_not_cached() -> None:
         assert type(layer(torch.ones(2, 4))) is Tensor
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_transforms_are_not_cached() -> None:
     """Law: torch.func's derivatives, over weights and over inputs, are torch's.
 
