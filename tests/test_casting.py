@@ -180,9 +180,12 @@ def test_a_decorator_needs_a_function(kind: str) -> None:
     texts = []
     regions: list[Any] = [torch.autocast("cpu"), autocast("cpu", **more)]
     for region in regions:
-        with pytest.raises(TypeError) as caught:
+        text = "taken, as torch 2.9 takes anything"
+        try:
             region(torch.ones(1))
-        texts.append(str(caught.value))
+        except TypeError as error:
+            text = str(error)
+        texts.append(text)
     assert texts[0] == texts[1]
 
 
