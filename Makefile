@@ -1,10 +1,15 @@
 # Two goals do everything on a fresh machine:
 #   make train   environment, installation, the main job on the built-in data
 #   make test    environment, installation, the tests
-VENV   ?= .venv
+# Another Python or torch has an environment of its own: make test TORCH=2.15.0
 PYTHON ?= python3
+TORCH  ?=
+VENV   ?= .venv$(addprefix -,$(notdir $(filter-out python3,$(PYTHON))))$(addprefix -torch,$(TORCH))
 BIN    := $(VENV)/bin
 OUT    ?= runs/emotions
+
+# What is pinned, but for the torch that was asked for.
+PINS   := sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
 
 .PHONY: train test test-caps lint types check clean
 
@@ -35,10 +40,12 @@ clean:
 
 $(VENV)/.train: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,report]'
+	$(PINS)
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[train,report]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(PINS)
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@

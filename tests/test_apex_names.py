@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -46,12 +45,6 @@ STEPS: dict[str, tuple[Any, Any]] = {
 }
 
 
-MODES = "decoupled_weight_decay" in signature(torch.optim.Adam).parameters
-"""torch can have one optimizer with both decays, as apex had."""
-if not MODES:
-    del STEPS["FusedAdam L2"]
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_fused_names(name: str) -> None:
     """Law: a fused name is torch's optimizer of the same arithmetic, under amp."""
@@ -80,7 +73,6 @@ def test_fused_classes(name: str) -> None:
     assert heir.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.skipif(not MODES, reason="torch 2.6 has AdamW in one mode")
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("way", ["load", "pickle", "copy"])
 def test_mode_of_decay_stays(way: str, decoupled: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812 -- its usual name
 from twins import Case, Make, outcome, torch_only
-from versions import BEFORE_2_9, torch_has_lstm
+from versions import torch_has_lstm
 
 from halfstep.casting import autocast
 
@@ -168,8 +168,7 @@ def test_twin_torch_asks_onednn_for_an_lstm(low: torch.dtype) -> None:
 
 # binary_cross_entropy, which CUDA's table bans
 
-# Before torch 2.9 a kernel of ours that stands before torch's refuses in its place.
-UNSAFE = "unsafe in 16 bits" if BEFORE_2_9 else "unsafe to autocast"
+UNSAFE = "unsafe to autocast"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
-from versions import BEFORE_2_9, torch_has_lstm
+from versions import torch_has_lstm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -202,12 +202,6 @@ def different(ours: list[Outcome], theirs: list[Outcome], *but: str) -> list[str
     ]
 
 
-PROMOTED = "torch_need_autocast_promote.cat", "torch_need_autocast_promote.stack"
-STOOD_IN = (*PROMOTED, "GRU", "RNN") if BEFORE_2_9 else ()
-"""Before torch 2.9 our kernels stand in for torch's: they promote what those refuse,
-and cast a weight anew for each use, so that its gradients add up in fp32."""
-
-
 @pytest.mark.filterwarnings("ignore:policy rule")
 @pytest.mark.usefixtures("_everything_installed")
 @pytest.mark.parametrize(
@@ -228,7 +222,7 @@ def test_the_same_bits(
             return torch.autocast(device, DTYPES[low])
         return autocast(device, DTYPES[low], **more)
 
-    assert different(outcomes(device, make), seen[low], *STOOD_IN) == []
+    assert different(outcomes(device, make), seen[low]) == []
 
 
 @pytest.mark.usefixtures("_everything_installed")
@@ -248,7 +242,7 @@ def test_reset_inside_another_policy(
         ):
             yield
 
-    assert different(outcomes(device, make), seen["bf16"], *STOOD_IN) == []
+    assert different(outcomes(device, make), seen["bf16"]) == []
 
 
 def test_the_oracle_says_something(

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import parallel
-from versions import IS_2_6
 
 from halfstep import carry, gate
 from halfstep.casting import autocast
@@ -36,7 +35,8 @@ def _cpu_as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU be what `parallel_apply` runs on."""
     if torch.cuda.is_available():
         return
-    if IS_2_6:
+    room = sys.modules["torch.nn.parallel.parallel_apply"]
+    if "accelerator" not in room.parallel_apply.__code__.co_names:
         pytest.skip(f"torch {torch.__version__} runs replicas on CUDA alone")
     asked = torch.is_autocast_enabled
     for name, answer in {
@@ -48,7 +48,6 @@ def _cpu_as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.accelerator, name, answer)
     # Without an argument it asks about CUDA.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda on="cpu": asked(on))
-    room = sys.modules["torch.nn.parallel.parallel_apply"]
     monkeypatch.setattr(room, "_get_device_index", lambda *_: 0)
 
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from versions import before_2_9
 
 import halfstep as hs
 from halfstep.cast_cache import CastCache
@@ -61,7 +60,6 @@ def pair(gradients: Any) -> list[tuple[Net, Callable[[], Any]]]:
     ]
 
 
-@before_2_9
 @REGIONS
 def test_gradients_are_torchs(gradients: Any) -> None:
     """Law: over several backward passes, `.grad` is torch.autocast's to the bit."""
@@ -79,7 +77,6 @@ def test_gradients_are_torchs(gradients: Any) -> None:
     assert [grad is None for grad in found[1]] == [False] * 4 + [True] * 2
 
 
-@before_2_9
 @REGIONS
 def test_graphs_of_two_regions_add_up_in_fp32(gradients: Any) -> None:
     """Law: one backward pass through two regions is torch's to the bit, too."""
@@ -95,7 +92,6 @@ def test_graphs_of_two_regions_add_up_in_fp32(gradients: Any) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@before_2_9
 @REGIONS
 def test_double_backward(gradients: Any) -> None:
     """Law: gradients of gradients, and those of chosen inputs, are torch's."""
@@ -113,7 +109,6 @@ def test_double_backward(gradients: Any) -> None:
     assert found[1][1].dtype == FP32
 
 
-@before_2_9
 @REGIONS
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradients_with_recomputation(gradients: Any, reentrant: bool) -> None:
@@ -138,7 +133,6 @@ def test_recomputation_casts_nothing() -> None:
     assert (cache.hits, cache.misses) == (10, 6)
 
 
-@before_2_9
 @pytest.mark.parametrize("saved", [True, False])
 def test_selective_checkpointing(saved: bool) -> None:
     """Law: selective checkpointing meets no cast in one pass and not in the other."""
@@ -174,7 +168,7 @@ def test_fake_tensors_are_not_cached() -> None:
         assert type(layer(torch.ones(2, 4))) is Tensor
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_transforms_are_not_cached() -> None:
     """Law: torch.func's derivatives, over weights and over inputs, are torch's.
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from versions import beyond_2_6
 
 from halfstep import gate
 from halfstep.cast_cache import CastCache
@@ -174,7 +173,6 @@ def test_an_unsupported_dtype_is_warned_of_once() -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
-@beyond_2_6("takes anything for a function")
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_decorator_needs_a_function(kind: str) -> None:
     """Law: torch's text where torch's class answers."""
@@ -182,9 +180,12 @@ def test_a_decorator_needs_a_function(kind: str) -> None:
     texts = []
     regions: list[Any] = [torch.autocast("cpu"), autocast("cpu", **more)]
     for region in regions:
-        with pytest.raises(TypeError) as caught:
+        text = "taken, as torch 2.9 takes anything"
+        try:
             region(torch.ones(1))
-        texts.append(str(caught.value))
+        except TypeError as error:
+            text = str(error)
+        texts.append(text)
     assert texts[0] == texts[1]
 
 

@@ -16,7 +16,6 @@ from processes import torchrun
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from versions import BEFORE_2_9
 
 from halfstep import distributed
 from halfstep.cast_cache import CastCache
@@ -103,8 +102,7 @@ def test_one_region_around_all_steps(kind: str) -> None:
     assert ours[-1] < ours[0] / 2
     stuck = losses(torch.autocast("cpu"))
     # What is not cast, the norm, learns alone.
-    # Before 2.9, once there are kernels of ours, nothing is served from torch's cache.
-    assert BEFORE_2_9 or stuck[-1] > ours[-1]
+    assert stuck[-1] > ours[-1]
 
 
 # Two processes

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from versions import before_2_9
 
 import halfstep as hs
 from halfstep import machine
@@ -307,17 +306,27 @@ def train(loop: Loop, program: Program, accumulate: int) -> list[Tensor]:
     return [torch.stack(losses), *loop.net.state_dict().values()]
 
 
+def forgets_gradients() -> bool:
+    """Return whether torch caches casts made under no_grad for later, as 2.9 does."""
+    layer = nn.Linear(1, 1)
+    with torch.autocast("cpu", BF16):
+        with torch.no_grad():
+            layer(torch.ones(1))
+        return not layer(torch.ones(1)).requires_grad
+
+
 def exact(found: Any, expected: Any) -> None:
     """Compare to the bit."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@before_2_9
 @pytest.mark.filterwarnings("ignore:evaluation with")  # between micro-batches
 @pytest.mark.parametrize("accumulate", [1, MICRO])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_torchs_bits(name: str, accumulate: int) -> None:
     """Law: losses and weights are those of torch.amp, to the bit."""
+    if name == "evaluation" and forgets_gradients():
+        pytest.skip(f"torch.autocast of {torch.__version__} loses gradients there")
     program = PROGRAMS[name]
     _, _, make, dtype, more = program
     found, expected = (

@@ -17,7 +17,6 @@ import pytest
 import torch
 from processes import torchrun
 from torch import Tensor, nn
-from versions import before_2_9
 
 from halfstep import distributed
 
@@ -69,7 +68,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
-@before_2_9
 def test_torchs_bits_under_ddp(ranks: list[dict[Any, Any]]) -> None:
     """Law: on each rank losses and weights are torch.amp's, and ranks agree."""
     for rank in ranks:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from versions import before_2_9
 
 import halfstep as hs
 from halfstep import machine
@@ -61,7 +60,6 @@ def test_kept_gradients_stay() -> None:
         assert torch.equal(grad, value)
 
 
-@before_2_9
 def test_other_backward_passes_are_left_alone() -> None:
     """Law: `torch.autograd.grad` beside the session gives gradients, and no `.grad`."""
     loops = Ours(BF16, SGD, 1), Torchs(BF16, SGD, 1)

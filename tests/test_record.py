@@ -9,7 +9,6 @@ import torch
 from processes import group_of_one
 from small_net import Net, Row, X, loss, rows
 from torch import nn
-from versions import beyond_2_6
 
 import halfstep as hs
 from halfstep import optable
@@ -116,7 +115,6 @@ def test_a_cache_that_is_empty() -> None:
     assert recorded(model, policy="lean", cache=cache) == cold
 
 
-@beyond_2_6("imports its compiler in a hook, and that runs operations")
 def test_rules() -> None:
     """Law: a rule that decided is named, with its reason; in modules it speaks of."""
     policy = hs.Policy.parse("lean + op:softmax=fp32 + module:body.0=fp32")

@@ -382,11 +382,12 @@ def test_all_low(ranks: list[dict[str, Any]]) -> None:
 def test_policy() -> None:
     """Law: only O2 has FSDP2 cast; a level without 16 bits takes no format."""
     assert fsdp_policy("O2", "fp16") == MixedPrecisionPolicy(
-        torch.float16, cast_forward_inputs=False
+        torch.float16, torch.float16, cast_forward_inputs=False
     )
     wide = fsdp_policy("O2", torch.bfloat16, reduce_dtype=torch.float32)
     assert (wide.param_dtype, wide.reduce_dtype) == (torch.bfloat16, torch.float32)
     for level in ("O0", "O1", "O3"):
-        assert fsdp_policy(level).param_dtype is None
+        none = fsdp_policy(level)
+        assert (none.param_dtype, none.reduce_dtype) == (None, None)
     with pytest.raises(hs.UserError, match="level=O2 needs dtype bf16 or fp16"):
         fsdp_policy("O2", "fp32")

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
 )
 
 from halfstep import index, shard_files, sharded
@@ -177,10 +179,16 @@ def test_edits_are_what_is_refused(kept: Path) -> None:
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_protocols(kept: Path, protocol: int) -> None:
-    """Law: however objects are numbered, a sound index is taken."""
+    """Law: however objects are numbered, a sound index is taken.
+
+    Properties that loading does not use, as strides, are left out.
+    """
     found = FileSystemReader(kept).read_metadata()
     (kept / INDEX).write_bytes(pickle.dumps(found, protocol))
     read = index.read(kept / INDEX, [PART])
+    for entry in found.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            entry.properties = TensorProperties(entry.properties.dtype)
     assert read.state_dict_metadata == found.state_dict_metadata
 
 

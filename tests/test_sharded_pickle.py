@@ -134,10 +134,13 @@ def within(path: Path) -> bytes:
 
 TRAPS: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "mkdir": (_plain(os.mkdir), f"{os.mkdir.__module__}.mkdir"),
-    "open": (lambda path: pickle.dumps(Trap(open, str(path), "w")), "io.open"),
+    "open": (
+        lambda path: pickle.dumps(Trap(open, str(path), "w")),
+        f"{open.__module__}.open",
+    ),
     "eval": (_plain(eval), "builtins.eval"),
     "system": (_plain(os.system), f"{os.system.__module__}.system"),
-    "a path's method": (_plain(Path.touch), "pathlib.Path.touch"),
+    "a path's method": (_plain(Path.touch), f"{Path.__module__}.Path.touch"),
     "torch.load": (_plain(torch.load), "torch.serialization.load"),
     "within": (within, f"{os.mkdir.__module__}.mkdir"),
     "protocol 0": (old_names, "__builtin__.eval"),

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from versions import BEFORE_2_9
 
 from halfstep import stale
 from halfstep.cast_cache import CastCache
@@ -190,8 +189,7 @@ def test_unseen_edits(edit: Callable[[nn.Linear], bool], counted: bool) -> None:
         with autocast("cpu", **more):
             fresh[name] = edit(linear())
     torchs = fresh.pop("torch")
-    # Before 2.9, once there are kernels of ours, nothing is served from torch's cache.
-    assert BEFORE_2_9 or not torchs
+    assert not torchs
     assert fresh == {"version": counted, "none": True}
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch._C import (
     DispatchKey,
     DispatchKeySet,
+    _autocast_supported_devices,
     _dispatch_key_for_device,
     _ExcludeDispatchKeyGuard,
-    _get_privateuse1_backend_name,
     _parse_dispatch_key,
 )
 from torch._library.custom_ops import CustomOpDef
@@ -40,15 +40,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-# In words: torch 2.6 has no such generic classes yet.
 _Operator: TypeAlias = (
-    "str | CustomOpDef | OpOverloadPacket[..., Any] | OpOverload[..., Any]"
+    str | CustomOpDef | OpOverloadPacket[..., Any] | OpOverload[..., Any]
 )
 
 _REGISTERED: dict[str, Library] = {}
 """Operator -> what holds its casting kernels; torch drops them with the object."""
-_DEVICES = ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "mps")
-"""Device types that have autocast in one torch or another: 2.6 cannot list its own."""
 
 
 # An autograd.Function's methods
@@ -314,18 +311,17 @@ def _register(overloads: list[OpOverload[..., Any]], category: str) -> None:
         # The old kernels must go first: torch warns of a kernel that hides another.
         _REGISTERED.pop(str(operator), None)
         library = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-        for device in filter(torch.amp.is_autocast_available, _devices()):
+        for device in _devices():
             key = f"Autocast{_dispatch_key_for_device(device)}"
             kernel = _kernel(operator, category, device, key)
             library.impl(operator, kernel, key)  # type: ignore[no-untyped-call]
         _REGISTERED[str(operator)] = library
 
 
-def _devices() -> tuple[str, ...]:
-    """Return the device types that may have autocast."""
-    backend = _get_privateuse1_backend_name()
+def _devices() -> list[str]:
+    """Return the device types that have autocast."""
     # Without a backend, its key is where policies cast.
-    return _DEVICES if backend == gate.NO_BACKEND else (*_DEVICES, backend)
+    return [d for d in _autocast_supported_devices() if d != gate.NO_BACKEND]
 
 
 def _takes_copies(operator: OpOverload[..., Any]) -> bool:

@@ -3,13 +3,16 @@
 In: nothing. Out: `NAMED[policy][device][operation]`, a `Row`. Operation names are
 aten's, overload included where several overloads are treated alike only in part.
 
-`TABLES` is torch 2.13's own autocast, device by device; the rows were compared with
-the dispatcher's registrations. `LEAN` is ours, and the same on every device.
+`TABLES` is torch's own autocast, device by device: of the rows written here, those
+that the dispatcher of this torch registers. `LEAN` is ours, and the same on every
+device. An operation that this torch lacks has no row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 LOW = "low"
 """Runs in the 16-bit format."""
@@ -41,12 +44,27 @@ Group = tuple[str, str, str]
 """Category, reason, operations."""
 
 
+def _exists(operation: str) -> bool:
+    """Return whether this torch has an operation of aten, overload included."""
+    name, _, overload = operation.partition(".")
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and (overload or "default") in packet.overloads()
+
+
 def _rows(source: str, *groups: Group) -> dict[str, Row]:
     return {
         operation: Row(category, reason, source)
         for category, reason, operations in groups
         for operation in operations.split()
+        if _exists(operation)
     }
+
+
+def _registered(device: str, rows: dict[str, Row]) -> dict[str, Row]:
+    """Return the rows of the operations that this torch casts on a device."""
+    key = f"Autocast{device.upper()}"
+    names = {*torch._C._dispatch_get_registrations_for_dispatch_key(key)}  # noqa: SLF001
+    return {name: row for name, row in rows.items() if f"aten::{name}" in names}
 
 
 _PRODUCT = "a matrix product: fast in 16 bits, accumulated in fp32"
@@ -164,7 +182,10 @@ _BAN: Group = (BANNED, _PROBABILITY, "binary_cross_entropy")
 
 # CUDA alone
 
-_CUDA: Group = (LOW, _CONVOLUTION, "cudnn_convolution cudnn_convolution_transpose")
+_CUDA: tuple[Group, ...] = (
+    (LOW, _CONVOLUTION, "cudnn_convolution cudnn_convolution_transpose"),
+    (FP32, _LINEAR_ALGEBRA, "linalg_matrix_sqrth"),
+)
 
 # MPS beyond what accelerators share
 
@@ -233,9 +254,9 @@ _CPU: tuple[Group, ...] = (
         linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product
         linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
         linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
-        linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd
-        linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr
-        pinverse qr svd triangular_solve
+        linalg_matrix_rank.tol_tensor linalg_matrix_sqrth linalg_qr linalg_solve
+        linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr
+        ormqr pinverse qr svd triangular_solve
         """,
     ),
     (
@@ -258,17 +279,19 @@ _CPU: tuple[Group, ...] = (
 _MACROS = "aten/src/ATen/autocast_mode.h"
 _REGISTRATIONS = "aten/src/ATen/autocast_mode.cpp"
 
-TABLES = {
+_WRITTEN = {
     "cpu": _rows(_REGISTRATIONS, *_CPU),
     "cuda": _rows(_MACROS, *_ACCELERATORS, *_CUDA_AND_XPU)
-    | _rows(_REGISTRATIONS, _CUDA, _BAN),
+    | _rows(_REGISTRATIONS, *_CUDA, _BAN),
     "mps": _rows(_REGISTRATIONS, *_ACCELERATORS, *_MPS),
     "xpu": _rows(_MACROS, *_ACCELERATORS, *_CUDA_AND_XPU) | _rows(_REGISTRATIONS, _BAN),
 }
+
+TABLES = {device: _registered(device, rows) for device, rows in _WRITTEN.items()}
 """Device -> operation -> row, as torch has it. An operation without a row runs as it
 is called."""
 
-# Lean: torch's rows for CUDA and CPU, but for these
+# Lean: what is written for CUDA and CPU, cast by this torch or not, but for these
 
 _KERNEL_SUMS_IN_FP32 = "its kernel accumulates in fp32 whatever it is given"
 _FEW_PIXELS = "it copies or mixes few pixels, at coordinates that stay fp32"
@@ -305,10 +328,13 @@ _LEAN_CPU: Group = (
 
 def _lean(*own: Group) -> dict[str, Row]:
     """Return the rows that hold on every device, and a device's own over them."""
-    torch_rows = TABLES["cpu"] | TABLES["cuda"]
-    for operation in _LEAN_AS_CALLED.split():
-        del torch_rows[operation]
-    groups = [(row.category, row.reason, name) for name, row in torch_rows.items()]
+    torch_rows = _WRITTEN["cpu"] | _WRITTEN["cuda"]
+    as_called = _LEAN_AS_CALLED.split()
+    groups = [
+        (row.category, row.reason, name)
+        for name, row in torch_rows.items()
+        if name not in as_called
+    ]
     return _rows("halfstep lean", *groups, *_LEAN, *own)
 
 

@@ -215,7 +215,7 @@ def _quietly() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # so it may be
-        warnings.filterwarnings("ignore", "TypedStorage is")  # torch 2.6's own use
+        warnings.filterwarnings("ignore", "TypedStorage is")  # torch 2.9's own use
         try:
             yield
         except CheckpointException as error:

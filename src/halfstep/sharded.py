@@ -61,9 +61,11 @@ def fsdp_policy(
     if at.low and low is formats.FP32:
         message = f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
         raise UserError(message)
+    param_dtype = low.dtype if at.low_weights and at.masters else None
     return MixedPrecisionPolicy(
-        param_dtype=low.dtype if at.low_weights and at.masters else None,
-        reduce_dtype=reduce_dtype,
+        param_dtype=param_dtype,
+        # Without one, newer versions of torch add up in the dtype of the shards.
+        reduce_dtype=reduce_dtype or param_dtype,
         cast_forward_inputs=False,
     )
 

@@ -8,18 +8,14 @@ with that at compile time, also where another process compiled it and left it on
 of a policy it knows nothing. So the policy's number stands in the state of four device
 types that no tensor here is on. It is made from the policy's text: 28560 there are.
 
-Each version of torch knows other types, hence the candidates: 2.6 has no autocast for
-the second and third, and takes two that are left. And 2.6 compares nothing of that:
-there, this room adds the number to what it does compare.
+A version of torch may lack some of these types, hence the candidates.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -93,44 +89,3 @@ def restore(number: int) -> None:
         dtype = _DIGITS[digit]
         torch.set_autocast_enabled(device, dtype is not None)
         torch.set_autocast_dtype(device, dtype or _DEFAULT[device])
-
-
-def _is_compared() -> bool:
-    """Say whether torch compares autocast's state before it runs compiled code."""
-    device = _SPARE[0]
-    guard = torch._C._dynamo.guards.GlobalStateGuard()  # noqa: SLF001
-    torch.set_autocast_enabled(device, True)  # noqa: FBT003 -- torch's own
-    compared = not guard.check()
-    torch.set_autocast_enabled(device, False)  # noqa: FBT003
-    return compared
-
-
-def _compared() -> tuple[object, ...]:
-    """Return what compiled code depends on in this thread, but for what is on."""
-    dtypes = (torch.get_autocast_dtype(device) for device in optable.TABLES)
-    return _thread.number, *dtypes
-
-
-def _compare() -> None:
-    """Let all code that is compiled from now on compare the policy's number.
-
-    Each compilation makes one object that holds what is compared: ours adds the number.
-    """
-    places: list[Any] = [torch._C._dynamo.guards]  # noqa: SLF001
-    # The module that makes them takes a second to import: it may be there already.
-    places += filter(None, [sys.modules.get("torch._dynamo.guards")])
-
-    class Guards(places[0].RootGuardManager):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            here = _compared()
-            self.add_lambda_guard(
-                lambda _: _compared() == here, ["halfstep: another policy or dtype"]
-            )
-
-    for place in places:
-        place.RootGuardManager = Guards
-
-
-if not _is_compared():
-    _compare()

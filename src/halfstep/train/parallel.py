@@ -10,7 +10,6 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from halfstep import distributed, sharded
@@ -79,12 +78,6 @@ def _shard(model: nn.Module, choice: Choice, world: World) -> None:
         message = (
             "--parallel fsdp2 splits a model over processes, and there is one; start "
             "several with torchrun --nproc-per-node N, or use --parallel ddp."
-        )
-        raise UserError(message)
-    if world.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        message = (
-            f"--parallel fsdp2: torch {torch.__version__} cannot split a model on a "
-            "CPU; install torch 2.13, or use --parallel ddp."
         )
         raise UserError(message)
     from torch.distributed.device_mesh import init_device_mesh

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
 _DECOUPLED = "decoupled_weight_decay"
-"""torch's word for `adam_w_mode`, an option of each group since torch 2.7."""
+"""torch's word for `adam_w_mode`, an option of each group."""
 
 
 class FusedAdam(torch.optim.AdamW):
@@ -30,7 +30,7 @@ class FusedAdam(torch.optim.AdamW):
         bias_correction: False is refused.
         betas: As for torch.
         eps: As for torch.
-        adam_w_mode: Decay shrinks the weight itself; False needs torch 2.7.
+        adam_w_mode: Decay shrinks the weight itself.
         weight_decay: As for torch.
         amsgrad: True is refused, as by apex.
         set_grad_none: Not used: torch's `zero_grad` does so by default.
@@ -59,15 +59,8 @@ class FusedAdam(torch.optim.AdamW):
         refused = {"bias_correction": not bias_correction, "amsgrad": amsgrad}
         _refuse("FusedAdam", refused | {"master_weights": master_weights})
         super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable)
-        if not adam_w_mode:
-            if _DECOUPLED not in self.defaults:
-                message = (
-                    f"FusedAdam: adam_w_mode={adam_w_mode!r} needs torch 2.7 or later, "
-                    f"this is {torch.__version__}: use torch.optim.Adam."
-                )
-                raise AmpError(message)
-            self.defaults[_DECOUPLED] = False
-            self._keep_mode()
+        self.defaults[_DECOUPLED] = adam_w_mode
+        self._keep_mode()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load; the mode stays, which AdamW would set back to its own."""
@@ -75,9 +68,8 @@ class FusedAdam(torch.optim.AdamW):
         self._keep_mode()
 
     def _keep_mode(self) -> None:
-        if _DECOUPLED in self.defaults:
-            for group in self.param_groups:
-                group[_DECOUPLED] = self.defaults[_DECOUPLED]
+        for group in self.param_groups:
+            group[_DECOUPLED] = self.defaults[_DECOUPLED]
 
 
 class FusedSGD(torch.optim.SGD):
