@@ -23,12 +23,14 @@ CAUSES = (
     "weight",
     "zero",
     "hardware",
+    "another process",
 )
 """data: what went into the model; label: what the loss compares with; learning rate:
 training ran away before; loss function: it left its range after the model had not;
 forward range and backward range: a format was left; weight: a parameter or buffer was
 not finite before the step; zero: an operation met a value where it, or its slope, is
-infinite or undefined; hardware: an exact replay was finite."""
+infinite or undefined; hardware: an exact replay was finite; another process: it was
+finite here, and other processes share gradients with this one."""
 
 PHASES = ("forward", "backward", "input", "weight", "none")
 """Where it arose: in a pass; before it, in what came in or in what is stored; or

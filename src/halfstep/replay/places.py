@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from halfstep import distributed
+from halfstep.errors import UserError
 from halfstep.replay import values, words
 
 if TYPE_CHECKING:
@@ -128,6 +129,14 @@ class Places:
 
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         del args
+        ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        if ddp and not distributed.is_silenced(module):
+            message = (
+                "step() of first_bad runs a DistributedDataParallel that is not in the "
+                "model it was given, and would wait for other processes: give that "
+                "wrapper as the model."
+            )
+            raise UserError(message)
         path = self._paths.get(id(module))
         kind, around = type(module).__name__, self._inside()
         self._ran = self._ran or path is not None

@@ -39,6 +39,10 @@ _NOT_AGAIN = (
     "and random numbers{more}, or the hardware erred: if it comes back on one machine "
     "alone, test its memory."
 )
+_OTHERS = (
+    "Call first_bad on every process: the one that made it names the operation. If "
+    "none does,"
+)
 _ONE_PART = (
     ", or the gradients of several micro-batches are finite and their sum is not (give "
     "a list with one step for each)"
@@ -65,6 +69,8 @@ class Known:
     """What was bad at scale 1; None if all was finite there."""
     boundary: float | None = None
     """Largest gradient that came out of the loss at scale 1."""
+    processes: int = 1
+    """That average gradients: each sees what one of them made."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +135,19 @@ def not_reproduced(known: Known) -> BadOp:
     """Return what is said where the run failed and two exact replays were finite."""
     # Of one micro-batch alone, the sum with others was not looked at.
     more = _ONE_PART if known.parts == 1 else ""
+    cause, advice = "hardware", _NOT_AGAIN.format(more=more)
+    evidence = "the step failed, yet two replays of it are finite"
+    if known.processes > 1:
+        cause = "another process"
+        evidence += f" here, and {known.processes} processes share gradients"
+        advice = f"{_OTHERS} {advice[0].lower()}{advice[1:]}"
     return BadOp(
         phase="none",
         step=known.step,
         scale=known.scale,
-        cause="hardware",
-        evidence="the step failed, yet two replays of it are finite",
-        advice=_NOT_AGAIN.format(more=more),
+        cause=cause,
+        evidence=evidence,
+        advice=advice,
         reproduced=False,
     )
 
