@@ -71,6 +71,7 @@ LAYER = {
     "replay.domains": 2,
     "replay.values": 2,
     "replay.words": 3,
+    "replay.calls": 0,
     "replay.places": 4,
     "replay.indices": 5,
     "replay.watching": 6,

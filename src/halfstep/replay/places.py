@@ -63,6 +63,10 @@ class Place:
         """A rule on modules can speak of it."""
         return self.module not in {ROOT, LOSS, INPUT}
 
+    def is_inside(self, other: Place) -> bool:
+        """Say whether a rule on another's module speaks of this one, too."""
+        return other.is_module and f"{self.module}.".startswith(f"{other.module}.")
+
     @property
     def is_loss(self) -> bool:
         """It belongs to the loss function, wherever that is called."""

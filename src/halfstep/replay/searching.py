@@ -192,7 +192,8 @@ def _run(model: nn.Module, step: Step, scale: float, kept: Kept) -> _Seen:
         shards = [p for p in places.root.parameters() if p.requires_grad]
         try:
             with torch.inference_mode(mode=False), watcher, torch.enable_grad():
-                loss = step()
+                with watcher.calls:
+                    loss = step()
                 given.check_loss(step, loss)
                 watcher.going_back = True
                 made = gradients(model, loss, scale, shards)

@@ -26,6 +26,11 @@ _MEAN = (
     "Take a mean over elements, not a sum, or divide the loss; or train in bfloat16."
 )
 _CHECKPOINT = "Go back to the last good checkpoint: no loss scale mends a weight."
+_CONVERTED = (
+    "A cast to float16 makes that of all above 65504. If it is finite in the float32 "
+    "weights, keep its module in float32{kept} or train in bfloat16; if not, go back "
+    "to the last good checkpoint."
+)
 _FIND = "Find it in the batch: print it, and leave it out or clean it."
 _WIDE_LOSS = "Compute the loss in float32: call .float() on what the model gives."
 _SCALE = (
@@ -226,6 +231,13 @@ def _came_in(event: Event, known: Known) -> _Said | None:
     if event.given in {"weight", "buffer"}:
         what = "parameter" if event.given == "weight" else "buffer"
         evidence = f"{what} {event.source} held {made} before the step"
+        path = event.source.rpartition(".")[0]
+        if event.dtype == torch.float16 and not event.held.nan:
+            # Training skips a step that would make one; a conversion does not.
+            rule = words.module_rule(path) if path else ""
+            kept = f" (rule '{rule}')" if rule else ""
+            advice = _CONVERTED.format(kept=kept)
+            return _Said("weight", evidence, advice, "weight", rule)
         return _Said("weight", evidence, _CHECKPOINT, "weight")
     if event.given == "outside" and event.name.startswith("nll_loss"):
         # Its labels are whole numbers.
@@ -242,6 +254,10 @@ def _came_in(event: Event, known: Known) -> _Said | None:
     if event.raw and event.casts and event.phase == "forward":
         evidence = f"argument {event.raw!r} of the model {_too_large(event)}"
         advice = "Normalise the data, or train in bfloat16."
+        if event.written is not None and event.written.fixed:
+            advice = (
+                f"Normalise the data, or leave out the cast at {event.written.where}."
+            )
         return _Said("data", evidence, advice, "forward")
     return None
 
@@ -351,6 +367,18 @@ def _forward(event: Event, known: Known) -> _Said | None:
         return _Said("forward range", _seen(event), advice, "forward")
     place, word = event.consumer or (event.place, event.word)
     advice, rule = _kept(place, word)
+    cast = event.written
+    if cast is not None and cast.fixed:
+        nor, instead = ", nor does bfloat16", "cast to bfloat16 there"
+        if words.is_product(event.name):  # autocast casts what it takes once more
+            nor, instead = "", "train in bfloat16"
+        advice = (
+            f"The code itself casts to {_word(event.dtype)} at {cast.where}, which no "
+            f"rule undoes{nor}: leave that cast out, or {instead}."
+        )
+        return _Said("forward range", _seen(event), advice, "forward")
+    if cast is not None:
+        advice += f" If neither helps: the code casts at {cast.where}; leave that out."
     return _Said("forward range", _seen(event), advice, "forward", rule)
 
 
