@@ -7,6 +7,7 @@ and is a `Finding` for the doctor.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,6 +38,11 @@ PHASES = ("forward", "backward", "input", "weight", "none")
 nowhere, because a replay was finite."""
 
 _WIDE = ("finite", "not finite", "not run")
+
+
+def module_rule(path: str) -> str:
+    """Return a rule that keeps a module, and its like in other layers, in float32."""
+    return f"module:{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', path)}=fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +84,8 @@ class BadOp:
     reproduced: bool
     """A replay showed it. False: the replay was finite, or there was none."""
     rule: str = ""
-    """The policy row in the advice, such as "module:decoder.*.wo=fp32"; else ""."""
+    """The policy row in the advice, such as "module:decoder.*.wo=fp32"; else "". Of a
+    graph alone there may be several, joined by " + "."""
     normal: bool = False
     """It is no fault: a smaller loss scale, which dynamic scaling finds, cures it."""
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.bad_op import BadOp
+from halfstep.bad_op import BadOp, module_rule
 from halfstep.replay import words
 from halfstep.replay.domains import MASK, backward_flaw
+from halfstep.scaler.singular import EPSILON
 
 if TYPE_CHECKING:
     from halfstep.replay.indices import OutOfRange
@@ -234,11 +235,13 @@ def _came_in(event: Event, known: Known) -> _Said | None:
         path = event.source.rpartition(".")[0]
         if event.dtype == torch.float16 and not event.held.nan:
             # Training skips a step that would make one; a conversion does not.
-            rule = words.module_rule(path) if path else ""
+            rule = module_rule(path) if path else ""
             kept = f" (rule '{rule}')" if rule else ""
-            advice = _CONVERTED.format(kept=kept)
+            advice = f"{_CONVERTED.format(kept=kept)} {EPSILON}"
             return _Said("weight", evidence, advice, "weight", rule)
-        return _Said("weight", evidence, _CHECKPOINT, "weight")
+        own = event.given == "weight" and event.dtype == torch.float16
+        advice = f"{_CHECKPOINT} {EPSILON}" if own else _CHECKPOINT
+        return _Said("weight", evidence, advice, "weight")
     if event.given == "outside" and event.name.startswith("nll_loss"):
         # Its labels are whole numbers.
         evidence = f"the class weights hold {made}"
@@ -402,7 +405,7 @@ def _backward(event: Event, known: Known) -> _Said:
 
 def _kept(place: Place, word: str) -> tuple[str, str]:
     """Return what keeps an operation in float32, and the row of a policy that does."""
-    rule = words.module_rule(place.module) if place.is_module else words.op_rule(word)
+    rule = module_rule(place.module) if place.is_module else words.op_rule(word)
     if not rule:
         return "Compute it in float32, or train in bfloat16.", ""
     return f"Keep it in float32 (rule '{rule}') or train in bfloat16.", rule

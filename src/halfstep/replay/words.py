@@ -75,11 +75,6 @@ def node_word(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
 
 
-def module_rule(path: str) -> str:
-    """Return a row that keeps a module, and its like in other layers, in float32."""
-    return f"module:{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', path)}=fp32"
-
-
 def op_rule(name: str) -> str:
     """Return a row that keeps an operation in float32; "" if a policy cannot."""
     rule = Rule("op", name, "fp32")
