@@ -192,6 +192,7 @@ LAYER = {
     "preflight.checking": 16,
     "preflight.__init__": 17,
     "__init__": 18,
+    "step_numerics": 12,
     "diagnosis": 13,
     # The fine-tuning program.
     "train.lines": 18,
