@@ -120,6 +120,25 @@ def healthy(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"cause": bad.cause, "said": str(bad), "reproduced": bad.reproduced}
 
 
+def diagnosed(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Both diagnose their loop; one has a batch of NaN."""
+    run = Run("mlp", dtype=None)
+    model = torch.nn.parallel.DistributedDataParallel(run.model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if dist.get_rank() == 1:
+        run.batch["x"] = run.batch["x"] * math.nan
+
+    def step(batch: int) -> None:
+        del batch
+        optimizer.zero_grad()
+        run.step(model).backward()
+        optimizer.step()
+
+    found = hs.diagnose(step, model=model, optimizer=optimizer, batches=range(9))
+    bad = found.numerics.bad_op
+    return {"cause": bad and bad.cause, "losses": found.numerics.losses}
+
+
 def together(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
     """Return a case in which a model in shards is run again, by all."""
 
@@ -140,7 +159,7 @@ def together(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
 
 CASES = {f"alone {name}": alone(name) for name in DDP}
 CASES |= {"in first step": in_first_step, "before first step": before_first_step}
-CASES |= {"healthy": healthy}
+CASES |= {"healthy": healthy, "diagnosed": diagnosed}
 CASES |= {f"together {name}": together(name) for name in SHARDED}
 
 
@@ -174,6 +193,17 @@ def test_a_healthy_process_blames_no_hardware() -> None:
     assert (first["cause"], first["reproduced"]) == ("another process", False)
     assert "2 processes" in first["said"]
     assert "hardware" not in first["said"].partition("If")[0]
+
+
+def test_a_diagnosis_on_each_process() -> None:
+    """Law: both go on and end; the one with the fault tells it, the other points there.
+
+    The weights are spoilt for both by the first step.
+    """
+    first, second = saw(start(2, ("test_replay_ranks",)), "diagnosed")
+    assert (first["cause"], second["cause"]) == ("another process", "data")
+    assert first["losses"] == tuple(range(2, 10))
+    assert second["losses"] == tuple(range(1, 10))
 
 
 @pytest.mark.parametrize("name", SHARDED)

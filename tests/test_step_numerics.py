@@ -97,6 +97,22 @@ def scaled(model: nn.Module, scale: float = 2.0**8) -> Parts:
     return step, {"model": model, "optimizer": optimizer, "scaler": scaler}, model
 
 
+def drop_in(model: nn.Module) -> Parts:
+    """Return a loop with our autocast and our scaler, which runs the backward pass."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = hs.GradScaler("cpu", init_scale=2.0**8)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        with hs.autocast("cpu", FP16):
+            loss = model(x).float().square().mean()
+        scaler.backward(loss, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step, {"model": model, "optimizer": optimizer, "scaler": scaler}, model
+
+
 def ours(model: nn.Module, **options: Any) -> Parts:
     """Return a loop with a session."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -116,6 +132,7 @@ LOOPS: dict[str, Callable[[nn.Module], Parts]] = {
     "plain": plain,
     "nobody": nobody,
     "scaled": scaled,
+    "drop_in": drop_in,
     "ours": ours,
 }
 
@@ -138,7 +155,7 @@ def test_a_batch_of_nan_is_told_first(loop: str) -> None:
     assert (what.where, why.where) == ("step 1", "inner (linear)")
     assert "the loss is not finite in 9 of 9 steps" in what.measured
     assert "argument 'x' of the model holds NaN" in why.measured
-    skips = loop in {"scaled", "ours"}
+    skips = loop in {"scaled", "drop_in", "ours"}
     counted = "9 of 9" if loop == "ours" else "3 of 9"
     assert (f"{counted} steps were skipped" in what.measured) == skips
     assert ("parameters that hold inf or NaN now: 10" in what.measured) != skips
@@ -317,3 +334,57 @@ def test_a_collapse_is_told_with_the_replay() -> None:
     assert caught.value.bad_op is not None
     assert caught.value.bad_op.reproduced
     assert caught.value.bad_op.cause == "data"
+
+
+def test_a_fixed_scale_is_an_error() -> None:
+    """Law: a scale that never falls is told to be too large, and a lower one ends it."""
+    for scale, sick in ((2.0**20, True), (2.0**8, False)):
+        step, parts, _ = ours(Net(), loss_scale=scale)
+        found = hs.diagnose(step, batches=batches(), **parts)
+        assert (RULE in {each.rule for each in found.findings}) == sick
+        if sick:
+            what, why = found.findings[:2]
+            assert (what.severity, why.severity) == ("error", "error")
+            assert "9 of 9 steps were skipped; loss scale 1.04858e+06" in what.measured
+            assert what.advice == why.advice
+            assert what.advice.startswith("Lower the loss scale")
+
+
+def test_a_closure_is_run_again() -> None:
+    """Law: an optimizer that runs the backward pass itself is no hindrance."""
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def step(x: Tensor) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    found = hs.diagnose(step, model=model, batches=batches(bad=1))
+    assert "argument 'x' of the model holds NaN" in first(found)[1].measured
+
+
+def test_two_models_that_nobody_named() -> None:
+    """Law: of several models that a step runs the one at fault is named."""
+    one, two = Net(), Net()
+    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.01)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        (one(torch.ones_like(x)).mean() + two(x).mean()).backward()
+        optimizer.step()
+
+    found = hs.diagnose(step, batches=batches(bad=1))
+    assert first(found)[1].where == "1.inner (linear)"
+
+
+def test_a_compiled_model() -> None:
+    """Law: it is run again as it was written."""
+    model = Net()
+    step, parts, _ = plain(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    found = hs.diagnose(step, batches=batches(bad=1), **parts)
+    assert first(found)[1].where == "inner (linear)"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils import _pytree
 
 from halfstep.errors import UserError
 from halfstep.finding import Finding
@@ -80,10 +81,10 @@ class Numerics:
         if not measured:
             return ()
         first = next(iter(self.failed), 0)
-        normal = self.bad_op is not None and self.bad_op.normal
-        recovers = not self.losses and not self.weights and self.skipped < self.steps
+        normal = self.bad_op is None or self.bad_op.normal
+        recovers = normal and not self.losses and not self.weights and not self._fixed
         what = Finding(
-            severity="note" if recovers and (normal or not self.bad_op) else "error",
+            severity="note" if recovers and self.skipped else "error",
             rule=_RULE,
             where=f"step {first}" if first else "the steps",
             measured=measured,
@@ -92,7 +93,17 @@ class Numerics:
             advice=self._advice(first),
             weight=1.0,
         )
-        return (what,) if self.bad_op is None else (what, self.bad_op.finding())
+        if self.bad_op is None:
+            return (what,)
+        why = self.bad_op.finding()
+        if self.bad_op.normal and self._fixed:
+            why = replace(why, severity="error", advice=what.advice)
+        return what, why
+
+    @property
+    def _fixed(self) -> bool:
+        """Whether the loss scale has not moved, though steps were skipped."""
+        return self.scales is not None and self.scales[0] == self.scales[1]
 
     def _measured(self) -> str:
         parts = [
@@ -106,17 +117,25 @@ class Numerics:
             for (count, words), total in zip(parts, of, strict=True)
             if count
         ]
-        if self.skipped and self.scales is not None:
-            said.append("loss scale {:g} to {:g}".format(*self.scales))
+        if self.skipped and self.scales is not None and self.scales != (1, 1):
+            before, after = self.scales
+            fixed = f"loss scale {before:g} throughout"
+            said.append(fixed if self._fixed else f"loss scale {before:g} to {after:g}")
         if self.weights:
             names = f"{len(self.weights)} ({self.weights[0]} first)"
             said.append(f"parameters that hold inf or NaN now: {names}")
         return "; ".join(said)
 
     def _advice(self, first: int) -> str:
-        if self.bad_op is not None:
-            return f"halfstep.first_bad ran step {first} again: see the next finding."
-        return f"halfstep.first_bad did not run it again: {self.unreplayed}"
+        if self.bad_op is None and self.failed:
+            return f"halfstep.first_bad did not run it again: {self.unreplayed}"
+        if self.bad_op is None:
+            return "Go back to the last good checkpoint: no loss scale mends a weight."
+        if self.bad_op.normal and self._fixed:
+            return (
+                "Lower the loss scale, or let it be dynamic: a fixed one never falls."
+            )
+        return f"halfstep.first_bad ran step {first} again: see the finding 'bad op'."
 
     def __str__(self) -> str:
         """Return what was looked at, in a sentence."""
@@ -224,10 +243,13 @@ class Steps:
             skipped = self._session.steps_skipped - self._skips
         elif scales is not None and not skipped:
             skipped = int(scales[1] < scales[0])
-        why = self._unreplayed or (
-            f"only the first {self._checked} steps are. Call diagnose again with a "
-            f"larger warmup, from weights that are finite."
-        )
+        why = self._unreplayed
+        if (lost or self._lost) and self._bad_op is None and not why:
+            why = (
+                f"of the first {self._checked} steps none failed, and only these are. "
+                "Call diagnose again with a larger warmup, from weights that are "
+                "finite."
+            )
         return Numerics(
             steps=self._number,
             checked=min(self._checked, self._number),
@@ -343,24 +365,29 @@ class Steps:
         if self._bad_part is None:
             self._bad_part = self._part
 
-    def _updating(self, optimizer: Optimizer, *_: object) -> None:
+    def _updating(self, optimizer: Optimizer, *given: object) -> None:
         """Keep the weights that an update will make inf or NaN of, for the replay."""
         if threading.get_ident() != self._thread:
             return
+        closure = any(map(callable, _pytree.tree_leaves(given)))
         if self._target is not None:
+            # A closure runs the backward pass, and what comes first does no update.
+            if self._target == 0 and closure:
+                return
             message = "step() of diagnose updates weights before a backward pass"
             raise UserError(message)
-        if not self._acts(optimizer) or self._number > self._checked:
+        if self._number > self._checked or not self._acts(optimizer):
             return
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         if not _finite(grads):
             self._spoilt.add(self._number)
-        failed = self._number in self._lost | self._spoilt
+        failed = closure or self._number in self._lost | self._spoilt
         if failed and not self._weights and self._bad_op is None:
             self._weights = [(p, p.detach().clone()) for p in self._params()]
 
     def _updated(self, optimizer: Optimizer, *_: object) -> None:
-        if threading.get_ident() == self._thread and self._acts(optimizer):
+        here = threading.get_ident() == self._thread
+        if here and self._number <= self._checked and self._acts(optimizer):
             self._applied += 1
 
     @staticmethod
