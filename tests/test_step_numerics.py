@@ -337,7 +337,7 @@ def test_a_collapse_is_told_with_the_replay() -> None:
 
 
 def test_a_fixed_scale_is_an_error() -> None:
-    """Law: a scale that never falls is told to be too large, and a lower one ends it."""
+    """Law: a scale that never falls is told to be too large; a lower one ends it."""
     for scale, sick in ((2.0**20, True), (2.0**8, False)):
         step, parts, _ = ours(Net(), loss_scale=scale)
         found = hs.diagnose(step, batches=batches(), **parts)
