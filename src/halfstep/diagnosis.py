@@ -98,7 +98,8 @@ class Diagnosis:
     def __str__(self) -> str:
         """Return all of it as text."""
         told = text.text(self.facts, self.examination)
-        told += "\n\n" + "\n".join(wrapped(str(self.numerics), text.WIDTH))
+        if not self.numerics.findings():
+            told += "\n\n" + "\n".join(wrapped(str(self.numerics), text.WIDTH))
         if self._flagged:
             told += "\n\n" + "\n".join(wrapped(_FLAGS, text.WIDTH))
         return told

@@ -140,7 +140,7 @@ class Numerics:
     def __str__(self) -> str:
         """Return what was looked at, in a sentence."""
         if self._measured():
-            return f"Numbers first: {self._measured()}."
+            return f"Not finite: {self._measured()}."
         if not self.checked:
             return (
                 f"Losses of {self.steps} steps and weights are finite; gradients were "
