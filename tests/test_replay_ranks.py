@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import halfstep as hs
 from halfstep import distributed
+from halfstep.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,6 +140,15 @@ def diagnosed(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"cause": bad and bad.cause, "losses": found.numerics.losses}
 
 
+def beside(group: dist.ProcessGroup) -> dict[str, Any]:
+    """The model is given, and its wrapper is what runs."""
+    run = Run("mlp")
+    model = torch.nn.parallel.DistributedDataParallel(run.model, process_group=group)
+    with pytest.raises(UserError) as caught:
+        hs.first_bad(run.model, lambda: run.step(model))
+    return {"said": str(caught.value)}
+
+
 def together(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
     """Return a case in which a model in shards is run again, by all."""
 
@@ -159,7 +169,7 @@ def together(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
 
 CASES = {f"alone {name}": alone(name) for name in DDP}
 CASES |= {"in first step": in_first_step, "before first step": before_first_step}
-CASES |= {"healthy": healthy, "diagnosed": diagnosed}
+CASES |= {"healthy": healthy, "diagnosed": diagnosed, "beside": beside}
 CASES |= {f"together {name}": together(name) for name in SHARDED}
 
 
@@ -193,6 +203,13 @@ def test_a_healthy_process_blames_no_hardware() -> None:
     assert (first["cause"], first["reproduced"]) == ("another process", False)
     assert "2 processes" in first["said"]
     assert "hardware" not in first["said"].partition("If")[0]
+
+
+def test_a_wrapper_beside_the_model() -> None:
+    """Law: a DDP that first_bad was not given would exchange: it is refused by name."""
+    for rank in saw(start(2, ("test_replay_ranks",)), "beside"):
+        assert rank["said"].startswith("step() of first_bad runs a DistributedData")
+        assert rank["said"].endswith("give that wrapper as the model.")
 
 
 def test_a_diagnosis_on_each_process() -> None:
