@@ -60,7 +60,7 @@ LAYER = {
     "scaler.strategy": 4,
     "scaler.past": 1,
     "scaler.told": 4,
-    "scaler.skip_log": 3,
+    "scaler.skip_log": 4,
     "scaler.collapse": 5,
     "scaler.loss_scaler": 6,
     "scaler.isolate": 7,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from halfstep.bad_op import BadOp
 
-pytestmark = pytest.mark.usefixtures("any_machine")
 FP16, BF16 = torch.float16, torch.bfloat16
 
 
