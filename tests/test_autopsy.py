@@ -182,9 +182,13 @@ def test_range_is_blamed_to_the_number(
         "range",
         "linear (2.weight, 2.bias)",
         "its result reaches 6.6e+04, float16 holds 65504",
-        "Keep it in float32 (policy 'op:linear=fp32') or train in bf16.",
+        "Keep it in float32 (policy 'module:2=fp32') or train in bf16.",
         "inf",
+        "module:2=fp32",
     )
+
+
+REACHED = "argument reaches 1.0e+05"
 
 
 @pytest.mark.parametrize(
@@ -196,18 +200,27 @@ def test_range_is_blamed_to_the_number(
             3e4,
             "linear (0.weight, 0.bias)",
             "inputs reach 3.0e+04",
-            "linear",
+            "module:0=fp32",
         ),
         (
             cnn,
             "0.weight",
             3e4,
             "conv2d (0.weight, 0.bias)",
-            "inputs reach 3.0e+04",
-            "conv2d",
+            "result reaches 2.7e+05",
+            "module:0=fp32",
         ),
-        (mlp, "0.weight", 1e5, "cast (0.weight)", "argument reaches 1.0e+05", ""),
-        (mlp, "2.weight", 1e5, "cast (2.weight)", "argument reaches 1.0e+05", ""),
+        *(
+            (
+                mlp,
+                f"{at}.weight",
+                1e5,
+                f"cast ({at}.weight)",
+                REACHED,
+                f"module:{at}=fp32",
+            )
+            for at in (0, 2)
+        ),
     ],
 )
 def test_range_is_found_in_first_layers_and_casts(
@@ -225,7 +238,8 @@ def test_range_is_found_in_first_layers_and_casts(
     finding = found(look(FP16, model, lambda: loss_of(model, torch.ones(shape))))
     assert (finding.cause, finding.where) == ("range", where)
     assert finding.evidence == f"its {seen}, float16 holds 65504"
-    assert (f"'op:{rule}=fp32'" if rule else "Scale down") in finding.advice
+    assert finding.rule == rule
+    assert f"'{rule}'" in finding.advice
 
 
 def test_range_in_scores_is_not_put_down_to_their_mask() -> None:

@@ -398,3 +398,143 @@ def test_data_is_never_the_learning_rates() -> None:
     found = Finding("data", "an input", "it holds NaN", "Find the batch.")
     for losses in (Losses(), Losses(1.0, 9.0, 3)):
         assert diagnose(found, losses, None, finite=None) is found
+
+
+class Block(nn.Module):
+    """A layer and a norm, which keeps what the layer gave."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        with torch.no_grad():
+            self.inner.weight.copy_(torch.eye(8) * weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return numbers of about 1."""
+        return self.norm(self.inner(x * 0 + torch.arange(8.0)))  # type: ignore[no-any-return]
+
+
+class Deep(nn.Module):
+    """A layer in the middle whose product float16 does not hold, among like ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(1.0), Block(2e4), Block(1.0))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one number a row."""
+        return self.head(self.layers(x))  # type: ignore[no-any-return]
+
+
+class Product(nn.Module):
+    """A weight of the model's own, which no rule on modules speaks of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8) * 2e4)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return numbers of about 1."""
+        return self.norm((x * 0 + torch.arange(8.0)) @ self.weight)  # type: ignore[no-any-return]
+
+
+class Upwards(nn.Module):
+    """A transposed convolution that float16 does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.ConvTranspose2d(8, 2, 1), nn.LayerNorm((2, 1, 1))
+        with torch.no_grad():
+            self.up.weight.fill_(2e4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return numbers of about 1."""
+        return self.norm(self.up((x * 0 + 1)[:, :, None, None]))  # type: ignore[no-any-return]
+
+
+RULES: dict[type[nn.Module], str] = {
+    Deep: "module:layers.*.inner=fp32",
+    Product: "op:matmul=fp32",
+    Upwards: "module:up=fp32",
+}
+"""What is proposed, without a replay and with one."""
+
+
+def at_o1(
+    net: type[nn.Module], rule: str, steps: int = 8
+) -> hs.LossScaleCollapse | None:
+    """Train under a rule; return how that ends, if it does, with a replay told."""
+    torch.manual_seed(0)
+    model = net()
+    session = hs.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-6),
+        "O1",
+        dtype="fp16",
+        policy="torch" + f" + {rule}" * bool(rule),
+        loss_scale=ScaleRule(max_consecutive_skips=LIMIT),
+    )
+
+    def loss() -> Tensor:
+        with session.autocast():
+            return mean(session.model(data(0)).float())
+
+    try:
+        for _ in range(steps):
+            session.backward(loss())
+            session.step()
+    except hs.LossScaleCollapse as error:
+        bad = hs.first_bad(session.model, loss)
+        assert bad is not None
+        assert bad.rule == RULES[net]
+        return error
+    assert session.steps_applied > 0
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:level O1 with dtype fp16")
+@pytest.mark.parametrize("net", RULES)
+def test_the_rule_is_narrow_and_ends_it(net: type[nn.Module]) -> None:
+    """Law: the rule in the error is the replay's, and under it training goes on."""
+    error = at_o1(net, "")
+    assert error is not None
+    assert error.bad_op is not None
+    assert error.bad_op.rule == RULES[net]
+    assert f"policy '{error.bad_op.rule}'" in error.advice
+    assert at_o1(net, error.bad_op.rule) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adams_eps_in_pure_fp16() -> None:
+    """Law: weights that Adam ruins in float16 are told with its eps, and what helps."""
+
+    def train(eps: float) -> hs.LossScaleCollapse | None:
+        torch.manual_seed(0)
+        model = Net()
+        adam = torch.optim.Adam(model.parameters(), lr=1e-3, eps=eps)
+        rule = ScaleRule(max_consecutive_skips=LIMIT)
+        session = hs.prepare(model, adam, "O3", dtype="fp16", loss_scale=rule)
+
+        def loss() -> Tensor:
+            with session.autocast():
+                return mean(session.model(data(0)))
+
+        try:
+            for _ in range(4 * LIMIT):
+                session.backward(loss())
+                session.step()
+        except hs.LossScaleCollapse as error:
+            bad = hs.first_bad(session.model, loss)
+            assert bad is not None
+            assert bad.cause == "weight"
+            assert "use eps=6.1e-05" in bad.advice
+            return error
+        return None
+
+    error = train(1e-8)
+    assert error is not None
+    assert error.cause == "weights"
+    assert "use eps=6.1e-05" in error.advice
+    assert train(6.1e-5) is None

@@ -222,7 +222,8 @@ add("gru", nan("gru.weight_ih_l0"), "gru", "", WEIGHT)
 add("gru", lambda m: m.words.weight.fill_(1e6), "gru", "", RANGE)
 add("vae", vae_bias, "model", "exp mul", RANGE)
 add("bert", scores, f"{BERT}.0.attention.self", "matmul", RANGE)
-add("gpt2", norm("transformer.h.1.ln_2"), "transformer.h.1.mlp.c_fc", PRODUCT, RANGE)
+# Its layers of weights call addmm.
+add("gpt2", norm("transformer.h.1.ln_2"), "transformer.h.1.mlp.c_fc", "addmm", RANGE)
 for each, path in (
     ("encoder", "layers.1.linear1"),
     ("bert", f"{BERT}.1.intermediate.dense"),
@@ -233,7 +234,7 @@ for each, path in (
     ("gpt2", "transformer.h.1.mlp.c_fc"),
     ("gpt2", "transformer.h.0.attn.c_attn"),
 ):
-    add(each, wide(path), path, PRODUCT, RANGE)
+    add(each, wide(path), path, "addmm" if each == "gpt2" else PRODUCT, RANGE)
 for each, path in (
     ("encoder", "layers.1.linear2.bias"),
     ("bert", "classifier.weight"),

@@ -7,6 +7,7 @@ and is a `Finding` for the doctor.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,18 +24,25 @@ CAUSES = (
     "weight",
     "zero",
     "hardware",
+    "another process",
 )
 """data: what went into the model; label: what the loss compares with; learning rate:
 training ran away before; loss function: it left its range after the model had not;
 forward range and backward range: a format was left; weight: a parameter or buffer was
 not finite before the step; zero: an operation met a value where it, or its slope, is
-infinite or undefined; hardware: an exact replay was finite."""
+infinite or undefined; hardware: an exact replay was finite; another process: it was
+finite here, and other processes share gradients with this one."""
 
 PHASES = ("forward", "backward", "input", "weight", "none")
 """Where it arose: in a pass; before it, in what came in or in what is stored; or
 nowhere, because a replay was finite."""
 
 _WIDE = ("finite", "not finite", "not run")
+
+
+def module_rule(path: str) -> str:
+    """Return a rule that keeps a module, and its like in other layers, in float32."""
+    return f"module:{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', path)}=fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +84,8 @@ class BadOp:
     reproduced: bool
     """A replay showed it. False: the replay was finite, or there was none."""
     rule: str = ""
-    """The policy row in the advice, such as "module:decoder.*.wo=fp32"; else ""."""
+    """The policy row in the advice, such as "module:decoder.*.wo=fp32"; else "". Of a
+    graph alone there may be several, joined by " + "."""
     normal: bool = False
     """It is no fault: a smaller loss scale, which dynamic scaling finds, cures it."""
 

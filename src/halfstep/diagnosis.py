@@ -1,7 +1,8 @@
-"""Why is this training step not faster, and what else is wrong with it?
+"""What is wrong with this training step: are its numbers finite, and is it fast?
 
 In: what makes a step, and the session, model, optimizer and scaler that it uses, as far
-as there are any. Out: a `Diagnosis`: findings, worst first, and where the time goes.
+as there are any. Out: a `Diagnosis`: findings, worst first, numbers before speed, and
+where the time goes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from halfstep.lost import rate_of
 from halfstep.profiling import profile
 from halfstep.report import Table, wrapped
 from halfstep.session import Session
+from halfstep.step_numerics import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from halfstep.doctor.rule import Examination
     from halfstep.finding import Finding
     from halfstep.profiling.result import Profile
+    from halfstep.step_numerics import Numerics
 
 _FLAGS = (
     "Flags such as --level O2 are those of halfstep train. In a loop of your own: "
@@ -71,6 +74,8 @@ class Diagnosis:
     profile: Profile
     """Where the time of a step went."""
     examination: Examination
+    numerics: Numerics
+    """What was finite in these steps, and what was not."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -87,11 +92,14 @@ class Diagnosis:
             f"not looked at: {said}" for said in text.unlooked(self.examination)
         )
         notes = (_FLAGS, *notes) if self._flagged else notes
+        notes = (str(self.numerics), *notes)
         return Table("Findings", columns, rows, notes), self.profile.table()
 
     def __str__(self) -> str:
         """Return all of it as text."""
         told = text.text(self.facts, self.examination)
+        if not self.numerics.findings():
+            told += "\n\n" + "\n".join(wrapped(str(self.numerics), text.WIDTH))
         if self._flagged:
             told += "\n\n" + "\n".join(wrapped(_FLAGS, text.WIDTH))
         return told
@@ -104,7 +112,8 @@ class Diagnosis:
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`."""
         told = text.data(self.facts, self.examination)
-        return {**told, "profile": self.profile.data()}
+        more = {"profile": self.profile.data(), "numerics": self.numerics.data()}
+        return {**told, **more}
 
 
 def diagnose(
@@ -119,7 +128,7 @@ def diagnose(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     steps: int = 3,
-    warmup: int = 1,
+    warmup: int = 3,
     profiled: int = 3,
 ) -> Diagnosis:
     """Make some training steps; say what is wrong with them, and what would mend it.
@@ -127,10 +136,17 @@ def diagnose(
     They are real steps: whatever `step` does to weights, optimizer and scaler is done
     `warmup + steps + profiled` times. Give it a copy where that matters.
 
+    Numbers come first: losses, gradients, skipped steps and weights. The first step
+    of the warm-up with one that is not finite is run again by `first_bad`: `step` is
+    called some times more, each time up to its backward pass, and model, scaler and
+    session are as they were afterwards. What else `step` does before its backward pass
+    is done again.
+
     Args:
         step: Makes one step. Called without arguments, or with a batch.
         session: That the step uses; the rest up to `scaler` then follows from it.
-        model: That it trains.
+        model: That it trains; as it is called, so in DDP where it is. Default: what the
+            first step runs, for the numbers alone.
         optimizer: That it steps. Updates which rounding swallows are counted in it.
         scaler: torch's GradScaler or ours. None: the step scales no loss.
         batches: What to fetch the argument of `step` from, one for each step, so that
@@ -141,13 +157,15 @@ def diagnose(
             matrix products.
         device: "cpu" or "cuda"; default: where the model is.
         steps: Steps that are timed, at least 1.
-        warmup: Steps before those, 0 or more.
+        warmup: Steps before those, 0 or more, whose gradients are checked.
         profiled: Steps under torch's profiler, at least 1. The shortest counts.
 
     Raises:
         UserError: If an argument is of the wrong kind or out of range, or `batches` run
             out.
+        LossScaleCollapse: If the step does; with what the replay has found.
     """
+    require_kind("step", step, callable(step), "a function that makes one step")
     _require_kinds(session, model, optimizer, scaler)
     word = None if dtype is None else formats.parse(dtype).name
     level = None if level is None else levels.parse(level).name
@@ -156,9 +174,18 @@ def diagnose(
         level, word = level or choice.level.name, word or choice.format.name
         optimizer = None  # the session has counted what it loses, if it was asked to
     where = device if device is not None else _place(model)
-    with _counted(optimizer) as lost:
+    checked = warmup if isinstance(warmup, int) else 0  # `profile` will refuse others
+    made = Steps(
+        step,
+        checked,
+        same_batch=batches is not None,
+        session=session,
+        model=model,
+        scaler=scaler,
+    )
+    with _counted(optimizer) as lost, made.watched():
         found = profile(
-            step,
+            made,
             batches=batches,
             device=where,
             level=level,
@@ -187,7 +214,12 @@ def diagnose(
         weights=weights,
     )
     ways = _WAYS if session is None else _WAYS_OF_SESSION
-    return Diagnosis(facts, found, examination(facts, ways))
+    numerics, examined = made.numerics(), examination(facts, ways)
+    findings = sorted(
+        (*numerics.findings(), *examined.findings), key=lambda each: each.rank
+    )
+    examined = replace(examined, findings=tuple(findings))
+    return Diagnosis(facts, found, examined, numerics)
 
 
 def _require_kinds(

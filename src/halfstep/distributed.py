@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+from torch.utils import _pytree
 
 from halfstep.errors import UserError
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_SILENCED = "_halfstep_silenced"
 _FAULT = "halfstep/fault"
 _LONGEST = 400  # characters of a reason
 _PATIENCE = 2.0  # seconds that a failing process may take to say why
@@ -275,6 +278,50 @@ def unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def silenced(model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
+    """Let DDP exchange nothing: a forward pass of it is one of its module.
+
+    Why `no_sync` is not enough: the forward pass after the first backward pass makes
+    new buckets, and all processes must do that together. For `wrapper` it is none.
+    """
+    own = vars(model)
+    before = own.get("forward")
+    own["forward"] = partial(_forward_alone, model)
+    own[_SILENCED] = True
+    try:
+        with model.no_sync():
+            yield
+    finally:
+        del own["forward"], own[_SILENCED]
+        if before is not None:
+            own["forward"] = before
+
+
+def is_silenced(model: nn.Module) -> bool:
+    """Say whether a module is a DDP that exchanges nothing at the moment."""
+    return _SILENCED in vars(model)
+
+
+def _forward_alone(
+    model: nn.parallel.DistributedDataParallel, *args: object, **kwargs: object
+) -> object:
+    """Run the module of a DDP on inputs that are moved and cast as DDP does."""
+    device = None
+    if model.device_ids:
+        device = torch.device(model.device_type, model.device_ids[0])
+    mixed = getattr(model, "mixed_precision", None)
+    dtype = None if mixed is None else mixed.param_dtype
+
+    def ready(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
+
+    args, kwargs = _pytree.tree_map(ready, (args, kwargs))
+    return model.module(*args, **kwargs)
+
+
 def wrapper(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     """Return the DDP that a model is, or that torch.compile has wrapped; else None."""
     while not isinstance(model, nn.parallel.DistributedDataParallel):
@@ -282,7 +329,7 @@ def wrapper(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
         if not isinstance(inner, nn.Module) or inner is model:
             return None
         model = inner
-    return model
+    return None if is_silenced(model) else model
 
 
 def highest(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

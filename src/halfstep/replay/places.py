@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from halfstep import distributed
+from halfstep.errors import UserError
 from halfstep.replay import values, words
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class Place:
     def is_module(self) -> bool:
         """A rule on modules can speak of it."""
         return self.module not in {ROOT, LOSS, INPUT}
+
+    def is_inside(self, other: Place) -> bool:
+        """Say whether a rule on another's module speaks of this one, too."""
+        return other.is_module and f"{self.module}.".startswith(f"{other.module}.")
 
     @property
     def is_loss(self) -> bool:
@@ -128,6 +133,14 @@ class Places:
 
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         del args
+        ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        if ddp and not distributed.is_silenced(module):
+            message = (
+                "step() of first_bad runs a DistributedDataParallel that is not in the "
+                "model it was given, and would wait for other processes: give that "
+                "wrapper as the model."
+            )
+            raise UserError(message)
         path = self._paths.get(id(module))
         kind, around = type(module).__name__, self._inside()
         self._ran = self._ran or path is not None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from halfstep import distributed
 from halfstep.replay import given, values, verdict
 from halfstep.replay.gradients import exchanges, gradients
 from halfstep.replay.indices import OutOfRange
@@ -70,7 +71,8 @@ def first_bad(
         losses: Of the steps applied so far, which tell a learning rate that is too
             high: in order, or as `halfstep.scaler.past.Losses`.
         failed: The run was seen to give inf or NaN. Then a replay that gives none is
-            repeated, and reported as one that could not be reproduced.
+            repeated, and reported as one that could not be reproduced; or, where
+            processes share gradients, as one that another process made.
         generator_state: `torch.get_rng_state()` from just before the failing step;
             None goes on from the present state, for a `step` that seeds by itself.
         summed_in: Format in which gradients of micro-batches are added up: float32 in a
@@ -86,7 +88,7 @@ def first_bad(
     steps = given.steps(model, step)
     given.check_numbers(scale, summed_in)
     history = losses if isinstance(losses, Losses) else _history(losses)
-    known = Known(number, scale, history, len(steps))
+    known = Known(number, scale, history, len(steps), processes=distributed.size())
 
     def replay(scale: float) -> _Seen:
         with as_it_was(model, generator_state) as kept:
@@ -190,7 +192,8 @@ def _run(model: nn.Module, step: Step, scale: float, kept: Kept) -> _Seen:
         shards = [p for p in places.root.parameters() if p.requires_grad]
         try:
             with torch.inference_mode(mode=False), watcher, torch.enable_grad():
-                loss = step()
+                with watcher.calls:
+                    loss = step()
                 given.check_loss(step, loss)
                 watcher.going_back = True
                 made = gradients(model, loss, scale, shards)

@@ -57,7 +57,7 @@ def as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Kept
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
-                stack.enter_context(_alone(module))
+                stack.enter_context(distributed.silenced(module))
         stack.enter_context(warnings.catch_warnings())
         # That hooks fire for a wrapper too: they are ours, and know wrappers.
         warnings.filterwarnings(
@@ -170,15 +170,3 @@ def _put_back(container: Any, before: Any) -> None:  # noqa: ANN401
 
 def _items(container: Any) -> Any:  # noqa: ANN401
     return container.values() if isinstance(container, dict) else container
-
-
-@contextlib.contextmanager
-def _alone(module: nn.parallel.DistributedDataParallel) -> Iterator[None]:
-    """Let DDP exchange nothing, buffers neither."""
-    kept = module.require_forward_param_sync, module.broadcast_buffers
-    module.require_forward_param_sync = module.broadcast_buffers = False
-    try:
-        with module.no_sync():
-            yield
-    finally:
-        module.require_forward_param_sync, module.broadcast_buffers = kept

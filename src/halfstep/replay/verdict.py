@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.bad_op import BadOp
+from halfstep.bad_op import BadOp, module_rule
 from halfstep.replay import words
 from halfstep.replay.domains import MASK, backward_flaw
+from halfstep.scaler.singular import EPSILON
 
 if TYPE_CHECKING:
     from halfstep.replay.indices import OutOfRange
@@ -26,6 +27,11 @@ _MEAN = (
     "Take a mean over elements, not a sum, or divide the loss; or train in bfloat16."
 )
 _CHECKPOINT = "Go back to the last good checkpoint: no loss scale mends a weight."
+_CONVERTED = (
+    "A cast to float16 makes that of all above 65504. If it is finite in the float32 "
+    "weights, keep its module in float32{kept} or train in bfloat16; if not, go back "
+    "to the last good checkpoint."
+)
 _FIND = "Find it in the batch: print it, and leave it out or clean it."
 _WIDE_LOSS = "Compute the loss in float32: call .float() on what the model gives."
 _SCALE = (
@@ -38,6 +44,10 @@ _NOT_AGAIN = (
     "torch.use_deterministic_algorithms(True)), or the replay had not the same batch "
     "and random numbers{more}, or the hardware erred: if it comes back on one machine "
     "alone, test its memory."
+)
+_OTHERS = (
+    "Call first_bad on every process: the one that made it names the operation. If "
+    "none does,"
 )
 _ONE_PART = (
     ", or the gradients of several micro-batches are finite and their sum is not (give "
@@ -65,6 +75,8 @@ class Known:
     """What was bad at scale 1; None if all was finite there."""
     boundary: float | None = None
     """Largest gradient that came out of the loss at scale 1."""
+    processes: int = 1
+    """That average gradients: each sees what one of them made."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +141,19 @@ def not_reproduced(known: Known) -> BadOp:
     """Return what is said where the run failed and two exact replays were finite."""
     # Of one micro-batch alone, the sum with others was not looked at.
     more = _ONE_PART if known.parts == 1 else ""
+    cause, advice = "hardware", _NOT_AGAIN.format(more=more)
+    evidence = "the step failed, yet two replays of it are finite"
+    if known.processes > 1:
+        cause = "another process"
+        evidence += f" here, and {known.processes} processes share gradients"
+        advice = f"{_OTHERS} {advice[0].lower()}{advice[1:]}"
     return BadOp(
         phase="none",
         step=known.step,
         scale=known.scale,
-        cause="hardware",
-        evidence="the step failed, yet two replays of it are finite",
-        advice=_NOT_AGAIN.format(more=more),
+        cause=cause,
+        evidence=evidence,
+        advice=advice,
         reproduced=False,
     )
 
@@ -214,7 +232,16 @@ def _came_in(event: Event, known: Known) -> _Said | None:
     if event.given in {"weight", "buffer"}:
         what = "parameter" if event.given == "weight" else "buffer"
         evidence = f"{what} {event.source} held {made} before the step"
-        return _Said("weight", evidence, _CHECKPOINT, "weight")
+        path = event.source.rpartition(".")[0]
+        if event.dtype == torch.float16 and not event.held.nan:
+            # Training skips a step that would make one; a conversion does not.
+            rule = module_rule(path) if path else ""
+            kept = f" (rule '{rule}')" if rule else ""
+            advice = f"{_CONVERTED.format(kept=kept)} {EPSILON}"
+            return _Said("weight", evidence, advice, "weight", rule)
+        own = event.given == "weight" and event.dtype == torch.float16
+        advice = f"{_CHECKPOINT} {EPSILON}" if own else _CHECKPOINT
+        return _Said("weight", evidence, advice, "weight")
     if event.given == "outside" and event.name.startswith("nll_loss"):
         # Its labels are whole numbers.
         evidence = f"the class weights hold {made}"
@@ -230,6 +257,10 @@ def _came_in(event: Event, known: Known) -> _Said | None:
     if event.raw and event.casts and event.phase == "forward":
         evidence = f"argument {event.raw!r} of the model {_too_large(event)}"
         advice = "Normalise the data, or train in bfloat16."
+        if event.written is not None and event.written.fixed:
+            advice = (
+                f"Normalise the data, or leave out the cast at {event.written.where}."
+            )
         return _Said("data", evidence, advice, "forward")
     return None
 
@@ -339,6 +370,18 @@ def _forward(event: Event, known: Known) -> _Said | None:
         return _Said("forward range", _seen(event), advice, "forward")
     place, word = event.consumer or (event.place, event.word)
     advice, rule = _kept(place, word)
+    cast = event.written
+    if cast is not None and cast.fixed:
+        nor, instead = ", nor does bfloat16", "cast to bfloat16 there"
+        if words.is_product(event.name):  # autocast casts what it takes once more
+            nor, instead = "", "train in bfloat16"
+        advice = (
+            f"The code itself casts to {_word(event.dtype)} at {cast.where}, which no "
+            f"rule undoes{nor}: leave that cast out, or {instead}."
+        )
+        return _Said("forward range", _seen(event), advice, "forward")
+    if cast is not None:
+        advice += f" If neither helps: the code casts at {cast.where}; leave that out."
     return _Said("forward range", _seen(event), advice, "forward", rule)
 
 
@@ -362,7 +405,7 @@ def _backward(event: Event, known: Known) -> _Said:
 
 def _kept(place: Place, word: str) -> tuple[str, str]:
     """Return what keeps an operation in float32, and the row of a policy that does."""
-    rule = words.module_rule(place.module) if place.is_module else words.op_rule(word)
+    rule = module_rule(place.module) if place.is_module else words.op_rule(word)
     if not rule:
         return "Compute it in float32, or train in bfloat16.", ""
     return f"Keep it in float32 (rule '{rule}') or train in bfloat16.", rule

@@ -19,6 +19,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.replay import indices, values, words
+from halfstep.replay.calls import Calls, Cast
 from halfstep.replay.domains import Flaw, flaw
 from halfstep.replay.values import Held
 
@@ -68,6 +69,8 @@ class Event:
     """Infinities that were meant, and of which it made NaN."""
     casts: bool = False
     """It is a cast to a narrower format."""
+    written: Cast | None = None
+    """The program itself made it, or what the operation took in."""
     consumer: tuple[Place, str] | None = None
     """Who took in the result of a cast first."""
     receiver: tuple[Place, str] | None = None
@@ -116,6 +119,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Memory that is freed, and given out again, would pass for what lay there.
         self._refs: dict[int, object] = {}
         self._casts: dict[int, Event] = {}
+        self.calls = Calls(self._cast_by_program)
+        self._written: dict[int, tuple[Place, Cast]] = {}
         self._known = dict(_stored(places.root))
         self._shapes = {p.shape for p in places.root.parameters()}
 
@@ -162,9 +167,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outs = values.floats(output) or values.floats(written)
         word = self._word(func, name, outs, args)
         self.places.note(word)
+        in_code = self._cast_in_code(name, taken, keys, outs)
         bad = {id(t): kinds for t in taken if (kinds := values.held(t))}
         self._consume(keys, word)
-        call = _Call(func, name, word, before, taken, outs)
+        call = _Call(func, name, word, before, taken, outs, in_code)
         for out in outs:
             kinds = Held() if name in _UNSET else values.held(out)
             if not kinds:
@@ -191,7 +197,45 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shapes = [tuple(t.shape) for t in args[:2] if isinstance(t, Tensor)]
             known = self._shapes
             weighted = any(s in known or s[::-1] in known for s in shapes)
-        return words.word(func, rank, weighted=weighted)
+        if words.is_product(name) and self.calls.op:
+            return self.calls.op
+        return words.word(func, rank, args, weighted=weighted)
+
+    def _cast_by_program(self, result: object, cast: Cast) -> None:
+        """Take note of what the program has cast to a narrow format."""
+        for out in values.floats(result):
+            if out.itemsize < torch.float32.itemsize:
+                self._written[values.key(out)] = self.places.here(), cast
+                self._refs[values.key(out)] = values.ref(out)
+
+    def _cast_in_code(
+        self,
+        name: str,
+        taken: Sequence[Tensor],
+        keys: Sequence[int],
+        outs: Sequence[Tensor],
+    ) -> Cast | None:
+        """Return the cast by the program that an operation is, or that it works on.
+
+        What follows from such casts alone is in that format whatever a rule says; but
+        a rule on a module casts what comes into it.
+        """
+        here = self.places.here()
+        low = [out for out in outs if out.itemsize < torch.float32.itemsize]
+        sources = [self._written[key] for key in keys if key in self._written]
+        found = next((one for one in sources if one[0].is_inside(here)), None)
+        spread = len(sources) == sum(t.dim() > 0 for t in taken)
+        if name in _CASTS and low and any(t.itemsize > low[0].itemsize for t in taken):
+            cast = self.calls.cast()
+            found, spread = None if cast is None else (here, cast), True
+        for key in map(values.key, outs):
+            self._written.pop(key, None)
+        for out in low if spread else ():
+            source = found or next(iter(sources), None)
+            if source is not None:
+                self._written[values.key(out)] = source
+                self._refs[values.key(out)] = values.ref(out)
+        return None if found is None else found[1]
 
     def _behind(
         self,
@@ -257,12 +301,16 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raw=self._raw(call.taken),
             parents=parents,
             casts=call.name in _CASTS,
+            written=call.in_code if node is None else None,
         )
         self.events.append(event)
         if event.casts and node is not None:
             event.receiver = self.places.receiver(node, out.dtype)
-        if event.casts:
-            self._casts[values.key(call.outs[0])] = event
+        if event.casts and event.written is None:
+            if self.calls.op and node is None:
+                event.consumer = (event.place, self.calls.op)
+            else:
+                self._casts[values.key(call.outs[0])] = event
         return event
 
     def _raw(self, taken: Iterable[Tensor]) -> str:
@@ -359,6 +407,7 @@ class _Call:
     before: tuple[tuple[Any, ...], dict[str, Any]]
     taken: list[Tensor]
     outs: list[Tensor]
+    in_code: Cast | None
 
 
 def _stored(root: torch.nn.Module) -> Iterable[tuple[int, tuple[str, str]]]:

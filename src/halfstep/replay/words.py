@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from halfstep.policy import Rule, matching_ops
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 _WORDS = {
@@ -26,6 +28,9 @@ _WORDS = {
     "cudnn_rnn": "rnn",
 }
 _AFFIXES = re.compile(r"^_*(native_|cudnn_|miopen_|mkldnn_|safe_|fused_)?|_forward$|_$")
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot"}
+_TRANSPOSED = 6
+"""Place of that argument of aten's convolution."""
 _ATTENTION = "scaled_dot_product"
 
 
@@ -35,19 +40,28 @@ def base(func: torch._ops.OpOverload) -> str:
     return name.rstrip("_") if not name.startswith("__") else name
 
 
-def word(func: torch._ops.OpOverload, rank: int, *, weighted: bool) -> str:
+def is_product(name: str) -> bool:
+    """Say whether an operation is what matrix products and convolutions become."""
+    return name in _PRODUCTS or name.endswith("convolution")
+
+
+def word(
+    func: torch._ops.OpOverload, rank: int, args: Sequence[object], *, weighted: bool
+) -> str:
     """Return what a user calls an operation.
 
     Args:
         func: As the dispatcher has it.
         rank: Dimensions of its result.
+        args: That it takes.
         weighted: One of its operands is a weight.
     """
     name = base(func)
     if _ATTENTION in name:
         return "scaled_dot_product_attention"
-    if name.startswith("convolution") or name.endswith("convolution"):
-        return f"conv{max(1, rank - 2)}d"
+    if name.endswith("convolution"):
+        across = "_transpose" if name == "convolution" and args[_TRANSPOSED] else ""
+        return f"conv{across}{max(1, rank - 2)}d"
     if name == "mm":
         return "linear" if weighted else "matmul"
     plain = name.lstrip("_")
@@ -59,11 +73,6 @@ def node_word(name: str) -> str:
     """Return what a user calls the operation behind a node such as "SqrtBackward0"."""
     kind = re.sub(r"Backward\d*$", "", name)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
-
-
-def module_rule(path: str) -> str:
-    """Return a row that keeps a module, and its like in other layers, in float32."""
-    return f"module:{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', path)}=fp32"
 
 
 def op_rule(name: str) -> str:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.scaler.singular import FIND, FLAWS, MASK, plain
+from halfstep.bad_op import module_rule
+from halfstep.scaler.singular import EPSILON, FIND, FLAWS, MASK, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,6 +48,8 @@ class Finding:
     """What to change."""
     made: str = ""
     """"inf" or "NaN", where a value shows it; of a slope it is not known which."""
+    rule: str = ""
+    """The rules of a policy in the advice; "" for none."""
 
 
 @torch.no_grad()
@@ -85,10 +88,20 @@ _ABSORBS = re.compile(r"Div|Maximum|Minimum|Clamp|Logaddexp|ScaledDot")
 _ADDS = {"Add", "Sub", "Rsub", "Baddbmm", "Where", "CopySlices", "IndexPut"}
 """They take in tensors without a gradient that they do not save."""
 _FACTORS = {"Addmm": "mat1 mat2", "Mm": "self mat2", "Bmm": "self mat2"}
+_FACTORS |= {"Convolution": "input weight"}
+_CONVOLUTION = "stride padding dilation transposed output_padding groups"
 _MADE = re.compile(r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)")
 """How names of saved values begin that the operation made itself."""
-_WORDS = {"Addmm": "linear", "Mm": "linear", "Bmm": "matmul", "Baddbmm": "matmul"}
-_WORDS |= {"MkldnnRnnLayer": "lstm", "ToCopy": "cast", "ScaledDotProduct": "attention"}
+_TURNED = {"Addmm": "addmm", "Mm": "matmul"}
+"""What they are unless their last factor is turned, as a linear layer's weight is."""
+_WORDS = {
+    "Bmm": "matmul",
+    "MkldnnRnnLayer": "lstm",
+    "ToCopy": "cast",
+    "ScaledDotProduct": "attention",
+}
+_PATH = re.compile(r"\w+(\.\w+)+")
+"""Name of a parameter in a module: one of the model itself has no dot."""
 _ROLES = {"self": "input", "mat1": "input", "mat2": "operand", "other": "operand"}
 
 
@@ -128,7 +141,12 @@ class _Op:
     @property
     def word(self) -> str:
         if self.kind == "Convolution":
-            return f"conv{len(self.outputs[0].shape) - 2}d"
+            across = "_transpose" if self.saved.get("transposed") else ""
+            return f"conv{across}{len(self.outputs[0].shape) - 2}d"
+        if self.kind in _TURNED:
+            last = self.node.next_functions[-1][0]
+            turned = last is None or last.name() == "TBackward0"
+            return "linear" if turned else _TURNED[self.kind]
         kind = re.sub(r"^(Native|Cudnn|Miopen|Safe)|(?<=Product).*", "", self.kind)
         spaced = re.sub(r"(?<=[a-z0-9D])(?=[A-Z][a-z])", "_", kind).lower()
         return _WORDS.get(kind, spaced)
@@ -154,6 +172,9 @@ class _Op:
             return None
         first, second = (factor.bfloat16() for factor in factors if factor is not None)
         with torch.autocast(first.device.type, enabled=False):
+            if self.kind == "Convolution":
+                how = [self.saved[name] for name in _CONVOLUTION.split()]
+                return torch.convolution(first, second, None, *how)
             return torch.matmul(first, second)
 
 
@@ -213,6 +234,8 @@ class _Graph:
 
     def _weights(self, parameter: Tensor) -> Finding:
         advice = "Go back to the last good checkpoint: no loss scale mends a weight."
+        if parameter.dtype == torch.float16:
+            advice = f"{advice} {EPSILON}"
         name, held = self.name_of(parameter), _held(parameter)
         return Finding("weights", name, held, advice, _kind(parameter))
 
@@ -255,7 +278,8 @@ class _Graph:
         if not op.limit < reach < math.inf:
             return None
         evidence = f"its {what} reaches {reach:.1e}, {op.holds}"
-        return Finding("range", self._place(op), evidence, _widen([op]), "inf")
+        advice, rule = self._widen([op])
+        return Finding("range", self._place(op), evidence, advice, "inf", rule)
 
     def made(self, op: _Op) -> Finding | None:
         """Say that it made it, or something before it whose result is not known."""
@@ -274,16 +298,19 @@ class _Graph:
         seen, least = f"its inputs reach {most:.1e}", min(chain, key=lambda p: p.limit)
         kind = "inf" if any(plain(value).isinf().any() for value in values) else "NaN"
         far = least.dtype == torch.float16 or most * most > least.limit
-        cause, evidence, advice = "range", f"{seen}, {least.holds}", _widen(wild)
+        cause, evidence = "range", f"{seen}, {least.holds}"
+        advice, rule = self._widen(wild)
         if not far:
-            cause, evidence = "zero", f"it makes {kind}, yet {seen}"
+            cause, evidence, rule = "zero", f"it makes {kind}, yet {seen}", ""
             advice = "Print its inputs: it is not defined for one of them."
         if any(part.hidden for part in chain):
             evidence = "tensors there were recomputed or offloaded, and are not read"
             advice = "Switch that off for one step, to see which operation it is."
+            rule = ""
         elif any(part.adds for part in chain) and (kind == "NaN" or not far):
             cause, evidence, advice = "data", f"{kind} comes in, yet {seen}", FIND
-        return Finding(cause, where, evidence, advice, kind)
+            rule = ""
+        return Finding(cause, where, evidence, advice, kind, rule)
 
     def _chain(self, op: _Op) -> list[_Op]:
         """Return an operation, and before it those whose results are not known."""
@@ -296,23 +323,40 @@ class _Graph:
         """Name an operation with its parameters, or after the last one that has any."""
         ops = list(self.ops.values())
         for part in reversed(ops[: ops.index(op) + 1]):
-            given = _upstream(part.node, lambda edge: self.ops[edge[0]].carries)
-            leaves = [self.ops[node].leaf for node in given]
-            names = {self.name_of(leaf) for leaf in leaves if leaf is not None}
+            names = self._names(part)
             if names:
                 # Backwards in the alphabet, weight comes before bias.
                 fed = f"{part.word} ({', '.join(sorted(names, reverse=True)[:4])})"
                 return fed if part is op else f"{op.word}, after {fed}"
         return op.word
 
+    def _names(self, op: _Op) -> set[str]:
+        """Return the names of the parameters that an operation takes itself."""
+        given = _upstream(op.node, lambda edge: self.ops[edge[0]].carries)
+        leaves = [self.ops[node].leaf for node in given]
+        return {self.name_of(leaf) for leaf in leaves if leaf is not None}
 
-def _widen(ops: list[_Op]) -> str:
-    """Say what helps operations whose results do not fit."""
-    words = dict.fromkeys(op.word for op in ops if op.dtype == torch.float16)
-    rules = [f"op:{word}=fp32" for word in words if hasattr(torch.ops.aten, word)]
-    if not rules:
-        return "Scale down or normalise what flows in."
-    return f"Keep it in float32 (policy '{' + '.join(rules)}') or train in bf16."
+    def _widen(self, ops: list[_Op]) -> tuple[str, str]:
+        """Return what helps operations whose results do not fit, and the rules in it.
+
+        A rule speaks of the module whose parameters an operation takes; of all such
+        operations where none is known.
+        """
+        rules: dict[str, None] = {}
+        for op in ops:
+            if op.dtype != torch.float16:
+                continue
+            names = self._names(op)
+            paths = {name.rpartition(".")[0] for name in names}
+            own = len(paths) == 1 and all(map(_PATH.fullmatch, names))
+            if own:
+                rules[module_rule(paths.pop())] = None
+            elif hasattr(torch.ops.aten, op.word):
+                rules[f"op:{op.word}=fp32"] = None
+        if not rules:
+            return "Scale down or normalise what flows in.", ""
+        rule = " + ".join(rules)
+        return f"Keep it in float32 (policy '{rule}') or train in bf16.", rule
 
 
 def _edges(node: Node) -> list[Edge]:

@@ -19,6 +19,7 @@ from halfstep.late import Late
 from halfstep.scaler import told
 from halfstep.scaler.autopsy import Finding, examine
 from halfstep.scaler.past import Past
+from halfstep.scaler.singular import EPSILON
 from halfstep.scaler.skip_log import SkipLog
 from halfstep.stats import Constant, Peaks
 
@@ -328,7 +329,9 @@ def diagnose(
     value = math.nan if loss is None else float(loss.abs().float().mean())
     drifted = finding is not None and finding.cause in {"range", "weights"}
     diverged = losses.ran_away(value) and (drifted or finding is None)
-    if diverged or (drifted and losses.few):
+    # Adam in float16 is as likely to have made NaN of weights after a few steps.
+    own = finding is not None and EPSILON in finding.advice
+    if diverged or (drifted and losses.few and not own):
         last = value if math.isfinite(value) else losses.last
         after = f"the forward pass worked for {losses.applied} steps only"
         if diverged:

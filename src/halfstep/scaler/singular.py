@@ -56,6 +56,11 @@ _CLAMP = "Clamp its argument to the inside of its domain."
 _SKIP = "Skip such a batch, or divide a sum by max(count, 1)."
 MASK = "Leave something in each row unmasked, and mask no class that a target names."
 FIND = "Find the batch, buffer or frozen weight that brings it in: print them."
+EPSILON = (
+    "If Adam or its like updates it in float16 itself (level O3): an eps of 1e-08 is 0 "
+    "there, and 0 / 0 is NaN; use eps=6.1e-05, or master weights (level O2)."
+)
+"""For a parameter in float16 that is not finite."""
 _EXP = "Subtract the maximum first, or use a function that takes logits."
 
 # Norms, std, prod, cdist and atan2 are not here: torch gives them a finite slope at 0.

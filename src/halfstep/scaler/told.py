@@ -59,4 +59,5 @@ def bad_op(finding: Finding, scale: float, *, finite: bool | None) -> BadOp:
         evidence=evidence,
         advice=finding.advice,
         reproduced=False,
+        rule=finding.rule,
     )

@@ -1,0 +1,390 @@
+"""Numbers come first in `hs.diagnose`: what is not finite is told, and where from."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep import machine
+from halfstep.scaler import ScaleRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from halfstep.diagnosis import Diagnosis
+
+pytestmark = pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
+RULE = "non-finite numbers"
+FP16 = torch.float16
+RULE_OF_SCALE = ScaleRule(init_scale=2.0**8)
+"""At which the healthy net has finite gradients in float16."""
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant rates: to measure them is not what is tested here."""
+    rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
+    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+
+
+class Net(nn.Module):
+    """Two layers, dropout, and a norm whose statistics move with each pass."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.drop, self.wide = nn.Dropout(0.5), nn.Linear(8, 8)
+        self.last, self.outer = nn.LayerNorm(8), nn.Linear(8, 1)
+        with torch.no_grad():
+            self.wide.weight.copy_(torch.eye(8) * factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one number a row."""
+        hidden = self.drop(self.norm(self.inner(x)))
+        return self.outer(self.last(self.wide(hidden * 10)))  # type: ignore[no-any-return]
+
+
+def batches(bad: int = 99, count: int = 9) -> list[Tensor]:
+    """Return batches of which one and those after it hold NaN."""
+    torch.manual_seed(1)
+    found = [torch.randn(16, 8) for _ in range(count)]
+    for batch in found[bad - 1 :]:
+        batch[0, 0] = math.nan
+    return found
+
+
+Parts: TypeAlias = "tuple[Callable[[Tensor], object], dict[str, Any], nn.Module]"
+
+
+def plain(model: nn.Module, lr: float = 0.01) -> Parts:
+    """Return a loop in float32, its parts and its model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step, {"model": model, "optimizer": optimizer}, model
+
+
+def nobody(model: nn.Module) -> Parts:
+    """Return the same loop, of which nothing is told."""
+    return plain(model)[0], {}, model
+
+
+def scaled(model: nn.Module, scale: float = 2.0**8) -> Parts:
+    """Return a loop with torch's autocast and torch's scaler."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", FP16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step, {"model": model, "optimizer": optimizer, "scaler": scaler}, model
+
+
+def drop_in(model: nn.Module) -> Parts:
+    """Return a loop with our autocast and our scaler, which runs the backward pass."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = hs.GradScaler("cpu", init_scale=2.0**8)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        with hs.autocast("cpu", FP16):
+            loss = model(x).float().square().mean()
+        scaler.backward(loss, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step, {"model": model, "optimizer": optimizer, "scaler": scaler}, model
+
+
+def ours(model: nn.Module, **options: Any) -> Parts:
+    """Return a loop with a session."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"level": "O1", "dtype": "fp16", "loss_scale": RULE_OF_SCALE} | options
+    session = hs.prepare(model, optimizer, **options)
+
+    def step(x: Tensor) -> None:
+        with session.autocast():
+            loss = session.model(x).float().square().mean()
+        session.backward(loss)
+        session.step()
+
+    return step, {"session": session}, model
+
+
+LOOPS: dict[str, Callable[[nn.Module], Parts]] = {
+    "plain": plain,
+    "nobody": nobody,
+    "scaled": scaled,
+    "drop_in": drop_in,
+    "ours": ours,
+}
+
+
+def first(found: Diagnosis) -> tuple[Any, Any]:
+    """Return the first two findings, which must be of numbers."""
+    what, why = found.findings[:2]
+    assert (what.rule, why.rule) == (RULE, "bad op")
+    assert "first_bad ran step" in what.advice
+    return what, why
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_batch_of_nan_is_told_first(loop: str) -> None:
+    """Law: whatever runs the loop, the loss, the skips and the argument are named."""
+    step, parts, _ = LOOPS[loop](Net())
+    found = hs.diagnose(step, batches=batches(bad=1), **parts)
+    what, why = first(found)
+    assert what.severity == why.severity == "error"
+    assert (what.where, why.where) == ("step 1", "inner (linear)")
+    assert "the loss is not finite in 9 of 9 steps" in what.measured
+    assert "argument 'x' of the model holds NaN" in why.measured
+    skips = loop in {"scaled", "drop_in", "ours"}
+    counted = "9 of 9" if loop == "ours" else "3 of 9"
+    assert (f"{counted} steps were skipped" in what.measured) == skips
+    assert ("parameters that hold inf or NaN now: 10" in what.measured) != skips
+    assert found.numerics.losses == tuple(range(1, 10))
+    assert str(found).count("nothing found") == 0
+    assert json.loads(json.dumps(found.data()))["numerics"]["bad_op"]["cause"] == "data"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_healthy_loop_is_told_so(loop: str) -> None:
+    """Law: nothing is said of finite numbers but that they were looked at."""
+    step, parts, _ = LOOPS[loop](Net())
+    found = hs.diagnose(step, batches=batches(), **parts)
+    assert RULE not in {each.rule for each in found.findings}
+    assert found.numerics.failed == ()
+    said = "Losses of 9 steps, gradients of the first 3 and weights are finite."
+    assert str(found.numerics) == said
+    assert said in str(found).replace("\n", " ")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_nothing_is_changed_by_the_replay(loop: str) -> None:
+    """Law: a program that is diagnosed takes the very steps it takes otherwise.
+
+    Dropout draws from the same numbers, and the norm sees each batch once. The third
+    batch fails, and is run again.
+    """
+    held = []
+    for watched in (False, True):
+        step, parts, model = LOOPS[loop](Net())
+        torch.manual_seed(5)
+        data = batches(bad=3, count=6)
+        if watched:
+            found = hs.diagnose(step, batches=data, steps=2, profiled=1, **parts)
+            assert first(found)[0].where == "step 3"
+        else:
+            for x in data:
+                step(x)
+        held.append([*model.state_dict().values(), torch.rand(3)])
+    for one, other in zip(*held, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("loop", [scaled, ours])
+def test_the_advised_rule_ends_it(loop: Callable[..., Parts]) -> None:
+    """Law: a layer that float16 does not hold is named with the rule that cures it."""
+    step, parts, _ = loop(Net(factor=2e4))
+    _, why = first(hs.diagnose(step, batches=batches(), **parts))
+    assert why.where == "wide (linear)"
+    assert "rule 'module:wide=fp32'" in why.advice
+    step, parts, _ = ours(Net(factor=2e4), policy="torch + module:wide=fp32")
+    found = hs.diagnose(step, batches=batches(), **parts)
+    assert RULE not in {each.rule for each in found.findings}
+
+
+@pytest.mark.parametrize("loop", [scaled, ours])
+def test_a_scale_that_settles_is_no_fault(loop: Callable[..., Parts]) -> None:
+    """Law: skips that a smaller scale ends are a note, behind what is wrong."""
+    options: dict[str, Any] = {"scale": 2.0**17}
+    if loop is ours:
+        options = {"loss_scale": ScaleRule(init_scale=2.0**17)}
+
+    class Steep(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).float() * 1.5
+
+    step, parts, _ = loop(Steep(), **options)
+    found = hs.diagnose(step, batches=batches(), **parts)
+    (what,) = (each for each in found.findings if each.rule == RULE)
+    assert what.severity == "note"
+    assert "loss scale 131072 to " in what.measured
+    assert found.numerics.bad_op is not None
+    assert found.numerics.bad_op.normal
+
+
+def test_torch_is_as_it_was() -> None:
+    """Law: backward pass, session and scaler are the same objects after; and hooks."""
+    step, parts, _ = scaled(Net())
+    scaler = parts["scaler"]
+    before = torch.autograd.backward, dict(vars(scaler))
+    hooks = len(torch.nn.modules.module._global_forward_hooks)
+    hs.diagnose(step, batches=batches(bad=2), **parts)
+    assert torch.autograd.backward is before[0]
+    assert vars(scaler).keys() == before[1].keys()
+    assert len(torch.nn.modules.module._global_forward_hooks) == hooks
+    step, parts, _ = ours(Net())
+    names = vars(parts["session"]).keys()
+
+    def fail(x: Tensor) -> None:
+        step(x)
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        hs.diagnose(fail, batches=batches(), **parts)
+    assert vars(parts["session"]).keys() == names
+    assert torch.autograd.backward is before[0]
+
+
+def test_another_thread_is_left_alone() -> None:
+    """Law: a backward pass elsewhere is not taken for the program's."""
+    step, parts, _ = plain(Net())
+
+    def both(x: Tensor) -> None:
+        def other() -> None:
+            (torch.ones(1, requires_grad=True) * math.nan).sum().backward()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        step(x)
+
+    found = hs.diagnose(both, batches=batches(), **parts)
+    assert found.numerics.failed == ()
+
+
+def test_the_micro_batch_is_told() -> None:
+    """Law: of several backward passes in a step the one that failed is run again."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    (bad,) = batches(bad=1, count=1)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        for part in range(3):
+            y = bad if part == 1 else x
+            (model(y).square().mean() / 3).backward()
+        optimizer.step()
+
+    found = hs.diagnose(step, model=model, batches=batches())
+    assert "argument 'x' of the model holds NaN" in first(found)[1].measured
+
+
+def test_a_step_with_a_batch_of_its_own() -> None:
+    """Law: where the replay has another batch, no hardware is blamed."""
+    step, parts, _ = plain(Net())
+    data = iter([*batches(bad=2, count=2), *batches(count=20)])
+    found = hs.diagnose(lambda: step(next(data)), **parts)
+    (what,) = (each for each in found.findings if each.rule == RULE)
+    assert "did not run it again" not in what.advice or "batches=" in what.advice
+    assert "hardware" not in str(found)
+
+
+def test_why_it_could_not_be_run_again() -> None:
+    """Law: a step that cannot be replayed is told, with the reason."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def late(x: Tensor) -> None:
+        optimizer.step()  # of the step before
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+
+    found = hs.diagnose(late, model=model, batches=batches(bad=1))
+    what = found.findings[0]
+    assert (what.rule, what.severity) == (RULE, "error")
+    assert "updates weights before a backward pass" in what.advice
+
+
+def test_a_later_step_is_told_too() -> None:
+    """Law: a loss that is not finite is told in a step that is timed, not replayed."""
+    step, parts, _ = scaled(Net())
+    found = hs.diagnose(step, batches=batches(bad=6), **parts)
+    what = found.findings[0]
+    assert (what.rule, what.where, what.severity) == (RULE, "step 6", "error")
+    assert "larger warmup" in what.advice
+    data = batches(bad=6)
+    found = hs.diagnose(step, batches=data, warmup=6, steps=2, profiled=1, **parts)
+    assert first(found)[0].where == "step 6"
+
+
+def test_a_collapse_is_told_with_the_replay() -> None:
+    """Law: where the step itself ends the run, the error holds what was found."""
+    step, parts, _ = ours(Net(), loss_scale=ScaleRule(max_consecutive_skips=2))
+    with pytest.raises(hs.LossScaleCollapse) as caught:
+        hs.diagnose(step, batches=batches(bad=1), **parts)
+    assert caught.value.bad_op is not None
+    assert caught.value.bad_op.reproduced
+    assert caught.value.bad_op.cause == "data"
+
+
+def test_a_fixed_scale_is_an_error() -> None:
+    """Law: a scale that never falls is told to be too large; a lower one ends it."""
+    for scale, sick in ((2.0**20, True), (2.0**8, False)):
+        step, parts, _ = ours(Net(), loss_scale=scale)
+        found = hs.diagnose(step, batches=batches(), **parts)
+        assert (RULE in {each.rule for each in found.findings}) == sick
+        if sick:
+            what, why = found.findings[:2]
+            assert (what.severity, why.severity) == ("error", "error")
+            assert "9 of 9 steps were skipped; loss scale 1.04858e+06" in what.measured
+            assert what.advice == why.advice
+            assert what.advice.startswith("Lower the loss scale")
+
+
+def test_a_closure_is_run_again() -> None:
+    """Law: an optimizer that runs the backward pass itself is no hindrance."""
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def step(x: Tensor) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    found = hs.diagnose(step, model=model, batches=batches(bad=1))
+    assert "argument 'x' of the model holds NaN" in first(found)[1].measured
+
+
+def test_two_models_that_nobody_named() -> None:
+    """Law: of several models that a step runs the one at fault is named."""
+    one, two = Net(), Net()
+    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.01)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        (one(torch.ones_like(x)).mean() + two(x).mean()).backward()
+        optimizer.step()
+
+    found = hs.diagnose(step, batches=batches(bad=1))
+    assert first(found)[1].where == "1.inner (linear)"
+
+
+def test_a_compiled_model() -> None:
+    """Law: it is run again as it was written."""
+    model = Net()
+    step, parts, _ = plain(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    found = hs.diagnose(step, batches=batches(bad=1), **parts)
+    assert first(found)[1].where == "inner (linear)"
