@@ -150,7 +150,7 @@ LAYER = {
     "shards": 9,
     "lost": 9,
     "release": 9,
-    "model_hooks": 5,
+    "model_hooks": 6,
     "grad_versions": 1,
     "accumulation": 1,
     "session_state": 10,
