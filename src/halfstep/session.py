@@ -377,7 +377,8 @@ class Session:
     def __str__(self) -> str:
         """Say what is trained how, and how far. May wait for the device."""
         count = sum(param.numel() for param in self._bare.parameters())
-        window = f"micro-batches a step: {self.accumulate}, {self._window.pending} of the next"
+        pending = self._window.pending
+        window = f"micro-batches a step: {self.accumulate}, {pending} of the next"
         model, optimizer = type(self._bare).__name__, type(self.optimizer).__name__
         lines = [
             f"Session of {model} and {optimizer}, {count:,} numbers on {self._device}",
