@@ -38,6 +38,7 @@ RATES = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
 RUN = ("--epochs", "1", "--level", "O0", "--out", "run")
 INTERRUPTED = "interrupted; what `train` had saved can be gone on with by --resume"
+NOT_UTF8 = "not UTF-8: byte 0xff at offset 2; save it as UTF-8."
 SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
 
 
@@ -342,7 +343,7 @@ def test_predict_from_standard_input(
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        (b"abc\n\xff\n", "standard input line 2 is not UTF-8 at byte 0."),
+        (b"a\n\xff\n", f"standard input line 2 is {NOT_UTF8}"),
         (b"\n \n", "standard input holds no text; give one a line."),
         (b"", "standard input holds no text; give one a line."),
     ],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -194,7 +193,6 @@ class RunFolder:
         for path in self.path.iterdir():
             if _TORN.fullmatch(path.name):
                 sealed.remove(path)
-        sealed.remove(self._part_of_model)
         sealed.sweep(self.path, self.model.name)
         sealed.sweep(self._checkpoints)
 
@@ -324,30 +322,21 @@ class RunFolder:
             for step in set(whole) - wanted:
                 sealed.discard(self.checkpoint_path(step))
 
-    @property
-    def _part_of_model(self) -> Path:
-        return self.path / ".model.part"
-
     def publish_model(self, model: Any, tokenizer: Any) -> None:  # noqa: ANN401
-        """Write the finished model for transformers; whole or not at all.
+        """Write the finished model for transformers, sealed; whole or not at all.
 
         Raises:
             UserError: If it cannot be written; the one from before stays.
         """
-        part = self._part_of_model
-        try:
-            with self.writing(self.model):
-                sealed.remove(part)
-                with without_bars():
-                    model.save_pretrained(part)
-                tokenizer.save_pretrained(part)
-                # A rename may reach the disk before what it gives a name to.
-                for path in (*part.rglob("*"), part):
-                    sealed.flush(path)
-                sealed.put(self.model, part, replace=True)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
+
+        def fill(part: Path) -> dict[str, Any]:
+            with without_bars():
+                model.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+            return {"notes": {}}
+
+        with self.writing(self.model):
+            sealed.write(self.model, sealed.MODEL, fill, replace=True)
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:

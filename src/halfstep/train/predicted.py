@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from halfstep.errors import UserError
 from halfstep.report import Cell, Table
+from halfstep.train.lines import decoded
 from halfstep.train.predict import Label
 
 if TYPE_CHECKING:
@@ -33,18 +34,12 @@ def lines(source: BinaryIO) -> Iterator[str]:
     """Yield the texts of a stream, one a line, blank ones left out.
 
     Raises:
-        UserError: If a line is not UTF-8 or cannot be read, or there is no text.
+        UserError: If it cannot be read, a line is not UTF-8 or holds a NUL byte, as in
+            a file to train on, or there is no text.
     """
     empty = True
-    for number, line in enumerate(_read(source), 1):
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        except UnicodeDecodeError as error:
-            message = (
-                f"standard input line {number} is not UTF-8 at byte {error.start}."
-            )
-            raise UserError(message) from error
-        if text:
+    for line in decoded("standard input", _read(source)):
+        if text := line.strip():
             empty = False
             yield text
     if empty:

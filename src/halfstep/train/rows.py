@@ -124,7 +124,7 @@ def _is_sound(text: str) -> bool:
         text.encode()
     except UnicodeEncodeError:
         return False
-    return bool(text) and not text.isspace()
+    return bool(text) and not text.isspace() and "\0" not in text
 
 
 def _checked(where: str, entry: object, form: str) -> tuple[str, int | str]:
@@ -157,9 +157,7 @@ def _fault(text: object, label: object) -> str:
         return f"label is {lines.shown(label)}; a label is a whole number or a word"
     if not str(label).strip():
         return "label is blank; a label is a whole number or a word"
-    if not _is_sound(f"{text}{label}"):
-        return "a character is cut in half (a lone surrogate); mend or drop the row"
-    return ""
+    return lines.fault_of(f"{text}{label}")
 
 
 def _table(path: Path, *, delimiter: str) -> Iterator[lines.Entry]:
