@@ -213,7 +213,7 @@ LAYER = {
     "train.progress": 20,
     "train.quick": 20,
     "train.records": 20,
-    "train.rows": 20,
+    "train.rows": 19,
     "train.spans": 20,
     "train.stopping": 20,
     "train.tags": 20,

@@ -97,6 +97,7 @@ def run(
         limit=config.limit,
         dev_share=config.dev_share,
         seed=config.seed,
+        columns=config.columns,
     )
     with distributed.join(device) as world, _held(folder, world, check=check):
         _check_same(corpus.fingerprint)
