@@ -291,6 +291,7 @@ LAYER = {
     "compat.apex.amp": 26,
     "compat.apex.__init__": 27,
     # What the user starts.
+    "parser": 1,
     "cli": 50,
     "__main__": 51,
 }

@@ -162,6 +162,28 @@ def test_overwrite_of_what_is_no_run(tmp_path: Path, config: str | None) -> None
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["thesis.tex", "photos/", "resolved.txt"])
+def test_a_folder_of_others(tmp_path: Path, name: str, *, overwrite: bool) -> None:
+    """Law: no run begins among files that no run has written; hidden ones may be."""
+    (tmp_path / ".keep").write_text("")
+    (tmp_path / "lost+found").mkdir()
+    folder = RunFolder(tmp_path)
+    folder.begin({"seed": 1}, overwrite=overwrite)
+    for each in ("config.json", "launch.json"):
+        (tmp_path / each).unlink()
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / name).mkdir() if name[-1] == "/" else (tmp_path / name).write_text("x")
+    before = tree(tmp_path)
+    with pytest.raises(UserError) as caught:
+        folder.begin({}, overwrite=overwrite)
+    assert str(caught.value) == (
+        f"--out {tmp_path} is not empty ({name.rstrip('/')}) and holds no run; choose "
+        "a new folder, or an empty one."
+    )
+    assert tree(tmp_path) == before
+
+
 def test_no_folder_to_write(tmp_path: Path) -> None:
     """Law: a place below a file, or a file itself, is refused with the reason."""
     (tmp_path / "file").write_text("x")
@@ -185,14 +207,14 @@ def test_no_settings(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             RunFolder(tmp_path / place).settings()
         assert str(caught.value) == (
-            f"--resume: {tmp_path / place} holds no run; it has no config.json."
+            f"{tmp_path / place} holds no run; it has no config.json."
         )
     config = tmp_path / "config.json"
     for text, fault in (("{", "it is not valid JSON"), ("[]", "it holds no settings")):
         config.write_text(text)
         with pytest.raises(UserError) as caught:
             RunFolder(tmp_path).settings()
-        assert str(caught.value) == f"--resume: {config} is damaged: {fault}."
+        assert str(caught.value) == f"{config} is damaged: {fault}."
 
 
 def test_settings_are_text(folder: RunFolder) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 from halfstep.train.config import SETTINGS, called, kind_of
 from halfstep.train.settings import read_file
 
-DESCRIPTION = """\
-Train a model that labels texts, or finds entities in them. Without flags: six
-emotions in built-in sentences, a small model from scratch, in the precision
-that this machine runs best.
-"""
+DESCRIPTION = (
+    "Train a model that labels texts, or finds entities in them. Without flags: six "
+    "emotions in built-in sentences, a small model from scratch, in the precision that "
+    "this machine runs best."
+)
 
 HELP: dict[str, dict[str, str]] = {
     "data": {
@@ -151,8 +151,8 @@ _METAVARS = {
 """Setting, or type of settings -> what stands for its value."""
 
 _FILE = """\
-A file for --config holds settings by their names, one a line; words stand in
-quotes. Flags win over it. An example:
+A file for --config holds settings by their names, one a line; words stand in quotes. \
+Flags win over it. An example:
   data = "posts.csv"
   batch_size = 16
   compile = true
@@ -160,11 +160,11 @@ quotes. Flags win over it. An example:
 _STATUS = """\
 exit status:
   0    done
-  1    training failed: the loss diverged, no loss scale helped, or another
-       process was lost
+  1    training failed: the loss diverged, no loss scale helped, or another process \
+was lost
   2    a setting, a file or the machine cannot be used; one line says why
-  130  stopped by Ctrl-C (SIGINT); once steps run, after saving a checkpoint: go
-       on with --resume
+  130  stopped by Ctrl-C (SIGINT); once steps run, after saving a checkpoint: go on \
+with --resume
   143  stopped by SIGTERM, likewise
 """
 

@@ -72,7 +72,7 @@ class RunFolder:
 
         Raises:
             UserError: If it holds a run already and `overwrite` is not asked for, or
-                cannot be written.
+                other files and no run, or cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -87,6 +87,8 @@ class RunFolder:
                 raise UserError(message)
             if began:
                 records.check_own(self._config)
+            else:
+                self.refuse_foreign()
             self._sweep()
             for name in (*_OWN_FOLDERS, *_OWN):
                 sealed.remove(self.path / name)
@@ -99,6 +101,24 @@ class RunFolder:
                 sealed.flush(self.path.parent)
         except OSError as error:
             raise self._unwritable(error) from error
+
+    def refuse_foreign(self) -> None:
+        """Refuse a folder that holds files of somebody else.
+
+        Hidden files do not count, nor what a file system puts on a new disk.
+
+        Raises:
+            UserError: If there is a file that no run writes.
+        """
+        ours = {*_OWN, *_OWN_FOLDERS, "lost+found"}
+        names = sorted(path.name for path in self.path.iterdir())
+        foreign = [name for name in names if name not in ours and name[0] != "."]
+        if foreign:
+            message = (
+                f"--out {self.path} is not empty ({foreign[0]}) and holds no run; "
+                "choose a new folder, or an empty one."
+            )
+            raise UserError(message)
 
     def _unwritable(self, error: OSError) -> UserError:
         message = f"--out {self.path} cannot be written: {sealed.why(error)}; choose "
