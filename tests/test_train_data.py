@@ -152,15 +152,20 @@ def test_the_seed_draws_the_split() -> None:
     assert pairs(corpus(path, seed=8).dev) != pairs(got.dev)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_rare_label_is_in_both_splits(seed: int) -> None:
-    """Law: any seed splits a file with a rare label; each has its share of dev."""
-    path = write("posts.csv", "a " * 120 + "b " * 80 + "c " * 4 + "d d")
+# With these the only row of the rarest label comes among the first 16 that are drawn.
+UNLUCKY = [seed for seed in range(40) if "t205" in shuffled(seed, 206)[:16]]
+
+
+@pytest.mark.parametrize("seed", [0, 1, *UNLUCKY])
+def test_any_seed_splits_a_file_with_rare_labels(seed: int) -> None:
+    """Law: each label has its share of dev, and train keeps a row of each."""
+    assert UNLUCKY
+    path = write("posts.csv", "a " * 120 + "b " * 80 + "c " * 5 + "d")
     got = corpus(path, seed=seed, dev_share=0.08)
-    # 16 of 206 rows: one a label, then 9.3 and 6.2 by share, less what c and d took.
-    counts = np.bincount(got.dev.labels(), minlength=4).tolist()
-    assert counts == [8, 6, 1, 1]
-    assert np.bincount(got.train.labels()).tolist() == [112, 74, 3, 1]
+    # 16 of 206 rows. After one each, the 9th of a comes at 120 / sqrt(8 * 9) = 14.1 and
+    # the 6th of b at 80 / sqrt(5 * 6) = 14.6, before the 10th at 12.6 and 7th at 12.3.
+    assert np.bincount(got.dev.labels(), minlength=4).tolist() == [9, 6, 1, 0]
+    assert np.bincount(got.train.labels()).tolist() == [111, 74, 4, 1]
 
 
 @given(
