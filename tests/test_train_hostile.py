@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from small_training import (
     one_thread,
     seal_again,
@@ -169,6 +170,48 @@ def test_code_of_a_model_is_not_run(
         line = refusal(capsys, "train", *words.get(use, ("--resume", "--out", "run")))
         assert line.startswith(f"--model bert: its {name} {REASON}")
     assert not trace.exists()
+
+
+class Reduced:
+    """What leaves a trace when a pickle of it is loaded."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.trace), "w")
+
+
+def test_pickled_weights_are_not_run(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: weights in a pickle are loaded as tensors alone, or refused."""
+    trace = here / "trace"
+    (here / "bert" / "model.safetensors").unlink()
+    torch.save({"weight": Reduced(trace)}, here / "bert" / "pytorch_model.bin")
+    words = ("--model", "bert", "--data", "letters.json", "--out", "new")
+    assert refusal(capsys, "train", *words) == (
+        "--model bert: transformers cannot load that folder: its weights are a pickle "
+        "of more than tensors; use safetensors. The models built from scratch are "
+        "tiny, small, mini."
+    )
+    assert not trace.exists()
+
+
+def test_a_damaged_model_is_written_again(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: --resume mends the model that `predict` refuses, as its message says."""
+    weights = here / "run" / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1  # in a weight: it loads without complaint
+    weights.write_bytes(content)
+    assert refusal(capsys, "predict", "run", "abc") == (
+        "model file run/model/model.safetensors is damaged: its SHA-256 is not the one "
+        "in manifest.json. Write it again with halfstep train --resume."
+    )
+    assert cli.run(["train", "--resume", "--out", "run"]) == 0
+    assert cli.run(["predict", "run", "abc"]) == 0
 
 
 def of_pipe(path: Path) -> None:

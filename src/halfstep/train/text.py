@@ -7,6 +7,7 @@ and a model that fit each other.
 from __future__ import annotations
 
 import contextlib
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -252,6 +253,8 @@ def _as_user_error(name: str | Path) -> Iterator[None]:
     except Exception as error:  # a damaged folder can raise anything in there
         where = "that folder" if Path(name).exists() else "that folder or hub name"
         first = str(error).strip().partition("\n")[0].rstrip(" .:")
+        if isinstance(error, pickle.UnpicklingError):  # torch tells how to run it
+            first = "its weights are a pickle of more than tensors; use safetensors"
         message = f"transformers cannot load {where}: {first}."
         raise UserError(message) from error
 
