@@ -193,6 +193,10 @@ REFUSALS = {
         [*TRAIN, "--labels", "only"],
         "--labels only: name two or more labels, each once.",
     ),
+    "columns of nothing": (
+        ["train", "--text-column", "review"],
+        "--text-column and --label-column name columns of --data; the built-in texts",
+    ),
     "no data": (
         ["train", "--data", "nothing.csv"],
         "nothing.csv is not there; give a file or a directory that exists.",

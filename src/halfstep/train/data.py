@@ -161,6 +161,12 @@ def load(
         UserError: If a file, row, label or setting cannot be used.
     """
     _check_settings(task, label_names, limit, dev_share)
+    if path is None and columns != AS_NAMED:
+        message = (
+            "--text-column and --label-column name columns of --data; the built-in "
+            "texts have none: leave them out."
+        )
+        raise UserError(message)
     if path is None:
         name = BUILT_IN[task]
         if task == "classify":
