@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfstep.errors import UserError
+from halfstep.report import count
 from halfstep.train.rows import AS_NAMED, Columns, is_headless, is_number
 from halfstep.train.store import MOST_WORDS, READERS, Store, open_store
 
@@ -117,6 +118,12 @@ class Corpus:
     """What only the final score sees; may be empty."""
     fingerprint: str
     """SHA-256 of what decides which examples, in which order, with which labels."""
+
+    @property
+    def sizes(self) -> str:
+        """How many texts each split holds, in words."""
+        tests = count(len(self.test), "test text")
+        return f"{len(self.train)} train, {len(self.dev)} dev, {tests}"
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -94,19 +94,17 @@ def rehearse(ready: Ready, config: TrainConfig, folder: RunFolder) -> Result:
     corpus, lengths = job.corpus, job.encoded["train"].lengths
     batch, free = plan.order.batch_size, f"{room / 2**30:.1f} GiB are free"
     middle, most = float(np.median(lengths)), int(lengths.max())
-    counts = f"{len(corpus.train)} train, {len(corpus.dev)} dev"
-    counts += f", {count(len(corpus.test), 'test text')}"
     peak = machine.peak_memory(trainer.world.device) / 2**20
     held = "allocated by torch on the GPU of" if job.plan.device == "cuda" else "in"
-    texts, judged = count(batch, "text"), count(len(few), "dev text")
+    judged, epochs = count(len(few), "dev text"), count(plan.order.epochs, "epoch")
     first = f"loss {loss:.3f}, {skipped} of {len(times)} skipped"
     rows: tuple[tuple[Cell, ...], ...] = (
         ("level", f"{session.choice}: {session.choice.reason}"),
-        ("data", f"{counts}; {count(len(corpus.labels), 'label')}"),
+        ("data", f"{corpus.sizes}; {count(len(corpus.labels), 'label')}"),
         ("tokens", f"median {middle:.0f}, longest {most}, cut after {job.longest}"),
         ("padding", f"{padded_share(lengths, plan.order):.1%} of what is computed"),
         ("parameters", f"{numbers / 1e6:.1f} million"),
-        ("steps", f"{total} of {texts}, in {count(plan.order.epochs, 'epoch')}"),
+        ("steps", f"{total} of {count(batch, 'text')}, in {epochs}"),
         ("a step", f"{step * 1000:.0f} ms, {batch / step:.0f} texts a second"),
         ("training", f"{_duration(step * total)}, evaluation apart"),
         ("memory", f"{peak:.0f} MiB at most so far, {held} the first process"),

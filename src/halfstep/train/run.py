@@ -384,14 +384,12 @@ def _opening(
         "classify": ("class", "classes"),
         "ner": ("kind of entities", "kinds of entities"),
     }[corpus.task]
-    texts = count(len(corpus.test), "test text")
-    counts = f"{len(corpus.train)} train, {len(corpus.dev)} dev, {texts}"
     start = f", from step {step}" if step else ""
     size, batch = numbers / 1e6, plan.order.batch_size
     steps = f"{count(plan.total_steps, 'step')} of {count(batch, 'text')}"
     lines = [
         f"level {choice}{kept}: {choice.reason}",
-        f"{corpus.name}: {counts} in {count(len(corpus.labels), *things)}",
+        f"{corpus.name}: {corpus.sizes} in {count(len(corpus.labels), *things)}",
         f"model of {size:.1f} million parameters, {steps}{processes}{start}",
     ]
     if notes is not None and notes["processes"] != world.size:
