@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep import checkpoint, machine
+from halfstep import checkpoint, machine, sealed
 from halfstep.train import page, text
 from halfstep.train.folder import RunFolder
 
@@ -135,6 +135,15 @@ def write_marked(
     path = folder / "marked.jsonl"
     path.write_text("".join(json.dumps(make(draw)) + "\n" for _ in range(count)))
     return path
+
+
+def seal_again(folder: Path) -> None:
+    """Seal a model's folder as it is now: a seal does not tell who wrote it."""
+    (folder / sealed.MANIFEST).unlink(missing_ok=True)
+    files = {path.name: sealed.digest(path) for path in folder.iterdir()}
+    facts = {"schema": 1, "format": "halfstep model", "files": files, "notes": {}}
+    whole = facts | {"seal": sealed.seal(facts)}
+    (folder / sealed.MANIFEST).write_text(json.dumps(whole), encoding="utf-8")
 
 
 def timeless(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

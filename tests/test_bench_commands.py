@@ -58,8 +58,8 @@ REFUSALS = {
     "autocast --calls -5": f"--calls: '-5' {WHOLE}",
     "autocast --sizes 8,x": f"--sizes: 'x' {WHOLE}",
     "accumulate --width 1.5": f"--width: '1.5' {WHOLE}",
-    "accumulate --dtype x": "--dtype: invalid choice: 'x' (choose from 'bf16', 'fp16')",
-    "encoder --device x": "--device: invalid choice: 'x' (choose from 'cpu', 'cuda')",
+    "accumulate --dtype x": "--dtype: 'x' is not one of bf16, fp16",
+    "encoder --device x": "--device: 'x' is not one of cpu, cuda",
     "encoder --dropout 1": f"--dropout: '1' {SHARE}",
     "encoder --lr quick": f"--lr: 'quick' {SHARE}",
 }

@@ -298,7 +298,7 @@ REFUSALS = {
     "--contenders O4": "argument --contenders: 'O4' must be all or of fp32, O1,",
     "--seeds 0": "argument --seeds: '0' must be a whole number of at least 1",
     "--share 1": "argument --share: '1' must be a number from 0 to below 1",
-    "--share 0 --data letters.json": "dev_share 0.0 must be above 0 and below 1.",
+    "--share 0 --data letters.json": "--dev-share 0.0 must be above 0 and below 1.",
     "--data nothing.json": "nothing.json",
     "--limit 1 --data letters.json": "--limit 1 must be from 2 ",
 }

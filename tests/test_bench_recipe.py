@@ -261,10 +261,10 @@ def test_the_command_repeats_the_run() -> None:
 REFUSALS = {
     "--contenders apex": "--contenders: 'apex' must be all or of fp32, torch.amp,",
     "--contenders O2,O2": "--contenders: 'O2' must stand there once",
-    "--optimizer lbfgs": "--optimizer: invalid choice: 'lbfgs'",
+    "--optimizer lbfgs": "--optimizer: 'lbfgs' is not one of",
     "--accumulate 0": "--accumulate: '0' must be a whole number of at least 1",
     "--steps -1": "--steps: '-1' must be a whole number of at least 1",
-    "--dtype fp8": "--dtype: invalid choice: 'fp8'",
+    "--dtype fp8": "--dtype: 'fp8' is not one of",
 }
 
 

@@ -90,7 +90,7 @@ def test_truncated_or_longer(name: str, kept: Path) -> None:
             f"checkpoint file {path} is damaged: it is not valid JSON."
             if name == "manifest.json"
             else f"checkpoint file {path} is truncated or altered: {length} bytes, its "
-            f"manifest says {len(content)}."
+            f"manifest says {len(content)}. Resume from another checkpoint."
         )
     path.write_bytes(content + b"0")
     assert str(path) in refusal(kept)
@@ -113,7 +113,10 @@ def test_damage_is_named(kept: Path) -> None:
     )
     state.unlink()
     manifest.write_text(said, encoding="utf-8")
-    assert refusal(kept) == f"checkpoint {kept} has no state.pt; it is not whole."
+    assert refusal(kept) == (
+        f"checkpoint {kept} has no state.pt; it is not whole. Resume from another "
+        "checkpoint."
+    )
     manifest.write_text(said.replace('"schema": 1', '"schema": 2'), encoding="utf-8")
     assert refusal(kept) == f"{manifest} has schema 2; this halfstep reads schema 1."
     for foreign in ("[]", "{}", "null"):

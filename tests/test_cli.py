@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,7 +26,6 @@ from halfstep.train import text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 COMMANDS = ("train", "predict", "doctor", "bench", "env", "levels")
 BENCHES = tuple(commands.BENCHES)
@@ -38,6 +38,7 @@ RATES = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
 TRAIN = ("train", "--data", "letters.json", "--model", "mini")
 RUN = ("--epochs", "1", "--level", "O0", "--out", "run")
 INTERRUPTED = "interrupted; what `train` had saved can be gone on with by --resume"
+NOT_UTF8 = "not UTF-8: byte 0xff at offset 2; save it as UTF-8."
 SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
 
 
@@ -342,7 +343,7 @@ def test_predict_from_standard_input(
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        (b"abc\n\xff\n", "standard input line 2 is not UTF-8 at byte 0."),
+        (b"a\n\xff\n", f"standard input line 2 is {NOT_UTF8}"),
         (b"\n \n", "standard input holds no text; give one a line."),
         (b"", "standard input holds no text; give one a line."),
     ],
@@ -361,9 +362,9 @@ def test_bad_standard_input(
 
 
 def test_predict_refusals(beside: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: a blank text and an unfinished run are refused."""
-    assert leave("predict", "run", "abc", " ") == 2
-    line = "text 2 is blank; give at least one character."
+    """Law: nothing but blank texts and an unfinished run are refused."""
+    assert leave("predict", "run", " ") == 2
+    line = "text 1 is blank; give at least one character."
     assert complaint(capsys.readouterr().err) == line
     shutil.rmtree(beside / "model")
     assert leave("predict", "run", "abc") == 2
@@ -401,3 +402,110 @@ def test_a_console_without_the_characters(here: Path) -> None:
     status, out, err = start(here, *words, data="天\n", PYTHONIOENCODING="ascii")
     assert (status, err) == (0, "")
     assert out.endswith("\\u5929\n")
+
+
+@pytest.mark.usefixtures("beside")
+def test_json_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: with --json - standard output holds the data and nothing else."""
+    for words in (("levels",), ("env",), ("doctor", "run")):
+        assert leave(*words, "--json", "-") == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert leave(*words, "--json", "file.json") == 0
+        capsys.readouterr()
+        assert json.loads(out) == json.loads(Path("file.json").read_text("utf-8"))
+        assert not Path("-").exists()
+    assert leave("predict", "run", "abc", "def", "--json", "-") == 0
+    out, err = capsys.readouterr()
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [each["text"] for each in found] == ["abc", "def"]
+    assert err.startswith("2 texts, ")
+
+
+@pytest.mark.usefixtures("beside")
+def test_one_text_of_several_is_blank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: blank texts are named and left out, the others labelled."""
+    assert leave("predict", "run", "abc", "", "def", " ") == 0
+    *table, note = capsys.readouterr().out.splitlines()
+    assert [row.split()[-1] for row in table[3:]] == ["abc", "def"]
+    assert note == "texts 2, 4 are blank, and left out."
+    assert leave("predict", "run", "abc", "", "--json", "-") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["text"] == "abc"
+    count, note = err.splitlines()
+    assert count.startswith("1 text, ")
+    assert note == "text 2 is blank, and left out."
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_help_on_60_columns(
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Law: help fits a narrow terminal, and loses no word there."""
+    told = []
+    for columns in (60, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert leave(*words, "--help") == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= columns
+        told.append(sorted(out.split()))
+    assert told[0] == told[1]
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("levels",),
+        ("env",),
+        ("doctor", "run"),
+        ("predict", "run", "abc " * 40, "def"),
+        (*TRAIN, *RUN[:4], "--out", "new"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_output_on_60_columns(
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Law: what a command prints fits the columns of a narrow terminal."""
+    monkeypatch.setenv("COLUMNS", "60")
+    assert leave(*words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert max(map(len, lines)) > 40
+
+
+BARE = """
+import sys
+for name in ("jinja2", "matplotlib", "nervaluate", "rich", "sklearn", "tomli_w"):
+    sys.modules[name] = None
+from halfstep import cli
+sys.exit(cli.run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.usefixtures("beside")
+def test_what_each_command_needs(here: Path) -> None:
+    """Law: predict works without what only training needs; train names packages."""
+
+    def bare(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", BARE, *words],
+            cwd=here,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            check=False,
+        )
+        return done.returncode, done.stderr.decode()
+
+    assert bare("predict", "run", "abc") == (0, "")
+    status, err = bare("train", "--out", "new")
+    assert status == 2
+    assert complaint(err) == (
+        "halfstep train needs jinja2, matplotlib, nervaluate, rich, scikit-learn, "
+        "tomli-w: install with pip install 'halfstep[train,report]'."
+    )

@@ -91,11 +91,51 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_commands_are_all_tested(refused: Any) -> None:
     """Law: the commands are those above, and no other word is taken."""
-    listed = ", ".join(map(repr, COMMANDS))
-    assert refused("tain") == (
-        f"argument COMMAND: invalid choice: 'tain' (choose from {listed}); see "
-        "halfstep --help"
+    listed = ", ".join(COMMANDS)
+    for word, near in (("tain", "train"), ("Predict", "predict"), ("benhc", "bench")):
+        assert refused(word) == (
+            f"argument COMMAND: {word!r} is not one of {listed}; nearest: {near}; see "
+            "halfstep --help"
+        )
+    assert refused("xyzzy").endswith(f"is not one of {listed}; see halfstep --help")
+    assert "; nearest: recipe; see halfstep bench" in refused("bench", "receipe")
+
+
+FLAGS = {
+    "--epoch": "--epochs",
+    "--batch_size": "--batch-size",
+    "--leval=O2": "--level",
+    "--best": "--best-by",
+    "--overwrit": "--overwrite",
+    "--text": "--text-column",
+}
+
+
+@pytest.mark.parametrize("typed", FLAGS)
+def test_the_nearest_flag_is_named(refused: Any, typed: str) -> None:
+    """Law: a flag is not abbreviated; the one that is meant is named, with its help."""
+    assert refused("train", typed) == (
+        f"unrecognized arguments: {typed}; nearest: {FLAGS[typed]}; see halfstep train "
+        "--help"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (("levels", "--jsn", "-"), "nearest: --json; see halfstep levels --help"),
+        (
+            ("bench", "scaler", "--js", "x"),
+            "nearest: --json; see halfstep bench scaler",
+        ),
+        (("--versoin", "levels"), "nearest: --version; see halfstep --help"),
+    ],
+)
+def test_flags_of_every_command(
+    refused: Any, words: tuple[str, ...], near: str
+) -> None:
+    """Law: each command names its own flags."""
+    assert near in refused(*words)
 
 
 REFUSALS = {
@@ -153,6 +193,10 @@ REFUSALS = {
         [*TRAIN, "--labels", "only"],
         "--labels only: name two or more labels, each once.",
     ),
+    "columns of nothing": (
+        ["train", "--text-column", "review"],
+        "--text-column and --label-column name columns of --data; the built-in texts",
+    ),
     "no data": (
         ["train", "--data", "nothing.csv"],
         "nothing.csv is not there; give a file or a directory that exists.",
@@ -163,7 +207,7 @@ REFUSALS = {
     ),
     "no run to resume": (
         ["train", "--resume", "--out", "nowhere"],
-        "--resume: nowhere holds no run; it has no config.json.",
+        "nowhere holds no run; it has no config.json.",
     ),
     "no run to predict": (
         ["predict", "nowhere", "text"],
@@ -245,5 +289,5 @@ def test_damaged_settings(refused: Any, begun: Path) -> None:
     )
     config.write_text("{")
     assert refused("train", "--resume", "--out", "run") == (
-        "--resume: run/config.json is damaged: it is not valid JSON."
+        "run/config.json is damaged: it is not valid JSON."
     )

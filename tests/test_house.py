@@ -213,7 +213,7 @@ LAYER = {
     "train.progress": 20,
     "train.quick": 20,
     "train.records": 20,
-    "train.rows": 20,
+    "train.rows": 19,
     "train.spans": 20,
     "train.stopping": 20,
     "train.tags": 20,
@@ -291,6 +291,7 @@ LAYER = {
     "compat.apex.amp": 26,
     "compat.apex.__init__": 27,
     # What the user starts.
+    "parser": 1,
     "cli": 50,
     "__main__": 51,
 }

@@ -66,7 +66,7 @@ REFUSED = [
     ("accumulate", -2, f"--accumulate -2 {COUNT}"),
     ("eval_every", 0, f"--eval-every 0 {COUNT}"),
     ("limit", 1, "--limit 1 must be from 2 to 2147483647."),
-    ("dev_share", 1.0, "dev_share 1.0 must be above 0 and below 1."),
+    ("dev_share", 1.0, "--dev-share 1.0 must be above 0 and below 1."),
     ("lr", 0.0, "--lr 0.0 must be above 0 and finite."),
     ("lr", float("nan"), "--lr nan must be above 0 and finite."),
     ("clip", float("inf"), "--clip inf must be above 0 and finite."),
@@ -122,13 +122,24 @@ REFUSED = [
         "best_by",
         "f1",
         (
-            "best_by f1 is no score of --task classify; choose one of macro_f1, "
+            "--best-by f1 is no score of --task classify; choose one of macro_f1, "
             "accuracy, loss."
         ),
     ),
 ]
 
 NOT_TOGETHER = [
+    (
+        {"task": "ner", "text_column": "review"},
+        (
+            "--text-column and --label-column are for --task classify; files of ner "
+            "name their parts themselves: leave them out."
+        ),
+    ),
+    (
+        {"text_column": "Stars ", "label_column": "stars"},
+        "--text-column and --label-column are both 'Stars '; name two columns.",
+    ),
     (
         {"task": "ner", "class_weights": "1,2"},
         (
@@ -145,7 +156,10 @@ NOT_TOGETHER = [
     ),
     (
         {"task": "ner", "best_by": "accuracy"},
-        "best_by accuracy is no score of --task ner; choose one of f1, macro_f1, loss.",
+        (
+            "--best-by accuracy is no score of --task ner; choose one of f1, macro_f1, "
+            "loss."
+        ),
     ),
     *(
         (

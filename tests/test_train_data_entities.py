@@ -148,3 +148,12 @@ def test_the_built_in_entities_are_a_corpus() -> None:
             edges = [e for start, end, _ in split.spans(i) for e in (start, end)]
             assert all(one <= two for one, two in pairwise(edges))
             assert not edges or edges[-1] <= len(split.text(i))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rare_kind_stays_in_train(seed: int) -> None:
+    """Law: with any seed train holds each kind, though one stands in one text alone."""
+    path = told("marked.jsonl", ANN, *[BOB] * 8, NIL)
+    got = corpus(path, seed=seed)
+    assert got.train.words() == {"PER", "LOC"}
+    assert (len(got.train), len(got.dev)) == (8, 2)

@@ -29,6 +29,7 @@ FILES = (
 )
 FOLDERS = ("checkpoints", "model", "tensorboard")
 NO_SPACE = OSError(28, "No space left on device")
+OF_NO_PROCESS = 2**30  # more than any system gives
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_overwrite(folder: RunFolder) -> None:
     root = folder.path
     save(folder, 1)
     (root / "model").mkdir()
-    (root / ".model.part").mkdir()
+    (root / ".model.part-99").mkdir()
     for name in (*FILES, "model/config.json", "notes.txt", ".hidden"):
         (root / name).write_text("old")
     (root / "config.json").write_text(json.dumps(asdict(TrainConfig())))
@@ -161,6 +162,28 @@ def test_overwrite_of_what_is_no_run(tmp_path: Path, config: str | None) -> None
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["thesis.tex", "photos/", "resolved.txt"])
+def test_a_folder_of_others(tmp_path: Path, name: str, *, overwrite: bool) -> None:
+    """Law: no run begins among files that no run has written; hidden ones may be."""
+    (tmp_path / ".keep").write_text("")
+    (tmp_path / "lost+found").mkdir()
+    folder = RunFolder(tmp_path)
+    folder.begin({"seed": 1}, overwrite=overwrite)
+    for each in ("config.json", "launch.json"):
+        (tmp_path / each).unlink()
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / name).mkdir() if name[-1] == "/" else (tmp_path / name).write_text("x")
+    before = tree(tmp_path)
+    with pytest.raises(UserError) as caught:
+        folder.begin({}, overwrite=overwrite)
+    assert str(caught.value) == (
+        f"--out {tmp_path} is not empty ({name.rstrip('/')}) and holds no run; choose "
+        "a new folder, or an empty one."
+    )
+    assert tree(tmp_path) == before
+
+
 def test_no_folder_to_write(tmp_path: Path) -> None:
     """Law: a place below a file, or a file itself, is refused with the reason."""
     (tmp_path / "file").write_text("x")
@@ -184,14 +207,14 @@ def test_no_settings(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             RunFolder(tmp_path / place).settings()
         assert str(caught.value) == (
-            f"--resume: {tmp_path / place} holds no run; it has no config.json."
+            f"{tmp_path / place} holds no run; it has no config.json."
         )
     config = tmp_path / "config.json"
     for text, fault in (("{", "it is not valid JSON"), ("[]", "it holds no settings")):
         config.write_text(text)
         with pytest.raises(UserError) as caught:
             RunFolder(tmp_path).settings()
-        assert str(caught.value) == f"--resume: {config} is damaged: {fault}."
+        assert str(caught.value) == f"{config} is damaged: {fault}."
 
 
 def test_settings_are_text(folder: RunFolder) -> None:
@@ -223,8 +246,8 @@ def test_rewind_sweeps(folder: RunFolder) -> None:
     save(folder, 1)
     for name in (".step-00000002.part-99", ".step-00000001.old-99", ".a.gone-7"):
         (folder.path / "checkpoints" / name).mkdir()
-    (folder.path / ".model.part").mkdir()
-    kept = tree(folder.path).keys() - {".model.part"}
+    (folder.path / ".model.part-99").mkdir()
+    kept = tree(folder.path).keys() - {".model.part-99"}
     (folder.path / ".0123456789abcdef.tmp").write_text("half a report")
     folder.rewind(1)
     assert names(folder) == called([1])
@@ -550,7 +573,7 @@ def test_publish_model(folder: RunFolder) -> None:
         raise NO_SPACE
 
     folder.publish_model(writer("weights", "old"), writer("vocabulary", "old"))
-    assert tree(folder.model) == {"weights": b"old", "vocabulary": b"old"}
+    assert unsealed(folder) == {"weights": b"old", "vocabulary": b"old"}
     with pytest.raises(UserError) as caught:
         folder.publish_model(
             writer("weights", "new"), SimpleNamespace(save_pretrained=broken)
@@ -559,13 +582,20 @@ def test_publish_model(folder: RunFolder) -> None:
         f"{folder.model} could not be written: No space left on device. No checkpoint "
         "is whole; mend that, then start anew."
     )
-    assert tree(folder.model) == {"weights": b"old", "vocabulary": b"old"}
-    assert not (folder.path / ".model.part").exists()
-    (folder.path / ".model.part").mkdir()
-    (folder.path / ".model.part" / "rest").write_text("of a killed process")
+    assert unsealed(folder) == {"weights": b"old", "vocabulary": b"old"}
+    assert not [*folder.path.glob(".model.*")]
+    part = folder.path / f".model.part-{OF_NO_PROCESS}"
+    part.mkdir()
+    (part / "rest").write_text("of a killed process")
     folder.publish_model(writer("weights", "new"), writer("words", "new"))
-    assert tree(folder.model) == {"weights": b"new", "words": b"new"}
-    assert not (folder.path / ".model.part").exists()
+    assert unsealed(folder) == {"weights": b"new", "words": b"new"}
+    assert not [*folder.path.glob(".model.*")]
+
+
+def unsealed(folder: RunFolder) -> dict[str, bytes | None]:
+    """Return what is in the model's folder beside its manifest, which fits it."""
+    sealed.verify(folder.model, sealed.read(folder.model, sealed.MODEL))
+    return {k: v for k, v in tree(folder.model).items() if k != sealed.MANIFEST}
 
 
 def model_of(text: str) -> SimpleNamespace:
@@ -585,12 +615,12 @@ def test_a_model_that_gets_no_name(
     folder.publish_model(model_of("old"), model_of("old"))
     before = tree(folder.path)
     with monkeypatch.context() as patch:
-        refusing(patch, ".model.part", once=True)
+        refusing(patch, sealed.beside(folder.model).name, once=True)
         with pytest.raises(UserError, match="model could not be written: Input/output"):
             folder.publish_model(model_of("new"), model_of("new"))
     assert tree(folder.path) == before
     folder.publish_model(model_of("new"), model_of("new"))
-    assert tree(folder.path) == before | {"model/weights": b"new"}
+    assert unsealed(folder) == {"weights": b"new"}
 
 
 @pytest.mark.parametrize("renamed", [True, False])
@@ -603,9 +633,8 @@ def test_a_run_killed_while_it_publishes(folder: RunFolder, *, renamed: bool) ->
     if renamed:
         folder.publish_model(model_of("new"), model_of("new"))
     folder.rewind(0)
-    assert tree(folder.path) == before | {
-        "model/weights": b"new" if renamed else b"old"
-    }
+    assert tree(folder.path).keys() == before.keys()
+    assert unsealed(folder) == {"weights": b"new" if renamed else b"old"}
 
 
 def test_write(folder: RunFolder) -> None:

@@ -6,10 +6,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.report import Table
+from halfstep.train.judge_labels import judge
 from halfstep.train.judged import Judged, apart, most_mistaken, words_of
 
 FOUND = Judged(
@@ -25,7 +27,11 @@ def test_table() -> None:
     assert FOUND.table("Quality on dev") == Table(
         "Quality on dev",
         ("label", "precision", "recall", "F1", "support"),
-        (*FOUND.per, ("mean", 0.75, 0.375, 0.5, 4)),
+        (
+            *FOUND.per,
+            ("macro average", 0.75, 0.375, 0.5, 4),
+            ("weighted average", 0.875, 0.4375, 0.5625, 4),
+        ),
         ("accuracy 0.8750, macro F1 0.5000, MCC -0.1250, loss 0.2500",),
     )
 
@@ -33,6 +39,19 @@ def test_table() -> None:
 def test_table_of_nothing() -> None:
     """Law: without labels there is no mean, and no division by zero."""
     assert Judged(0.5, {}, ()).table("t").rows == ()
+    none_true = Judged(0.5, {}, (("a", 0.0, 0.0, 0.0, 0), ("b", 0.5, 0.0, 0.0, 0)))
+    assert none_true.weighted() == (0.25, 0.0, 0.0)
+
+
+def test_weighted_average_beside_scikit_learn() -> None:
+    """Law: the weighted average is scikit-learn's, rare labels counting for little."""
+    from sklearn.metrics import precision_recall_fscore_support
+
+    truth, guess = [0, 0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 1, 0, 1, 2, 1]
+    logits = torch.nn.functional.one_hot(torch.tensor(guess), 3).float()
+    found = judge(logits, torch.tensor(truth), ("a", "b", "c")).weighted()
+    wanted = precision_recall_fscore_support(truth, guess, average="weighted")[:3]
+    assert found == pytest.approx(wanted)
 
 
 def test_data_is_flat_json() -> None:
@@ -42,6 +61,7 @@ def test_data_is_flat_json() -> None:
         "accuracy": 0.875,
         "macro_f1": 0.5,
         "mcc": -0.125,
+        "weighted_average": [0.875, 0.4375, 0.5625],
         "per_class": [["a", 1.0, 0.5, 0.625, 3], ["b", 0.5, 0.25, 0.375, 1]],
     }
 

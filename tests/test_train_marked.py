@@ -71,6 +71,7 @@ OBJECT = 'each line holds {"text": "...", "entities": [[start, end, kind], ...]}
 ENTRY = OBJECT.replace("line holds", "entry is")
 IT_IS = 'it is [start, end, kind] or {"start": ..., "end": ..., "label": ...}.'
 INSIDE = "must lie in the 4 characters of its text, end after start."
+HALF = "a character is cut in half (a lone surrogate); mend or drop the row."
 WHOLE = "an edge is a whole number, counted from 0."
 
 
@@ -106,10 +107,7 @@ WHOLE = "an edge is a whole number, counted from 0."
         ('[3, 2, "X"]', f"entity 1 from 3 to 2 {INSIDE}"),
         ('[0, 4, " "]', 'entity 1 has kind " "; a kind is a word.'),
         ("[0, 4, 7]", "entity 1 has kind 7; a kind is a word."),
-        (
-            '[0, 4, "\\udc00"]',
-            "entity 1 has a kind with half a character (a lone surrogate); mend it.",
-        ),
+        ('[0, 4, "\\udc00"]', f"entity 1 has a kind in which {HALF}"),
         ('[0, 4, "X"], [0, 4, "X"]', "entity X from 0 to 4 is given twice."),
         (
             '[1, 4, "X"], [0, 2, "Y"]',

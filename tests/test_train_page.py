@@ -132,7 +132,7 @@ def test_quality() -> None:
         ["loss", "0.6250", "0.5000"],
     ]
     assert labels[1] == ["a", "0.500", "0.625", "0.750", "3"]
-    assert labels[-1][0] == "mean"
+    assert [row[0] for row in labels[-2:]] == ["macro average", "weighted average"]
     assert beside[1] == ["plain", "0.500"]
 
 

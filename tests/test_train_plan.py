@@ -127,6 +127,25 @@ def test_as_told(split: Split) -> None:
 
 
 @pytest.mark.parametrize(
+    ("told", "epochs", "total"),
+    [
+        ({"max_steps": 5}, 1, 5),
+        ({"max_steps": 10}, 1, 10),
+        ({"max_steps": 25}, 3, 25),
+        ({"max_steps": 25, "epochs": 2}, 2, 20),
+        ({"max_steps": 15, "epochs": 2}, 2, 15),
+    ],
+)
+def test_most_steps(
+    split: Split, told: dict[str, int], epochs: int, total: int
+) -> None:
+    """Law: with 10 steps an epoch, --max-steps repeats texts, --epochs limits it."""
+    plan = plan_of(split, 20, scratch=True, batch_size=2, **told)
+    assert (plan.order.epochs, plan.total_steps) == (epochs, total)
+    assert plan.eval_every == 10
+
+
+@pytest.mark.parametrize(
     ("world", "told", "workers"),
     [(CPU, None, 0), (GPU, None, 2), (GPU, 0, 0), (CPU, 3, 3)],
 )
@@ -155,7 +174,10 @@ def test_every_default_is_filled_in(split: Split) -> None:
     assert dataclasses.replace(again, device="cuda") == plan
     left = {name for name, value in full.data_dict().items() if value is None}
     # None has a meaning of its own for these: all, the data's own, none.
-    assert left == {*("data", "labels", "limit", "freeze", "class_weights", "patience")}
+    assert left == {
+        *("data", "text_column", "label_column", "labels", "limit", "freeze"),
+        *("max_steps", "class_weights", "patience"),
+    }
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from small_corpora import letters_tokenizer
-from small_training import letters, one_thread, small_and_measured, without_figures
+from small_training import (
+    letters,
+    one_thread,
+    seal_again,
+    small_and_measured,
+    without_figures,
+)
 
 from halfstep.errors import UserError
 from halfstep.train import predict as predicting
@@ -240,9 +246,42 @@ def test_an_unfinished_run(copy: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_damaged_model(copy: Path, name: str) -> None:
-    """Law: a model whose files are cut is refused, whichever file it is."""
+    """Law: a flipped bit is named, and a file that is cut, whichever file it is."""
     damaged = copy / "model" / name
-    damaged.write_bytes(damaged.read_bytes()[:40])
+    content = damaged.read_bytes()
+    size = len(content)
+    middle = size // 2
+    flipped = bytes([content[middle] ^ 1])
+    damaged.write_bytes(content[:middle] + flipped + content[middle + 1 :])
+    assert refusal(copy) == (
+        f"model file {damaged} is damaged: its SHA-256 is not the one in "
+        "manifest.json. Write it again with halfstep train --resume."
+    )
+    damaged.write_bytes(content[:40])
+    assert refusal(copy) == (
+        f"model file {damaged} is truncated or altered: 40 bytes, its manifest says "
+        f"{size}. Write it again with halfstep train --resume."
+    )
+    damaged.unlink()
+    assert refusal(copy) == (
+        f"model {copy / 'model'} has no {name}; it is not whole. Write it again with "
+        "halfstep train --resume."
+    )
+
+
+def test_a_model_without_a_seal(copy: Path) -> None:
+    """Law: a model whose bytes nothing vouches for is refused."""
+    (copy / "model" / "manifest.json").unlink()
+    assert refusal(copy) == (
+        f"{copy / 'model'} is not a halfstep model: it has no manifest.json. Write "
+        "it again with halfstep train --resume."
+    )
+
+
+def test_a_sealed_folder_that_is_no_model(copy: Path) -> None:
+    """Law: what transformers cannot load is refused with its reason."""
+    (copy / "model" / "config.json").write_text("{}")
+    seal_again(copy / "model")
     message = refusal(copy)
     start = f"{copy / 'model'} is damaged: transformers cannot load that folder: "
     assert message.startswith(start)
@@ -255,6 +294,7 @@ def test_a_damaged_model(copy: Path, name: str) -> None:
         (" \n\u3000", "text 2 is blank; give at least one character."),
         ("", "text 2 is blank; give at least one character."),
         ("ab\udcff", "text 2 is not UTF-8 at character 2."),
+        ("ab\0", "text 2 holds a NUL character; remove it."),
     ],
 )
 def test_bad_texts(predictor: Predictor, bad: str, message: str) -> None:

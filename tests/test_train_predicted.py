@@ -162,12 +162,15 @@ def test_lines() -> None:
     assert list(lines(source)) == ["ab c", "天", "last"]
 
 
+NOT_UTF8 = "is not UTF-8: byte 0xff at offset 4; save it as UTF-8."
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (b"", "standard input holds no text; give one a line."),
         (b" \n\n", "standard input holds no text; give one a line."),
-        (b"ab\nc\xff\n", "standard input line 2 is not UTF-8 at byte 1."),
+        (b"ab\nc\xff\n", f"standard input line 2 {NOT_UTF8}"),
     ],
 )
 def test_lines_refused(data: bytes, message: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import UserError
-from halfstep.train.rows import Row, is_number, read
+from halfstep.train.rows import Columns, Row, is_number, read
 
 texts = st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), min_size=1
@@ -187,3 +187,61 @@ def test_rows_come_before_the_file_is_read(name: str) -> None:
     assert next(rows).line == 1
     with pytest.raises(UserError, match=f"{name} line 100001 is not UTF-8"):
         list(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", "id,Stars,review ,text\n7,1,so good,no\n8,2,so bad,no\n"),
+        ("a.tsv", "review\tstars\nso good\t1\nso bad\t2\n"),
+        (
+            "a.jsonl",
+            (
+                '{"review": "so good", "stars": 1, "label": 9}\n'
+                '{"review": "so bad", "stars": "2", "text": 0}\n'
+            ),
+        ),
+        (
+            "a.json",
+            '[{"stars": 1, "review": "so good"},\n{"stars": 2, "review": "so bad"}]',
+        ),
+    ],
+)
+def test_columns_are_read_by_their_names(name: str, content: str) -> None:
+    """Law: columns and keys that are named are read, and no others."""
+    Path(name).write_text(content, encoding="utf-8")
+    rows = read(Path(name), Columns("review", "stars"))
+    assert [row[:2] for row in rows] == [("so good", "1"), ("so bad", "2")]
+
+
+LABELS = {
+    "1": "1",
+    "-0": "0",
+    "007": "7",
+    "4.5": "4.5",
+    "4.0": "4.0",
+    "true": "true",
+    "sad": "sad",
+    "12345678901234567890": "12345678901234567890",
+}
+"""A label as a file spells it, and its word."""
+
+
+@pytest.mark.parametrize("spelt", LABELS)
+def test_a_label_is_the_same_in_every_format(spelt: str) -> None:
+    """Law: a label is one word, in a table, in a string of JSON, and bare in JSON."""
+    forms = [("a.csv", f"x,1\ny,{spelt}\n"), ("a.jsonl", f'["x", 1]\n["y", "{spelt}"]')]
+    if spelt not in {"007", "sad"}:  # no values of JSON
+        forms += [
+            ("b.jsonl", f'["x", 1]\n["y", {spelt}]'),
+            ("c.json", f'[["y", {spelt}]]'),
+        ]
+    for name, content in forms:
+        assert rows_of(name, content)[-1].label_word == LABELS[spelt], name
+
+
+def test_labels_of_other_types_are_told_apart() -> None:
+    """Law: 1, true and 1.0, which Python holds for equal, are three labels."""
+    content = '["x", 1]\n["x", true]\n["x", 1.0]\n["x", 1]\n'
+    words = [row.label_word for row in rows_of("a.jsonl", content)]
+    assert words == ["1", "true", "1.0", "1"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train.rows import read
+from halfstep.train.rows import Columns, read
 
 LONGEST_MESSAGE = 35
 
@@ -35,7 +35,7 @@ FORM = 'each line holds {"text": "...", "label": ...}.'
 ARRAY_FORM = 'each entry is ["text", label] or {"text": "...", "label": ...}.'
 CUT = "a character is cut in half (a lone surrogate); mend or drop the row."
 WANG = "\u738b" * 50
-NO_LABEL = "a label is a whole number or a word."
+NO_LABEL = "a label is a number or a word."
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,7 @@ NO_LABEL = "a label is a whole number or a word."
         ("[null, 1]", "text is null; a text is a string."),
         ('["", 1]', "text is blank; give it words or drop the row."),
         ('[" \\n\\u3000", 1]', "text is blank; give it words or drop the row."),
-        ('["x", true]', f"label is true; {NO_LABEL}"),
         ('["x", null]', f"label is null; {NO_LABEL}"),
-        ('["x", 3.0]', f"label is 3.0; {NO_LABEL}"),
         ('["x", NaN]', f"label is NaN; {NO_LABEL}"),
         ('["x", [1, 2]]', f"label is [1, 2]; {NO_LABEL}"),
         ('["x", " "]', f"label is blank; {NO_LABEL}"),
@@ -140,7 +138,11 @@ QUOTES = (
     "a cell that begins with a quote must end with one, and a quote inside it is "
     "written twice."
 )
-HEADER = "text and label are two columns; begin with a header row that names them."
+HEADER = (
+    "text and label are two columns; begin with a header row that names them, or give "
+    "--text-column and --label-column."
+)
+SEE = "see --text-column and --label-column."
 TWO_COLUMNS = "{} columns are named '{}'; rename all but one."
 BLANK = "text is blank; give it words or drop the row."
 
@@ -246,13 +248,6 @@ def test_an_unreadable_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == "a.csv cannot be read: Permission denied."
 
 
-def test_labels_of_other_types_are_told_apart() -> None:
-    """Law: `true` and 1.0 are no labels, also where 1 was one in the row before."""
-    for wrong in ("true", "1.0"):
-        message = refusal("a.jsonl", f'["x", 1]\n["y", {wrong}]\n')
-        assert message == f"a.jsonl line 2: label is {wrong}; {NO_LABEL}"
-
-
 def test_a_bad_text_is_refused_after_its_label_was_seen() -> None:
     """Law: a label that was sound once does not carry the text of a later row."""
     for text, fault in (("17", "text is 17; a text is a string."), ('" "', BLANK)):
@@ -260,3 +255,31 @@ def test_a_bad_text_is_refused_after_its_label_was_seen() -> None:
         assert message == f"a.jsonl line 2: {fault}"
     message = refusal("a.jsonl", '["x", "a"]\n["\\ud83d", "a"]\n')
     assert message == f"a.jsonl line 2: {CUT}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.csv",
+            "id,stars\n1,2\n",
+            'line 1: no column is named \'review\', there are "id", "stars"; ',
+        ),
+        ("a.tsv", "\nreview\nx\n", "line 2: no column is named 'stars', there are "),
+        ("a.csv", "Review,review,stars\nx,y,1\n", "line 1: 2 columns are named "),
+        (
+            "a.jsonl",
+            '{"review": "x", "text": "y"}',
+            'line 1: key \'stars\' is missing, there are "review", "text"; ',
+        ),
+        ("a.json", '[["x", 1]]', "line 1 entry 1: [\"x\", 1] has no key 'review'; "),
+        ("a.jsonl", "{}", "line 1: key 'review' is missing; "),
+    ],
+)
+def test_columns_that_are_not_there(name: str, content: str, message: str) -> None:
+    """Law: a column that was named and is not there is refused, with those that are."""
+    Path(name).write_text(content, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        list(read(Path(name), Columns("review", "stars")))
+    assert str(caught.value).startswith(f"{name} {message}")
+    assert str(caught.value).endswith((SEE, "rename all but one."))

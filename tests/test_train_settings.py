@@ -27,6 +27,8 @@ PARTS = st.lists(TEXTS.filter(lambda text: "," not in text), min_size=1).map(","
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "task": st.sampled_from(sorted(BEST_BY)),
     "data": TEXTS,
+    "text_column": st.text("ab ", min_size=1).filter(str.strip),
+    "label_column": st.text("cd ", min_size=1).filter(str.strip),
     "labels": PARTS,
     "limit": st.integers(2, 2**31 - 1),
     "dev_share": st.floats(0, 1, **OPEN, exclude_max=True),
@@ -41,6 +43,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "master": st.sampled_from(["fp32", "split", "kahan", "stochastic", "none"]),
     "policy": st.sampled_from(["lean", "torch + op:softmax=fp32"]),
     "epochs": COUNTS,
+    "max_steps": COUNTS,
     "batch_size": COUNTS,
     "accumulate": COUNTS,
     "lr": RATES,
@@ -74,7 +77,8 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     drawn = {name: draw(VALUES[name]) for name in names}
     task = drawn.get("task", "classify")
     if task == "ner":
-        drawn.pop("class_weights", None)
+        for name in ("class_weights", "text_column", "label_column"):
+            drawn.pop(name, None)
     if drawn.get("best_by") not in BEST_BY[task]:
         drawn.pop("best_by", None)
     if drawn.get("parallel") == "fsdp2":

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,9 +181,9 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     path = lines("a.jsonl", [["x", "a"]])
     read = rows.read
 
-    def change(path: Path) -> object:
+    def change(path: Path, **more: Any) -> object:
         lines("a.jsonl", [["y", "a"]])
-        return read(path)
+        return read(path, **more)
 
     monkeypatch.setattr(rows, "read", change)
     with pytest.raises(UserError) as caught:
@@ -272,8 +273,8 @@ from halfstep.train.store import open_store
 
 read = rows.read
 
-def stuck(path):
-    for row in read(path):
+def stuck(path, **more):
+    for row in read(path, **more):
         yield row
         if row.line == 2000:
             print("stuck", flush=True)
@@ -371,8 +372,8 @@ def test_a_header_with_other_names_is_no_row(suffix: str, content: str) -> None:
         splits(suffix, content, "x,a\n")
     assert str(caught.value) == (
         f"posts/train{suffix} line {1 + content.startswith(chr(10))}: label 'class' "
-        "stands in no other row: if it is a header, name the columns text and label; "
-        "otherwise drop the row."
+        "stands in no other row: if it is a header, give --text-column and "
+        "--label-column; otherwise drop the row."
     )
 
 

@@ -14,6 +14,8 @@ from halfstep.train.flags import add_flags, typed
 OTHERS: dict[str, Any] = {
     "task": "ner",
     "data": "posts.csv",
+    "text_column": "review",
+    "label_column": "stars",
     "labels": "no,yes",
     "limit": 100,
     "dev_share": 0.25,
@@ -28,6 +30,7 @@ OTHERS: dict[str, Any] = {
     "master": "split",
     "policy": "torch + module:classifier=fp32",
     "epochs": 7,
+    "max_steps": 50,
     "batch_size": 8,
     "accumulate": 2,
     "lr": 0.001,
@@ -58,7 +61,10 @@ def without(*names: str) -> dict[str, Any]:
     return {name: value for name, value in OTHERS.items() if name not in names}
 
 
-TOGETHER = (without("class_weights", "master"), without("task", "parallel"))
+TOGETHER = (
+    without("class_weights", "master", "text_column", "label_column"),
+    without("task", "parallel"),
+)
 """Sets of settings that go with each other, and hold all of `OTHERS` between them."""
 
 

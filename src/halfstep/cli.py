@@ -6,22 +6,24 @@ line on standard error and status 2 for what cannot be used, 1 for a run that fa
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
+from halfstep.parser import Parser, complain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
+    from collections.abc import Callable, Sequence
 
     from halfstep.report import Table
 
+_STANDARD_OUTPUT = Path("-")
 _EPILOG = """\
 examples:
   halfstep env                               what this machine can do, and why
@@ -59,15 +61,15 @@ def run(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0  # whoever read our output has seen enough; the work is done
     except (UserError, OSError) as error:
-        return _complain(error, 2)
+        return complain(error, 2)
     except KeyboardInterrupt:
         saved = "what `train` had saved can be gone on with by --resume"
-        return _complain(f"interrupted; {saved}", 130)
+        return complain(f"interrupted; {saved}", 130)
     except Exception as error:
         status = _outcome(error)
         if status is None:
             raise
-        return _complain(error, status)
+        return complain(error, status)
     return 0
 
 
@@ -80,12 +82,6 @@ def _outcome(error: Exception) -> int | None:
     if isinstance(error, Stopped):
         return error.status
     return 1 if isinstance(error, LossScaleCollapse | Diverged | PeerLost) else None
-
-
-def _complain(what: object, status: int) -> int:
-    line = " ".join(str(what).split())
-    print(f"halfstep: error: {line}", file=sys.stderr)
-    return status
 
 
 def _show_warning(
@@ -102,25 +98,17 @@ def _show_warning(
     print(f"halfstep: warning: {words}", file=file or sys.stderr)
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        sys.exit(_complain(f"{message}; see {self.prog} --help", 2))
-
-
 def _parser() -> argparse.ArgumentParser:
     from halfstep import __version__
 
-    parser = _Parser(
+    parser = Parser(
         prog="halfstep",
         description="Train PyTorch models in mixed precision, and see what it did.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(
-        metavar="COMMAND", required=True, parser_class=_Parser
+        metavar="COMMAND", required=True, parser_class=Parser
     )
     _add_train(commands)
     _add_predict(commands)
@@ -133,20 +121,39 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write what is printed as data"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write what is printed as data; - prints it instead, on standard output",
     )
 
 
 def _show(tables: Sequence[Table], json_file: Path | None) -> None:
     """Print tables, and write them as data where asked for."""
-    print("\n\n".join(table.text().rstrip() for table in tables))
-    if json_file:
-        _write_json([table.data() for table in tables], json_file)
+    _print_and_write(
+        lambda width: "\n\n".join(table.text(width).rstrip() for table in tables),
+        lambda: [table.data() for table in tables],
+        json_file,
+    )
 
 
-def _write_json(data: object, path: Path) -> None:
-    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-    _write(text, path, "--json")
+def _print_and_write(
+    text: Callable[[int | None], str],
+    data: Callable[[], object],
+    json_file: Path | None,
+) -> None:
+    """Print text, and write the same as data; data alone if both go to one place."""
+    from halfstep.report import terminal_width
+
+    if json_file != _STANDARD_OUTPUT:
+        print(text(terminal_width()))
+    if json_file is None:
+        return
+    written = json.dumps(data(), indent=1, ensure_ascii=False)
+    if json_file == _STANDARD_OUTPUT:
+        print(written)
+    else:
+        _write(f"{written}\n", json_file, "--json")
 
 
 def _write(text: str, path: Path, flag: str) -> None:
@@ -167,10 +174,9 @@ def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its typ
     parser = commands.add_parser(
         "train",
         help="train a text model in mixed precision",
-        usage="%(prog)s [--data PATH] [--model NAME] [--out DIR] [flags below]",
+        usage="%(prog)s [--data PATH] [--out DIR] [flags]",
         description=flags.DESCRIPTION,
         epilog=flags.epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_flags(parser)
     modes = parser.add_argument_group("mode, at most one of")
@@ -194,7 +200,7 @@ def _train(arguments: argparse.Namespace) -> None:
     from halfstep.train import installed
     from halfstep.train.flags import typed
 
-    installed.check()  # the next import needs some of them
+    installed.check("halfstep train", installed.TO_TRAIN)  # the next import needs some
     from halfstep.train.run import run as train
 
     # One process of many must not print what the first already does.
@@ -224,14 +230,15 @@ def _add_predict(commands: Any) -> None:  # noqa: ANN401
         "texts",
         nargs="+",
         metavar="TEXT",
-        help="texts to read; - reads standard input, one a line, blank ones left out",
+        help="texts to read; - reads standard input, one a line; blank ones are left "
+        "out",
     )
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
         help="write one JSON object a text to a file, and show progress instead of "
-        "a table: for many texts",
+        "a table: for many texts; - is standard output",
     )
     parser.set_defaults(command=_predict)
 
@@ -239,19 +246,22 @@ def _add_predict(commands: Any) -> None:  # noqa: ANN401
 def _predict(arguments: argparse.Namespace) -> None:
     from halfstep.train import installed
 
-    installed.check()
+    installed.check("halfstep predict", installed.TO_PREDICT)
     from halfstep.train import predicted
     from halfstep.train.predict import Predictor
 
     predictor = Predictor(arguments.run)
-    texts = arguments.texts
-    if texts == ["-"]:
-        texts = predicted.lines(sys.stdin.buffer)
-    found = predictor.predict(texts)
-    if arguments.json:
-        predicted.write(found, arguments.json)
+    notes: tuple[str, ...] = ()
+    if arguments.texts == ["-"]:
+        found = predictor.predict(predicted.lines(sys.stdin.buffer))
     else:
-        _show(predicted.tables(found, predictor.outputs), None)
+        texts, notes = predicted.given(arguments.texts)
+        found = predictor.predict(texts)
+    if arguments.json:
+        direct = arguments.json == _STANDARD_OUTPUT
+        predicted.write(found, None if direct else arguments.json, notes)
+    else:
+        _show(predicted.tables(found, predictor.outputs, notes), None)
 
 
 def _add_doctor(commands: Any) -> None:  # noqa: ANN401
@@ -278,9 +288,11 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
     facts = files.read(arguments.run)
     found = examination(facts)
-    print(text.text(facts, found))
-    if arguments.json:
-        _write_json(text.data(facts, found), arguments.json)
+    _print_and_write(
+        lambda width: text.text(facts, found, width or text.WIDTH),
+        lambda: text.data(facts, found),
+        arguments.json,
+    )
     if arguments.html:
         _write(page.page(facts, found), arguments.html, "--html")
 
@@ -293,9 +305,14 @@ def _add_bench(commands: Any) -> None:  # noqa: ANN401
         help="measure levels and peers side by side",
         description="Measure halfstep beside what people use instead, in one run.",
     )
-    kinds = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
+    kinds = parser.add_subparsers(metavar="WHAT", required=True, parser_class=Parser)
     for word, bench in BENCHES.items():
-        kind = kinds.add_parser(word, help=bench.summary, description=bench.description)
+        kind = kinds.add_parser(
+            word,
+            usage="%(prog)s [flags]",
+            help=bench.summary,
+            description=bench.description,
+        )
         bench.add_flags(kind)
         _add_json(kind)
         kind.set_defaults(command=_bench, tables=bench.tables)

@@ -23,7 +23,7 @@ import torch
 from halfstep import cpu, formats, gemm, rate_cache
 from halfstep.errors import UserError
 from halfstep.gemm import GemmRates
-from halfstep.report import Cell, Table
+from halfstep.report import Cell, Table, count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -360,7 +360,7 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
     found: list[tuple[Cell, ...]] = [
         ("processor", facts.cpu),
         ("cores", str(facts.cores)),
-        ("torch", f"{facts.torch}, {facts.threads} threads"),
+        ("torch", f"{facts.torch}, {count(facts.threads, 'thread')}"),
         ("instruction sets", ", ".join(facts.instruction_sets) or "none known"),
     ]
     quota, limits = cpu.cgroup_limit(), cpu.instruction_limits()

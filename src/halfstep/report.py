@@ -11,17 +11,19 @@ import math
 import os
 import re
 import secrets
+import shutil
 import unicodedata
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 Cell = str | int | float | bool | None
 
+_GAP = 2  # blanks between columns
 _NARROWEST = 12  # terminal columns below which wrapped words are unreadable
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
@@ -86,26 +88,25 @@ class Table:
         so columns padded by `len` do not line up.
 
         Args:
-            width: Terminal columns to fit, 1 or more: the last column of words, the
-                title and the notes are wrapped. Where the other columns leave no room
-                the table stays too wide. None, for a pipe, wraps nothing.
+            width: Terminal columns to fit, 1 or more: words break, in the last column
+                of them first, in other columns and heads of numbers where that leaves
+                no room, and so do title and notes. Columns that still find no room
+                stand below, behind the first once more. None, for a pipe, wraps
+                nothing.
 
         Returns:
             Lines without blanks or a newline at the end.
         """
         grid = [tuple(map(line, self.columns)), *self.shown()]
-        numeric = self.numeric()
-        sizes = [max(map(_width, column)) for column in zip(*grid, strict=True)]
-        words = [j for j, number in enumerate(numeric) if not number]
-        if width is not None and words:
-            excess = sum(sizes) + 2 * (len(sizes) - 1) - width
-            full = sizes[words[-1]]
-            sizes[words[-1]] = min(full, max(full - excess, _NARROWEST))
-        head, *body = [_stacked(row, sizes, numeric) for row in grid]
-        rule = "  ".join("-" * size for size in sizes)
+        numeric, columns = self.numeric(), list(zip(*grid, strict=True))
+        least = [_least(*each) for each in zip(columns, numeric, strict=True)]
         title = wrapped(self.title, width) if self.title else []
         notes = chain.from_iterable(wrapped(note, width) for note in self.notes)
-        return "\n".join([*title, *head, rule, *chain.from_iterable(body), *notes])
+        blocks = [
+            _block([columns[j] for j in block], [numeric[j] for j in block], width)
+            for block in _blocks(least, width)
+        ]
+        return "\n".join([*title, "\n\n".join(blocks), *notes])
 
     def markdown(self) -> str:
         """Return a GitHub table; what markdown would read as a mark is escaped."""
@@ -149,6 +150,16 @@ class Table:
             return line(str(cell))
 
         return [tuple(map(word, row)) for row in self.rows]
+
+
+def terminal_width() -> int | None:
+    """Return the columns to fit: COLUMNS, or the terminal's; None for a pipe."""
+    return shutil.get_terminal_size((0, 0)).columns or None
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """Return a number and what it counts: 1 text, 2 texts."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -196,11 +207,46 @@ def _padded(text: str, size: int, right: bool) -> str:
     return blank + text if right else text + blank
 
 
+def _least(column: Sequence[str], number: bool) -> int:
+    """Return the columns that a column of a table takes at least, its name first."""
+    head, *body = column
+    if not number:
+        return min(max(map(_width, column)), _NARROWEST)
+    return max(map(_width, (*head.split(), *body)), default=0)
+
+
+def _blocks(least: list[int], width: int | None) -> list[list[int]]:
+    """Return columns by index, as many side by side as fit; the first begins each."""
+    blocks = [[0]]
+    for j in range(1, len(least)):
+        taken = sum(least[i] + _GAP for i in blocks[-1]) + least[j]
+        if width is not None and taken > width and blocks[-1] != [0]:
+            blocks.append([0])
+        blocks[-1].append(j)
+    return blocks
+
+
+def _block(
+    columns: list[tuple[str, ...]], numeric: list[bool], width: int | None
+) -> str:
+    """Lay out columns side by side; words give way, the last column of them first."""
+    sizes = [max(map(_width, column)) for column in columns]
+    words = [j for j, number in enumerate(numeric) if not number]
+    others = sorted(words[:-1], key=lambda j: -sizes[j])
+    heads = [j for j, number in enumerate(numeric) if number]
+    for j in (*words[-1:], *others, *heads) if width is not None else ():
+        excess = sum(sizes) + _GAP * (len(sizes) - 1) - (width or 0)
+        sizes[j] = max(sizes[j] - max(excess, 0), _least(columns[j], numeric[j]))
+    head, *body = [_stacked(row, sizes, numeric) for row in zip(*columns, strict=True)]
+    rule = (" " * _GAP).join("-" * size for size in sizes)
+    return "\n".join([*head, rule, *chain.from_iterable(body)])
+
+
 def _stacked(row: tuple[str, ...], sizes: list[int], numeric: list[bool]) -> list[str]:
     """Lay out one row as the lines that its tallest cell needs."""
     stacks = map(wrapped, row, sizes)
     return [
-        "  ".join(map(_padded, parts, sizes, numeric)).rstrip()
+        (" " * _GAP).join(map(_padded, parts, sizes, numeric)).rstrip()
         for parts in zip_longest(*stacks, fillvalue="")
     ]
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 SCHEMA = 1
 PLAIN, SHARDED = "halfstep checkpoint", "halfstep sharded checkpoint"
+MODEL = "halfstep model"
 """What a manifest says that its directory is."""
 
 Facts = dict[str, int | str]
@@ -60,7 +61,7 @@ def write(
 
     Args:
         directory: Its parent is made if need be.
-        form: What it will be; `PLAIN` or `SHARDED`.
+        form: What it will be; `PLAIN`, `SHARDED` or `MODEL`.
         fill: Writes files into an empty directory; returns what its manifest says
             besides.
         replace: What has the name already is removed, once the new one is whole;
@@ -74,7 +75,8 @@ def write(
     with writing(directory, part):
         make(directory, part, replace=replace)
         said = fill(part)
-        files = {path.name: digest(path) for path in sorted(part.iterdir())}
+        paths = sorted(path for path in part.rglob("*") if not path.is_dir())
+        files = {path.relative_to(part).as_posix(): digest(path) for path in paths}
         facts = {"format": form, "files": files, **said}
         appear(directory, part, facts, replace=replace)
 
@@ -103,12 +105,17 @@ def unwritten(directory: Path, reason: str) -> UnwrittenError:
     return error
 
 
-def unread(path: Path, reason: str | None) -> UnreadError:
+def unread(path: Path, reason: str | None, form: str | None = PLAIN) -> UnreadError:
     """Return what to raise where a checkpoint, or a file of it, cannot be read."""
-    return UnreadError(
-        f"checkpoint file {path} cannot be read: {reason}. Resume from another "
-        "checkpoint."
-    )
+    noun, remedy = _words(form)
+    return UnreadError(f"{noun} file {path} cannot be read: {reason}. {remedy}")
+
+
+def _words(form: str | None) -> tuple[str, str]:
+    """Return what a directory of a form is called, and what to do if it is damaged."""
+    if form == MODEL:
+        return "model", "Write it again with halfstep train --resume."
+    return "checkpoint", "Resume from another checkpoint."
 
 
 def make(directory: Path, part: Path, *, replace: bool = False) -> None:
@@ -147,9 +154,8 @@ def appear(
     manifest["seal"] = seal(manifest)
     text = json.dumps(manifest, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
-    for name in (*manifest["files"], MANIFEST):
-        flush(part / name)
-    flush(part)
+    for path in (*part.rglob("*"), part):
+        flush(path)
     put(directory, part, replace=replace)
 
 
@@ -182,23 +188,26 @@ def read(directory: Path, form: str | None = None) -> dict[str, Any]:
 
     Args:
         directory: Of a checkpoint.
-        form: What it must be; None: either.
+        form: What it must be; None: a checkpoint, plain or sharded.
 
     Raises:
         CheckpointError: If there is none, or it is damaged or of another form.
     """
     path = directory / MANIFEST
+    noun, remedy = _words(form)
     try:
         # A pipe of that name would be waited for.
         text = path.read_bytes() if _is_file(path) else None
         manifest = None if text is None else json.loads(text.decode())
     except OSError as error:
-        raise unread(path, why(error)) from error
+        raise unread(path, why(error), form) from error
     except (ValueError, RecursionError) as error:
-        message = f"checkpoint file {path} is damaged: it is not valid JSON."
+        message = f"{noun} file {path} is damaged: it is not valid JSON."
         raise CheckpointError(message) from error
     if text is None:
         message = f"{directory} is not a {form or PLAIN}: it has no {MANIFEST}."
+        if form == MODEL:
+            message += f" {remedy}"
         raise CheckpointError(message)
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
     if not isinstance(manifest, dict) or schema != SCHEMA:
@@ -206,8 +215,8 @@ def read(directory: Path, form: str | None = None) -> dict[str, Any]:
         raise CheckpointError(message)
     if manifest.get("seal") != seal(manifest):
         message = (
-            f"checkpoint file {path} is damaged: its seal is not that of what it says. "
-            "Resume from another checkpoint."
+            f"{noun} file {path} is damaged: its seal is not that of what it says. "
+            f"{remedy}"
         )
         raise CheckpointError(message)
     if manifest.get("format") not in ({PLAIN, SHARDED} if form is None else {form}):
@@ -230,25 +239,27 @@ def verify(
     Raises:
         CheckpointError: If one is missing, truncated or altered; the text names it.
     """
+    form = manifest.get("format")
+    noun, remedy = _words(form)
     for name in manifest["files"] if names is None else names:
         path, expected = directory / name, manifest["files"][name]
         try:
             found = digest(path) if _is_file(path) else None
         except OSError as error:
-            raise unread(path, why(error)) from error
+            raise unread(path, why(error), form) from error
         if found is None:
-            message = f"checkpoint {directory} has no {name}; it is not whole."
+            message = f"{noun} {directory} has no {name}; it is not whole. {remedy}"
             raise CheckpointError(message)
         if found["bytes"] != expected["bytes"]:
             message = (
-                f"checkpoint file {path} is truncated or altered: {found['bytes']} "
-                f"bytes, its manifest says {expected['bytes']}."
+                f"{noun} file {path} is truncated or altered: {found['bytes']} "
+                f"bytes, its manifest says {expected['bytes']}. {remedy}"
             )
             raise CheckpointError(message)
         if found["sha256"] != expected["sha256"]:
             message = (
-                f"checkpoint file {path} is damaged: its SHA-256 is not the one in "
-                f"{MANIFEST}. Resume from another checkpoint."
+                f"{noun} file {path} is damaged: its SHA-256 is not the one in "
+                f"{MANIFEST}. {remedy}"
             )
             raise CheckpointError(message)
 
@@ -390,8 +401,8 @@ def _lists_files(manifest: Mapping[str, Any]) -> bool:
     """Say whether a manifest lists files of its own directory, and no others."""
     files = manifest.get("files")
     return isinstance(files, dict) and all(
-        re.fullmatch(r"[^/\\]+", name)
-        and name not in {".", "..", MANIFEST}
+        name != MANIFEST
+        and all(re.fullmatch(r"(?!\.\.?$)[^/\\]+", part) for part in name.split("/"))
         and isinstance(facts, dict)
         and facts.keys() == {"bytes", "sha256"}
         for name, facts in files.items()

@@ -38,7 +38,7 @@ class Bench:
 
 
 def _train(arguments: argparse.Namespace) -> list[Table]:
-    installed.check()
+    installed.check("halfstep bench train", installed.TO_TRAIN)
     from halfstep.bench import train
 
     return train.tables(arguments)
@@ -87,14 +87,14 @@ def _optimizer(arguments: argparse.Namespace) -> list[Table]:
 
 
 def _ner(arguments: argparse.Namespace) -> list[Table]:
-    installed.check()
+    installed.check("halfstep bench ner", installed.TO_TRAIN)
     from halfstep.bench import entities
 
     return entities.tables(arguments)
 
 
 def _quality(arguments: argparse.Namespace) -> list[Table]:
-    installed.check()
+    installed.check("halfstep bench quality", installed.TO_TRAIN)
     from halfstep.bench import quality
 
     return quality.tables(arguments)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-_HELP_WIDTH = 78
 """Columns of a help text that argparse does not wrap."""
 
 
@@ -311,8 +309,6 @@ def add_scaler(parser: argparse.ArgumentParser) -> None:
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench recipe`, and what its contenders are."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = textwrap.fill(parser.description or "", _HELP_WIDTH)
     lines = [f"  {name:<16}{text}" for name, text in _PEERS.items()]
     parser.epilog = "\n".join(["contenders:", *lines])
     _add_network(parser, accumulate=1)

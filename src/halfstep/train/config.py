@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from halfstep.errors import UserError
+from halfstep.train.rows import AS_NAMED, Columns
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 _IN_WORDS = {
@@ -83,6 +84,7 @@ _SEED: _Check = (
 _FOLDER: _Check = (_is_name, "a folder: not blank, and without NUL")
 _PATH: _Check = (_is_name, "a file or a folder: not blank, and without NUL")
 _MODEL: _Check = (_is_name, "a name or a folder: not blank, and without NUL")
+_COLUMN: _Check = (lambda value: bool(value.strip()), "the name of a column")
 _NAMES: _Check = (
     lambda value: all(_listed(value)),
     "names with commas between them, none of them empty",
@@ -97,22 +99,24 @@ _WEIGHTS: _Check = (
 )
 
 
-def _setting(default: object, check: _Check | None = None, *, flag: bool = True) -> Any:  # noqa: ANN401 - a field stands for its value
-    return field(default=default, metadata={"check": check, "flag": flag})
+def _setting(default: object, check: _Check | None = None) -> Any:  # noqa: ANN401 - a field stands for its value
+    return field(default=default, metadata={"check": check})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """What a run is made of; `None` means: chosen from the data and the model.
 
-    Each is a flag, or stands only in a file of settings where `flag` is false.
+    Each is a flag, and may stand in a file of settings.
     """
 
     task: str = _setting("classify", _among(*BEST_BY))
     data: str | None = _setting(None, _PATH)
+    text_column: str | None = _setting(None, _COLUMN)
+    label_column: str | None = _setting(None, _COLUMN)
     labels: str | None = _setting(None, _NAMES)
     limit: int | None = _setting(None, _from(2, _MOST_COUNT))
-    dev_share: float = _setting(0.08, _PART, flag=False)
+    dev_share: float = _setting(0.08, _PART)
     max_length: int = _setting(128, _TOKENS)
     model: str = _setting("tiny", _MODEL)
     dropout: float | None = _setting(None, _SHARE)
@@ -124,6 +128,7 @@ class TrainConfig:
     master: str = _setting(MASTERS[0], _among(*MASTERS))
     policy: str = _setting("lean")
     epochs: int | None = _setting(None, _COUNT)
+    max_steps: int | None = _setting(None, _COUNT)
     batch_size: int = _setting(32, _COUNT)
     accumulate: int = _setting(1, _COUNT)
     lr: float | None = _setting(None, _RATE)
@@ -134,7 +139,7 @@ class TrainConfig:
     label_smoothing: float = _setting(0.0, _SHARE)
     class_weights: str | None = _setting(None, _WEIGHTS)
     patience: int | None = _setting(None, _COUNT)
-    best_by: str | None = _setting(None, flag=False)
+    best_by: str | None = _setting(None)
     eval_every: int | None = _setting(None, _COUNT)
     seed: int = _setting(0, _SEED)
     device: str = _setting("auto", _among("auto", "cpu", "cuda"))
@@ -145,7 +150,7 @@ class TrainConfig:
     out: str = _setting("runs/latest", _FOLDER)
     keep: int = _setting(2, _COUNT)
     tensorboard: bool = _setting(default=False)
-    probe: str = _setting("off", _among(*PROBES), flag=False)
+    probe: str = _setting("off", _among(*PROBES))
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():
@@ -156,10 +161,20 @@ class TrainConfig:
                 f"--class-weights {self.class_weights} is for --task classify; ner has "
                 "no classes of texts: leave it out."
             )
+        elif self.task == "ner" and (self.text_column or self.label_column):
+            message = (
+                "--text-column and --label-column are for --task classify; files of "
+                "ner name their parts themselves: leave them out."
+            )
+        elif len({name.strip().lower() for name in self.columns}) == 1:
+            message = (
+                f"--text-column and --label-column are both {self.columns.text!r}; "
+                "name two columns."
+            )
         elif self.best_score not in BEST_BY[self.task]:
             message = (
-                f"best_by {self.best_by} is no score of --task {self.task}; choose one "
-                f"of {', '.join(BEST_BY[self.task])}."
+                f"--best-by {self.best_by} is no score of --task {self.task}; choose "
+                f"one of {', '.join(BEST_BY[self.task])}."
             )
         elif self.parallel == "fsdp2" and self.master != MASTERS[0]:
             message = (
@@ -173,6 +188,13 @@ class TrainConfig:
             )
         if message:
             raise UserError(message)
+
+    @property
+    def columns(self) -> Columns:
+        """The names in --text-column and --label-column, or what stands for them."""
+        return Columns(
+            self.text_column or AS_NAMED.text, self.label_column or AS_NAMED.label
+        )
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
@@ -226,10 +248,8 @@ def fits(setting: Field[Any], value: object) -> bool:
 
 
 def called(setting: Field[Any]) -> str:
-    """Return what a setting is called: its flag, or its name in a file."""
-    if setting.metadata["flag"]:
-        return "--" + setting.name.replace("_", "-")
-    return setting.name
+    """Return the flag of a setting."""
+    return "--" + setting.name.replace("_", "-")
 
 
 def check(setting: Field[Any], value: object) -> None:

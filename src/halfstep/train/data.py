@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import heapq
 import json
+import math
 import random
 from array import array
 from dataclasses import dataclass
@@ -19,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfstep.errors import UserError
-from halfstep.train.rows import is_headless, is_number
+from halfstep.report import count
+from halfstep.train.rows import AS_NAMED, Columns, is_headless, is_number
 from halfstep.train.store import MOST_WORDS, READERS, Store, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     Int64 = np.ndarray[Any, np.dtype[np.int64]]
+    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 __all__ = ["BUILT_IN", "EMOTIONS", "Corpus", "Split", "load"]
 
@@ -116,6 +120,12 @@ class Corpus:
     """SHA-256 of what decides which examples, in which order, with which labels."""
 
     @property
+    def sizes(self) -> str:
+        """How many texts each split holds, in words."""
+        tests = count(len(self.test), "test text")
+        return f"{len(self.train)} train, {len(self.dev)} dev, {tests}"
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         """Of each sentence that no split holds: where it stands, and what is wrong."""
         stores = {id(s.store): s.store for s in (self.train, self.dev, self.test)}
@@ -130,6 +140,7 @@ def load(
     limit: int | None,
     dev_share: float,
     seed: int,
+    columns: Columns = AS_NAMED,
 ) -> Corpus:
     """Return the corpus of a file, of a directory of splits, or the built-in one.
 
@@ -148,6 +159,7 @@ def load(
         dev_share: Part of a file that becomes dev, between 0 and 1; at least one row
             each for train and dev. Without effect where the splits are given.
         seed: Of the shuffle that comes before the split of a file.
+        columns: classify: names of those that hold the text and the label.
 
     Returns:
         The corpus. Duplicates stay, since real data has them.
@@ -156,19 +168,25 @@ def load(
         UserError: If a file, row, label or setting cannot be used.
     """
     _check_settings(task, label_names, limit, dev_share)
+    if path is None and columns != AS_NAMED:
+        message = (
+            "--text-column and --label-column name columns of --data; the built-in "
+            "texts have none: leave them out."
+        )
+        raise UserError(message)
     if path is None:
         name = BUILT_IN[task]
         if task == "classify":
             label_names = label_names or EMOTIONS
         with as_file(files("halfstep.train") / name) as folder:
-            stores = _given_splits(folder, task, limit)
+            stores = _given_splits(folder, task, limit, AS_NAMED)
     elif path.is_dir():
-        name, stores = path.resolve().name, _given_splits(path, task, limit)
+        name, stores = path.resolve().name, _given_splits(path, task, limit, columns)
     else:
-        name, stores = path.stem, {"train": open_store(path, task, limit)}
+        name, stores = path.stem, {"train": open_store(path, task, limit, columns)}
     labels, ids = _label_ids(stores, task, label_names)
     # With names given, a header's word is unknown, and refused already.
-    if task == "classify" and not label_names:
+    if task == "classify" and not label_names and columns == AS_NAMED:
         _check_header(stores["train"])
     splits = {
         split: Split(store, np.arange(len(store)), _ids(store, ids))
@@ -196,14 +214,18 @@ def _check_settings(
             f"--limit must be 2 or more, a row each for train and dev, not {limit}."
         )
     elif not 0 < dev_share < 1:
-        message = f"dev_share must lie between 0 and 1, such as 0.08, not {dev_share}."
+        message = (
+            f"--dev-share must lie between 0 and 1, such as 0.08, not {dev_share}."
+        )
     elif label_names is not None and len(set(names)) < max(fewest, len(names)):
         message = f"--labels {','.join(names)}: name {words} or more labels, each once."
     if message:
         raise UserError(message)
 
 
-def _given_splits(folder: Path, task: str, limit: int | None) -> dict[str, Store]:
+def _given_splits(
+    folder: Path, task: str, limit: int | None, columns: Columns
+) -> dict[str, Store]:
     """Return the splits that a directory holds, train cut to its first rows."""
     reader = READERS[task]
     stores: dict[str, Store] = {}
@@ -224,24 +246,85 @@ def _given_splits(folder: Path, task: str, limit: int | None) -> dict[str, Store
             raise UserError(message)
         if found:
             stores[split] = open_store(
-                found[0], task, limit if split == "train" else None
+                found[0], task, limit if split == "train" else None, columns
             )
     return stores
 
 
 def _drawn_splits(whole: Split, dev_share: float, seed: int) -> dict[str, Split]:
-    """Return the rows of one file, shuffled and cut in two."""
+    """Return the rows of one file, shuffled and cut in two.
+
+    Each label has its share of dev, and at least one row of it stays in train. Of
+    entities, a text goes to dev only if train keeps each of its kinds.
+    """
     if len(whole) < _FEWEST_ROWS:
         message = f"{whole.where(0)} is the only row; train and dev need one each."
         raise UserError(message)
     order = array("q", range(len(whole)))
     random.Random(seed).shuffle(order)  # noqa: S311 - a split is no secret
-    for_dev = min(max(1, round(len(order) * dev_share)), len(order) - 1)
     rows = np.array(order, np.int64)
+    seats = min(max(1, round(len(rows) * dev_share)), len(rows) - 1)
+    is_dev = _dev_rows(whole.store, rows, seats)
+    if not is_dev.any():
+        noun = "label" if whole.store.task == "classify" else "kind of entity"
+        message = (
+            f"{whole.store.source}: no row can go to dev, for train would lack its "
+            f"{noun}; add rows with each {noun}."
+        )
+        raise UserError(message)
     return {
-        "train": Split(whole.store, rows[for_dev:], whole.ids),
-        "dev": Split(whole.store, rows[:for_dev], whole.ids),
+        "train": Split(whole.store, rows[~is_dev], whole.ids),
+        "dev": Split(whole.store, rows[is_dev], whole.ids),
     }
+
+
+def _dev_rows(store: Store, rows: Int64, seats: int) -> BoolArray:
+    """Say which of the rows of a store, in their order, go to dev; `seats` or fewer."""
+    if store.task == "classify":
+        words = store.word_at[rows]
+        quota = _dev_counts(np.bincount(words), seats)
+        # Of each row, how many with its label come before.
+        by_word = np.argsort(words, kind="stable")
+        counts = np.bincount(words)
+        before = np.empty(len(rows), np.int64)
+        before[by_word] = np.arange(len(rows)) - np.repeat(
+            np.cumsum(counts) - counts, counts
+        )
+        return before < quota[words]
+    uses = np.unique(np.stack(store.uses()), axis=1)  # a kind counts once a text
+    left = np.bincount(uses[1])
+    starts = np.searchsorted(uses[0], np.arange(len(rows) + 1))
+    is_dev = np.zeros(len(rows), bool)
+    for place, row in enumerate(rows.tolist()):
+        kinds = uses[1, starts[row] : starts[row + 1]]
+        if (left[kinds] > 1).all():
+            left[kinds] -= 1
+            is_dev[place] = True
+            seats -= 1
+            if not seats:
+                break
+    return is_dev
+
+
+def _dev_counts(counts: Int64, seats: int) -> Int64:
+    """Return how many rows of each label go to dev.
+
+    Formula: the next seat is that of the label with the largest n / sqrt(k (k + 1)),
+    n its rows and k its seats, as seats of a parliament are shared out (Huntington,
+    Hill). So each label has one before any has two, then as many as its share, and
+    never all of its rows.
+    """
+    taken = np.zeros(len(counts), np.int64)
+    heap = [(-math.inf, -int(n), word) for word, n in enumerate(counts) if n > 1]
+    heapq.heapify(heap)
+    while heap and seats:
+        _, count, word = heapq.heappop(heap)
+        taken[word] += 1
+        seats -= 1
+        k = int(taken[word])
+        if k < -count - 1:
+            heapq.heappush(heap, (count / math.sqrt(k * (k + 1)), count, word))
+    return taken
 
 
 def _label_ids(
@@ -302,7 +385,8 @@ def _check_header(train: Store) -> None:
     if alone and is_headless(Path(train.source)):
         message = (
             f"{train.where(0)}: label {train.words[0]!r} stands in no other row: if it "
-            "is a header, name the columns text and label; otherwise drop the row."
+            "is a header, give --text-column and --label-column; otherwise drop the "
+            "row."
         )
         raise UserError(message)
 

@@ -7,20 +7,17 @@ command line or in the file of --config. The help of each setting stands here.
 from __future__ import annotations
 
 import argparse
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from halfstep.train.config import SETTINGS, called, kind_of
 from halfstep.train.settings import read_file
 
-DESCRIPTION = """\
-Train a model that labels texts, or finds entities in them. Without flags: six
-emotions in built-in sentences, a small model from scratch, in the precision
-that this machine runs best.
-"""
-
-_WIDTH = 78
+DESCRIPTION = (
+    "Train a model that labels texts, or finds entities in them. Without flags: six "
+    "emotions in built-in sentences, a small model from scratch, in the precision that "
+    "this machine runs best."
+)
 
 HELP: dict[str, dict[str, str]] = {
     "data": {
@@ -30,6 +27,10 @@ HELP: dict[str, dict[str, str]] = {
         "ner of entities (.json, .jsonl, .ndjson) or tagged tokens (.bmes, .bio, "
         ".bioes, .conll, .iob, .txt); or a folder with train.*, dev.* and perhaps "
         "test.* (default: a small built-in set)",
+        "text_column": "column of a table, or key of a JSON row, that holds the text; "
+        "for classify (default: text, or the first of two columns)",
+        "label_column": "the same of the label (default: label, or the second of two "
+        "columns)",
         "labels": "names of the classes in order of their ids, or of the kinds of "
         "entities, with commas (default: those in the training data)",
         "limit": "use the first N rows only (of train.*, in a folder) (default: all)",
@@ -69,6 +70,9 @@ HELP: dict[str, dict[str, str]] = {
     "training": {
         "epochs": "passes over the training data (default 20 from scratch with under "
         "5000 texts, which need repeating, otherwise 3)",
+        "max_steps": "optimizer steps after which training ends, where the learning "
+        "rate reaches 0 (default: none, --epochs decides; given alone, texts are "
+        "repeated until then)",
         "batch_size": "texts in one optimizer step, over all processes and "
         "micro-batches (default 32: usual in fine-tuning)",
         "accumulate": "micro-batches that make up one step (default 1: the quickest; "
@@ -125,6 +129,8 @@ HELP: dict[str, dict[str, str]] = {
 _METAVARS = {
     "task": "classify|ner",
     "data": "PATH",
+    "text_column": "NAME",
+    "label_column": "NAME",
     "labels": "A,B,C",
     "model": "NAME",
     "freeze": "A,B,C",
@@ -136,6 +142,8 @@ _METAVARS = {
     "class_weights": "W,W",
     "device": "cpu|cuda",
     "parallel": "ddp|fsdp2",
+    "best_by": "SCORE",
+    "probe": "MODE",
     "out": "DIR",
     int: "N",
     float: "X",
@@ -143,8 +151,8 @@ _METAVARS = {
 """Setting, or type of settings -> what stands for its value."""
 
 _FILE = """\
-A file for --config holds settings by their names, one a line; words stand in
-quotes. Flags win over it. An example:
+A file for --config holds settings by their names, one a line; words stand in quotes. \
+Flags win over it. An example:
   data = "posts.csv"
   batch_size = 16
   compile = true
@@ -152,11 +160,11 @@ quotes. Flags win over it. An example:
 _STATUS = """\
 exit status:
   0    done
-  1    training failed: the loss diverged, no loss scale helped, or another
-       process was lost
+  1    training failed: the loss diverged, no loss scale helped, or another process \
+was lost
   2    a setting, a file or the machine cannot be used; one line says why
-  130  stopped by Ctrl-C (SIGINT); once steps run, after saving a checkpoint: go
-       on with --resume
+  130  stopped by Ctrl-C (SIGINT); once steps run, after saving a checkpoint: go on \
+with --resume
   143  stopped by SIGTERM, likewise
 """
 
@@ -169,8 +177,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for title, texts in HELP.items():
         group = parser.add_argument_group(title)
         for name, text in texts.items():
-            if SETTINGS[name].metadata["flag"]:
-                _add_flag(group, name, text)
+            _add_flag(group, name, text)
     group.add_argument(
         "--config",
         type=Path,
@@ -191,17 +198,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, text: str) -> None:
 
 def epilog() -> str:
     """Return what stands below the flags: files of settings, and exit statuses."""
-    lines = [_FILE, "settings that only such a file can hold:"]
-    for texts in HELP.values():
-        for name, text in texts.items():
-            if not SETTINGS[name].metadata["flag"]:
-                lines += textwrap.wrap(
-                    f"{name:<11}{text}",
-                    _WIDTH,
-                    initial_indent="  ",
-                    subsequent_indent=" " * 13,
-                )
-    return "\n".join([*lines, "", _STATUS])
+    return f"{_FILE}\n{_STATUS}"
 
 
 def typed(arguments: argparse.Namespace) -> dict[str, Any]:

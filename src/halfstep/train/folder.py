@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,7 +72,7 @@ class RunFolder:
 
         Raises:
             UserError: If it holds a run already and `overwrite` is not asked for, or
-                cannot be written.
+                other files and no run, or cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -88,6 +87,8 @@ class RunFolder:
                 raise UserError(message)
             if began:
                 records.check_own(self._config)
+            else:
+                self.refuse_foreign()
             self._sweep()
             for name in (*_OWN_FOLDERS, *_OWN):
                 sealed.remove(self.path / name)
@@ -100,6 +101,24 @@ class RunFolder:
                 sealed.flush(self.path.parent)
         except OSError as error:
             raise self._unwritable(error) from error
+
+    def refuse_foreign(self) -> None:
+        """Refuse a folder that holds files of somebody else.
+
+        Hidden files do not count, nor what a file system puts on a new disk.
+
+        Raises:
+            UserError: If there is a file that no run writes.
+        """
+        ours = {*_OWN, *_OWN_FOLDERS, "lost+found"}
+        names = sorted(path.name for path in self.path.iterdir())
+        foreign = [name for name in names if name not in ours and name[0] != "."]
+        if foreign:
+            message = (
+                f"--out {self.path} is not empty ({foreign[0]}) and holds no run; "
+                "choose a new folder, or an empty one."
+            )
+            raise UserError(message)
 
     def _unwritable(self, error: OSError) -> UserError:
         message = f"--out {self.path} cannot be written: {sealed.why(error)}; choose "
@@ -194,7 +213,6 @@ class RunFolder:
         for path in self.path.iterdir():
             if _TORN.fullmatch(path.name):
                 sealed.remove(path)
-        sealed.remove(self._part_of_model)
         sealed.sweep(self.path, self.model.name)
         sealed.sweep(self._checkpoints)
 
@@ -324,30 +342,21 @@ class RunFolder:
             for step in set(whole) - wanted:
                 sealed.discard(self.checkpoint_path(step))
 
-    @property
-    def _part_of_model(self) -> Path:
-        return self.path / ".model.part"
-
     def publish_model(self, model: Any, tokenizer: Any) -> None:  # noqa: ANN401
-        """Write the finished model for transformers; whole or not at all.
+        """Write the finished model for transformers, sealed; whole or not at all.
 
         Raises:
             UserError: If it cannot be written; the one from before stays.
         """
-        part = self._part_of_model
-        try:
-            with self.writing(self.model):
-                sealed.remove(part)
-                with without_bars():
-                    model.save_pretrained(part)
-                tokenizer.save_pretrained(part)
-                # A rename may reach the disk before what it gives a name to.
-                for path in (*part.rglob("*"), part):
-                    sealed.flush(path)
-                sealed.put(self.model, part, replace=True)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
+
+        def fill(part: Path) -> dict[str, Any]:
+            with without_bars():
+                model.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+            return {"notes": {}}
+
+        with self.writing(self.model):
+            sealed.write(self.model, sealed.MODEL, fill, replace=True)
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:

@@ -1,30 +1,49 @@
-"""The libraries that training needs beside torch.
+"""The libraries that training and predicting need beside torch.
 
-In: nothing. Out: one line, if some are missing. Importing this needs none of them.
+In: a command. Out: one line, if some are missing. Importing this needs none of them.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
 
-_NEEDED = (
-    *("jinja2", "matplotlib", "nervaluate", "numpy", "rich", "safetensors"),
-    *("sklearn", "tomli_w", "transformers"),
-)
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+TO_PREDICT = {
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+    "transformers": "transformers",
+}
+"""Package as it is installed -> module as it is imported."""
+TO_TRAIN = TO_PREDICT | {
+    "jinja2": "jinja2",
+    "matplotlib": "matplotlib",
+    "nervaluate": "nervaluate",
+    "rich": "rich",
+    "scikit-learn": "sklearn",
+    "tomli-w": "tomli_w",
+}
 
 
-def check() -> None:
-    """Find every library that a run will need, before it begins.
+def check(what: str, packages: Mapping[str, str]) -> None:
+    """Find every library that a command will need, before it begins.
+
+    Args:
+        what: Needs them.
+        packages: `TO_TRAIN` or `TO_PREDICT`.
 
     Raises:
         UserError: If one is missing.
     """
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name, module in packages.items() if find_spec(module) is None]
     if missing:
+        extras = "train,report" if packages is TO_TRAIN else "train"
         message = (
-            f"training needs {', '.join(missing)}: install with pip install "
-            "'halfstep[train,report]'."
+            f"{what} needs {', '.join(missing)}: install with pip install "
+            f"'halfstep[{extras}]'."
         )
         raise UserError(message)

@@ -37,12 +37,15 @@ class Judged:
     """Label or kind of entity -> how often it is guessed."""
 
     def table(self, title: str) -> Table:
-        """Return what was found of each label as a table; the mean comes last."""
+        """Return what was found of each label as a table; averages come last."""
         rows: tuple[tuple[Cell, ...], ...] = self.per
         if self.per:
-            _, *shares, support = zip(*self.per, strict=True)
-            means = map(statistics.fmean, shares)
-            rows = (*rows, ("mean", *means, sum(support)))
+            support = sum(row[-1] for row in self.per)
+            rows = (
+                *rows,
+                ("macro average", *self._macro(), support),
+                ("weighted average", *self.weighted(), support),
+            )
         columns = ("label", "precision", "recall", "F1", "support")
         found = {**self.scores, "loss": self.loss}
         words = (f"{words_of(name)} {value:.4f}" for name, value in found.items())
@@ -55,11 +58,25 @@ class Judged:
             for label, *_, true in self.per
         }
 
+    def _macro(self) -> tuple[float, ...]:
+        _, *shares, _ = zip(*self.per, strict=True)
+        return tuple(map(statistics.fmean, shares))
+
+    def weighted(self) -> tuple[float, ...]:
+        """Return precision, recall and F1, each label weighted by how many are true.
+
+        Where none is true at all, all weigh the same.
+        """
+        _, *shares, support = zip(*self.per, strict=True)
+        weights = support if any(support) else [1] * len(support)
+        return tuple(statistics.fmean(share, weights) for share in shares)
+
     def data(self) -> dict[str, object]:
         """Return all but the confusion, for `json.dumps`; scores by their names."""
         return {
             "loss": self.loss,
             **self.scores,
+            "weighted_average": list(self.weighted()) if self.per else None,
             "per_class": [list(row) for row in self.per],
         }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
 Entry = tuple[str, int, object]
@@ -51,7 +51,8 @@ def check(path: Path, known: Collection[str], accepted: str) -> str:
         accepted: The same in words, for messages.
 
     Raises:
-        UserError: If there is no such file, or its suffix is unknown.
+        UserError: If there is no such file, it is a pipe or a device, or its suffix is
+            unknown.
     """
     suffix = path.suffix.lower()
     message = ""
@@ -59,6 +60,10 @@ def check(path: Path, known: Collection[str], accepted: str) -> str:
         message = f"{path} is not there; give a file or a directory that exists."
     elif path.is_dir():
         message = f"{path} is a directory; give one file, {accepted}."
+    elif not path.is_file():  # reading it might never end
+        message = (
+            f"{path} is a pipe or a device, not a file; save its rows as {accepted}."
+        )
     elif suffix not in known:
         message = f"{path}: suffix {path.suffix!r} is unknown; save it as {accepted}."
     if message:
@@ -69,38 +74,60 @@ def check(path: Path, known: Collection[str], accepted: str) -> str:
 def lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, each with its end, the byte-order mark dropped.
 
-    Why: a file of a million texts must not stand in memory. Only a line feed ends a
-    line: `str.splitlines` would also cut at U+2028, which may stand inside a text.
-
     Raises:
         UserError: If the file cannot be read, is not UTF-8 or holds a NUL byte.
     """
-    offset = 0
     try:
         with path.open("rb") as file:
-            for number, data in enumerate(file, start=1):
-                yield _decoded(path, number, offset, data)
-                offset += len(data)
+            yield from decoded(str(path), file)
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror}."
         raise UserError(message) from error
 
 
-def _decoded(path: Path, number: int, offset: int, data: bytes) -> str:
-    """Return one line as text; the offset is that of the line in the file."""
+def decoded(name: str, source: Iterable[bytes]) -> Iterator[str]:
+    """Yield lines of bytes as text, each with its end, the byte-order mark dropped.
+
+    Why: a file of a million texts must not stand in memory. Only a line feed ends a
+    line: `str.splitlines` would also cut at U+2028, which may stand inside a text.
+
+    Args:
+        name: What is read, for messages.
+        source: Its lines.
+
+    Raises:
+        UserError: If they are not UTF-8 or hold a NUL byte.
+    """
+    offset = 0
+    for number, data in enumerate(source, start=1):
+        yield _decoded(name, number, offset, data)
+        offset += len(data)
+
+
+def _decoded(name: str, number: int, offset: int, data: bytes) -> str:
+    """Return one line as text; the offset is that of the line in what is read."""
     try:
         text = (data if offset else data.removeprefix(_BOM)).decode("utf-8")
     except UnicodeDecodeError as error:
         at = offset + len(data) - len(error.object) + error.start
         message = (
-            f"{path} line {number} is not UTF-8: byte "
+            f"{name} line {number} is not UTF-8: byte "
             f"0x{error.object[error.start]:02x} at offset {at}; save it as UTF-8."
         )
         raise UserError(message) from error
     if "\0" in text:
-        message = f"{path} line {number} holds a NUL byte; save it as UTF-8 plain text."
+        message = f"{name} line {number} holds a NUL byte; save it as UTF-8 plain text."
         raise UserError(message)
     return text
+
+
+def fault_of(text: str) -> str:
+    """Return what is wrong with the characters of a text; nothing if they are sound."""
+    if torn(text):
+        return "a character is cut in half (a lone surrogate); mend or drop the row"
+    if "\0" in text:
+        return "a NUL character stands in it; remove it or drop the row"
+    return ""
 
 
 def json_lines(path: Path) -> Iterator[Entry]:

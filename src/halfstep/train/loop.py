@@ -18,6 +18,7 @@ import torch
 
 from halfstep import distributed
 from halfstep.probe import Probe
+from halfstep.report import count
 from halfstep.scaler import LossScaleCollapse
 from halfstep.train import looking, replayed, saving
 from halfstep.train.board import Board
@@ -231,7 +232,7 @@ class Trainer:
         name = self.job.plan.best_by
         return (
             f"stopped early after step {number}: {name} has not improved in "
-            f"{self.standing.waited} evaluations; the best is of step "
+            f"{count(self.standing.waited, 'evaluation')}; the best is of step "
             f"{self.standing.best_step}"
         )
 

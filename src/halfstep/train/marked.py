@@ -127,8 +127,8 @@ def _members(entry: object, form: str) -> tuple[str, list[object], str]:
     fault = ""
     if not isinstance(text, str):
         fault = f"text is {lines.shown(text)}; a text is a string"
-    elif lines.torn(text):
-        fault = "a character is cut in half (a lone surrogate); mend or drop the row"
+    elif lines.fault_of(text):
+        fault = lines.fault_of(text)
     elif len(names) > 1:
         fault = f"{names[0]} and {names[1]} are both entities; keep one"
     elif not isinstance(found, list):
@@ -161,6 +161,6 @@ def _span(entity: object, length: int) -> Span | str:
         return f"from {lines.shown(start)} to {lines.shown(end)} {right}"
     if not isinstance(kind, str) or not kind.strip():
         return f"has kind {lines.shown(kind)}; a kind is a word"
-    if lines.torn(kind):
-        return "has a kind with half a character (a lone surrogate); mend it"
+    if fault := lines.fault_of(kind):
+        return f"has a kind in which {fault}"
     return Span(start, end, kind.strip())

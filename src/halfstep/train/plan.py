@@ -62,8 +62,11 @@ def resolve(
     """
     count = len(corpus.train)
     few = scratch and count < _FEW_EXAMPLES
-    epochs = config.epochs or (_EPOCHS_FEW if few else _EPOCHS_MANY)
     steps = math.ceil(count / config.batch_size)
+    epochs = config.epochs
+    if epochs is None and config.max_steps is not None:
+        epochs = math.ceil(config.max_steps / steps)
+    epochs = epochs or (_EPOCHS_FEW if few else _EPOCHS_MANY)
     mask = config.mask_tokens
     if mask is None:
         mask = _MASK_SCRATCH[corpus.task] if scratch else 0.0
@@ -80,7 +83,7 @@ def resolve(
         dropout=dropout,
         mask_tokens=mask,
         eval_every=config.eval_every or steps,
-        total_steps=epochs * steps,
+        total_steps=min(epochs * steps, config.max_steps or epochs * steps),
         workers=workers,
         device=world.device.type,
         best_by=config.best_score,

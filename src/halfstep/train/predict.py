@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from halfstep import sealed
 from halfstep.errors import UserError
 from halfstep.train import encode, spans, tasks, text
 from halfstep.train.batches import ordered
@@ -103,8 +104,12 @@ class Predictor:
             raise UserError(message)
         settings = folder.settings()
         self.task = tasks.TASKS[settings.get("task", "classify")]
+        sealed.verify(folder.model, sealed.read(folder.model, sealed.MODEL))
         try:
             self._tokenizer, model, missing = text.load(folder.model, self.task.head)
+        except text.CodeError as error:
+            message = f"{folder.model}: {error}"
+            raise UserError(message) from error
         except UserError as error:
             message = f"{folder.model} is damaged: {error} Train again, or --resume."
             raise UserError(message) from error
@@ -127,7 +132,7 @@ class Predictor:
             texts: Each at least one character beside white space.
 
         Raises:
-            UserError: If a text is blank or cannot be written as UTF-8.
+            UserError: If a text is blank, holds NUL or cannot be written as UTF-8.
         """
         return Predictions(self._predict(texts), self._tokenizer.model_max_length)
 
@@ -206,3 +211,6 @@ def _check(number: int, item: str) -> None:
     except UnicodeEncodeError as error:
         message = f"text {number} is not UTF-8 at character {error.start}."
         raise UserError(message) from error
+    if "\0" in item:
+        message = f"text {number} holds a NUL character; remove it."
+        raise UserError(message)

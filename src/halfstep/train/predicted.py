@@ -17,7 +17,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from halfstep.errors import UserError
-from halfstep.report import Cell, Table
+from halfstep.report import Cell, Table, count
+from halfstep.train.lines import decoded
 from halfstep.train.predict import Label
 
 if TYPE_CHECKING:
@@ -33,18 +34,12 @@ def lines(source: BinaryIO) -> Iterator[str]:
     """Yield the texts of a stream, one a line, blank ones left out.
 
     Raises:
-        UserError: If a line is not UTF-8 or cannot be read, or there is no text.
+        UserError: If it cannot be read, a line is not UTF-8 or holds a NUL byte, as in
+            a file to train on, or there is no text.
     """
     empty = True
-    for number, line in enumerate(_read(source), 1):
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        except UnicodeDecodeError as error:
-            message = (
-                f"standard input line {number} is not UTF-8 at byte {error.start}."
-            )
-            raise UserError(message) from error
-        if text:
+    for line in decoded("standard input", _read(source)):
+        if text := line.strip():
             empty = False
             yield text
     if empty:
@@ -60,12 +55,30 @@ def _read(source: BinaryIO) -> Iterator[bytes]:
         raise UserError(message) from error
 
 
-def tables(found: Predictions, outputs: Sequence[str]) -> list[Table]:
+def given(texts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return the texts of a command line that are not blank, and what to say of those.
+
+    Raises:
+        UserError: If all are blank.
+    """
+    blank = [str(n) for n, text in enumerate(texts, 1) if not text.strip()]
+    if len(blank) == len(texts):
+        message = f"text {', '.join(blank)} is blank; give at least one character."
+        raise UserError(message)
+    are = "text {} is" if len(blank) == 1 else "texts {} are"
+    notes = (f"{are.format(', '.join(blank))} blank, and left out.",) if blank else ()
+    return [text for text in texts if text.strip()], notes
+
+
+def tables(
+    found: Predictions, outputs: Sequence[str], notes: tuple[str, ...] = ()
+) -> list[Table]:
     """Return predictions as tables to read.
 
     Args:
         found: Of one task.
         outputs: Names of the model's outputs, for the columns of classes.
+        notes: What else is to be said.
     """
     first = next(found)
     rows: list[tuple[Cell, ...]] = []
@@ -76,7 +89,8 @@ def tables(found: Predictions, outputs: Sequence[str]) -> list[Table]:
             for each in itertools.chain([first], found)
             if isinstance(each, Label)
         ]
-        return [Table("Predictions", (*columns, "text"), tuple(rows), _unread(found))]
+        notes += _unread(found)
+        return [Table("Predictions", (*columns, "text"), tuple(rows), notes)]
     for number, each in enumerate(itertools.chain([first], found), 1):
         if not isinstance(each, Label):
             rows += [
@@ -84,8 +98,9 @@ def tables(found: Predictions, outputs: Sequence[str]) -> list[Table]:
                 for entity in each.entities
             ] or [(number, "-", "no entity", None, None)]
     columns = ("text", "kind", "entity", "start", "end")
-    notes = ("text: counted from 1; start, end: characters, the end not included",)
-    return [Table("Entities", columns, tuple(rows), notes + _unread(found))]
+    about = "text: counted from 1; start, end: characters, the end not included"
+    notes = (about, *notes, *_unread(found))
+    return [Table("Entities", columns, tuple(rows), notes)]
 
 
 def _unread(found: Predictions) -> tuple[str, ...]:
@@ -96,29 +111,31 @@ def _unread(found: Predictions) -> tuple[str, ...]:
     return (f"{texts} cut after {found.longest} tokens; what follows was not read.",)
 
 
-def write(found: Predictions, path: Path) -> None:
+def write(found: Predictions, path: Path | None, notes: tuple[str, ...] = ()) -> None:
     """Write one JSON object a text to a file, and say on standard error how far it is.
 
     Args:
         found: The predictions.
         path: File to write, or to replace once the last prediction is there: whatever
             fails before leaves it as it was. A terminal or a pipe is written directly.
+            None: standard output.
+        notes: What else is to be said on standard error.
 
     Raises:
         UserError: If the file cannot be written.
     """
     began = shown = time.monotonic()
-    count = 0
-    with _whole(path) as file:
-        for count, each in enumerate(found, 1):
+    number = 0
+    with contextlib.nullcontext(sys.stdout) if path is None else _whole(path) as file:
+        for number, each in enumerate(found, 1):
             line = json.dumps(asdict(each), ensure_ascii=False) + "\n"
-            with _writing(path):
+            with contextlib.nullcontext() if path is None else _writing(path):
                 file.write(line)
             if time.monotonic() - shown >= _EVERY:
                 shown = time.monotonic()
-                _progress(count, shown - began)
-    _progress(count, time.monotonic() - began)
-    for note in _unread(found):
+                _progress(number, shown - began)
+    _progress(number, time.monotonic() - began)
+    for note in (*notes, *_unread(found)):
         print(note, file=sys.stderr, flush=True)
 
 
@@ -158,6 +175,7 @@ def _writing(path: Path) -> Iterator[None]:
         raise UserError(message) from error
 
 
-def _progress(count: int, seconds: float) -> None:
-    rate = count / seconds if seconds else 0.0
-    print(f"{count} texts, {rate:.0f} a second", file=sys.stderr, flush=True)
+def _progress(number: int, seconds: float) -> None:
+    rate = number / seconds if seconds else 0.0
+    said = f"{count(number, 'text')}, {rate:.0f} a second"
+    print(said, file=sys.stderr, flush=True)

@@ -10,6 +10,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from halfstep.report import terminal_width, wrapped
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -76,7 +78,7 @@ class _Plain:
     def say(self, line: str) -> None:
         # A reader that left (`| head`) must not end the training.
         with contextlib.suppress(BrokenPipeError):
-            print(line, flush=True)
+            print(*wrapped(line, terminal_width()), sep="\n", flush=True)
 
     def close(self) -> None:
         pass

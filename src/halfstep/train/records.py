@@ -99,16 +99,16 @@ def settings(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        message = f"--resume: {path.parent} holds no run; it has no config.json."
+        message = f"{path.parent} holds no run; it has no config.json."
         raise UserError(message) from error
     except OSError as error:
-        message = f"--resume: {path} cannot be read: {sealed.why(error)}."
+        message = f"{path} cannot be read: {sealed.why(error)}."
         raise UserError(message) from error
     except ValueError as error:
-        message = f"--resume: {path} is damaged: it is not valid JSON."
+        message = f"{path} is damaged: it is not valid JSON."
         raise UserError(message) from error
     if not isinstance(found, dict):
-        message = f"--resume: {path} is damaged: it holds no settings."
+        message = f"{path} is damaged: it holds no settings."
         raise UserError(message)
     return found
 

@@ -20,7 +20,7 @@ import numpy as np
 from halfstep import distributed, machine
 from halfstep.doctor import RunFacts, examine, files
 from halfstep.errors import UserError
-from halfstep.report import Cell, Table
+from halfstep.report import Cell, Table, count
 from halfstep.train.clock import Clock
 from halfstep.train.evaluate import EVAL_BATCH, noted
 from halfstep.train.feed import feed, padded_share
@@ -94,24 +94,22 @@ def rehearse(ready: Ready, config: TrainConfig, folder: RunFolder) -> Result:
     corpus, lengths = job.corpus, job.encoded["train"].lengths
     batch, free = plan.order.batch_size, f"{room / 2**30:.1f} GiB are free"
     middle, most = float(np.median(lengths)), int(lengths.max())
-    counts = (
-        f"{len(corpus.train)} train, {len(corpus.dev)} dev, {len(corpus.test)} test"
-    )
     peak = machine.peak_memory(trainer.world.device) / 2**20
     held = "allocated by torch on the GPU of" if job.plan.device == "cuda" else "in"
+    judged, epochs = count(len(few), "dev text"), count(plan.order.epochs, "epoch")
     first = f"loss {loss:.3f}, {skipped} of {len(times)} skipped"
     rows: tuple[tuple[Cell, ...], ...] = (
         ("level", f"{session.choice}: {session.choice.reason}"),
-        ("data", f"{counts} texts; {len(corpus.labels)} labels"),
+        ("data", f"{corpus.sizes}; {count(len(corpus.labels), 'label')}"),
         ("tokens", f"median {middle:.0f}, longest {most}, cut after {job.longest}"),
         ("padding", f"{padded_share(lengths, plan.order):.1%} of what is computed"),
         ("parameters", f"{numbers / 1e6:.1f} million"),
-        ("steps", f"{total} of {batch} texts, in {plan.order.epochs} epochs"),
+        ("steps", f"{total} of {count(batch, 'text')}, in {epochs}"),
         ("a step", f"{step * 1000:.0f} ms, {batch / step:.0f} texts a second"),
         ("training", f"{_duration(step * total)}, evaluation apart"),
         ("memory", f"{peak:.0f} MiB at most so far, {held} the first process"),
         ("checkpoints", f"about {size / 2**20:.0f} MiB each; {free}"),
-        ("first steps", f"{first}; then {dev_loss:.3f} on {len(few)} dev texts"),
+        ("first steps", f"{first}; then {dev_loss:.3f} on {judged}"),
     )
     notes = list(data_findings(trainer))
     told = RunFacts(splits=files.splits_of(repeats(corpus)))
@@ -137,13 +135,15 @@ def _room(folder: RunFolder) -> int:
     """Return the bytes that are free where a run would write.
 
     Raises:
-        UserError: If nothing could be written there.
+        UserError: If nothing could be written there, or files of others are there.
     """
     parents = itertools.chain([folder.path], folder.path.absolute().parents)
     there = next(path for path in parents if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         message = f"--out {folder.path}: {there} cannot be written; choose another."
         raise UserError(message)
+    if there == folder.path and not (folder.path / "config.json").exists():
+        folder.refuse_foreign()
     return shutil.disk_usage(Path(there)).free
 
 

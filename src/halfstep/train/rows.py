@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 import re
 from functools import partial
 from itertools import chain
@@ -17,7 +19,7 @@ from halfstep.errors import UserError
 from halfstep.train import lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from pathlib import Path
 
 ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
@@ -27,8 +29,21 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}")
 # A text and its label.
 _PAIR = 2
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# Names of columns that a message lists.
+_SHOWN = 8
 # Of characters in a cell; csv's own is 131,072, and a text may be longer.
 _LONGEST_CELL = 2**31 - 1
+
+
+class Columns(NamedTuple):
+    """Names of the columns of a table, or keys of a JSON object, that are read."""
+
+    text: str = "text"
+    label: str = "label"
+
+
+AS_NAMED = Columns()
+"""Where nothing is said: these names, or the first two columns, or a pair."""
 
 
 class Row(NamedTuple):
@@ -37,7 +52,8 @@ class Row(NamedTuple):
     text: str
     """The text, unchanged and not blank."""
     label_word: str
-    """The label without outer white space; a whole number in its shortest form."""
+    """The label without outer white space; a whole number in its shortest form. JSON's
+    true, false and numbers with a point are words, as in a table."""
     line: int
     """Where the row begins in its file, counted from 1."""
     where: str
@@ -49,7 +65,7 @@ def is_number(label_word: str) -> bool:
     return _NUMBER.fullmatch(label_word) is not None
 
 
-def read(path: Path) -> Iterator[Row]:
+def read(path: Path, columns: Columns = AS_NAMED) -> Iterator[Row]:
     """Return the rows of one file, one after another; one bad row refuses the file.
 
     Why: a reader that skips what it does not understand trains on less than the user
@@ -61,6 +77,8 @@ def read(path: Path) -> Iterator[Row]:
             `[text, label]` pairs or objects, `.jsonl` and `.ndjson` one of these a
             line, `.csv` and `.tsv` a table. The header of a table names the columns
             `text` and `label`; without one they are the first two.
+        columns: Names to look for in place of these two; a table then has a header,
+            and an entry of JSON is an object.
 
     Returns:
         At least one row, in the order of the file.
@@ -70,23 +88,24 @@ def read(path: Path) -> Iterator[Row]:
             row when its turn comes.
     """
     entries, form = FORMATS[lines.check(path, FORMATS, ACCEPTED)]
-    return _rows(path, entries(path), form)
+    return _rows(path, entries(path, columns), form)
 
 
-def is_headless(path: Path) -> bool:
+def is_headless(path: Path, columns: Columns = AS_NAMED) -> bool:
     """Say whether a file is a table whose first row is data, by its names.
 
     Why: a header with other names is such a row too, and its label a class.
 
     Args:
         path: A file that `read` takes.
+        columns: As for `read`.
 
     Raises:
         UserError: If the file cannot be read up to the end of its first row.
     """
     delimiter = _DELIMITERS.get(path.suffix.lower())
     first = next(_cells(path, delimiter), None) if delimiter else None
-    return first is not None and not _is_header(_names(first[1]))
+    return first is not None and not _is_header(first[1], columns)
 
 
 def _rows(path: Path, entries: Iterator[lines.Entry], form: str) -> Iterator[Row]:
@@ -108,10 +127,12 @@ def _rows(path: Path, entries: Iterator[lines.Entry], form: str) -> Iterator[Row
                 yield Row(text, word, line, where)
                 continue
         text, label = _checked(where, entry, form)
-        word = str(label).strip()
+        # What a cell of a table would hold: JSON's true, not Python's True.
+        word = (label if isinstance(label, str) else json.dumps(label)).strip()
         if is_number(word):
             word = str(int(word))
-        words[label] = word
+        if type(label) is str or type(label) is int:
+            words[label] = word
         yield Row(text, word, line, where)
     if not line:
         message = f"{path} holds no rows; {form}."
@@ -124,10 +145,10 @@ def _is_sound(text: str) -> bool:
         text.encode()
     except UnicodeEncodeError:
         return False
-    return bool(text) and not text.isspace()
+    return bool(text) and not text.isspace() and "\0" not in text
 
 
-def _checked(where: str, entry: object, form: str) -> tuple[str, int | str]:
+def _checked(where: str, entry: object, form: str) -> tuple[str, float | str]:
     """Return text and label of one entry, which is a pair or an object."""
     text: object = None
     label: object = None
@@ -144,7 +165,7 @@ def _checked(where: str, entry: object, form: str) -> tuple[str, int | str]:
     if fault:
         message = f"{where}: {fault}."
         raise UserError(message)
-    return cast("str", text), cast("int | str", label)
+    return cast("str", text), cast("float | str", label)
 
 
 def _fault(text: object, label: object) -> str:
@@ -153,38 +174,75 @@ def _fault(text: object, label: object) -> str:
         return f"text is {lines.shown(text)}; a text is a string"
     if not text.strip():
         return "text is blank; give it words or drop the row"
-    if isinstance(label, bool) or not isinstance(label, int | str):
-        return f"label is {lines.shown(label)}; a label is a whole number or a word"
+    if not isinstance(label, int | float | str) or not _is_finite(label):
+        return f"label is {lines.shown(label)}; a label is a number or a word"
     if not str(label).strip():
-        return "label is blank; a label is a whole number or a word"
-    if not _is_sound(f"{text}{label}"):
-        return "a character is cut in half (a lone surrogate); mend or drop the row"
-    return ""
+        return "label is blank; a label is a number or a word"
+    return lines.fault_of(f"{text}{label}")
 
 
-def _table(path: Path, *, delimiter: str) -> Iterator[lines.Entry]:
+def _is_finite(label: float | str) -> bool:
+    """Say whether a label is not JSON's NaN, which stands for a missing one."""
+    return not isinstance(label, float) or math.isfinite(label)
+
+
+def _objects(
+    path: Path, columns: Columns, *, read: Callable[[Path], Iterator[lines.Entry]]
+) -> Iterator[lines.Entry]:
+    """Yield the entries of JSON; of objects with other names, text and label alone."""
+    if columns == AS_NAMED:
+        yield from read(path)
+        return
+    for where, line, entry in read(path):
+        fault = ""
+        if not isinstance(entry, dict):
+            fault = f"{lines.shown(entry)} has no key {columns.text!r}"
+        elif missing := [name for name in columns if name not in entry]:
+            fault = f"key {missing[0]!r} is missing{_there_are(entry)}"
+        if fault:
+            message = f"{where}: {fault}; see --text-column and --label-column."
+            raise UserError(message)
+        found = cast("dict[str, object]", entry)
+        yield where, line, {"text": found[columns.text], "label": found[columns.label]}
+
+
+def _there_are(names: Collection[str]) -> str:
+    """Return which names there are instead of one that is missing, for a message."""
+    shown = ", ".join(lines.shown(name) for name in [*names][:_SHOWN])
+    more = ", ..." if len(names) > _SHOWN else ""
+    return f", there are {shown}{more}" if names else ""
+
+
+def _table(path: Path, columns: Columns, *, delimiter: str) -> Iterator[lines.Entry]:
     """Yield text and label of each row of a table."""
     rows = _cells(path, delimiter)
     first = next(rows, None)
     if first is None:
         return
     line, head = first
-    names = _names(head)
+    names, wanted = _names(head), _names(columns)
     text, label = 0, 1
-    if _is_header(names):
-        for name in ("text", "label"):
+    if _is_header(head, columns):
+        for name in wanted:
             if names.count(name) > 1:
                 message = (
                     f"{path} line {line}: {names.count(name)} columns are named "
                     f"{name!r}; rename all but one."
                 )
                 raise UserError(message)
-        text, label = names.index("text"), names.index("label")
+        text, label = map(names.index, wanted)
+    elif columns != AS_NAMED:
+        missing = next(name for name in columns if _names([name])[0] not in names)
+        message = (
+            f"{path} line {line}: no column is named {missing!r}{_there_are(head)}; "
+            "see --text-column and --label-column."
+        )
+        raise UserError(message)
     elif "label" in names or names[0] == "text" or len(head) == 1:
         # Half a header, taken for data, would become a class of its own.
         message = (
             f"{path} line {line}: text and label are two columns; begin with a header "
-            "row that names them."
+            "row that names them, or give --text-column and --label-column."
         )
         raise UserError(message)
     else:
@@ -201,14 +259,14 @@ def _table(path: Path, *, delimiter: str) -> Iterator[lines.Entry]:
         yield f"{path} line {line}", line, [cells[text], cells[label]]
 
 
-def _names(head: list[str]) -> list[str]:
+def _names(head: Iterable[str]) -> list[str]:
     """Return the cells of a first row as the names of columns."""
     return [cell.strip().lower() for cell in head]
 
 
-def _is_header(names: list[str]) -> bool:
-    """Say whether the names of columns tell which are the text and the label."""
-    return {"text", "label"} <= set(names)
+def _is_header(head: list[str], columns: Columns) -> bool:
+    """Say whether a first row tells which columns are the text and the label."""
+    return set(_names(columns)) <= set(_names(head))
 
 
 def _cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -244,10 +302,14 @@ def _csv_lines(path: Path) -> Iterator[str]:
 _OBJECT = '{"text": "...", "label": ...}'
 _EACH_LINE = f"each line holds {_OBJECT}"
 _EACH_ROW = "each row holds a text and a label"
-FORMATS: dict[str, tuple[Callable[[Path], Iterator[lines.Entry]], str]] = {
-    ".json": (lines.json_array, f'each entry is ["text", label] or {_OBJECT}'),
-    ".jsonl": (lines.json_lines, _EACH_LINE),
-    ".ndjson": (lines.json_lines, _EACH_LINE),
+_json_lines = partial(_objects, read=lines.json_lines)
+FORMATS: dict[str, tuple[Callable[[Path, Columns], Iterator[lines.Entry]], str]] = {
+    ".json": (
+        partial(_objects, read=lines.json_array),
+        f'each entry is ["text", label] or {_OBJECT}',
+    ),
+    ".jsonl": (_json_lines, _EACH_LINE),
+    ".ndjson": (_json_lines, _EACH_LINE),
     ".csv": (partial(_table, delimiter=_DELIMITERS[".csv"]), _EACH_ROW),
     ".tsv": (partial(_table, delimiter=_DELIMITERS[".tsv"]), _EACH_ROW),
 }

@@ -20,6 +20,7 @@ from halfstep.choice import Choice, choose
 from halfstep.doctor import here
 from halfstep.errors import UserError
 from halfstep.preparing import prepare
+from halfstep.report import count
 from halfstep.train import (
     board,
     encode,
@@ -84,7 +85,7 @@ def run(
         Stopped: If a signal asked for it.
         PeerLost: If another process has ended.
     """
-    installed.check()
+    installed.check("halfstep train", installed.TO_TRAIN)
     folder = RunFolder(Path(given.get("out", TrainConfig.out)))
     config = _gone_on_with(folder, given) if resume else TrainConfig(**given)
     if config.tensorboard:
@@ -97,6 +98,7 @@ def run(
         limit=config.limit,
         dev_share=config.dev_share,
         seed=config.seed,
+        columns=config.columns,
     )
     with distributed.join(device) as world, _held(folder, world, check=check):
         _check_same(corpus.fingerprint)
@@ -378,17 +380,17 @@ def _opening(
     if world.size > 1:
         processes = f" on {world.size} processes, {plan.parallel}"
     kept = f", master weights {config.master}" if choice.level.masters else ""
-    things = {"classify": "classes", "ner": "kinds of entities"}[corpus.task]
-    counts = (
-        f"{len(corpus.train)} train, {len(corpus.dev)} dev, {len(corpus.test)} test"
-    )
+    things = {
+        "classify": ("class", "classes"),
+        "ner": ("kind of entities", "kinds of entities"),
+    }[corpus.task]
     start = f", from step {step}" if step else ""
     size, batch = numbers / 1e6, plan.order.batch_size
-    steps = f"{plan.total_steps} steps of {batch} texts{processes}{start}"
+    steps = f"{count(plan.total_steps, 'step')} of {count(batch, 'text')}"
     lines = [
         f"level {choice}{kept}: {choice.reason}",
-        f"{corpus.name}: {counts} texts in {len(corpus.labels)} {things}",
-        f"model of {size:.1f} million parameters, {steps}",
+        f"{corpus.name}: {corpus.sizes} in {count(len(corpus.labels), *things)}",
+        f"model of {size:.1f} million parameters, {steps}{processes}{start}",
     ]
     if notes is not None and notes["processes"] != world.size:
         lines.append(

@@ -50,7 +50,7 @@ class Reader(Protocol):
         """The same suffixes, each in lower case and with its dot."""
 
     @property
-    def read(self) -> Callable[[Path], Iterator[Any]]:
+    def read(self) -> Callable[..., Iterator[Any]]:
         """What returns the rows of a file, each checked."""
 
 
@@ -65,7 +65,7 @@ MOST_KINDS = (2**15 - 1) // 2
 """Of entities: each has two tags, and a tag has 16 bits."""
 
 # Larger whenever a reader makes something else of a file, or these files change.
-_VERSION = 4
+_VERSION = 5
 # Share of the sentences whose tags may be invalid: slips of a hand, not of a program.
 _MOST_LEFT_OUT = 0.01
 # Rows that wait in memory to be written; each may be a long one.
@@ -137,13 +137,16 @@ class Store:
         return np.arange(len(self)), self.word_at
 
 
-def open_store(path: Path, task: str, limit: int | None) -> Store:
+def open_store(
+    path: Path, task: str, limit: int | None, columns: rows.Columns = rows.AS_NAMED
+) -> Store:
     """Return the examples of a file, read and checked unless that was done before.
 
     Args:
         path: A file that the task's reader takes.
         task: "classify" or "ner".
         limit: Rows after which reading stops; None for all.
+        columns: classify: names of those that are read.
 
     Raises:
         UserError: If the file or one of the rows read cannot be used.
@@ -156,12 +159,14 @@ def open_store(path: Path, task: str, limit: int | None) -> Store:
         "suffix": suffix,
         "task": task,
         "limit": limit,
+        "columns": columns,
         "version": _VERSION,
     }
 
     def build(folder: Path) -> None:
         left_out: list[str] = []
-        more = {"left_out": left_out} if task == "ner" else {}
+        tagged = task == "ner"
+        more = {"left_out": left_out} if tagged else {"columns": columns}
         _write(folder, islice(reader.read(path, **more), limit), task, left_out)
         tails = [fault.removeprefix(str(path)) for fault in left_out]
         text = json.dumps(tails, ensure_ascii=False)

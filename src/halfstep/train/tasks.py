@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from halfstep.errors import UserError
+from halfstep.report import count
 from halfstep.train import judge_entities, judge_labels, spans
 from halfstep.train.spans import IGNORED
 
@@ -247,8 +248,8 @@ def as_given(weights: Sequence[float], labels: Sequence[str]) -> Tensor:
     """
     if len(weights) != len(labels):
         message = (
-            f"--class-weights holds {len(weights)} numbers for {len(labels)} classes; "
-            f"give one each, in the order {', '.join(labels)}."
+            f"--class-weights holds {count(len(weights), 'number')} for {len(labels)} "
+            f"classes; give one each, in the order {', '.join(labels)}."
         )
         raise UserError(message)
     return torch.tensor(weights)

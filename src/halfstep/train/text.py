@@ -7,6 +7,7 @@ and a model that fit each other.
 from __future__ import annotations
 
 import contextlib
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,7 +173,37 @@ def _config(name: str, words: dict[str, Any]) -> Any:  # noqa: ANN401
     from transformers import AutoConfig
 
     with _as_user_error(name):
-        return AutoConfig.from_pretrained(name, **words)
+        _refuse_code(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **words)
+
+
+class CodeError(UserError):
+    """A model that cannot be loaded without running Python code that it brings."""
+
+
+def _refuse_code(name: str | Path) -> None:
+    """Refuse a model or a tokenizer that brings Python code of its own.
+
+    Why: left to itself, transformers asks on standard input whether to run it, which
+    takes the first line of what `predict RUN -` is to read. And where it has a class
+    of the same type it takes that instead, which need not compute the same.
+
+    Raises:
+        CodeError: If it does.
+    """
+    from transformers import PretrainedConfig
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    for file, content in (
+        ("config.json", PretrainedConfig.get_config_dict(name)[0]),
+        ("tokenizer_config.json", get_tokenizer_config(name)),
+    ):
+        if content.get("auto_map"):
+            message = (
+                f"its {file} asks for Python code of its own (auto_map), which is "
+                "never run; choose a model that transformers has built in."
+            )
+            raise CodeError(message)
 
 
 def load(
@@ -192,16 +223,22 @@ def load(
         and begin at random.
 
     Raises:
-        UserError: If transformers cannot load them.
+        UserError: If transformers cannot load them, or not without running code of
+            theirs.
     """
     import transformers
 
     local = Path(name).exists()
     bars = without_bars() if local else contextlib.nullcontext()
     with _as_user_error(name), bars:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        _refuse_code(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False
+        )
         kind = getattr(transformers, f"AutoModelFor{head}")
-        model, info = kind.from_pretrained(name, output_loading_info=True, **words)
+        model, info = kind.from_pretrained(
+            name, output_loading_info=True, trust_remote_code=False, **words
+        )
     mismatched = [entry[0] for entry in info["mismatched_keys"]]
     return tokenizer, model, sorted({*info["missing_keys"], *mismatched})
 
@@ -211,9 +248,13 @@ def _as_user_error(name: str | Path) -> Iterator[None]:
     """Say in one line what transformers could not load."""
     try:
         yield
+    except CodeError:
+        raise
     except Exception as error:  # a damaged folder can raise anything in there
         where = "that folder" if Path(name).exists() else "that folder or hub name"
         first = str(error).strip().partition("\n")[0].rstrip(" .:")
+        if isinstance(error, pickle.UnpicklingError):  # torch tells how to run it
+            first = "its weights are a pickle of more than tensors; use safetensors"
         message = f"transformers cannot load {where}: {first}."
         raise UserError(message) from error
 

@@ -1,0 +1,102 @@
+"""How the command line reads words: whole flags, errors in one line, help that fits.
+
+In: words. Out: a namespace; or one line on standard error and status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+# A name, blanks, and what is said about it.
+_TWO_COLUMNS = re.compile(r"( *\S.*?) {2,}(?=\S)")
+_HANGING = 4  # columns by which what is said begins further in, on a line of its own
+
+
+def complain(what: object, status: int) -> int:
+    """Print an error as one line; return the exit status."""
+    line = " ".join(str(what).split())
+    sys.stderr.write(f"halfstep: error: {line}\n")
+    return status
+
+
+class Formatter(argparse.HelpFormatter):
+    """Keeps the lines of a description or an epilog, and wraps each to the terminal."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        del indent  # none at this level
+        return "\n".join(
+            part for line in text.splitlines() for part in _fitted(line, width)
+        )
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrap(" ".join(text.split()), width)
+
+
+def _wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Return a text broken at blanks, the first line and the others indented."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,  # flags and words in quotes hold some
+    )
+
+
+def _fitted(line: str, width: int) -> Iterable[str]:
+    """Return a line broken to a width, its second column below itself."""
+    if len(line) <= width:
+        return [line]
+    begin = " " * (len(line) - len(line.lstrip()))
+    found = _TWO_COLUMNS.match(line)
+    if found is None:
+        return _wrap(line, width, rest=begin)
+    if found.end() <= width // 2:
+        return _wrap(line, width, rest=" " * found.end())
+    hanging = begin + " " * _HANGING
+    return [found[1], *_wrap(line[found.end() :], width, hanging, hanging)]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations, and names the nearest of what there is."""
+
+    def __init__(self, **words: Any) -> None:  # noqa: ANN401 -- argparse's own
+        super().__init__(allow_abbrev=False, formatter_class=Formatter, **words)
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with one line."""
+        sys.exit(complain(f"{message}; see {self.prog} --help", 2))
+
+    def parse_known_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuse what is not known here, where the flags that there are are known."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            flag = next((word for word in rest if word.startswith("-")), "")
+            near = _nearest(flag.partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
+        return found, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
+        if action.choices is not None and value not in action.choices:
+            words = [str(choice) for choice in action.choices]
+            near = _nearest(str(value), words)
+            message = f"{value!r} is not one of {', '.join(words)}{near}"
+            raise argparse.ArgumentError(action, message)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """Return which of some words is meant by one with a slip; nothing if none is."""
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; nearest: {near[0]}" if near else ""
