@@ -77,7 +77,7 @@ def test_dropping_for_ever_ends(kind: str) -> None:
     model = nn.ParameterList([w])
     rule = ScaleRule(init_scale=4.0)
     session = hs.prepare(
-        *(model, optimizer, "O0"),
+        *(model, torch.optim.SGD(model.parameters(), lr=0.0), "O0"),
         loss_scale=rule,
         drop_bad_microbatch=True,
         accumulate=2,

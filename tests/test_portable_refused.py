@@ -212,7 +212,8 @@ def test_what_modules_remember(level: str, kept: Any) -> None:
     first, second = sessions
     second.load_state_dict(first.state_dict())
     assert same(second.model[0].kept, kept)
-    bare = hs.prepare(nn.Sequential(nn.Linear(2, 2)), optimizer, "O0")
+    plain = nn.Sequential(nn.Linear(2, 2))
+    bare = hs.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1), "O0")
     with pytest.raises(UserError, match=r"'0\._extra_state' is in the state alone"):
         bare.load_state_dict(first.state_dict())
     with pytest.raises(UserError, match=r"'0\._extra_state' is in the model alone"):

@@ -76,29 +76,6 @@ def test_passes_of_others(form: str, *, others: bool) -> None:
 
 @every_form
 @every_way
-@pytest.mark.parametrize("before", WAYS.values(), ids=WAYS)
-def test_a_second_stage(form: str, way: dict[str, Any], before: dict[str, Any]) -> None:
-    """Law: a second session trains all weights, as one does of a model read anew."""
-    model, again = cases.Mixed(), cases.Mixed()
-    first = cases.prepare(model, cases.SGD(model.parameters()), master=form, **before)
-    step(first, 0, 1)
-    again.load_state_dict(model.state_dict())
-    start = copy.deepcopy(model.state_dict())
-    sessions = [
-        cases.prepare(held, cases.ADAMW(held.parameters()), master=form, **way)
-        for held in (model, again)
-    ]
-    for session in sessions:
-        step(session, 2, 3)
-        step(session, 4, 5)
-    assert same(*map(cases.everything, sessions))
-    for name, value in start.items():
-        assert not torch.equal(model.state_dict()[name], value), name
-    assert all(param.grad is None for param in cases.adopted(first.optimizer))
-
-
-@every_form
-@every_way
 @pytest.mark.parametrize("name", ["linear.weight", "other.weight", "norm.weight"])
 def test_an_unfrozen_weight(form: str, way: dict[str, Any], name: str) -> None:
     """Law: it trains from then on, as one that had only had no gradient before."""

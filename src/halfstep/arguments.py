@@ -43,7 +43,10 @@ def model_and_optimizer(model: object, optimizer: object) -> None:
     _check_new(model, optimizer)
     own = {id(param) for param in model.parameters()}
     groups = optimizer.param_groups
-    if not any(id(param) in own for group in groups for param in group["params"]):
+    # Of sharded parameters `shards` knows why the optimizer has others.
+    sharded = any(hasattr(param, "device_mesh") for param in model.parameters())
+    holds = any(id(param) in own for group in groups for param in group["params"])
+    if not holds and not sharded:
         message = (
             f"the {type(optimizer).__name__} holds none of the model's parameters: "
             "make it over model.parameters(), after the model has been built and moved."
