@@ -7,6 +7,7 @@ import functools
 import io
 import pickle
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -299,3 +300,39 @@ def test_a_whole_graph_is_refused() -> None:
         pytest.raises(torch._dynamo.exc.Unsupported, match=r"Scope\.open"),
     ):
         compiled(X)
+
+
+def test_a_hook_that_raises_in_another_thread() -> None:
+    """Law: a call that ended before the rule was in force leaves other calls alone."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waits(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert go_on.wait(30)
+            return super().forward(x)
+
+    model = nn.Sequential(Waits(2, 2))
+    fails = threading.local()
+
+    def raises(*_: object) -> None:
+        if getattr(fails, "here", False):
+            message = "on purpose"
+            raise ValueError(message)
+
+    def work(*, failing: bool) -> torch.dtype:
+        fails.here = failing
+        with autocast("cpu", policy="torch + module:0=fp32", model=model):
+            return model(torch.ones(1, 2)).dtype
+
+    # The rule's own hooks must come after the one that raises.
+    autocast("cpu", policy="torch + module:0=fp32", model=model)
+    model[0].register_forward_pre_hook(raises, prepend=True)
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as pool:
+        warnings.filterwarnings("ignore", "policy rule", UserWarning)
+        first = pool.submit(work, failing=False)
+        assert inside.wait(30)
+        with pytest.raises(ValueError, match="on purpose"):
+            work(failing=True)
+        go_on.set()
+        assert first.result() == torch.float32

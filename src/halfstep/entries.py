@@ -29,9 +29,14 @@ class Entries(Generic[T]):
     def __bool__(self) -> bool:
         return any(list(self._stacks.values()))
 
+    @property
+    def own(self) -> list[T]:
+        """This thread's entries, the last at the end."""
+        return self._stacks.setdefault(threading.get_ident(), [])
+
     def push(self, entry: T) -> None:
         """Add an entry of this thread."""
-        self._stacks.setdefault(threading.get_ident(), []).append(entry)
+        self.own.append(entry)
 
     def pop(self) -> T:
         """Return and drop the last entry of this thread, else of another.
@@ -39,9 +44,8 @@ class Entries(Generic[T]):
         Raises:
             IndexError: If there is none.
         """
-        own = self._stacks.get(threading.get_ident(), [])
         # Each `pop` either succeeds or finds the list empty: nothing is asked before.
-        for stack in (own, *list(self._stacks.values())):
+        for stack in (self.own, *list(self._stacks.values())):
             try:
                 return stack.pop()
             except IndexError:

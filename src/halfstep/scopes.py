@@ -277,8 +277,8 @@ class Scope:
     @_disable_dynamo
     def close(self, _module: nn.Module, _args: object, output: object) -> object:
         """Forward hook; runs after an error too."""
-        if self._entries:  # a hook of somebody's raised before ours ran
-            self._entries.pop()()
+        if self._entries.own:  # a hook of somebody's raised before ours ran
+            self._entries.own.pop()()
         return None if self._back is None else cast_floating(output, self._back)
 
 
