@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.nn import functional as F  # noqa: N812 -- its usual name
 from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
 
 from halfstep import gate
 from halfstep.cast_cache import CastCache
@@ -395,3 +396,27 @@ def test_export(policy: str | None, strict: bool) -> None:
     for run in (exported.module(), exported.run_decompositions().module()):
         close(run(M), net(M))
         assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_compiled_inside_a_checkpoint(reentrant: bool) -> None:
+    """Law: compiled code runs again under the policy of its forward pass."""
+    layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def grads(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch._dynamo.reset()
+        compiled = torch.compile(run, backend="aot_eager")
+        layer.zero_grad()
+        with autocast("cpu", policy="torch + op:linear=fp32"):
+            out = checkpoint(compiled, x, use_reentrant=reentrant)
+        out.float().sum().backward()
+        plain = layer.weight.grad
+        layer.zero_grad()
+        with autocast("cpu", policy="torch + op:linear=fp32"):
+            out = checkpoint(run, x, use_reentrant=reentrant)
+        out.float().sum().backward()
+        return [grad for grad in (plain, layer.weight.grad) if grad is not None]
+
+    compiled, eager = grads(lambda x: layer(x).sin())
+    assert torch.equal(compiled, eager)

@@ -249,5 +249,5 @@ def test_a_broken_exit_is_seen() -> None:
             use(Nest(0, shared=True), regions)
     finally:
         for pushed in reversed(forgetful.pushed):
-            gate.pop(pushed)
+            gate.pop(pushed, settled=lambda: None)
     assert state() == FRESH

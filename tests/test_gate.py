@@ -298,7 +298,9 @@ def test_closed_in_another_thread() -> None:
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(close).result() == "B"
     assert gate.current("cpu") is None
+    gate.settle()  # as the next context does, or the next operation under a policy
     assert recompute._patches._users == 0
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(gate.KEY)
 
 
 # Caches

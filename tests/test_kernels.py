@@ -16,8 +16,9 @@ from torch.nn import functional as F  # noqa: N812 -- its usual name
 from torch.utils._python_dispatch import TorchDispatchMode
 from versions import torch_has_lstm
 
-from halfstep import kernels, recompute
+from halfstep import gate, kernels, recompute
 from halfstep.cast_cache import CastCache
+from halfstep.casting import autocast
 from halfstep.errors import UserError
 from halfstep.gate import Frame, Row
 from halfstep.kernels import install, overload_of
@@ -395,8 +396,10 @@ def test_threads_install_once() -> None:
 def test_a_backend_that_uses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: where another backend needs the dispatch key, a policy is rejected."""
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
-    with pytest.raises(UserError) as caught, steered({"mm": "fp32"}):
-        pass
+    with pytest.raises(UserError) as caught:
+        autocast("cpu", policy="lean")
+    with autocast("cpu"):
+        assert torch.mm(X, X).dtype == BF16
     assert str(caught.value) == (
         "policies need a dispatch key that the backend 'npu' uses: open autocast() "
         "without policy, cache and record, or do not load that backend."
@@ -413,6 +416,22 @@ def test_names_mean_operations() -> None:
     assert overload_of("mm") is aten.mm.default
     assert overload_of("aten::mm") is aten.mm.default
     assert overload_of("prims::sin") is torch.ops.prims.sin.default
+
+
+def test_devices_in_the_dispatchers_order() -> None:
+    """Law: the device whose autocast key torch comes to first decides."""
+    keys: Any = torch._C.DispatchKey.__members__
+    numbers = [int(keys[kernels.KEYS[device]]) for device in kernels._ORDER]
+    assert numbers == sorted(numbers, reverse=True)
+    assert int(gate.KEY) > numbers[0]  # type: ignore[call-overload]
+
+
+def test_a_rule_bans_on_its_device() -> None:
+    """Law: a rule of a context for one device says nothing of tensors on another."""
+    meta = torch.ones(4, 4, device="meta")
+    with steered({"mm": "banned"}, rule=0) as frame:
+        assert torch.mm(meta, meta).dtype == FP32
+        assert frame.matched == set()
 
 
 def test_devices_have_torchs_keys() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from units import Seen, Unit
 
-from halfstep import gate
+from halfstep import gate, recompute
 from halfstep.cast_cache import CastCache
 from halfstep.casting import autocast
 
@@ -336,3 +336,23 @@ def test_a_hook_that_raises_in_another_thread() -> None:
             work(failing=True)
         go_on.set()
         assert first.result() == torch.float32
+
+
+@pytest.mark.parametrize("category", ["fp32", "low"])
+def test_an_interrupt(category: str) -> None:
+    """Law: what no hook of torch's sees, Ctrl-C among it, leaves nothing behind."""
+
+    class Interrupted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt(x)
+
+    model = nn.Sequential(nn.Sequential(Interrupted(4, 4)))
+    policy = f"torch + type:Interrupted={category} + module:0=fp32"
+    for _ in range(2):
+        context = autocast("cpu", policy=policy, model=model)
+        with pytest.raises(KeyboardInterrupt), context:
+            model(X)
+        assert gate.current("cpu") is None
+        assert recompute._patches._users == 0
+        assert torch.autocast_increment_nesting() == 1
+        assert torch.autocast_decrement_nesting() == 0

@@ -25,6 +25,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "policy": {"policy": "lean"},
     "cache": {"cache": hs.CastCache()},
+    "record": {"record": True},
 }
 
 
@@ -41,6 +42,9 @@ def test_eight_threads() -> None:
     assert done.returncode == 0, done.stderr
     steps: dict[str, int] = eval(done.stdout)  # noqa: S307 -- the program's own
     assert min(steps.values()) > 0
+
+
+DEVICES = ("cpu", "cuda", "ipu", "maia", "mtia", "hpu")
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
@@ -62,10 +66,17 @@ def test_opened_here_closed_there(name: str) -> None:
             states = [pool.submit(state).result() for pool in (one, other)]
         return seen, *states
 
-    def state() -> tuple[bool, torch.dtype, bool]:
-        enabled = torch.is_autocast_enabled("cpu")
-        cached = torch.is_autocast_cache_enabled()
-        return enabled, torch.get_autocast_dtype("cpu"), cached
+    def state() -> tuple[object, ...]:
+        x = torch.ones(2, 2)
+        with hs.autocast("cpu", enabled=False):  # a policy's last traces go here
+            pass
+        return (
+            [torch.is_autocast_enabled(device) for device in DEVICES],
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch._C._dispatch_tls_is_dispatch_key_included(gate.KEY),
+            torch.mm(x, x).dtype,
+        )
 
     ours = start_and_end(hs.autocast("cpu", torch.float16, **CONTEXTS[name]))
     assert ours == start_and_end(torch.autocast("cpu", torch.float16))
@@ -88,3 +99,42 @@ def test_a_used_context_is_copied(name: str) -> None:
             assert other(x).dtype == torch.bfloat16
         assert again is not opened
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_closed_out_of_order() -> None:
+    """Law: of contexts that overlap, each ends what it has begun, and no more."""
+    x = torch.ones(2, 2)
+    outer = hs.autocast("cpu", policy="torch + op:mm=fp32")
+    inner = hs.autocast("cpu", policy="torch + op:mm=keep")
+    outer.__enter__()
+    x.mm(x)
+    inner.__enter__()
+    x.mm(x)
+    outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    assert gate.current("cpu") is None
+    assert not torch.is_autocast_enabled("ipu")  # no policy's sign
+    torch.set_autocast_enabled("cpu", False)  # noqa: FBT003 -- as torch's own leave it
+    with torch.autocast("cpu", torch.float16):
+        assert x.mm(x).dtype == torch.float16
+
+
+def test_one_that_is_finished_elsewhere() -> None:
+    """Law: of what several threads hold, the entry of one that has ended is closed."""
+    context = hs.autocast("cpu", policy="torch + op:mm=fp32")
+    x = torch.ones(2, 2)
+
+    def hold() -> Iterator[None]:
+        with context:
+            yield
+
+    generator = hold()
+    with ThreadPoolExecutor(1) as ended:
+        ended.submit(next, generator).result()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(context.__enter__).result()
+        list(generator)
+        assert other.submit(lambda: x.mm(x).dtype).result() == torch.float32
+        other.submit(context.__exit__, None, None, None).result()
+    # As with torch's, this thread has closed one more than it has opened.
+    torch.autocast_increment_nesting()

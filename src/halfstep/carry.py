@@ -18,7 +18,7 @@ import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.nn import parallel
 
-from halfstep import gate, recompute, stale
+from halfstep import recompute, stale
 from halfstep.kernels import KEYS
 from halfstep.patches import attribute
 
@@ -49,20 +49,20 @@ PATCHES = tuple(
 def carried(modules: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
     """Return callables that run in another thread as they would in this one."""
     on = {
-        device: (torch.get_autocast_dtype(device), gate.in_force(device))
+        device: torch.get_autocast_dtype(device)
         for device in KEYS
         if torch.is_autocast_enabled(device)
     }
     cache = torch.is_autocast_cache_enabled()
+    policy = recompute.capture()
 
     def carry(module: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             with contextlib.ExitStack() as contexts:
-                for device, (dtype, frame) in on.items():
+                for device, dtype in on.items():
                     context = torch_autocast(device, dtype, cache_enabled=cache)
                     contexts.enter_context(context)
-                    pushed = recompute.push(device, frame)
-                    contexts.callback(recompute.pop, pushed)
+                contexts.enter_context(policy())
                 return module(*args, **kwargs)
 
         return run

@@ -6,6 +6,7 @@ which each operation runs as the policy says.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -118,6 +119,7 @@ class Region(torch_autocast):
     @untraced
     def __enter__(self) -> Self:
         """Open a region."""
+        gate.settle()
         # A region of torch's for each entry: it keeps on itself what it will restore.
         region = object.__new__(torch_autocast)
         vars(region).update(self._settings)
@@ -147,8 +149,7 @@ class Region(torch_autocast):
         region, pushed, opened = self._entries.pop()
         if pushed is not None:
             shown, frame = pushed
-            recompute.pop(frame)
-            sign.restore(shown)
+            recompute.pop(frame, partial(sign.restore, shown))
         if opened is not None:
             stale.closed(opened)
         _patches.release()

@@ -21,7 +21,8 @@ class Entries(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._stacks: dict[int, list[T]] = {}
+        # By the thread itself: another one may get the number of one that has ended.
+        self._stacks: dict[threading.Thread, list[T]] = {}
 
     def __reduce__(self) -> tuple[type[Entries[T]], tuple[()]]:
         return Entries, ()
@@ -29,26 +30,37 @@ class Entries(Generic[T]):
     def __bool__(self) -> bool:
         return any(list(self._stacks.values()))
 
-    @property
-    def own(self) -> list[T]:
-        """This thread's entries, the last at the end."""
-        return self._stacks.setdefault(threading.get_ident(), [])
-
     def push(self, entry: T) -> None:
         """Add an entry of this thread."""
-        self.own.append(entry)
+        self._stacks.setdefault(threading.current_thread(), []).append(entry)
+
+    def pop_own(self) -> T | None:
+        """Return and drop the last entry of this thread; None if it has none."""
+        return self._pop_of(threading.current_thread())
 
     def pop(self) -> T:
         """Return and drop the last entry of this thread, else of another.
 
+        Of others, one that has ended comes first.
+
         Raises:
             IndexError: If there is none.
         """
-        # Each `pop` either succeeds or finds the list empty: nothing is asked before.
-        for stack in (self.own, *list(self._stacks.values())):
-            try:
-                return stack.pop()
-            except IndexError:
-                continue
+        own = threading.current_thread()
+        others = sorted(self._stacks, key=threading.Thread.is_alive)
+        for thread in (own, *others):
+            entry = self._pop_of(thread)
+            if entry is not None:
+                return entry
         message = "a context was closed more often than it was opened"
         raise IndexError(message)
+
+    def _pop_of(self, thread: threading.Thread) -> T | None:
+        stack = self._stacks.get(thread)
+        if stack is None:
+            return None
+        # Another thread may be closing the same: nothing is asked before.
+        entry = stack.pop() if stack else None
+        if not stack:
+            self._stacks.pop(thread, None)
+        return entry

@@ -6,9 +6,9 @@ The kernels stand at a dispatch key that no tensor has. A thread reaches them on
 between `push` and `pop`, which switch that key in the thread's own dispatcher state;
 plain `torch.autocast`, in the same thread or in others, never does.
 
-Inside a backward pass a frame acts only where it was pushed in the same autograd node:
-what is computed again gets the frame of its forward pass from `recompute`, and the
-context around `backward()` has no say.
+Inside a backward pass a frame acts only where it was pushed in that same pass: what is
+computed again gets the frame of its forward pass from `recompute`, and the context
+around `backward()` has no say.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ class Frame:
     """The frame around, where a module's rule made this one."""
     closed: bool = field(default=False, init=False)
     """The context is over, and its cache with it."""
+    abandoned: list[tuple[int, Callable[[], object]]] = field(
+        default_factory=list, init=False
+    )
+    """Thread, and how to leave what a rule on a module has entered there: what stands
+    here when the context closes was left by an exception that no hook sees."""
 
     def close(self) -> None:
         """Take note that the context is over, which made the cache."""
@@ -88,28 +93,35 @@ class Frame:
         if self.cache is not None:
             self.cache.clear()
 
+    @property
+    def root(self) -> Frame:
+        """The frame of the context itself."""
+        frame = self
+        while frame.outer is not None:
+            frame = frame.outer
+        return frame
+
     def for_recomputation(self) -> Frame:
         """Return the frame for a part of the forward pass that is computed again.
 
         Where the context is over, so is its cache: this part has one of its own, in
         which a weight that it uses twice is cast once, as it was.
         """
-        root = self
-        while root.outer is not None:
-            root = root.outer
-        if not root.closed:
+        if not self.root.closed:
             return self
         cache = None if self.cache is None else CastCache()
         return dataclasses.replace(self, cache=cache, recorder=None, outer=None)
 
 
-class _Active(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Active:
+    """A frame in force in one thread, on one device."""
+
     frame: Frame | None
-    node: int | None
-    """Number of the autograd node that was running when it was pushed."""
-
-
-_NOTHING = _Active(None, None)
+    task: int
+    """The backward pass that was running when it was pushed; -1: none."""
+    below: _Active | None
+    popped: bool = False
 
 
 _lock = threading.Lock()
@@ -117,7 +129,7 @@ _fallback: list[Library] = []
 """What lets all operations without a kernel at the key pass it, once there is one."""
 
 
-def _check_key() -> None:
+def check_key() -> None:
     """Make the dispatch key ready for use.
 
     Raises:
@@ -137,10 +149,25 @@ def _check_key() -> None:
             _fallback.append(library)
 
 
+class _Table:
+    """What one thread is in."""
+
+    def __init__(self) -> None:
+        self.active: dict[str, _Active | None] = {}
+        """Device type -> the innermost frame."""
+        self.pending: list[Callable[[], object]] = []
+        """What another thread that has closed a context of this one leaves to it."""
+        self.settled: list[Callable[[], object]] = []
+        """What comes after that, or when the thread has ended."""
+
+    def __del__(self) -> None:
+        while self.settled:
+            self.settled.pop(0)()
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.active: dict[str, _Active] = {}
-        """Device type -> the innermost frame."""
+        self.table = _Table()
 
 
 _thread = _Thread()
@@ -150,12 +177,9 @@ class Pushed(NamedTuple):
     """What `pop` needs."""
 
     device: str
-    active: dict[str, _Active]
-    """The table of the thread that pushed: `pop` may run in another one."""
-    before: _Active
-    frame: Frame | None
-    key: tuple[bool, bool]
-    """Whether the key was included and excluded before."""
+    active: _Active
+    table: _Table
+    """Of the thread that pushed: `pop` may run in another one."""
 
 
 def push(device: str, frame: Frame | None) -> Pushed:
@@ -164,61 +188,97 @@ def push(device: str, frame: Frame | None) -> Pushed:
     Raises:
         UserError: If a backend of its own uses the dispatch key.
     """
-    _check_key()
-    active = _thread.active
-    before = active.get(device, _NOTHING)
-    active[device] = _Active(frame, _node_number())
+    if frame is not None:
+        check_key()
+    table = _thread.table
+    settle()
+    active = _Active(frame, _task(), table.active.get(device))
+    table.active[device] = active
     if frame is not None and frame.cache is not None:
         frame.cache.begin()
-    key = _key_state()
-    _set_key(included=any(each.frame for each in active.values()), excluded=False)
-    return Pushed(device, active, before, frame, key)
+    _set_key()
+    return Pushed(device, active, table)
 
 
-def pop(pushed: Pushed) -> None:
-    """Put in force what was so before a `push`, in the thread of that."""
-    device, active, before, frame, (included, excluded) = pushed
-    active[device] = before
-    cache = None if frame is None else frame.cache
-    if cache is not None and (before.frame is None or before.frame.cache is not cache):
+def pop(
+    pushed: Pushed, *undo: Callable[[], object], settled: Callable[[], object]
+) -> None:
+    """End what a `push` began, in the thread of that, in any order.
+
+    Args:
+        pushed: What `push` has returned.
+        undo: More that must be undone in that thread: at once, or when it next comes
+            here, if this is another one.
+        settled: Called once when that is done, or when that thread has ended.
+    """
+    device, active, table = pushed
+    active.popped = True
+    innermost = table.active.get(device)
+    while innermost is not None and innermost.popped:
+        innermost = innermost.below
+    table.active[device] = innermost
+    cache = None if active.frame is None else active.frame.cache
+    still = None if innermost is None or innermost.frame is None else innermost.frame
+    if cache is not None and (still is None or still.cache is not cache):
         cache.end()
-    if active is _thread.active:
-        _set_key(included=included, excluded=excluded)
+    table.pending += undo
+    table.settled.append(settled)
+    if table is _thread.table:
+        settle()
 
 
-def _key_state() -> tuple[bool, bool]:
-    included = torch._C._dispatch_tls_is_dispatch_key_included(KEY)  # noqa: SLF001
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(KEY)  # noqa: SLF001
-    return included, excluded
+def settle() -> None:
+    """Undo what other threads have left to this one, if they have."""
+    table = _thread.table
+    if not table.settled:
+        return
+    while table.pending:
+        table.pending.pop(0)()
+    _set_key()
+    while table.settled:
+        table.settled.pop(0)()
 
 
-def _set_key(*, included: bool, excluded: bool) -> None:
+def _set_key() -> None:
+    """Let this thread's operations reach the kernels if a frame is in force in it."""
+    included = is_open()
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, included)  # noqa: SLF001
-    torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, excluded)  # noqa: SLF001
+    torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not included)  # noqa: SLF001
 
 
-def _node_number() -> int | None:
-    """Return the number of the autograd node that is running, if one is."""
-    node = torch._C._current_autograd_node()  # noqa: SLF001
-    return None if node is None else node._sequence_nr()  # noqa: SLF001
+def _task() -> int:
+    """Return the number of the backward pass that runs in this thread; -1: none."""
+    number: int = torch._C._current_graph_task_id()  # noqa: SLF001
+    return number
+
+
+def is_open() -> bool:
+    """Say whether any frame is in force in this thread, or was pushed in it."""
+    return any(each and each.frame for each in _thread.table.active.values())
 
 
 def current(device: str) -> Frame | None:
     """Return the frame that this thread pushed last."""
-    return _thread.active.get(device, _NOTHING).frame
+    active = _thread.table.active.get(device)
+    return None if active is None else active.frame
 
 
 def in_force(device: str) -> Frame | None:
     """Return the frame that an operation in this thread runs under, if any."""
-    frame, node = _thread.active.get(device, _NOTHING)
-    return frame if frame is not None and node == _node_number() else None
+    active = _thread.table.active.get(device)
+    return active.frame if active is not None and active.task == _task() else None
 
 
 def casting() -> list[tuple[str, Frame]]:
     """Return each device on which a policy casts now, and the frame in force."""
-    number = _node_number()
+    table = _thread.table
+    settle()
+    task = _task()
     return [
-        (device, frame)
-        for device, (frame, node) in _thread.active.items()
-        if frame is not None and node == number and torch.is_autocast_enabled(device)
+        (device, active.frame)
+        for device, active in table.active.items()
+        if active is not None
+        and active.frame is not None
+        and active.task == task
+        and torch.is_autocast_enabled(device)
     ]

@@ -46,6 +46,9 @@ KEYS = {
 _OWN = gate.KEY.name
 """The dispatch key at which these kernels stand."""
 
+_ORDER = ("cuda", "mps", "xpu", "cpu")
+"""Device types as the dispatcher comes to their autocast keys."""
+
 _WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "norm.Scalar": ("norm.ScalarOpt_dtype", (2,)),
     "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", (False,)),
@@ -100,7 +103,9 @@ def _register(name: str) -> Library:
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         contexts = gate.casting()
         if len(contexts) > 1:
+            # As torch does with operands on several devices: the highest key decides.
             contexts = [each for each in contexts if _is_any_on(args, each[0])]
+            contexts.sort(key=lambda each: _ORDER.index(each[0]))
         if not contexts:
             return pass_on(keyset, *args, **kwargs)
         device, frame = contexts[0]
@@ -108,6 +113,8 @@ def _register(name: str) -> Library:
         if row is None:
             return pass_on(keyset, *args, **kwargs)
         if row.rule is not None:
+            if not _is_any_on((*args, *kwargs.values()), device):
+                return pass_on(keyset, *args, **kwargs)
             frame.matched.add(row.rule)
         if frame.recorder is not None:
             if row.stock:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch._ops
 from torch.utils import checkpoint
 
-from halfstep import gate
+from halfstep import gate, sign
 from halfstep.kernels import KEYS
 from halfstep.patches import SharedPatches, attribute
 
@@ -32,8 +32,13 @@ R = TypeVar("R")
 
 
 def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return what puts the frames that are in force now in force again later."""
+    """Return what puts the frames that are in force now in force again later.
+
+    With them comes what compiled code goes by: the sign of the policy, and that
+    backward passes are compiled without autocast.
+    """
     frames = {device: gate.in_force(device) for device in KEYS}
+    number = sign.shown()
 
     @contextlib.contextmanager
     def restored() -> Iterator[None]:
@@ -42,6 +47,10 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
                 if gate.in_force(device) is not frame:
                     again = None if frame is None else frame.for_recomputation()
                     stack.callback(pop, push(device, again))
+            stack.callback(sign.restore, sign.shown())
+            sign.restore(number)
+            if any(frames.values()):
+                stack.callback(sign.restore_backward, sign.plain_backward())
             yield
 
     return restored
@@ -109,7 +118,6 @@ def push(device: str, frame: gate.Frame | None) -> gate.Pushed:
     return pushed
 
 
-def pop(pushed: gate.Pushed) -> None:
-    """Undo a `push`, perhaps from another thread."""
-    gate.pop(pushed)
-    _patches.release()
+def pop(pushed: gate.Pushed, *undo: Callable[[], object]) -> None:
+    """Undo a `push`, perhaps from another thread; `undo` as in `gate.pop`."""
+    gate.pop(pushed, *undo, settled=_patches.release)

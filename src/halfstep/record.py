@@ -74,6 +74,10 @@ class Recorder:
         self._hooks: list[RemovableHandle] = []
         self._open = 0
 
+    def __reduce__(self) -> tuple[type[Recorder], tuple[str]]:
+        """Let what holds a recorder be copied and pickled; a copy has seen nothing."""
+        return Recorder, (self._device,)
+
     def start(self) -> None:
         """Begin to observe the operations and modules of this thread."""
         if not self._open:

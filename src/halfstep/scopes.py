@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -141,6 +142,14 @@ def _types(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield path, known[path]
 
 
+class _Entry(NamedTuple):
+    """What a call of the module has entered."""
+
+    leave: Callable[[], object]
+    forget: Callable[[], object]
+    """Takes it from the list of what the context around has to leave."""
+
+
 class Scope:
     """A module and all inside it, for which one rule decides."""
 
@@ -172,7 +181,7 @@ class Scope:
         self._inside = Policy(rules, steered.base)
         self._always = False
         self._back: torch.dtype | None = None
-        self._entries: Entries[Callable[[], object]] = Entries()
+        self._entries: Entries[_Entry] = Entries()
 
     @property
     def category(self) -> str:
@@ -210,10 +219,10 @@ class Scope:
         if frame is not None:
             frame.matched.add(self.rule)
         elif not self._always:
-            self._entries.push(_nothing)
+            self._enter(_nothing, None)
             return None
         if self.category == optable.BANNED:
-            self._entries.push(_nothing)
+            self._enter(_nothing, None)
             message = (
                 f"module {self.path!r} is banned by the rule "
                 f"'{self.policy.rules[self.rule]}', and was called."
@@ -229,7 +238,7 @@ class Scope:
             device = device or next(_tensors(module, args, kwargs)).device.type
             region = torch_autocast(device, enabled=False)
             region.__enter__()  # type: ignore[no-untyped-call]
-            self._entries.push(lambda: region.__exit__(None, None, None))
+            self._enter(lambda: region.__exit__(None, None, None), frame)
         if self.category == optable.FP32:
             return cast_floating((args, kwargs), torch.float32)
         if self.category == optable.LOW:
@@ -272,13 +281,30 @@ class Scope:
             sign.restore(shown)
             recompute.pop(pushed)
 
-        self._entries.push(leave)
+        self._enter(leave, frame)
+
+    def _enter(self, leave: Callable[[], object], frame: Frame | None) -> None:
+        """Take note of what `close` must leave, and the context if no hook runs."""
+        if frame is None:
+            self._entries.push(_Entry(leave, _nothing))
+            return
+        abandoned = frame.root.abandoned
+
+        def abandon() -> None:
+            self._entries.pop_own()
+            leave()
+
+        item = threading.get_ident(), abandon
+        self._entries.push(_Entry(leave, lambda: abandoned.remove(item)))
+        abandoned.append(item)
 
     @_disable_dynamo
     def close(self, _module: nn.Module, _args: object, output: object) -> object:
         """Forward hook; runs after an error too."""
-        if self._entries.own:  # a hook of somebody's raised before ours ran
-            self._entries.own.pop()()
+        entry = self._entries.pop_own()
+        if entry is not None:  # else a hook of somebody's raised before ours ran
+            entry.forget()
+            entry.leave()
         return None if self._back is None else cast_floating(output, self._back)
 
 

@@ -14,8 +14,10 @@ A version of torch may lack some of these types, hence the candidates.
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -66,6 +68,11 @@ def show(policy: Policy) -> int:
     return before
 
 
+def shown() -> int:
+    """Return what `restore` takes to show the same policy again."""
+    return _thread.number
+
+
 def _number(policy: Policy) -> int:
     """Return a policy's number, from 1 on: the same in every process."""
     if policy not in _numbers:
@@ -89,3 +96,26 @@ def restore(number: int) -> None:
         dtype = _DIGITS[digit]
         torch.set_autocast_enabled(device, dtype is not None)
         torch.set_autocast_dtype(device, dtype or _DEFAULT[device])
+
+
+def plain_backward() -> Any:  # noqa: ANN401 -- whatever torch has there
+    """Let torch.compile cast backward passes, in this thread, as eager code does.
+
+    Why: it traces them under the autocast of the region around the compiled function,
+    and so multiplies in 16 bits the gradients of what a rule keeps in fp32.
+
+    Returns:
+        What to give to `restore_backward`.
+    """
+    config: Any = sys.modules.get("torch._functorch.config")
+    setting = getattr(config, "backward_pass_autocast", None)
+    if setting == "same_as_forward":
+        config.backward_pass_autocast = "off"  # noqa: S105 -- no password
+        return setting
+    return None
+
+
+def restore_backward(setting: Any) -> None:  # noqa: ANN401
+    """Restore torch's setting for compiled backward passes."""
+    if setting is not None:
+        sys.modules["torch._functorch.config"].backward_pass_autocast = setting  # type: ignore[attr-defined]

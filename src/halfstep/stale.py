@@ -17,7 +17,8 @@ import functools
 import sys
 import threading
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import grad_mode
@@ -28,9 +29,8 @@ from halfstep.patches import attribute
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_lock = threading.RLock()
-_open: dict[tuple[str, torch.dtype], int] = {}
-"""Device type and dtype -> contexts open in all threads: torch's cache is shared."""
+_open: set[Opened] = set()
+"""The contexts open in all threads: torch's cache is shared."""
 
 
 class _Thread(threading.local):
@@ -43,8 +43,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class Opened(NamedTuple):
-    """What `closed` needs."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Opened:
+    """A context that casts; `closed` needs it."""
 
     device: str
     dtype: torch.dtype
@@ -94,29 +95,25 @@ def inside() -> bool:
 def opened(device: str, dtype: torch.dtype) -> Opened:
     """Take note of a context that casts; call it when the context is open."""
     own = _thread.dtypes[device]
-    with _lock:
-        _open[device, dtype] = _open.get((device, dtype), 0) + 1
-        disputed = any(
-            place == device and other != dtype and count > own.count(other)
-            for (place, other), count in _open.items()
-        )
+    opening = Opened(device, dtype, own)
     if own[-1:] != [dtype]:
         torch.clear_autocast_cache()
-    if disputed:
+    if any(
+        other.device == device and other.dtype != dtype and other.dtypes is not own
+        for other in list(_open)
+    ):
         # Another thread's context has another dtype, and the cache is one for both.
         torch.set_autocast_cache_enabled(False)
     own.append(dtype)
-    return Opened(device, dtype, own)
+    _open.add(opening)
+    return opening
 
 
 def closed(opening: Opened) -> None:
     """Take note that a context that casts is about to close."""
-    device, dtype, own = opening
+    own = opening.dtypes
     # The last of them: an outer context with the same dtype is still open.
-    del own[len(own) - 1 - own[::-1].index(dtype)]
-    with _lock:
-        _open[device, dtype] -= 1
-        if not _open[device, dtype]:
-            del _open[device, dtype]
-    if own[-1:] != [dtype]:
+    del own[len(own) - 1 - own[::-1].index(opening.dtype)]
+    _open.discard(opening)
+    if own[-1:] != [opening.dtype]:
         torch.clear_autocast_cache()

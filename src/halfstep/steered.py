@@ -7,7 +7,9 @@ rules on modules and recorder are in force.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
@@ -19,7 +21,7 @@ from halfstep.errors import UserError
 from halfstep.gate import Frame
 from halfstep.policy import TORCH
 from halfstep.record import Recorder
-from halfstep.traced import plain_backward, restore_backward, traced
+from halfstep.traced import traced
 from halfstep.untraced import untraced
 
 if TYPE_CHECKING:
@@ -41,6 +43,12 @@ class _Entry(NamedTuple):
     shown: int
     pushed: gate.Pushed
     backward: Any
+
+
+def _restore(shown: int, setting: Any) -> None:  # noqa: ANN401
+    """Restore what compiled code goes by; contexts may close in any order."""
+    sign.restore(shown if gate.is_open() else 0)
+    sign.restore_backward(setting)
 
 
 class Steered:
@@ -76,6 +84,7 @@ class Steered:
             matched: Collects the rules that decided something; None: one set for all
                 regions with this policy.
         """
+        gate.check_key()
         self.device = region.device
         self.policy = policy
         self.cache = cache
@@ -109,7 +118,7 @@ class Steered:
         frame = Frame(policy, rows, cache, matched, self._recorder)
         self._region.__enter__()  # type: ignore[no-untyped-call]
         shown, pushed = sign.show(policy), recompute.push(self.device, frame)
-        self._entries.push(_Entry(frame, shown, pushed, plain_backward()))
+        self._entries.push(_Entry(frame, shown, pushed, sign.plain_backward()))
         return self
 
     def __exit__(
@@ -132,14 +141,17 @@ class Steered:
     ) -> str:
         """Close a region; return what to warn of, "" of nothing."""
         frame, shown, pushed, setting = self._entries.pop()
-        restore_backward(setting)
-        recompute.pop(pushed)
-        sign.restore(shown)
+        for thread, leave in reversed(frame.abandoned):
+            if thread == threading.get_ident():
+                leave()
         frame.recorder = None
+        undo: list[Callable[[], object]]
+        undo = [partial(_restore, shown, setting)]
+        if self._recorder is not None:
+            undo.append(self._recorder.stop)
+        recompute.pop(pushed, *undo)
         if self._given is None:
             frame.close()
-        if self._recorder is not None:
-            self._recorder.stop()
         self._region.__exit__(exc_type, exc_value, traceback)
         on = self._region._enabled  # noqa: SLF001
         if on and exc_value is None and self._matched is None:

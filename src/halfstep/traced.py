@@ -12,7 +12,6 @@ the function as it is, or refuses it under `fullgraph=True`.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -32,29 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     Settings = tuple[str, torch.dtype | None, bool, bool | None]
-
-
-def plain_backward() -> Any:  # noqa: ANN401 -- whatever torch has there
-    """Let torch.compile cast backward passes, in this thread, as eager code does.
-
-    Why: it traces them under the autocast of the region around the compiled function,
-    and so multiplies in 16 bits the gradients of what a rule keeps in fp32.
-
-    Returns:
-        What to give to `restore_backward`.
-    """
-    config: Any = sys.modules.get("torch._functorch.config")
-    setting = getattr(config, "backward_pass_autocast", None)
-    if setting == "same_as_forward":
-        config.backward_pass_autocast = "off"  # noqa: S105 -- no password
-        return setting
-    return None
-
-
-def restore_backward(setting: Any) -> None:  # noqa: ANN401
-    """Restore torch's setting for compiled backward passes."""
-    if setting is not None:
-        sys.modules["torch._functorch.config"].backward_pass_autocast = setting  # type: ignore[attr-defined]
 
 
 def traced(
