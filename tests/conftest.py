@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -66,6 +67,18 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HALFSTEP_RATES", RATES)
         patch.setenv("HALFSTEP_CACHE", str(tmp_path_factory.mktemp("rows")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_terminal() -> None:
+    """Wrap no output to a width, in this process or in programs that tests start.
+
+    pytest imports readline, which puts COLUMNS and LINES into the environment of C:
+    os.environ does not show them, yet workers of pytest-xdist and programs get them.
+    """
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
+        os.unsetenv(name)
 
 
 @pytest.fixture(autouse=True)

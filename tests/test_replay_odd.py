@@ -165,8 +165,8 @@ ODD = {
         *(lambda x: Reciprocal.apply(x, 1e-3), ADD),
     ),
     "number written in place": Odd(
-        *(assigned(math.inf), "fill", *ZERO, "a constant that is not finite"),
-        *(assigned(9.0), "Use a finite one"),
+        *(assigned(math.inf), "fill", *ZERO, "that it puts in reaches the loss"),
+        *(assigned(9.0), "Keep that infinity out"),
     ),
     "row of -inf in logsumexp": Odd(
         *(lambda x: x + masked(x).logsumexp(-1, keepdim=True), "logsumexp", *ZERO),

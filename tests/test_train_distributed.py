@@ -85,7 +85,7 @@ def command(folder: Path, case: str, *more: str) -> list[str]:
 
 def write_data(folder: Path) -> None:
     """Write texts of two alphabets and many lengths, and how many are for dev."""
-    write_letters(folder, TRAIN + DEV, "abcx", "defx", lengths=(2, 30))
+    write_letters(folder, TRAIN + DEV, "abc", "def", lengths=(2, 30))
     write_marked(folder, TRAIN + DEV)
     (folder / "share.toml").write_text(f"dev_share = {DEV / (TRAIN + DEV)}\n")
 

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from small_training import one_thread, small_and_measured, without_figures
+from small_training import (
+    one_thread,
+    seal_again,
+    small_and_measured,
+    without_figures,
+)
 from torch import nn
 
 import halfstep as hs
@@ -111,11 +116,14 @@ def test_predict_refuses_random_weights(
     whole = path.read_bytes()
     weights.pop("classifier.weight")
     save_file(weights, path, {"format": "pt"})
+    seal_again(path.parent)
     assert cli.run(["predict", "run", "abab"]) == 2
     assert "it lacks weights classifier.weight" in capsys.readouterr().err
     path.write_bytes(whole)
     (here / "run" / "model" / "tokenizer.json").unlink()
+    seal_again(path.parent)
     assert cli.run(["predict", "run", "abab"]) == 2
+    assert "backend tokenizer" in capsys.readouterr().err  # transformers' words
 
 
 def test_a_diverged_run_fails(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -342,8 +342,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given="" if cast or constant else kind or "outside",
             constant=constant,
             source=cast or source,
-            # A mask holds -inf alone.
-            meant=not (kinds.nan or kinds.above or kind == "weight" or cast),
+            # A mask holds -inf alone. For `y[:, 0] = inf`, torch before 2.15 fills
+            # with a tensor of that number: the same as with the number.
+            meant=(constant and call.name in _FILLS)
+            or not (kinds.nan or kinds.above or kind == "weight" or cast),
         )
         if cast:
             weight = self.places.root.get_parameter(cast)
