@@ -312,3 +312,34 @@ def test_hooks_are_compiled_away(level: str) -> None:
     batch = torch.ones(2, 4)
     with session.autocast():
         assert torch.equal(compiled(batch), session.model(batch))
+
+
+CLEARED = r"^gradients of 1 of 4 micro-batches were cleared .*session\.step\(\) clears"
+
+
+@KINDS
+def test_gradients_cleared_between_micro_batches(kind: str) -> None:
+    """Law: the habitual `optimizer.zero_grad()` at the top of the loop is told once."""
+    session = build(kind, accumulate=4)
+    session.optimizer.zero_grad()
+    micro(session, 1)
+    session.optimizer.zero_grad()
+    with pytest.warns(UserWarning, match=CLEARED) as caught:
+        micro(session, 2)
+    assert caught[0].filename == __file__
+    session.optimizer.zero_grad()
+    micro(session, 3)  # said once
+
+
+@KINDS
+@pytest.mark.parametrize("options", [{}, {"drop_bad_microbatch": True}])
+def test_a_window_begun_anew_is_no_loss(kind: str, options: dict[str, Any]) -> None:
+    """Law: `session.zero_grad()`, and clearing where nothing lies, say nothing."""
+    session = build(kind, accumulate=4, **options)
+    micro(session, 1)
+    session.zero_grad()
+    micro(session, 1, 2, 3, 4)
+    session.optimizer.zero_grad()
+    micro(session, 5)
+    next(session.model.parameters()).grad = None
+    micro(session, 6)

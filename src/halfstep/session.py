@@ -157,6 +157,10 @@ class Session:
         scaler = self._scales.of(name, self._device)
         scaler.begin(loss, self._name)
         again = self._window.loss is not None and not self._passes.apart
+        if self._window.loss is None and not self._passes.apart:
+            self._window.going_on(
+                held=bool(self._window.held and self._held_gradients())
+            )
         self._window.loss = loss.detach()
 
         def backward(keep: bool) -> None:
@@ -226,6 +230,8 @@ class Session:
             self._masters.fold()
         self._window.done += 1
         self._window.loss = None
+        if self.accumulate > 1:
+            self._window.held = bool(self._held_gradients())
         return self._window.done >= self.accumulate
 
     def _update(self) -> StepReport:
