@@ -119,6 +119,35 @@ def test_a_scaled_plain_step_at_o1_fp16() -> None:
     assert session.step().complete
 
 
+@pytest.mark.parametrize("kind", ["O0 fp32", "O1 bf16", "O3 bf16"])
+def test_a_plain_step_after_our_backward(kind: str) -> None:
+    """Law: it is told once that it leaves out clipping, window and schedule."""
+    session = build(kind, accumulate=2, clip_grad_norm=1.0)
+    session.backward(loss_of(session))
+    words = r"^optimizer\.step\(\) .* after session\.backward\(\): .* neither clips"
+    with pytest.warns(UserWarning, match=words) as caught:
+        session.optimizer.step()
+    assert caught[0].filename == __file__
+    session.optimizer.step()  # said once
+    session.step()
+
+
+def test_a_step_without_gradients() -> None:
+    """Law: such a step, which quiets torch's schedules, says nothing."""
+    build("O1 fp16").optimizer.step()
+
+
+def test_an_optimizer_without_its_session() -> None:
+    """Law: once the session is gone, an optimizer at O1 is anybody's."""
+    session = build("O1 fp16")
+    model, optimizer = session.model, session.optimizer
+    session.backward(loss_of(session))
+    del session
+    gc.collect()
+    optimizer.step()
+    assert model is not None
+
+
 @pytest.mark.parametrize("kind", ["O1 bf16", "O0 fp32"])
 def test_a_plain_loop_without_a_scale(kind: str) -> None:
     """Law: where there is no loss scale, a plain step is right, and says nothing."""
