@@ -12,6 +12,7 @@ import torch
 from small_training import same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import UserError
@@ -309,11 +310,32 @@ def test_evaluation_with_micro_batches_pending() -> None:
     with torch.no_grad():
         loss_of(session)
     micro(session, 1)
+    session.model.eval()
     with torch.no_grad():
         with pytest.warns(UserWarning, match=PENDING) as caught:
             loss_of(session)
         loss_of(session)
     assert caught[0].filename == __file__
+
+
+def test_forward_passes_without_gradients_in_a_window() -> None:
+    """Law: a teacher, a metric, and a checkpoint's inner region are no evaluation."""
+    session = build("O1 bf16", accumulate=3)
+    micro(session, 1)
+    with torch.no_grad():
+        loss_of(session)  # in training mode: a metric, or a teacher
+    session.model.eval()  # as for layers whose statistics are frozen
+
+    def block(batch: Tensor) -> Tensor:
+        with session.autocast():
+            out: Tensor = session.model(batch)
+        return out
+
+    with session.autocast():
+        batch = torch.ones(2, 4, requires_grad=True)
+        out = checkpoint(block, batch, use_reentrant=True)
+    session.backward(out.float().sum())
+    session.step()
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

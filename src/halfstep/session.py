@@ -116,6 +116,8 @@ class Session:
         self._lost: Counter | None = None
         if lost_updates_every is not None:
             self._lost = Counter(self._masters, lost_updates_every)
+        self._nested = 0
+        """Regions open now."""
         self._attempted = 0
         self._skipped = torch.zeros((), device=self._device)
         self._window = Window(accumulate)
@@ -132,14 +134,20 @@ class Session:
         """
         if not self._attempted:
             shards.check_held(self._bare, map(self._masters.stored, self._params()))
-        if not torch.is_grad_enabled():
+        # Teachers, metrics and checkpointed blocks run without gradients as well.
+        training = self._bare.training or self._nested > 0
+        if not torch.is_grad_enabled() and not training:
             self._window.evaluating()
         self._masters.adopt()  # writes to weights, so not after the forward pass
         apart = self._passes.apart
         local = self._exchange.begin(self.model, self._window.done, apart=apart)
         region = self._regions.open(record=record)
-        with local, region:
-            yield region
+        self._nested += 1
+        try:
+            with local, region:
+                yield region
+        finally:
+            self._nested -= 1
 
     def backward(self, loss: Tensor, *, name: str = "") -> None:
         """Run the backward pass of the scaled loss; more losses may follow.
