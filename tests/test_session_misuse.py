@@ -211,6 +211,11 @@ def test_states_that_are_right_say_nothing() -> None:
     session.load_state_dict(session.state_dict())
     copy.deepcopy(session.model).state_dict()
     pickle.loads(pickle.dumps(session.model)).state_dict()  # noqa: S301 -- our own
+    model = nn.Linear(4, 3).bfloat16()
+    model.register_buffer("turns", torch.ones(3, dtype=torch.bfloat16))
+    session = hs.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
+    session.weights()
+    session.state_dict()
     for kind, more in (
         ("O1 bf16", {}),
         ("O3 bf16", {}),
