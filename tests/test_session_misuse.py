@@ -213,7 +213,8 @@ def test_states_that_are_right_say_nothing() -> None:
     pickle.loads(pickle.dumps(session.model)).state_dict()  # noqa: S301 -- our own
     model = nn.Linear(4, 3).bfloat16()
     model.register_buffer("turns", torch.ones(3, dtype=torch.bfloat16))
-    session = hs.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = hs.prepare(model, optimizer, "O2", dtype="bf16")
     session.weights()
     session.state_dict()
     for kind, more in (
