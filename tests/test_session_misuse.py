@@ -178,6 +178,16 @@ def test_a_call_outside_of_the_context(layer: nn.Module) -> None:
         assert model(batch).dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_recurrent_call_outside_of_the_context(kind: type[nn.RNNBase]) -> None:
+    """Law: there torch raises ValueError, which stays one and names the context."""
+    model = kind(4, 4)
+    hs.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "O2", dtype="bf16")
+    words = r"(?s)type.*called outside of session\.autocast\(\)"
+    with pytest.raises(ValueError, match=words):
+        model(torch.ones(2, 4, 4))
+
+
 def test_other_errors_arrive_as_they_are() -> None:
     """Law: errors inside the context, and errors of another kind, are not changed."""
     session = build("O2 bf16")
@@ -203,6 +213,7 @@ def test_a_state_dict_of_low_weights(master: str) -> None:
     session.model.state_dict()  # said once
 
 
+@pytest.mark.filterwarnings("error")
 def test_states_that_are_right_say_nothing() -> None:
     """Law: a session's own states, levels without masters, and copies do not warn."""
     session = build("O2 bf16")

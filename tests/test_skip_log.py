@@ -239,6 +239,7 @@ def test_what_is_lost_is_called_by_its_name(
     assert record.getMessage().startswith(f"{expected[option]}: non-finite gradient")
 
 
+@pytest.mark.filterwarnings("error:steps were")
 @WAYS
 def test_skips_that_are_not_in_a_row(way: Callable[..., Step]) -> None:
     """Law: every other step skipped is warned of once, by the sixth skip."""
@@ -253,6 +254,7 @@ def test_skips_that_are_not_in_a_row(way: Callable[..., Step]) -> None:
         assert step(math.inf)
 
 
+@pytest.mark.filterwarnings("error:steps were")
 @WAYS
 def test_skips_far_apart_are_no_fault(way: Callable[..., Step]) -> None:
     """Law: one skip in twelve steps, and a row of skips, warn of nothing."""
