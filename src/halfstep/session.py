@@ -25,7 +25,7 @@ from halfstep import (
 )
 from halfstep.accumulation import Window
 from halfstep.arriving import Arrivals
-from halfstep.errors import warn_caller
+from halfstep.errors import require_kind, warn_caller
 from halfstep.exchange import Exchange
 from halfstep.explain import explained, notes_on
 from halfstep.forward import Regions
@@ -94,9 +94,9 @@ class Session:
         self._bare = model
         self._group = process_group
         self._names = {id(param): name for name, param in names}
-        optimizer.zero_grad()  # what is left from before is not scaled
         level = shards.converted_at(model, choice.level)
         conversion = convert.convert_(model, level, choice.format.dtype, policy)
+        optimizer.zero_grad()  # what is left from before is not scaled
         self.policy = conversion.policy
         self._implied = len(self.policy.rules) - len(policy.rules)
         self._regions = Regions(choice, self.policy, self._device.type)
@@ -158,6 +158,8 @@ class Session:
                 gradients are unscaled, and looked at, before they are added up. Under
                 DDP each needs a forward pass of its own.
         """
+        right = "a Tensor with its graph, as the loss function returns it"
+        require_kind("loss", loss, isinstance(loss, Tensor), right)
         if self._passes.keeps_graphs and distributed.is_data_parallel(self.model):
             raise complaints.retries_under_ddp()
         if self._release is not None and self._window.loss is not None:
