@@ -90,7 +90,7 @@ def _wrapped(kind: str) -> str:
 
 SEVERAL = (
     "optimizer is of type {}: prepare takes one optimizer. Give one with a parameter "
-    "group for each part, or prepare each part of the model with its own."
+    "group for each part."
 )
 Pair = tuple[Any, Any]
 PAIRS: dict[str, tuple[Callable[[Any, Any], Pair], str]] = {
@@ -419,3 +419,37 @@ def test_a_model_that_came_in_16_bits(came: torch.dtype) -> None:
     session = hs.prepare(adapted, sgd(adapted), "O1", dtype="bf16")
     one_step(session)
     assert adapted[0].weight.dtype == came
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_part_of_what_was_prepared(level: str) -> None:
+    """Law: nor is a part prepared again; one without weights may be shared."""
+    model = network()
+    hs.prepare(model, sgd(model), level, dtype="bf16")
+    part = nn.Sequential(model[0])
+    with pytest.raises(UserError, match=f"^module '0' was prepared before, at {level}"):
+        hs.prepare(part, sgd(part), level, dtype="bf16")
+    shared = nn.GELU()
+    for _ in range(2):
+        other = nn.Sequential(nn.Linear(2, 2), shared)
+        hs.prepare(other, sgd(other), level, dtype="bf16")
+
+
+def test_a_refused_model_keeps_its_gradients() -> None:
+    """Law: weights beyond fp16 are refused, and gradients are as they were."""
+    model = network()
+    model(torch.ones(3, 4)).sum().backward()
+    with torch.no_grad():
+        model[2].weight[0, 0] = 1e6
+    with pytest.raises(UserError):
+        hs.prepare(model, sgd(model), "O2", dtype="fp16")
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("loss", [1.0, None, {"loss": torch.ones(())}])
+def test_a_loss_that_is_no_tensor(loss: Any) -> None:
+    """Law: `loss.item()` and the like are refused with what would be right."""
+    model = network()
+    session = hs.prepare(model, sgd(model), "O0")
+    with pytest.raises(UserError, match=r"^loss is of type \w+; it must be a Tensor"):
+        session.backward(loss)

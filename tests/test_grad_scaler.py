@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import grad, vmap
 
 import halfstep as hs
 from halfstep.errors import UserError
@@ -413,3 +415,16 @@ def test_messages(numbers: dict[str, Any], message: str) -> None:
         hs.GradScaler("cpu", **numbers)
     assert str(caught.value) == message
     hs.GradScaler("cpu", enabled=False, **numbers)
+
+
+def test_scale_under_functional_transforms() -> None:
+    """Law: `scale` takes losses without a number: of `vmap`, and of fake tensors.
+
+    d/dw of 2 * sum(w**2) is 4w.
+    """
+    scaler = hs.GradScaler("cpu", init_scale=2.0)
+    weights = torch.arange(12.0).view(4, 3)
+    slopes = vmap(grad(lambda row: scaler.scale(row.square().sum())))(weights)
+    assert torch.equal(slopes, 4 * weights)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert scaler.scale(torch.ones(())).shape == ()

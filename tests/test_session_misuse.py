@@ -12,6 +12,7 @@ import torch
 from small_training import same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import UserError
@@ -119,6 +120,35 @@ def test_a_scaled_plain_step_at_o1_fp16() -> None:
     assert session.step().complete
 
 
+@pytest.mark.parametrize("kind", ["O0 fp32", "O1 bf16", "O3 bf16"])
+def test_a_plain_step_after_our_backward(kind: str) -> None:
+    """Law: it is told once that it leaves out clipping, window and schedule."""
+    session = build(kind, accumulate=2, clip_grad_norm=1.0)
+    session.backward(loss_of(session))
+    words = r"^optimizer\.step\(\) .* after session\.backward\(\): .* neither clips"
+    with pytest.warns(UserWarning, match=words) as caught:
+        session.optimizer.step()
+    assert caught[0].filename == __file__
+    session.optimizer.step()  # said once
+    session.step()
+
+
+def test_a_step_without_gradients() -> None:
+    """Law: such a step, which quiets torch's schedules, says nothing."""
+    build("O1 fp16").optimizer.step()
+
+
+def test_an_optimizer_without_its_session() -> None:
+    """Law: once the session is gone, an optimizer at O1 is anybody's."""
+    session = build("O1 fp16")
+    model, optimizer = session.model, session.optimizer
+    session.backward(loss_of(session))
+    del session
+    gc.collect()
+    optimizer.step()
+    assert model is not None
+
+
 @pytest.mark.parametrize("kind", ["O1 bf16", "O0 fp32"])
 def test_a_plain_loop_without_a_scale(kind: str) -> None:
     """Law: where there is no loss scale, a plain step is right, and says nothing."""
@@ -148,6 +178,16 @@ def test_a_call_outside_of_the_context(layer: nn.Module) -> None:
         assert model(batch).dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_recurrent_call_outside_of_the_context(kind: type[nn.RNNBase]) -> None:
+    """Law: there torch raises ValueError, which stays one and names the context."""
+    model = kind(4, 4)
+    hs.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "O2", dtype="bf16")
+    words = r"(?s)type.*called outside of session\.autocast\(\)"
+    with pytest.raises(ValueError, match=words):
+        model(torch.ones(2, 4, 4))
+
+
 def test_other_errors_arrive_as_they_are() -> None:
     """Law: errors inside the context, and errors of another kind, are not changed."""
     session = build("O2 bf16")
@@ -173,6 +213,7 @@ def test_a_state_dict_of_low_weights(master: str) -> None:
     session.model.state_dict()  # said once
 
 
+@pytest.mark.filterwarnings("error")
 def test_states_that_are_right_say_nothing() -> None:
     """Law: a session's own states, levels without masters, and copies do not warn."""
     session = build("O2 bf16")
@@ -181,6 +222,12 @@ def test_states_that_are_right_say_nothing() -> None:
     session.load_state_dict(session.state_dict())
     copy.deepcopy(session.model).state_dict()
     pickle.loads(pickle.dumps(session.model)).state_dict()  # noqa: S301 -- our own
+    model = nn.Linear(4, 3).bfloat16()
+    model.register_buffer("turns", torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+    session.weights()
+    session.state_dict()
     for kind, more in (
         ("O1 bf16", {}),
         ("O3 bf16", {}),
@@ -280,11 +327,32 @@ def test_evaluation_with_micro_batches_pending() -> None:
     with torch.no_grad():
         loss_of(session)
     micro(session, 1)
+    session.model.eval()
     with torch.no_grad():
         with pytest.warns(UserWarning, match=PENDING) as caught:
             loss_of(session)
         loss_of(session)
     assert caught[0].filename == __file__
+
+
+def test_forward_passes_without_gradients_in_a_window() -> None:
+    """Law: a teacher, a metric, and a checkpoint's inner region are no evaluation."""
+    session = build("O1 bf16", accumulate=3)
+    micro(session, 1)
+    with torch.no_grad():
+        loss_of(session)  # in training mode: a metric, or a teacher
+    session.model.eval()  # as for layers whose statistics are frozen
+
+    def block(batch: Tensor) -> Tensor:
+        with session.autocast():
+            out: Tensor = session.model(batch)
+        return out
+
+    with session.autocast():
+        batch = torch.ones(2, 4, requires_grad=True)
+        out = checkpoint(block, batch, use_reentrant=True)
+    session.backward(out.float().sum())
+    session.step()
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -312,3 +380,34 @@ def test_hooks_are_compiled_away(level: str) -> None:
     batch = torch.ones(2, 4)
     with session.autocast():
         assert torch.equal(compiled(batch), session.model(batch))
+
+
+CLEARED = r"^gradients of 1 of 4 micro-batches were cleared .*session\.step\(\) clears"
+
+
+@KINDS
+def test_gradients_cleared_between_micro_batches(kind: str) -> None:
+    """Law: the habitual `optimizer.zero_grad()` at the top of the loop is told once."""
+    session = build(kind, accumulate=4)
+    session.optimizer.zero_grad()
+    micro(session, 1)
+    session.optimizer.zero_grad()
+    with pytest.warns(UserWarning, match=CLEARED) as caught:
+        micro(session, 2)
+    assert caught[0].filename == __file__
+    session.optimizer.zero_grad()
+    micro(session, 3)  # said once
+
+
+@KINDS
+@pytest.mark.parametrize("options", [{}, {"drop_bad_microbatch": True}])
+def test_a_window_begun_anew_is_no_loss(kind: str, options: dict[str, Any]) -> None:
+    """Law: `session.zero_grad()`, and clearing where nothing lies, say nothing."""
+    session = build(kind, accumulate=4, **options)
+    micro(session, 1)
+    session.zero_grad()
+    micro(session, 1, 2, 3, 4)
+    session.optimizer.zero_grad()
+    micro(session, 5)
+    next(session.model.parameters()).grad = None
+    micro(session, 6)

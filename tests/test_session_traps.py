@@ -369,12 +369,13 @@ def test_a_step_by_hand(
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3"])
 def test_a_step_by_hand_without_masters(level: str) -> None:
-    """Law: where the optimizer holds the model's own weights, it steps as it did."""
+    """Law: where the optimizer holds the model's own weights, it steps, with a word."""
     model = cases.Mixed()
     session = hs.prepare(model, cases.SGD(model.parameters()), level)
     before = model.linear.weight.detach().clone()
     backward(session, cases.slopes_of(model, 1))
-    session.optimizer.step()
+    with pytest.warns(UserWarning, match=r"session\.step\(\) instead"):
+        session.optimizer.step()
     assert not torch.equal(model.linear.weight, before)
 
 

@@ -237,3 +237,41 @@ def test_what_is_lost_is_called_by_its_name(
     (record,) = caplog.records
     expected = {"dropped": "micro-batch dropped", "released": "parameters left out"}
     assert record.getMessage().startswith(f"{expected[option]}: non-finite gradient")
+
+
+@pytest.mark.filterwarnings("error:steps were")
+@WAYS
+def test_skips_that_are_not_in_a_row(way: Callable[..., Step]) -> None:
+    """Law: every other step skipped is warned of once, by the sixth skip."""
+    step = way(1.0)
+    for _ in range(5):
+        assert step(math.inf)
+        assert not step(1.0)
+    with pytest.warns(UserWarning, match=r"^steps .* 6 times within 11: .* weight at "):
+        assert step(math.inf)
+    for _ in range(10):
+        assert not step(1.0)
+        assert step(math.inf)
+
+
+@pytest.mark.filterwarnings("error:steps were")
+@WAYS
+def test_skips_far_apart_are_no_fault(way: Callable[..., Step]) -> None:
+    """Law: one skip in twelve steps, and a row of skips, warn of nothing."""
+    step = way(2.0**24)
+    for number in range(8 * 12):
+        assert step(math.inf if number % 12 == 0 else 1.0) == (number % 12 == 0)
+
+
+def test_a_skip_at_the_floor(caplog: pytest.LogCaptureFixture) -> None:
+    """Law: no lower scale is to be had: the first skip there is printed."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    session = hs.prepare(model, optimizer, "O0", loss_scale=ScaleRule(2.0))
+    for factor in (math.inf, 1.0, math.inf):
+        session.backward(loss_of(session.model, factor))
+        session.step()
+    printed = [(record.levelname, record.getMessage()) for record in caplog.records]
+    said = [line for line in printed if "skipped" in line[1]]
+    expected = "step skipped: non-finite gradient of weight at loss scale 1 (2 so far)."
+    assert said == [("WARNING", expected)]

@@ -25,13 +25,15 @@ class Window:
         size: Micro-batches of a step.
         done: Those that `session.step` has counted.
         loss: Of the micro-batch under way; None between micro-batches.
+        held: The last one left gradients where the caller can clear them.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.done = 0
         self.loss: Tensor | None = None
-        self._warned = False
+        self.held = False
+        self._warned = self._told_cleared = False
 
     @property
     def pending(self) -> int:
@@ -46,7 +48,21 @@ class Window:
 
     def end(self) -> None:
         """Begin the next window."""
-        self.done, self.loss = 0, None
+        self.done, self.loss, self.held = 0, None, False
+
+    def going_on(self, *, held: bool) -> None:
+        """Warn once if gradients of the window are gone before its next pass.
+
+        Args:
+            held: Some are still there.
+        """
+        if self.held and not held and not self._told_cleared:
+            self._told_cleared = True
+            warn_caller(
+                f"gradients of {self.done} of {self.size} micro-batches were cleared "
+                "before the step that needs them: leave optimizer.zero_grad() out; "
+                "session.step() clears them after each full window."
+            )
 
     def evaluating(self) -> None:
         """Warn once that weights lack micro-batches that have been run."""

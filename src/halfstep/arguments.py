@@ -60,8 +60,7 @@ def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, list | tuple | set | dict):
         message = (
             f"optimizer is of type {kind}: prepare takes one optimizer. Give one with "
-            "a parameter group for each part, or prepare each part of the model with "
-            "its own."
+            "a parameter group for each part."
         )
         raise UserError(message)
     # A wrapper may inherit from Optimizer without having been set up as one.
@@ -114,6 +113,10 @@ def remember(
 ) -> None:
     """Take down what was prepared, for as long as it lives."""
     _prepared[model] = _prepared[optimizer] = str(choice)
+    for module in model.modules() if choice.level.low_weights else ():
+        # Frozen weights, and modules without any, may be shared.
+        if any(param.requires_grad for param in module.parameters(recurse=False)):
+            _prepared[module] = str(choice)
 
 
 def fp32_weights(model: nn.Module, choice: Choice) -> None:

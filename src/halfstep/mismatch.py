@@ -92,7 +92,12 @@ def explained(error: BaseException) -> DtypeMismatch | None:
 
 
 def is_about_dtypes(error: BaseException) -> bool:
-    """Say whether torch refused a mix of dtypes, and nobody has explained it yet."""
+    """Say whether torch refused a mix of dtypes, and nobody has explained it yet.
+
+    Its recurrent layers do so with a ValueError.
+    """
+    if type(error) is ValueError:
+        error = RuntimeError(*error.args)
     return _said(error)[1] is not None
 
 

@@ -84,10 +84,14 @@ class LowStateDict:
         self._active = active
 
     def __call__(
-        self, _module: nn.Module, state: dict[str, Any], _prefix: str, _meta: object
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: object
     ) -> None:
         """Look at a state that is about to be returned."""
-        if self._active and any(map(_is_saved, state.values())):
+        if not self._active:
+            return
+        # Buffers may be in 16 bits by the model's own choice.
+        named = module.named_parameters(remove_duplicate=False)
+        if any(_is_saved(state.get(f"{prefix}{name}")) for name, _ in named):
             self._active = False
             warn_caller(
                 f"model.state_dict() holds {self._dtype} weights: use "

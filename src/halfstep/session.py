@@ -25,7 +25,7 @@ from halfstep import (
 )
 from halfstep.accumulation import Window
 from halfstep.arriving import Arrivals
-from halfstep.errors import warn_caller
+from halfstep.errors import require_kind, warn_caller
 from halfstep.exchange import Exchange
 from halfstep.explain import explained, notes_on
 from halfstep.forward import Regions
@@ -94,9 +94,9 @@ class Session:
         self._bare = model
         self._group = process_group
         self._names = {id(param): name for name, param in names}
-        optimizer.zero_grad()  # what is left from before is not scaled
         level = shards.converted_at(model, choice.level)
         conversion = convert.convert_(model, level, choice.format.dtype, policy)
+        optimizer.zero_grad()  # what is left from before is not scaled
         self.policy = conversion.policy
         self._implied = len(self.policy.rules) - len(policy.rules)
         self._regions = Regions(choice, self.policy, self._device.type)
@@ -116,6 +116,8 @@ class Session:
         self._lost: Counter | None = None
         if lost_updates_every is not None:
             self._lost = Counter(self._masters, lost_updates_every)
+        self._nested = 0
+        """Regions open now."""
         self._attempted = 0
         self._skipped = torch.zeros((), device=self._device)
         self._window = Window(accumulate)
@@ -132,14 +134,20 @@ class Session:
         """
         if not self._attempted:
             shards.check_held(self._bare, map(self._masters.stored, self._params()))
-        if not torch.is_grad_enabled():
+        # Teachers, metrics and checkpointed blocks run without gradients as well.
+        training = self._bare.training or self._nested > 0
+        if not torch.is_grad_enabled() and not training:
             self._window.evaluating()
         self._masters.adopt()  # writes to weights, so not after the forward pass
         apart = self._passes.apart
         local = self._exchange.begin(self.model, self._window.done, apart=apart)
         region = self._regions.open(record=record)
-        with local, region:
-            yield region
+        self._nested += 1
+        try:
+            with local, region:
+                yield region
+        finally:
+            self._nested -= 1
 
     def backward(self, loss: Tensor, *, name: str = "") -> None:
         """Run the backward pass of the scaled loss; more losses may follow.
@@ -150,6 +158,8 @@ class Session:
                 gradients are unscaled, and looked at, before they are added up. Under
                 DDP each needs a forward pass of its own.
         """
+        right = "a Tensor with its graph, as the loss function returns it"
+        require_kind("loss", loss, isinstance(loss, Tensor), right)
         if self._passes.keeps_graphs and distributed.is_data_parallel(self.model):
             raise complaints.retries_under_ddp()
         if self._release is not None and self._window.loss is not None:
@@ -157,6 +167,10 @@ class Session:
         scaler = self._scales.of(name, self._device)
         scaler.begin(loss, self._name)
         again = self._window.loss is not None and not self._passes.apart
+        if self._window.loss is None and not self._passes.apart:
+            self._window.going_on(
+                held=bool(self._window.held and self._held_gradients())
+            )
         self._window.loss = loss.detach()
 
         def backward(keep: bool) -> None:
@@ -226,6 +240,8 @@ class Session:
             self._masters.fold()
         self._window.done += 1
         self._window.loss = None
+        if self.accumulate > 1:
+            self._window.held = bool(self._held_gradients())
         return self._window.done >= self.accumulate
 
     def _update(self) -> StepReport:

@@ -6,6 +6,8 @@ verdict on them that all ranks share, and the update, clipped, or nothing change
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,39 +67,37 @@ class Updates:
         self._inverse = torch.ones((), device=device)
         self._shown: Tensor | None = None
         self._by_kernel = self._scaled = self._warned = False
-        hooks.guard(masters.optimizer, self._guard)
+        # The optimizer outlives the session, which is then no more to be called.
+        hooks.guard(masters.optimizer, partial(_guard, masters, weakref.ref(self)))
 
-    def _guard(self) -> None:
-        """Refuse a step by hand, which would find no gradients in the masters.
+    def stepped_by_hand(self) -> None:
+        """Refuse a step of gradients that the session scaled; warn of others.
 
-        Where parameters are the optimizer's own, it finds them: scaled, if the session
-        ran the backward pass; otherwise without a loss scale, which is warned of.
+        Raises:
+            UserError: After `session.backward` of a scaled loss.
         """
-        if self.masters.stepping:
-            return
-        slots = self.masters.slots.values()
-        if any(s.weight.grad is not None or s.master.grad is not None for s in slots):
-            message = (
-                "optimizer.step() was called while the session holds gradients of "
-                "16-bit weights: call session.step(), which unscales and clips them, "
-                "steps, and publishes the weights."
-            )
-            raise UserError(message)
-        if not self._passes.scales.rule.scales:
-            return
-        if self._passes.any_run:
+        scales = self._passes.scales.rule.scales
+        if self._passes.any_run and scales:
             message = (
                 "optimizer.step() was called after session.backward(), whose gradients "
                 "are multiplied by the loss scale: call session.step(), which unscales "
                 "them."
             )
             raise UserError(message)
-        if not self._warned:
-            self._warned = True
+        if self._warned or not (scales or self._passes.any_run):
+            return
+        self._warned = True
+        if self._passes.any_run:
             warn_caller(
-                "optimizer.step() was called without a loss scale, below which small "
-                "gradients become zero in fp16: call session.backward(loss), then "
-                "session.step()."
+                "optimizer.step() was called after session.backward(): it neither "
+                "clips, nor skips inf and NaN, nor waits for all micro-batches, nor "
+                "steps the schedule. Call session.step() instead."
+            )
+        else:
+            warn_caller(
+                "optimizer.step() was called in place of session.step(): unless "
+                "another scaler scales the loss, small gradients become zero in fp16. "
+                "Call session.backward(loss), then session.step()."
             )
 
     def gradients(self, *, folded: bool) -> list[tuple[Tensor, Tensor]]:
@@ -186,3 +186,26 @@ class Updates:
         self._passes.close()
         self.norm = self._shown = None
         self._by_kernel = self._scaled = False
+
+
+def _guard(masters: MasterWeights, updates: weakref.ref[Updates]) -> None:
+    """Refuse a step by hand, which would find no gradients in the masters.
+
+    Where parameters are the optimizer's own, it finds them. Without any, there is
+    nothing to lose: schedules are kept quiet by such a step.
+    """
+    if masters.stepping:
+        return
+    slots = masters.slots.values()
+    if any(s.weight.grad is not None or s.master.grad is not None for s in slots):
+        message = (
+            "optimizer.step() was called while the session holds gradients of 16-bit "
+            "weights: call session.step(), which unscales and clips them, steps, and "
+            "publishes the weights."
+        )
+        raise UserError(message)
+    groups = masters.optimizer.param_groups
+    held = any(p.grad is not None for group in groups for p in group["params"])
+    here = updates()
+    if held and here is not None:
+        here.stepped_by_hand()

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from halfstep import late
 from halfstep.late import Late
@@ -142,7 +143,10 @@ class Watch:
             loss: Unscaled, any shape.
             name_of: Names a parameter.
         """
-        self._loss, self._finding, self._unread = loss.detach(), None, ""
+        self._loss, self._finding, self._unread = None, None, ""
+        if _has_no_number(loss):
+            return
+        self._loss = loss.detach()
         value = 0.0
         if _is_number(loss) and late.on_host(loss.device):
             value = float(self._loss)
@@ -307,6 +311,12 @@ class Watch:
 
 def _is_number(loss: Tensor) -> bool:
     return loss.numel() == 1 and not loss.is_complex()
+
+
+def _has_no_number(loss: Tensor) -> bool:
+    """Say whether it stands for many losses, under `vmap`, or for none."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(loss)  # noqa: SLF001
+    return wrapped or isinstance(loss, FakeTensor)
 
 
 def _sum(total: Tensor | None, loss: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ looks for its level: those are logged at INFO, which Python does not print by it
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from halfstep.errors import warn_caller
@@ -26,6 +27,11 @@ IN_A_ROW = 5
 SETTLED = 4096.0
 """A dynamic scale above it may still be on its way down: 2**16, where it begins, is
 halved four times before."""
+OFTEN = 6
+"""Skips, each after an applied step, that are worth a warning..."""
+WITHIN = 50
+"""... if so many steps hold them. A scale that probes upwards, every `growth_interval`
+steps, loses fewer."""
 _FIND = "halfstep.first_bad(model, step) finds the operation."
 
 
@@ -40,6 +46,9 @@ class SkipLog:
         self.what = "step skipped"
         self._skips = self._losses = 0
         self._said = self._warned = False
+        self._steps = 0
+        self._rows: deque[int] = deque(maxlen=OFTEN)
+        """When the last rows of skips began, a row of one included."""
 
     @property
     def has_loss(self) -> bool:
@@ -49,6 +58,7 @@ class SkipLog:
     def applied(self) -> None:
         """Take note of a step without overflow."""
         self._said = False
+        self._steps += 1
 
     def overflow(
         self,
@@ -70,19 +80,29 @@ class SkipLog:
             skipped: The step was skipped; otherwise a part of it was left out.
         """
         self._skips += 1
+        self._steps += 1
         fixed = rule.backoff_factor == 1
         low = fixed or scale <= max(SETTLED, rule.min_scale)
         alarming = in_a_row >= IN_A_ROW and low and not self._said
+        text = f"{in_a_row} steps in a row were skipped"
+        if in_a_row == 1:
+            self._rows.append(self._steps)
+            span = self._steps - self._rows[0] + 1
+            often = len(self._rows) == OFTEN and span <= WITHIN
+            # A short growth interval loses steps by design.
+            alarming |= often and rule.growth_interval * OFTEN > WITHIN
+            text = f"steps were skipped {OFTEN} times within {span}"
         if not alarming and self._skips & (self._skips - 1):
             return  # only the 1st, 2nd, 4th, 8th ... of them
         self._said = self._said or alarming
         whose = f"non-finite gradient{_some(culprits())} at loss scale {scale:g}"
         if alarming and skipped and not self._warned:
             self._warned = True
-            warn_caller(f"{in_a_row} steps in a row were skipped: {whose}. {_FIND}")
+            warn_caller(f"{text}: {whose}. {_FIND}")
             return
         what = self.what if skipped else "micro-batch dropped"
-        level = logging.WARNING if fixed or alarming else logging.INFO
+        floor = scale <= rule.min_scale * (1 + 2**-23)  # fp32 may have rounded it up
+        level = logging.WARNING if fixed or floor or alarming else logging.INFO
         _logger.log(level, "%s: %s (%d so far).", what, whose, self._skips)
 
     def loss(self, value: float, finding: Finding | None, unread: str) -> None:
