@@ -411,3 +411,20 @@ def test_a_window_begun_anew_is_no_loss(kind: str, options: dict[str, Any]) -> N
     micro(session, 5)
     next(session.model.parameters()).grad = None
     micro(session, 6)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_schedule_stepped_by_both(by_hand: bool) -> None:
+    """Law: a schedule that the session steps, and the loop too, is told once."""
+    session = build("O0 fp32")
+    schedule = torch.optim.lr_scheduler.StepLR(session.optimizer, 1, 0.5)
+    session.scheduler = schedule
+    micro(session, 1)
+    if by_hand:
+        schedule.step()
+        words = "^the StepLR was given to prepare, .* by hand"
+        with pytest.warns(UserWarning, match=words) as caught:
+            micro(session, 2)
+        assert caught[0].filename == __file__
+        schedule.step()
+    micro(session, 3)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from halfstep.errors import UserError, require_kind
+from halfstep.errors import UserError, require_kind, warn_caller
 from halfstep.late import Late
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class Schedule:
         self.scheduler = scheduler
         self._followed = applied
         self._late = Late()
+        self._left_at: int | None = None
+        """Its `last_epoch` after our last step."""
+        self._warned = False
 
     def step(self, applied: Tensor) -> None:
         """Step once for each applied step that is known of.
@@ -76,8 +79,23 @@ class Schedule:
             return
         arrived = self._late.send((applied,))
         while arrived and self._followed < arrived[0]:
+            self._check_alone()
             self.scheduler.step()
+            self._left_at = getattr(self.scheduler, "last_epoch", None)
             self._followed += 1
+
+    def _check_alone(self) -> None:
+        """Warn once if somebody else steps the schedule too."""
+        if self._warned or self._left_at is None:
+            return
+        # Any other distance is that of a state which was loaded.
+        if getattr(self.scheduler, "last_epoch", None) == self._left_at + 1:
+            self._warned = True
+            warn_caller(
+                f"the {type(self.scheduler).__name__} was given to prepare, and is "
+                "also stepped by hand, so it runs twice as fast: leave "
+                "scheduler.step() out, or scheduler= of prepare."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state, and how far it has followed; {} without one."""
@@ -92,7 +110,7 @@ class Schedule:
             state: Of a schedule, or {}: then this one begins here.
             applied: Steps applied so far.
         """
-        self._followed, self._late = applied, Late()
+        self._followed, self._late, self._left_at = applied, Late(), None
         if self.scheduler is not None and state:
             self.scheduler.load_state_dict(state["state"])
             self._followed = state["followed"]
