@@ -428,3 +428,69 @@ def test_a_schedule_stepped_by_both(by_hand: bool) -> None:
         assert caught[0].filename == __file__
         schedule.step()
     micro(session, 3)
+
+
+@KINDS
+def test_a_step_for_each_window(kind: str) -> None:
+    """Law: a loop that counts micro-batches itself, as the session does, is told."""
+    session = build(kind, accumulate=3)
+    for _ in range(3):
+        session.backward(loss_of(session))
+    words = "^session.step.* after 3 backward passes, .* one micro-batch of 3: call"
+    with pytest.warns(UserWarning, match=words) as caught:
+        session.step()
+    assert caught[0].filename == __file__
+
+
+def test_three_losses_of_each_micro_batch() -> None:
+    """Law: losses of one region, as many as `accumulate`, are one micro-batch."""
+    session = build("O1 bf16", accumulate=3)
+    for complete in (False, False, True):
+        with session.autocast():
+            parts = [session.model(torch.ones(2, 4)).float() for _ in range(3)]
+        for part in parts:
+            session.backward(part.sum())
+        assert session.step().complete == complete
+
+
+class Broken(torch.autograd.Function):
+    """An operation whose backward pass runs out of memory."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        """Hand the input on."""
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _grad: Tensor) -> Tensor:
+        """Fail."""
+        message = "out of memory"
+        raise RuntimeError(message)
+
+
+def break_off(session: Session) -> None:
+    """Run a backward pass that fails once the last layer has its gradients."""
+    handle = session.model[0].register_forward_hook(lambda *x: Broken.apply(x[2]))
+    loss = loss_of(session)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        session.backward(loss)
+
+
+@KINDS
+@pytest.mark.parametrize("options", [{}, {"drop_bad_microbatch": True}])
+def test_a_backward_pass_that_fails(kind: str, options: dict[str, Any]) -> None:
+    """Law: as the first of a window it leaves nothing; later, the window is refused."""
+    session, twin = (build(kind, accumulate=2, **options) for _ in range(2))
+    break_off(session)
+    assert same(*([r.applied for r in micro(s, 1, 2)] for s in (session, twin)))
+    assert same(session.weights(), twin.weights())
+    micro(session, 3)
+    break_off(session)
+    for call in (session.step, session.flush):
+        with pytest.raises(RuntimeError, match=r"exception.* session\.zero_grad\(\)"):
+            call()
+    session.zero_grad()
+    micro(session, 1, 2)
+    micro(twin, 1, 2)
+    assert same(session.weights(), twin.weights())

@@ -25,6 +25,9 @@ class Window:
         size: Micro-batches of a step.
         done: Those that `session.step` has counted.
         loss: Of the micro-batch under way; None between micro-batches.
+        regions: Opened for training since the last call of `session.step`.
+        passes: Of losses without a name since then.
+        failed: A backward pass ended with an exception, amid gradients of others.
         held: The last one left gradients where the caller can clear them.
     """
 
@@ -32,8 +35,9 @@ class Window:
         self.size = size
         self.done = 0
         self.loss: Tensor | None = None
-        self.held = False
-        self._warned = self._told_cleared = False
+        self.regions = self.passes = 0
+        self.held = self.failed = False
+        self._warned = self._told_cleared = self._told_rare = False
 
     @property
     def pending(self) -> int:
@@ -49,6 +53,8 @@ class Window:
     def end(self) -> None:
         """Begin the next window."""
         self.done, self.loss, self.held = 0, None, False
+        self.regions = self.passes = 0
+        self.failed = False
 
     def going_on(self, *, held: bool) -> None:
         """Warn once if gradients of the window are gone before its next pass.
@@ -62,6 +68,22 @@ class Window:
                 f"gradients of {self.done} of {self.size} micro-batches were cleared "
                 "before the step that needs them: leave optimizer.zero_grad() out; "
                 "session.step() clears them after each full window."
+            )
+
+    def counted(self) -> None:
+        """Warn once if `session.step` is called for whole windows, not micro-batches.
+
+        Several losses of one micro-batch come from one region; two regions for two
+        losses are no rarity.
+        """
+        rare = self.size > 2 and self.passes == self.regions == self.size  # noqa: PLR2004
+        self.regions = self.passes = 0
+        if rare and not self._told_rare:
+            self._told_rare = True
+            warn_caller(
+                f"session.step() was called after {self.size} backward passes, which "
+                f"with accumulate={self.size} it counts as one micro-batch of "
+                f"{self.size}: call it after each backward pass."
             )
 
     def evaluating(self) -> None:

@@ -185,6 +185,15 @@ def step_without_backward(steps: int) -> RuntimeError:
     return RuntimeError(message)
 
 
+def pass_failed() -> RuntimeError:
+    """Session: `step` after a backward pass that raised an exception."""
+    message = (
+        "a backward pass of this window ended with an exception, and left a part of "
+        "its gradients: call session.zero_grad(), then begin the window again."
+    )
+    return RuntimeError(message)
+
+
 def state_in_window(micro: int, accumulate: int) -> RuntimeError:
     """Session: a state asked for with gradients under way."""
     message = (

@@ -142,6 +142,7 @@ class Session:
         apart = self._passes.apart
         local = self._exchange.begin(self.model, self._window.done, apart=apart)
         region = self._regions.open(record=record)
+        self._window.regions += torch.is_grad_enabled() and not self._nested
         self._nested += 1
         try:
             with local, region:
@@ -166,12 +167,14 @@ class Session:
             raise complaints.released_twice()
         scaler = self._scales.of(name, self._device)
         scaler.begin(loss, self._name)
+        first = not self._window.pending
         again = self._window.loss is not None and not self._passes.apart
         if self._window.loss is None and not self._passes.apart:
             self._window.going_on(
                 held=bool(self._window.held and self._held_gradients())
             )
         self._window.loss = loss.detach()
+        self._window.passes += not name
 
         def backward(keep: bool) -> None:
             scaled = scaler.scale(loss / self.accumulate)
@@ -183,7 +186,15 @@ class Session:
             self._masters.fold()
             self._exchange.settle(self.model)
 
-        self._passes.run(name, backward, self._params(), settle=settle)
+        try:
+            self._passes.run(name, backward, self._params(), settle=settle)
+        except Exception:
+            # Out of memory half way: what it left must not enter the next update.
+            if first:
+                self.zero_grad()
+            else:
+                self._window.failed = True
+            raise
         self._exchange.passed(apart=self._passes.apart)
         if self._versions.active:
             self._versions.note(self._held_gradients())
@@ -232,8 +243,11 @@ class Session:
 
     def _ends_window(self) -> bool:
         """Take in one micro-batch; say whether it was the last of its step."""
+        if self._window.failed:
+            raise complaints.pass_failed()
         if self._window.loss is None:
             raise complaints.step_without_backward(self._attempted)
+        self._window.counted()
         if self._versions.active:
             self._versions.check(self._held_gradients())
         if self.accumulate > 1:
