@@ -77,6 +77,7 @@ def test_five_of_five(
     dynamic scale loses some steps before it has found its level.
     """
     step = way(2.0**16)
+    assert not step(1.0)
     with caplog.at_level(logging.INFO, LOGGER):
         for _ in range(4):
             assert step(OVER)
@@ -108,6 +109,17 @@ def test_a_search_from_above_is_no_fault(
             assert step(2.0 ** (128 - exponent))
         assert not step(2.0 ** (128 - 15))
     assert not caplog.records
+
+
+@pytest.mark.filterwarnings("error:.*in a row")
+@WAYS
+def test_a_first_search_goes_lower(way: Callable[..., Step]) -> None:
+    """Law: down to 256 nothing is warned of before a step is applied; there it is."""
+    step = way(2.0**16)
+    for _ in range(8):
+        assert step(OVER)
+    with pytest.warns(UserWarning, match=r"^9 steps .* at loss scale 256\."):
+        assert step(OVER)
 
 
 @WAYS
@@ -191,6 +203,7 @@ def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_late_steps(way: Callable[..., Step], caplog: pytest.LogCaptureFixture) -> None:
     """Law: where numbers come late, names are taken once a skip has arrived."""
     step = way(2.0**16)
+    step(1.0)
     with caplog.at_level(logging.INFO, LOGGER):
         for _ in range(6):
             step(OVER)

@@ -27,6 +27,8 @@ IN_A_ROW = 5
 SETTLED = 4096.0
 """A dynamic scale above it may still be on its way down: 2**16, where it begins, is
 halved four times before."""
+FIRST = 256.0
+"""The same before any step was applied: healthy models have been seen to begin here."""
 OFTEN = 6
 """Skips, each after an applied step, that are worth a warning..."""
 WITHIN = 50
@@ -46,6 +48,7 @@ class SkipLog:
         self.what = "step skipped"
         self._skips = self._losses = 0
         self._said = self._warned = False
+        self._settled = FIRST
         self._steps = 0
         self._rows: deque[int] = deque(maxlen=OFTEN)
         """When the last rows of skips began, a row of one included."""
@@ -58,6 +61,7 @@ class SkipLog:
     def applied(self) -> None:
         """Take note of a step without overflow."""
         self._said = False
+        self._settled = SETTLED
         self._steps += 1
 
     def overflow(
@@ -82,7 +86,7 @@ class SkipLog:
         self._skips += 1
         self._steps += 1
         fixed = rule.backoff_factor == 1
-        low = fixed or scale <= max(SETTLED, rule.min_scale)
+        low = fixed or scale <= max(self._settled, rule.min_scale)
         alarming = in_a_row >= IN_A_ROW and low and not self._said
         text = f"{in_a_row} steps in a row were skipped"
         if in_a_row == 1:
