@@ -9,6 +9,8 @@ These are all of them:
 - `carry`: `nn.DataParallel` runs its replicas under the caller's context;
 - `recompute`: activation checkpointing runs its segments again under the policy of the
   forward pass, and higher-order operators do not see the dispatch key of `kernels`;
+- `step_numerics`: `hs.diagnose` sees the loss that goes into `torch.autograd.backward`,
+  while it runs;
 - `hooks`: optimizer steps make caches of casts forget, inside contexts and while a
   `CastCache` lives.
 """
