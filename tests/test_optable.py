@@ -18,6 +18,7 @@ from halfstep.optable import (
     BANNED,
     FOLLOW,
     FP32,
+    FP32_IN_FP16,
     FP32_RESULT,
     LEAN,
     LOW,
@@ -236,7 +237,8 @@ def test_lean_by_category() -> None:
     assert those(lean, FP32_RESULT) == RESULTS
     assert those(lean, PROMOTE) == PROMOTED
     assert not those(lean, BANNED)
-    given_up = FOLLOWERS | RESULTS | PROMOTED | AS_CALLED
+    assert those(lean, FP32_IN_FP16) == {"pow.Tensor_Scalar"}
+    given_up = FOLLOWERS | RESULTS | PROMOTED | AS_CALLED | {"pow.Tensor_Scalar"}
     fp32 = those(cpu, FP32) | those(cuda, FP32) | those(cuda, BANNED)
     fp32 |= {"linalg_matrix_norm", "linalg_matrix_norm.str_ord"}
     assert those(lean, FP32) == fp32 - given_up

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import halfstep as hs
 from halfstep.errors import UserError
 from halfstep.optable import FOLLOW, LOW, NAMED, TABLES
 from halfstep.policy import CATEGORIES, LEAN, TORCH, Policy, Rule, decide
@@ -63,6 +64,21 @@ def test_follow(operation: str) -> None:
         assert found.category == FOLLOW
         assert found.dtype == (first if first in CASTABLE else None)
     assert decide(operation, [], "cpu", policy=LEAN).dtype is None
+
+
+def test_powers_leave_the_range_of_fp16_alone() -> None:
+    """Law: lean takes a power in fp32 where the format is fp16, and as called in bf16.
+
+    40 ** 3 = 64000 fits fp16, 41 ** 3 = 68921 is above its largest number, 65504.
+    """
+    for low, dtype in ((torch.float16, torch.float32), (torch.bfloat16, None)):
+        found = decide("pow.Tensor_Scalar", [low], "cpu", policy=LEAN, low=low)
+        assert found.dtype == dtype
+        x = torch.tensor([40.0, 41.0], dtype=low)
+        with hs.autocast("cpu", low, policy="lean"):
+            cubes = x**3
+        assert cubes.dtype == (dtype or low)
+        assert cubes.isfinite().all()
 
 
 @given(

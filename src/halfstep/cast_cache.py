@@ -9,16 +9,18 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils import _python_dispatch
 
 from halfstep import hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
 
     from halfstep.fold import Gradients
 
@@ -26,12 +28,27 @@ if TYPE_CHECKING:
 _LOW = (torch.bfloat16, torch.float16)
 _UNKNOWN = -1
 """A version that no weight has."""
+_SMALL = 4096
+"""Numbers of a weight up to which torch's own cast, made once more for its history,
+costs less than a function of autograd in Python."""
+
+
+def _without_modes() -> AbstractContextManager[object]:
+    """Hide casts from dispatch modes.
+
+    Why: selective checkpointing counts operations; it must not see a cast here that
+    the recomputation finds made.
+    """
+    before_dispatch = torch._ops.mode_stack_state_for_pre_dispatch()  # noqa: SLF001
+    if torch._C._len_torch_dispatch_stack() or before_dispatch.count():  # noqa: SLF001
+        return _python_dispatch._disable_current_modes()  # noqa: SLF001
+    return nullcontext()
 
 
 class _Entry:
     """One weight in one dtype."""
 
-    __slots__ = ("address", "bare", "epoch", "low", "of", "version")
+    __slots__ = ("address", "bare", "epoch", "low", "of", "served", "version")
 
     def __init__(
         self, weight: Tensor, bare: Tensor, epoch: int, forget: Callable[[Any], None]
@@ -41,6 +58,8 @@ class _Entry:
         """Without history: history would hold the weight, which then never dies."""
         self.low: Tensor | None = None
         """The same numbers with history, while a region is open."""
+        self.served = False
+        """Somebody has asked for it since the last renewal of all."""
         self.note(weight, epoch)
 
     def note(self, weight: Tensor, epoch: int) -> None:
@@ -165,9 +184,7 @@ class CastCache:
         self, key: tuple[int, torch.dtype], entry: _Entry | None, weight: Tensor
     ) -> _Entry:
         self.misses += 1
-        # Selective checkpointing counts casts; it must not see one here that the
-        # recomputation finds made.
-        with _disable_current_modes():
+        with _without_modes():
             bare = weight.detach()
             if entry is not None and entry.may_be_written(weight, self._epoch):
                 entry.bare.copy_(bare)
@@ -187,13 +204,17 @@ class CastCache:
 
     def _served(self, entry: _Entry, weight: Tensor) -> Tensor:
         """Return a cast, with history where a gradient may ask for it."""
+        entry.served = True
         if not weight.requires_grad or not torch.is_grad_enabled():
             return entry.bare
-        known = entry.low
-        if known is not None:
-            return known
-        with _disable_current_modes():
-            low: Tensor = _Cast.apply(weight, entry.bare, self._gradients)  # type: ignore[no-untyped-call]
+        low = entry.low
+        if low is not None:
+            return low
+        with _without_modes():
+            if self._gradients is not None and weight.numel() <= _SMALL:
+                low = weight.to(entry.bare.dtype)
+            else:
+                low = _Cast.apply(weight, entry.bare, self._gradients)  # type: ignore[no-untyped-call]
         if self.open:
             entry.low = low
         return low
@@ -223,6 +244,32 @@ class CastCache:
         place.
         """
         self._epoch += 1
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Do as `renew` does, and cast what was asked for since the last time at once.
+
+        Together they cost a few launches on a GPU, and on a CPU no way through Python
+        for each weight.
+        """
+        with self._lock, _without_modes():
+            self._epoch += 1
+            lows, weights = [], []
+            for entry in list(self._entries.values()):
+                weight, served = entry.of(), entry.served
+                if weight is None or not served:
+                    continue
+                entry.served = False
+                if entry.may_be_written(weight, self._epoch):
+                    # Before the cast: a write by another thread meanwhile is seen.
+                    entry.note(weight, self._epoch)
+                    entry.low = None
+                    lows.append(entry.bare)
+                    weights.append(weight)
+            if lows:
+                torch._foreach_copy_(lows, weights)
+                self.misses += len(lows)
+                self.bytes_cast += sum(low.nbytes for low in lows)
 
     def clear(self) -> None:
         """Forget every cast."""

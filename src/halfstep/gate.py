@@ -272,13 +272,16 @@ def in_force(device: str) -> Frame | None:
 def casting() -> list[tuple[str, Frame]]:
     """Return each device on which a policy casts now, and the frame in force."""
     table = _thread.table
-    settle()
+    if table.settled:
+        settle()
     task = _task()
-    return [
-        (device, active.frame)
-        for device, active in table.active.items()
-        if active is not None
-        and active.frame is not None
-        and active.task == task
-        and torch.is_autocast_enabled(device)
-    ]
+    frames = []
+    for device, active in table.active.items():
+        if (
+            active is not None
+            and active.frame is not None
+            and active.task == task
+            and torch.is_autocast_enabled(device)
+        ):
+            frames.append((device, active.frame))
+    return frames

@@ -195,14 +195,19 @@ def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
     needed = len(wide._schema.arguments) - 1 if last else 0  # noqa: SLF001
     on: On = attrgetter(f"is_{device}")
     leave = (device, name) in _WIDE_WEIGHTS
+    call = op._op  # noqa: SLF001 -- spares a call
 
     def run(
         frame: Frame, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401
         # As in torch: what an operation calls inside is not cast again.
         with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
-            if row.category == KEEP:
-                return op(*args, **kwargs)
+            # Most calls: after a large product little of this code is in the caches.
+            short = row.category == optable.LOW and not (leave or kwargs)
+            if short or row.category == KEEP:
+                low = torch.get_autocast_dtype(device)
+                operands = _cast(args, low, on, frame.cache) if short else args
+                return call(*operands, **kwargs)
             if row.category == optable.BANNED:
                 raise RuntimeError(_banned(name, frame, row))
             if row.category == optable.FP32_RESULT:

@@ -24,6 +24,8 @@ PROMOTE = "promote"
 """Runs in the widest format of its operands."""
 FOLLOW = "follow"
 """Runs in the format of its first operand; the others are cast to that."""
+FP32_IN_FP16 = "fp32_in_fp16"
+"""Runs in fp32 where the 16-bit format is fp16; in bf16 as it is called."""
 BANNED = "banned"
 """Is refused."""
 
@@ -294,6 +296,7 @@ is called."""
 # Lean: what is written for CUDA and CPU, cast by this torch or not, but for these
 
 _KERNEL_SUMS_IN_FP32 = "its kernel accumulates in fp32 whatever it is given"
+_POWERS = "powers leave the range of fp16; bf16 has the range of fp32"
 _FEW_PIXELS = "it copies or mixes few pixels, at coordinates that stay fp32"
 _LEAN: tuple[Group, ...] = (
     (LOW, _CONVOLUTION, "_mps_convolution"),
@@ -302,6 +305,7 @@ _LEAN: tuple[Group, ...] = (
         _KERNEL_SUMS_IN_FP32,
         "layer_norm native_layer_norm rms_norm group_norm softmax.int",
     ),
+    (FP32_IN_FP16, _POWERS, "pow.Tensor_Scalar"),
     (FOLLOW, _FEW_PIXELS, _UPSAMPLING),
     (FP32, "it has no 16-bit kernel on CPU", _UPSAMPLING_SMOOTH + " avg_pool3d"),
     (

@@ -84,10 +84,16 @@ def attribute(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Apply:  # no
             returns what replaces it. It must work like the original without a context,
             since who wraps it in turn may keep it for good.
     """
+    made: tuple[Any, Any] = None, None
+    """The attribute that was wrapped last, and what it was wrapped in: contexts open
+    and close in every step."""
 
     def apply() -> Undo:
+        nonlocal made
         original = vars(owner)[name]
-        replacement = wrap(original)
+        if made[0] is not original:
+            made = original, wrap(original)
+        replacement = made[1]
         setattr(owner, name, replacement)
 
         def undo() -> None:

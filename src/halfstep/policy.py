@@ -378,6 +378,8 @@ def cast_to(
     """Return what floating operands are cast to under a category."""
     if category == optable.FOLLOW:
         return dtypes[0] if dtypes and dtypes[0] in _AUTOCAST_DTYPES else None
+    if category == optable.FP32_IN_FP16:
+        category = optable.FP32 if low == torch.float16 else KEEP
     eligible = [dtype for dtype in dtypes if dtype in _AUTOCAST_DTYPES]
     if not eligible or category in (KEEP, optable.FP32_RESULT, optable.BANNED):
         return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep import fused, hooks, late
 from halfstep.errors import UserError, positive, warn_caller
-from halfstep.master import direct
+from halfstep.master import direct, native
 from halfstep.scaler.loss_scaler import one_over
 from halfstep.scaler.unscale import Agreement
 from halfstep.stats import by_mesh, total_norm
@@ -133,10 +133,24 @@ class Updates:
         self._inverse = torch.ones((), device=self._device)
         if self._shown is not None:
             agreement = Agreement(self._shown)
+        elif self._needs_no_unscaling(gradients):
+            # torch's kernel writes what it reads, also where the scale is 1.
+            found, _ = native.look(gradients, norm=False)
+            agreement = self._passes.judged(found, gradients)
         else:
             agreement = self._passes.unscale_(gradients)
         self.norm = total_norm(gradients) if norm and gradients else None
         return agreement
+
+    def _needs_no_unscaling(self, gradients: list[Tensor]) -> bool:
+        """Say whether gradients were never scaled, and C can read them."""
+        return (
+            self._device.type == "cpu"
+            and not self._passes.scales.rule.scales
+            and self._passes.only_judged
+            and direct.usable(gradients)
+            and native.available()
+        )
 
     @property
     def skips_on_device(self) -> bool:
