@@ -39,7 +39,7 @@ def _without_modes() -> AbstractContextManager[object]:
     Why: selective checkpointing counts operations; it must not see a cast here that
     the recomputation finds made.
     """
-    before_dispatch = torch._ops.mode_stack_state_for_pre_dispatch()  # noqa: SLF001
+    before_dispatch: Any = torch._ops.mode_stack_state_for_pre_dispatch()  # type: ignore[no-untyped-call]  # noqa: SLF001
     if torch._C._len_torch_dispatch_stack() or before_dispatch.count():  # noqa: SLF001
         return _python_dispatch._disable_current_modes()  # noqa: SLF001
     return nullcontext()
