@@ -244,9 +244,10 @@ def agree(name: str, call: Any, policy: Policy, low: torch.dtype) -> bool:
 
 @pytest.fixture(autouse=True)
 def _quietly() -> Iterator[None]:
-    """Let each region do without the rules that it does not need."""
+    """Let a region do without rules that it does not need, and call what is old."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "policy rule")
+        warnings.filterwarnings("ignore", ".* deprecated")
         yield
 
 
@@ -283,6 +284,9 @@ def test_operations_under_a_table(base: str, low: torch.dtype) -> None:
     assert wrong == []
 
 
+UNCHECKED = {"_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
+"""torch reads a bias of another format as if it were of theirs, beyond its end: what
+comes out depends on what lies there."""
 FLOATS = st.sampled_from([FP32, BF16, FP16, FP64])
 POLICIES = RULES | {"lean": Policy.parse("lean")}
 
@@ -291,7 +295,7 @@ POLICIES = RULES | {"lean": Policy.parse("lean")}
 @given(data=st.data())
 def test_any_mix_of_formats(data: st.DataObject) -> None:
     """Law: whatever the operands' formats, engine and `decide` agree."""
-    name = data.draw(st.sampled_from(sorted(RULED)))
+    name = data.draw(st.sampled_from(sorted(RULED.keys() - UNCHECKED)))
     policy = POLICIES[data.draw(st.sampled_from(sorted(POLICIES)))]
     low = data.draw(st.sampled_from([BF16, FP16]))
     run, arguments, words = CALLS[name]

@@ -69,6 +69,20 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "sum.dim_IntList": lambda: X.to(BF16).sum(dim=0, keepdim=True),
     "embedding": lambda: F.embedding(torch.tensor([1, 2]), X),
 }
+_ONE = torch.ones((), requires_grad=True)
+NUMBER, INTEGER = ((_ONE * value).grad_fn._saved_other for value in (2.5, 3))
+"""Tensors that stand for numbers: with float16 such a float gives float16, as no other
+of fp64 does. To a kernel in Python torch gives them as plain numbers."""
+PROGRAMS |= {
+    "ne.Tensor": lambda: torch.ne(NUMBER, INTEGER),
+    "isnan": NUMBER.isnan,
+    "exp": NUMBER.exp,
+    "sub.Tensor": lambda: NUMBER - X[0, 0].to(FP16),
+    "maximum": lambda: torch.maximum(X[0, 0].to(FP16), NUMBER),
+    "stack": lambda: torch.stack([X[0, 0], INTEGER]),
+    "where.self": lambda: torch.where(X > 0, X.to(FP16), NUMBER),
+    "addcmul": lambda: torch.addcmul(X, NUMBER, X, value=2),
+}
 if torch_has_lstm(BF16):
     PROGRAMS["lstm.input"] = lambda: nn.LSTM(4, 4)(X[None])[0]
 
@@ -92,6 +106,15 @@ def test_what_a_policy_leaves_to_torch(name: str, enabled: bool, frame: bool) ->
             contexts.enter_context(torch.autocast("cpu", BF16, enabled=enabled))
             outs.append(PROGRAMS[name]())
     torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [n for n in PROGRAMS if n != "lstm.input"])
+def test_what_a_policy_keeps(name: str) -> None:
+    """Law: a row that keeps dtypes gives what torch gives outside of any context."""
+    with torch.autocast("cpu", enabled=False):
+        expected = PROGRAMS[name]()
+    with steered({name: "keep"}):
+        torch.testing.assert_close(PROGRAMS[name](), expected, rtol=0, atol=0)
 
 
 def test_torch_asks_its_own_kernels() -> None:

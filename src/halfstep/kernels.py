@@ -13,10 +13,12 @@ torch is handed on by the dispatcher, which lets go of the interpreter's lock fi
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -98,23 +100,25 @@ def _register(name: str) -> Library:
     """Put a kernel for an operation at our key."""
     op = overload_of(name)
     pass_on = passing_on(op)
+    takes = _tensor_places(op, numbers=False)
+    has_lists = re.search(r"Tensor\??\[", str(op._schema)) is not None  # noqa: SLF001
     runs = {device: runner(device, name, op) for device in KEYS}
 
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if has_lists or not _NUMBERS.isdisjoint(map(type, compress(args, takes))):
+            args = tuple(map(_with_tensors, args, takes))
         contexts = gate.casting()
         if len(contexts) > 1:
-            # As torch does with operands on several devices: the highest key decides.
-            contexts = [each for each in contexts if _is_any_on(args, each[0])]
-            contexts.sort(key=lambda each: _ORDER.index(each[0]))
+            contexts = _on_devices_of(args, contexts)
         if not contexts:
             return pass_on(keyset, *args, **kwargs)
         device, frame = contexts[0]
         row = frame.plan.get(name)
-        if row is None:
+        if row is None or (
+            row.rule is not None and not _is_any_on((*args, *kwargs.values()), device)
+        ):
             return pass_on(keyset, *args, **kwargs)
         if row.rule is not None:
-            if not _is_any_on((*args, *kwargs.values()), device):
-                return pass_on(keyset, *args, **kwargs)
             frame.matched.add(row.rule)
         if frame.recorder is not None:
             if row.stock:
@@ -148,6 +152,14 @@ def _skipped_by_dynamo(kernel: Call) -> Call:
     return kernel
 
 
+def _on_devices_of(
+    args: tuple[Any, ...], contexts: list[tuple[str, Frame]]
+) -> list[tuple[str, Frame]]:
+    """Return the contexts that operands concern; that of the highest key is first."""
+    found = [each for each in contexts if _is_any_on(args, each[0])]
+    return sorted(found, key=lambda each: _ORDER.index(each[0]))
+
+
 def _is_any_on(values: Iterable[Any], device: str) -> bool:
     """Say whether a tensor among arguments is on a device."""
     return any(
@@ -165,23 +177,54 @@ def passing_on(op: torch._ops.OpOverload) -> Call:
     """
     below = torch._C._dispatch_keyset_full_after(gate.KEY)  # noqa: SLF001
     excluded = DispatchKeySet(gate.KEY)
-    written = {a.name for a in op._schema.arguments if a.alias_info is not None}  # noqa: SLF001
-    may_be_number = [
-        place
-        for place, argument in enumerate(op._schema.arguments)  # noqa: SLF001
-        if str(argument.type) == "Tensor" and argument.name not in written
-    ]
+    takes = _tensor_places(op, numbers=True)
     redispatch = op._handle.redispatch_boxed  # noqa: SLF001 -- spares a call
 
     def pass_on(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        for place in may_be_number:
-            if place < len(args) and not isinstance(args[place], Tensor):
-                # `x.add_(1)`: only a call from the top takes a number for a tensor.
-                with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
-                    return op(*args, **kwargs)
+        if not _NUMBERS.isdisjoint(map(type, compress(args, takes))):
+            # `x.add_(1)`: only a call from the top takes a number for a tensor.
+            with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
+                return op(*args, **kwargs)
         return redispatch(keyset & below, *args, **kwargs)
 
     return pass_on
+
+
+_NUMBERS = frozenset((float, int, bool, complex))
+_PLAIN = DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrView)
+"""The dispatch keys that a thread includes in no context and no mode."""
+_NO_KEYS = _PLAIN - _PLAIN
+
+
+def _tensor_places(op: torch._ops.OpOverload, *, numbers: bool) -> tuple[bool, ...]:
+    """Say of each argument whether it is a tensor.
+
+    None is said to be where that operation does, or does not, take numbers for tensors.
+    """
+    name = op._schema.name.rpartition("::")[2]  # noqa: SLF001
+    if torch._C._should_allow_numbers_as_tensors(name) != numbers:  # noqa: SLF001
+        return ()
+    return tuple("Tensor" in str(argument.type) for argument in op._schema.arguments)  # noqa: SLF001
+
+
+def _with_tensors(value: Any, is_tensor: bool) -> Any:  # noqa: ANN401
+    """Return an argument with tensors where torch has put numbers for them.
+
+    To a kernel in Python torch gives a tensor that stands for a number, such as what
+    `x * 2.5` saves, as that number, and most operations do not take it back. Such a
+    tensor has less say than others in the dtype of a result; only torch makes them.
+    """
+    if not is_tensor:
+        return value
+    if isinstance(value, list | tuple):
+        return [_with_tensors(part, is_tensor) for part in value]
+    if type(value) not in _NUMBERS:
+        return value
+    guard = torch._C._ForceDispatchKeyGuard(_PLAIN, _NO_KEYS)  # noqa: SLF001
+    with guard, torch.inference_mode(mode=False), torch.enable_grad():
+        one = torch.ones((), device="cpu", requires_grad=True)
+        node: Any = torch.mul(one, value).grad_fn
+        return node._saved_other  # noqa: SLF001
 
 
 def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
