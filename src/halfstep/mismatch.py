@@ -121,7 +121,8 @@ _MISMATCH = re.compile(
     r"|self.dtype to be equal to|expect parameter to have scalar type"
     r"|tensor must be same dtype as|grad has data of a different type)"
     r"|same (scalar |data ?)?d?types?\b|type.{1,80} (must|should) be the same"
-    r"|dtypes match|d(oes|id) not (match|equal)|match query dtype|Type promoting not"
+    r"|dtypes match|must have the type|d(oes|id) not (match|equal)|match query dtype"
+    r"|Type promoting not"
     r"|[Ff]ound dtype|out tensor to have dtype|gradient with dtype"
     r"|[Ee]xpected (object of )?(scalar type|dtype) (?!Long|Int|Byte|(torch\.)?u?int)"
 )

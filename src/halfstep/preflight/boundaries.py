@@ -90,7 +90,7 @@ class Boundaries:
         self._handles: list[RemovableHandle] = []
         self._forward: list[tuple[str, str, int, Tensor]] = []
         self._backward: list[tuple[str, str, int, Tensor]] = []
-        self._keys: dict[tuple[int, int], int] = {}
+        self._keys: dict[tuple[object, int], int] = {}
         self._ended = False
 
     def __enter__(self) -> Self:
@@ -104,6 +104,7 @@ class Boundaries:
     def __exit__(self, *_: object) -> None:
         while self._handles:
             self._handles.pop().remove()
+        self._keys.clear()
 
     def end_forward(self) -> None:
         """Take note that the loss is there: what runs now is computed again."""
@@ -141,7 +142,8 @@ class Boundaries:
                 self._backward.append((path, side, key, _peak(gradient)))
 
         node = tensor.grad_fn
-        name = (id(tensor), -1) if node is None else (id(node), tensor.output_nr)
+        # Held: where nobody holds a node, an old torch makes a new object for it.
+        name = (tensor, -1) if node is None else (node, tensor.output_nr)
         key = self._keys.setdefault(name, len(self._keys) + 1)
         self._handles.append(tensor.register_hook(look))  # type: ignore[no-untyped-call]
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ from halfstep.scaler.singular import EPSILON, FIND, FLAWS, MASK, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
     from torch.autograd.graph import Node
 
@@ -105,6 +108,37 @@ _PATH = re.compile(r"\w+(\.\w+)+")
 _ROLES = {"self": "input", "mat1": "input", "mat2": "operand", "other": "operand"}
 
 
+class _PythonCalledError(Exception):
+    """What was to be read is computed by a hook."""
+
+
+def _refuse(_frame: FrameType, event: str, _argument: object) -> None:
+    if event == "call":
+        raise _PythonCalledError
+
+
+def _without_python(read: Callable[[], Any]) -> Any:  # noqa: ANN401
+    """Read a saved value; where torch does not show hooks, stop before one runs.
+
+    Raises:
+        _PythonCalledError: If a hook was about to run, or if that cannot be known.
+    """
+    if _SHOWS_HOOKS:
+        return read()
+    profiler = sys.getprofile()
+    if profiler is not None and not callable(profiler):
+        raise _PythonCalledError  # one in C, as cProfile's, could not be put back
+    sys.setprofile(_refuse)
+    try:
+        return read()
+    finally:
+        sys.setprofile(profiler)
+
+
+_SHOWS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
+"""An old torch calls the hooks of saved tensors, and has no word of them."""
+
+
 class _Op:
     """One node of the graph."""
 
@@ -129,14 +163,19 @@ class _Op:
         """Yield what it saved, by name, as far as that can be read."""
         for name in dir(type(self.node)):
             if name.startswith("_saved_") or name == "saved_tensors":
-                # Freed, or changed in place. An old torch hides hooks and calls them.
+                # Freed, or changed in place.
                 with suppress(RuntimeError):
                     raw = getattr(self.node, f"_raw_{name.removeprefix('_')}", None)
                     parts = raw if isinstance(raw, tuple) else (raw,)
                     if any(getattr(part, "unpack_hook", None) for part in parts):
                         self.hidden = True
-                    else:
-                        yield name.removeprefix("_saved_"), getattr(self.node, name)
+                        continue
+                    try:
+                        value = _without_python(partial(getattr, self.node, name))
+                    except _PythonCalledError:
+                        self.hidden = True
+                        continue
+                    yield name.removeprefix("_saved_"), value
 
     @property
     def word(self) -> str:

@@ -6,6 +6,7 @@ meets such a value, and what to change.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ _AT_1, _NONE = "its argument is not inside -1 to 1", "it is the mean of nothing"
 _LOG = "Add a small number inside log(), or use a loss that works on logits."
 _ROOT = "Add a small number to its argument: its slope at 0 is infinite."
 _DIV = "Add a small number to the divisor, or clamp it away from 0."
+_ANGLE = "Add a small number to one of its arguments: at 0, 0 its slope is NaN."
 _CLAMP = "Clamp its argument to the inside of its domain."
 _SKIP = "Skip such a batch, or divide a sum by max(count, 1)."
 MASK = "Leave something in each row unmasked, and mask no class that a target names."
@@ -63,7 +65,21 @@ EPSILON = (
 """For a parameter in float16 that is not finite."""
 _EXP = "Subtract the maximum first, or use a function that takes logits."
 
-# Norms, std, prod, cdist and atan2 are not here: torch gives them a finite slope at 0.
+
+@functools.cache
+def _has_slope(function: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Say whether torch gives a function of two tensors a finite slope at 0."""
+    with torch.enable_grad():
+        zero = torch.zeros((), device="cpu", requires_grad=True)
+        (slope,) = torch.autograd.grad(function(zero, zero), zero)
+    return bool(slope.isfinite())
+
+
+def _both_0(first: Tensor, second: Tensor) -> Tensor:
+    return (first == 0) & (second == 0) & (not _has_slope(torch.atan2))
+
+
+# Norms, std, prod and cdist are not here: torch gives them a finite slope at 0.
 FLAWS = (
     Flaw("Log Log2 Log10", "self", lambda x: x == 0, "both", _AT_0, _LOG, "inf"),
     Flaw("Log Log2 Log10", "self", lambda x: x < 0, "forward", _BELOW_0, _CLAMP, "NaN"),
@@ -93,6 +109,7 @@ FLAWS = (
         *("Pow", "self exponent", lambda x, n: (x == 0) & (n > 0) & (n < 1)),
         *("backward", _AT_0, _ROOT),
     ),
+    Flaw("Atan2", "self other", _both_0, "backward", "both arguments are 0", _ANGLE),
     Flaw("Div", "other", lambda x: x == 0, "both", "its divisor is 0", _DIV),
     Flaw("Acos Asin Erfinv", "self", lambda x: x.abs() >= 1, "both", _AT_1, _CLAMP),
     Flaw("Atanh", "self", lambda x: x.abs() == 1, "both", _AT_1, _CLAMP, "inf"),
