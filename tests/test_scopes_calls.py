@@ -296,8 +296,8 @@ def test_a_whole_graph_is_refused() -> None:
     model = Small()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with (
-        autocast("cpu", policy="torch + module:b=fp32", model=model),
         pytest.raises(torch._dynamo.exc.Unsupported, match=r"Scope\.open"),
+        autocast("cpu", policy="torch + module:b=fp32", model=model),
     ):
         compiled(X)
 

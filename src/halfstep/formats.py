@@ -214,11 +214,14 @@ class _Cast:
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401
     """Return what a container holds, with its keys; None if it is none of ours."""
+    if value is None:
+        return None
     if isinstance(value, MutableMapping):
         return list(value.items())
-    if isinstance(value, list | tuple):
+    # Tuples of types: torch.compile of an old torch does not trace `list | tuple`.
+    if isinstance(value, (list, tuple)):
         return list(enumerate(value))
-    if isinstance(value, type | torch.nn.Module) or not dataclasses.is_dataclass(value):
+    if isinstance(value, (type, torch.nn.Module)) or not dataclasses.is_dataclass(value):
         return None
     names = [field.name for field in dataclasses.fields(value)]
     # A field that no constructor fills may be empty.
@@ -226,7 +229,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401
 
 
 def _put(container: Any, key: Any, item: object) -> None:  # noqa: ANN401
-    if isinstance(container, MutableMapping | list):
+    if isinstance(container, (MutableMapping, list)):
         # One by one: transformers' ModelOutput refuses `update`.
         container[key] = item
     else:
@@ -245,6 +248,7 @@ def _tuple_like(value: Any, items: list[Any]) -> Any:  # noqa: ANN401
         return type(value)(items)
     # Constructors of named tuples, and of others, take what they like.
     twin = tuple.__new__(type(value), items)
-    if hasattr(value, "__dict__"):
-        vars(twin).update(vars(value))
+    extra = getattr(value, "__dict__", None)
+    if extra:
+        vars(twin).update(extra)
     return twin

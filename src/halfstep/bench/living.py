@@ -108,18 +108,23 @@ class Living:
         self._said.close()
 
 
-def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
+def serve(
+    answer: Callable[[Any], dict[str, Any]], begin: Callable[[], object] | None = None
+) -> None:
     """Be such a process: answer each line of standard input until there is none.
 
     What is printed meanwhile, by whatever library, goes to standard error.
 
     Args:
         answer: From a question to its answer.
+        begin: Called first.
     """
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         # Python's own buffer would be emptied last, behind the words of an error.
         with contextlib.redirect_stdout(sys.stderr):
+            if begin is not None:
+                begin()
             for line in sys.stdin:
                 print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 

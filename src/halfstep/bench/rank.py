@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -293,10 +294,12 @@ def main(words: Sequence[str]) -> None:
     task = json.loads(words[0])
     rank = task["rank"]
     place = f"file://{task['store']}"
-    dist.init_process_group(
-        "gloo", init_method=place, rank=rank, world_size=RANKS, timeout=_PATIENCE
+    join = partial(dist.init_process_group, "gloo", init_method=place, rank=rank)
+    living.serve(
+        lambda question: answer(rank, question),
+        # An old torch prints of it.
+        partial(join, world_size=RANKS, timeout=_PATIENCE),
     )
-    living.serve(lambda question: answer(rank, question))
     # No barrier: the other rank may still be waiting for a question. But a thread of
     # gloo's may want the GIL once more.
     time.sleep(0.05)
