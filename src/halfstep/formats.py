@@ -221,7 +221,9 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401
     # Tuples of types: torch.compile of an old torch does not trace `list | tuple`.
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
-    if isinstance(value, (type, torch.nn.Module)) or not dataclasses.is_dataclass(value):
+    if isinstance(value, (type, torch.nn.Module)):
+        return None
+    if not dataclasses.is_dataclass(value):
         return None
     names = [field.name for field in dataclasses.fields(value)]
     # A field that no constructor fills may be empty.
