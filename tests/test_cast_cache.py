@@ -306,41 +306,17 @@ def test_renewal_writes_into_the_same_memory() -> None:
     assert len(cache) == 1
 
 
-def test_refresh_casts_what_was_served() -> None:
-    """Law: `refresh` casts at once what was asked for since the last, and no more."""
-    cache, used, idle = CastCache(), weight(), weight()
-    low, place = cache(idle, BF16), cache(used, BF16).data_ptr()
-    cache.refresh()
-    cache(used, BF16)
-    assert counts(cache) == (1, 4)
-    with torch.no_grad():
-        used.zero_()
-        idle.zero_()
-    cache.refresh()
-    assert cache.misses == 5
-    assert low.any(), "the idle one is as it was"
-    new = cache(used, BF16)
-    assert (counts(cache), new.data_ptr()) == ((2, 5), place)
-    assert not new.any()
-    assert not cache(idle, BF16).any()
-    assert counts(cache) == (2, 6)
-
-
-@pytest.mark.parametrize("renew", [CastCache.renew, CastCache.refresh])
-def test_renewal_of_a_weight_that_has_another_shape(
-    renew: Callable[[CastCache], None],
-) -> None:
+def test_renewal_of_a_weight_that_has_another_shape() -> None:
     """Law: memory that does not fit any more is not written into."""
     cache, param = CastCache(), weight()
     old = cache(param, BF16)
     param.data = torch.ones(2, 3)
-    renew(cache)
+    cache.renew()
     assert torch.equal(cache(param, BF16), torch.ones(2, 3, dtype=BF16))
     assert old.shape == (4, 4)
 
 
-@pytest.mark.parametrize("renew", [CastCache.renew, CastCache.refresh])
-def test_an_older_graph_is_refused(renew: Callable[[CastCache], None]) -> None:
+def test_an_older_graph_is_refused() -> None:
     """Law: a backward pass that needs an overwritten cast gets torch's error."""
     cache, layer = CastCache(), nn.Linear(4, 4)
     x = torch.ones(2, 4, requires_grad=True)
@@ -348,7 +324,7 @@ def test_an_older_graph_is_refused(renew: Callable[[CastCache], None]) -> None:
         old = layer(x)
     with torch.no_grad():
         layer.weight.mul_(2)
-    renew(cache)
+    cache.renew()
     with region(cache):
         layer(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

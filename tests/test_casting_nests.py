@@ -209,7 +209,7 @@ def test_any_nest_is_left_as_it_was_entered(nest: Nest) -> None:
     assert not stale.inside()
     assert not stale._open
     assert not any(region._entries for region in shared)
-    assert casting.PATCHES._users == recompute.PATCHES._users == 0
+    assert casting._patches._users == recompute._patches._users == 0
 
 
 @pytest.mark.parametrize("setting", range(len(SETTINGS)))

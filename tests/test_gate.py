@@ -299,7 +299,7 @@ def test_closed_in_another_thread() -> None:
         assert pool.submit(close).result() == "B"
     assert gate.current("cpu") is None
     gate.settle()  # as the next context does, or the next operation under a policy
-    assert recompute.PATCHES._users == 0
+    assert recompute._patches._users == 0
     assert not torch._C._dispatch_tls_is_dispatch_key_included(gate.KEY)
 
 

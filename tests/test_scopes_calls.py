@@ -353,6 +353,6 @@ def test_an_interrupt(category: str) -> None:
         with pytest.raises(KeyboardInterrupt), context:
             model(X)
         assert gate.current("cpu") is None
-        assert recompute.PATCHES._users == 0
+        assert recompute._patches._users == 0
         assert torch.autocast_increment_nesting() == 1
         assert torch.autocast_decrement_nesting() == 0

@@ -82,7 +82,7 @@ def test_opened_here_closed_there(name: str) -> None:
     assert ours == start_and_end(torch.autocast("cpu", torch.float16))
     assert gate.current("cpu") is None
     assert not stale._open
-    assert casting.PATCHES._users == 0
+    assert casting._patches._users == 0
 
 
 @pytest.mark.parametrize("name", CONTEXTS)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LOW = (torch.bfloat16, torch.float16)
 _UNKNOWN = -1
 """A version that no weight has."""
-_SMALL = 4096
+SMALL = 4096
 """Numbers of a weight up to which torch's own cast, made once more for its history,
 costs less than a function of autograd in Python."""
 
@@ -48,7 +48,7 @@ def _without_modes() -> AbstractContextManager[object]:
 class _Entry:
     """One weight in one dtype."""
 
-    __slots__ = ("address", "bare", "epoch", "low", "of", "served", "version")
+    __slots__ = ("address", "bare", "epoch", "low", "of", "version")
 
     def __init__(
         self, weight: Tensor, bare: Tensor, epoch: int, forget: Callable[[Any], None]
@@ -58,8 +58,6 @@ class _Entry:
         """Without history: history would hold the weight, which then never dies."""
         self.low: Tensor | None = None
         """The same numbers with history, while a region is open."""
-        self.served = False
-        """Somebody has asked for it since the last renewal of all."""
         self.note(weight, epoch)
 
     def note(self, weight: Tensor, epoch: int) -> None:
@@ -204,14 +202,13 @@ class CastCache:
 
     def _served(self, entry: _Entry, weight: Tensor) -> Tensor:
         """Return a cast, with history where a gradient may ask for it."""
-        entry.served = True
         if not weight.requires_grad or not torch.is_grad_enabled():
             return entry.bare
         low = entry.low
         if low is not None:
             return low
         with _without_modes():
-            if self._gradients is not None and weight.numel() <= _SMALL:
+            if self._gradients is not None and weight.numel() <= SMALL:
                 low = weight.to(entry.bare.dtype)
             else:
                 low = _Cast.apply(weight, entry.bare, self._gradients)  # type: ignore[no-untyped-call]
@@ -244,32 +241,6 @@ class CastCache:
         place.
         """
         self._epoch += 1
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Do as `renew` does, and cast what was asked for since the last time at once.
-
-        Together they cost a few launches on a GPU, and on a CPU no way through Python
-        for each weight.
-        """
-        with self._lock, _without_modes():
-            self._epoch += 1
-            lows, weights = [], []
-            for entry in list(self._entries.values()):
-                weight, served = entry.of(), entry.served
-                if weight is None or not served:
-                    continue
-                entry.served = False
-                if entry.may_be_written(weight, self._epoch):
-                    # Before the cast: a write by another thread meanwhile is seen.
-                    entry.note(weight, self._epoch)
-                    entry.low = None
-                    lows.append(entry.bare)
-                    weights.append(weight)
-            if lows:
-                torch._foreach_copy_(lows, weights)
-                self.misses += len(lows)
-                self.bytes_cast += sum(low.nbytes for low in lows)
 
     def clear(self) -> None:
         """Forget every cast."""

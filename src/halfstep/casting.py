@@ -88,8 +88,7 @@ def autocast(
     return Steered(region, chosen, cache, weights=cache is not None, record=record)
 
 
-PATCHES = SharedPatches(*stale.PATCHES, *carry.PATCHES)
-"""Held by each context while it is open, and by a session for its regions."""
+_patches = SharedPatches(*stale.PATCHES, *carry.PATCHES)
 
 
 class _Entry(NamedTuple):
@@ -125,7 +124,7 @@ class Region(torch_autocast):
         region = object.__new__(torch_autocast)
         vars(region).update(self._settings)
         region.__enter__()  # type: ignore[no-untyped-call]
-        PATCHES.acquire()
+        _patches.acquire()
         opened = pushed = None
         if self._enabled:
             opened = stale.opened(self.device, self.fast_dtype)
@@ -153,7 +152,7 @@ class Region(torch_autocast):
             recompute.pop(frame, partial(sign.restore, shown))
         if opened is not None:
             stale.closed(opened)
-        PATCHES.release()
+        _patches.release()
         region.__exit__(exc_type, exc_value, traceback)
         if exc_value is not None:
             found = mismatch.explained(exc_value)

@@ -7,12 +7,11 @@ and one record, from one optimizer step to the next.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep import casting, recompute, steering
+from halfstep import steering
 from halfstep.cast_cache import CastCache
 from halfstep.casting import Region
 from halfstep.fold import Gradients
@@ -64,10 +63,6 @@ class Regions:
         if not choice.level.autocast:
             return
         steering.check_device(policy, device)
-        for patches in (casting.PATCHES, recompute.PATCHES):
-            # Not at each step: to make them and undo them costs as much as a layer.
-            patches.acquire()
-            weakref.finalize(self, patches.release).atexit = False
         self._region, self._recording = (
             Steered(
                 region,
@@ -91,10 +86,8 @@ class Regions:
             # Averaged weights are often put in through `weight.data`, which nothing
             # counts, for an evaluation, and taken out after it.
             self.cache.clear()
-        elif self._renew and record:
-            self.cache.renew()  # the record shows each cast where it is asked for
         elif self._renew:
-            self.cache.refresh()
+            self.cache.renew()
         self._renew, self._evaluated = False, not torch.is_grad_enabled()
         if record and self._recording is not None:
             return self._recording

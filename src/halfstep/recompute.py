@@ -103,7 +103,7 @@ def _without_key(original: Callable[..., Any]) -> Callable[..., Any]:
     return key_extractor
 
 
-PATCHES = SharedPatches(
+_patches = SharedPatches(
     attribute(checkpoint.CheckpointFunction, "forward", _reentrant),
     attribute(checkpoint._CheckpointFrame, "__init__", _non_reentrant),  # noqa: SLF001
     # Higher-order operators ask for a kernel at each key that a thread includes.
@@ -114,10 +114,10 @@ PATCHES = SharedPatches(
 def push(device: str, frame: gate.Frame | None) -> gate.Pushed:
     """Put a frame in force, as `gate.push` does, recomputation included."""
     pushed = gate.push(device, frame)
-    PATCHES.acquire()
+    _patches.acquire()
     return pushed
 
 
 def pop(pushed: gate.Pushed, *undo: Callable[[], object]) -> None:
     """Undo a `push`, perhaps from another thread; `undo` as in `gate.pop`."""
-    gate.pop(pushed, *undo, settled=PATCHES.release)
+    gate.pop(pushed, *undo, settled=_patches.release)
