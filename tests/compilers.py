@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from halfstep.master import build, native
+from halfstep.masters import c_compiler, cpu_kernels
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-REAL = next((path for name in build.USUAL if (path := shutil.which(name))), None)
+REAL = next((path for name in c_compiler.USUAL if (path := shutil.which(name))), None)
 needs_compiler = pytest.mark.skipif(REAL is None, reason="no C compiler here")
 
 
@@ -24,9 +24,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give each test a cache of its own, and nothing known from before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.delenv(build.VARIABLE, raising=False)
-    fresh = native._kernels.__wrapped__
-    monkeypatch.setattr(native, "_kernels", fresh)
+    monkeypatch.delenv(c_compiler.VARIABLE, raising=False)
+    fresh = cpu_kernels._kernels.__wrapped__
+    monkeypatch.setattr(cpu_kernels, "_kernels", fresh)
     return tmp_path / "cache" / "halfstep" / "compiled"
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.master import kahan, split, stochastic
-from halfstep.master.arithmetic import Adam, Item, Sgd
+from halfstep.masters import kahan_codec, split_codec, stochastic_codec
+from halfstep.masters.update_rules import Adam, Item, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -112,9 +112,9 @@ def truth_of(item: Item, form: str) -> Tensor:
     if item.extra is None:
         return truth.copy_(item.weight)
     if form == "split":
-        split.decode_(item.weight, item.extra, truth)
+        split_codec.decode_(item.weight, item.extra, truth)
     elif form == "kahan":
-        kahan.decode_(item.weight, item.extra, truth)
+        kahan_codec.decode_(item.weight, item.extra, truth)
     else:
         truth.copy_(item.extra)
     return truth
@@ -123,11 +123,11 @@ def truth_of(item: Item, form: str) -> Tensor:
 def encode(form: str, truth: Tensor, item: Item, sixteen: Tensor | None) -> None:
     """Put a truth into an item, as the rooms of pure torch operations do it."""
     if form == "split" and item.extra is not None:
-        split.encode_(truth, item.weight, item.extra)
+        split_codec.encode_(truth, item.weight, item.extra)
     elif form == "kahan" and item.extra is not None:
-        kahan.encode_(truth, item.weight, item.extra)
+        kahan_codec.encode_(truth, item.weight, item.extra)
     elif form == "stochastic" and sixteen is not None:
-        stochastic.round_(truth, item.weight, sixteen)
+        stochastic_codec.round_(truth, item.weight, sixteen)
     else:
         item.weight.copy_(truth)
         if item.extra is not None:
@@ -137,8 +137,8 @@ def encode(form: str, truth: Tensor, item: Item, sixteen: Tensor | None) -> None
 def draws(item: Item, number: int, clock: tuple[int, int]) -> Tensor:
     """Return 16 bits for each number of the weight (0) or a state (1 and on)."""
     stream, half = divmod(number, 2)
-    key = stochastic.key(*clock, item.index, stream)
-    return stochastic.random16(key, item.weight.numel(), "cpu")[half]
+    key = stochastic_codec.key(*clock, item.index, stream)
+    return stochastic_codec.random16(key, item.weight.numel(), "cpu")[half]
 
 
 def plainly(item: Item, form: str) -> Item:
@@ -158,7 +158,7 @@ def in_form(
     for number, state in enumerate(plain.states):
         if form in LEAN:
             sixteen = draws(like, number + 1, clock)
-            stochastic.round_(state, out.states[number], sixteen)
+            stochastic_codec.round_(state, out.states[number], sixteen)
         else:
             out.states[number].copy_(state)
     return held(out)

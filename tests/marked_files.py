@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train.tags import Marked, read
+from halfstep.train.data.tagged_text import Marked, read
 
 LONGEST_MESSAGE = 35
 

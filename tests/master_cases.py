@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import machine
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from halfstep.session import Session
-    from halfstep.stats import StepReport
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session.session import Session
 
     Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -109,7 +109,7 @@ def model_for(name: str) -> Mixed:
 
 def prepare(model: nn.Module, optimizer: Any, **more: Any) -> Session:
     """Return a session at O2 in bf16, whatever the machine's speed."""
-    with mock.patch.object(machine, "emulation_warning", return_value=None):
+    with mock.patch.object(hardware, "emulation_warning", return_value=None):
         return hs.prepare(model, optimizer, "O2", dtype="bf16", **more)
 
 

@@ -25,7 +25,7 @@ from halfstep.train.loop import Trainer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from halfstep.train.feed import Work
+    from halfstep.train.step_dataset import Work
 
 REASON = "a planted fault"
 

@@ -30,12 +30,12 @@ from planted_models import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.replay import first_bad
+from halfstep.diagnostics.replay import first_bad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from halfstep.bad_op import BadOp
+    from halfstep.nonfinite.origin import BadOp
 
 
 @dataclass

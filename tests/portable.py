@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import halfstep as hs
-from halfstep import checkpoint
+from halfstep.checkpoint import single
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 # An epsilon that 16 bits can hold, for some forms keep the optimizer's state in them.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -108,8 +108,8 @@ def through_torch(state: dict[str, Any], _folder: Path) -> dict[str, Any]:
 def through_checkpoint(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a state that `halfstep.checkpoint` has written."""
     rest = {key: value for key, value in state.items() if key != "weights"}
-    checkpoint.save(folder / "at", state["weights"], rest, {})
-    found = checkpoint.load(folder / "at")
+    single.save(folder / "at", state["weights"], rest, {})
+    found = single.load(folder / "at")
     return found.state | {"weights": found.weights}
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch.distributed as dist
 
-from halfstep import distributed
+from halfstep.distributed import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,5 +75,5 @@ def group_of_one() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (started | {"MASTER_PORT": "0"}).items():
             patch.setenv(name, value)
-        with distributed.join("cpu"):
+        with process_group.join("cpu"):
             yield

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.scaler.measured import Measured
-from halfstep.scaler.rule import ScaleRule, ScaleState, advance
-from halfstep.scaler.unscale import unscale_
+from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
+from halfstep.scaling.measured_strategy import Measured
+from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from halfstep.scaler.strategy import Strategy
+    from halfstep.scaling.strategies import Strategy
 
 RULE = ScaleRule(growth_factor=1.0, min_scale=2.0**-24, max_scale=2.0**60)
 CLEAN, BAD = torch.tensor(0.0), torch.tensor(1.0)

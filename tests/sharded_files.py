@@ -14,13 +14,13 @@ import torch
 from sharding import session_of
 from small_training import same
 
-from halfstep import sharded
-from halfstep.sealed import MANIFEST, CheckpointError, digest, seal
+from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError, digest, seal
+from halfstep.session import fsdp_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 PART, INDEX = "__0_0.distcp", ".metadata"
 
@@ -41,7 +41,7 @@ def refusal(directory: Path) -> str:
     session = trained(1)
     before = copy.deepcopy(session.state_dict())
     with pytest.raises(CheckpointError) as caught:
-        sharded.load(session, directory)
+        fsdp_checkpoint.load(session, directory)
     assert same(session.state_dict(), before)
     return str(caught.value)
 

@@ -25,8 +25,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from halfstep import machine
-from halfstep.sharded import fsdp_policy, whole
+from halfstep.machine import hardware
+from halfstep.session.fsdp import fsdp_policy
+from halfstep.session.fsdp_checkpoint import whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +127,7 @@ def trained(
 def process(file: str, folder: Path) -> None:
     """Run every case in one of the processes that torchrun started."""
     warnings.simplefilter("ignore")
-    machine.emulation_warning = lambda *_: None  # type: ignore[assignment]
+    hardware.emulation_warning = lambda *_: None  # type: ignore[assignment]
     with group(timedelta(seconds=60)):
         found = {
             name: _attempt(case)

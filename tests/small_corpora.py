@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halfstep.train import text
-from halfstep.train.data import Split
-from halfstep.train.store import open_store
+from halfstep.train import model
+from halfstep.train.data.corpus import Split
+from halfstep.train.data.example_store import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,7 @@ def letters_tokenizer(letters: str, longest: int) -> Any:
     [PAD] is 0, [UNK] 1, [CLS] 2, [SEP] 3, [MASK] 4; the letters, sorted, go from 5.
     """
     seen = Counter(dict.fromkeys(letters, 2))
-    return text.character_tokenizer(lambda _: seen, longest)
+    return model.character_tokenizer(lambda _: seen, longest)
 
 
 def counting(tokenizer: Any) -> tuple[Any, list[int]]:

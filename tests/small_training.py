@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep import checkpoint, machine, sealed
-from halfstep.train import page, text
-from halfstep.train.folder import RunFolder
+from halfstep.checkpoint import atomic_directory, single
+from halfstep.machine import hardware
+from halfstep.train import model
+from halfstep.train.output import html_report
+from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -34,9 +36,9 @@ TIMED = {
 def small_and_measured(patch: pytest.MonkeyPatch) -> None:
     """Add a size that trains in a moment; plant rates that warn of nothing."""
     shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
-    patch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
+    patch.setitem(model.SIZES, "mini", shape | {"intermediate_size": 64})
     rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+    patch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
 
 
 def small_settings(folder: Path, source: Path, **more: Any) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def small_settings(folder: Path, source: Path, **more: Any) -> dict[str, Any]:
 
 def without_figures(patch: pytest.MonkeyPatch) -> None:
     """Leave the page blank: drawing takes longer than all the training here."""
-    patch.setattr(page, "page", lambda *_: "<html></html>")
+    patch.setattr(html_report, "page", lambda *_: "<html></html>")
 
 
 @contextlib.contextmanager
@@ -139,11 +141,11 @@ def write_marked(
 
 def seal_again(folder: Path) -> None:
     """Seal a model's folder as it is now: a seal does not tell who wrote it."""
-    (folder / sealed.MANIFEST).unlink(missing_ok=True)
-    files = {path.name: sealed.digest(path) for path in folder.iterdir()}
+    (folder / atomic_directory.MANIFEST).unlink(missing_ok=True)
+    files = {path.name: atomic_directory.digest(path) for path in folder.iterdir()}
     facts = {"schema": 1, "format": "halfstep model", "files": files, "notes": {}}
-    whole = facts | {"seal": sealed.seal(facts)}
-    (folder / sealed.MANIFEST).write_text(json.dumps(whole), encoding="utf-8")
+    whole = facts | {"seal": atomic_directory.seal(facts)}
+    (folder / atomic_directory.MANIFEST).write_text(json.dumps(whole), encoding="utf-8")
 
 
 def timeless(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -168,7 +170,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert mine == others
     assert folders[0].steps() == folders[1].steps()
     for step in folders[0].steps():
-        states = [checkpoint.load(folder.checkpoint_path(step)) for folder in folders]
+        states = [single.load(folder.checkpoint_path(step)) for folder in folders]
         assert same(states[0].weights, states[1].weights), step
         assert same(states[0].state, states[1].state), step
         assert states[0].notes == states[1].notes, step

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from halfstep.compat.apex import amp
-from halfstep.scaler import ScaleRule, ScaleState, advance, unscale_
-from halfstep.stats import total_norm
+from halfstep.numerics.norms import total_norm
+from halfstep.scaling import ScaleRule, ScaleState, advance, unscale_
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,22 +14,22 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep import levels, machine
 from halfstep.errors import UserError
-from halfstep.formats import BF16
-from halfstep.policy import LEAN
+from halfstep.machine import hardware
+from halfstep.numerics.formats import BF16
+from halfstep.policy import LEAN, levels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 
 @pytest.fixture(autouse=True)
 def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 def network() -> nn.Sequential:

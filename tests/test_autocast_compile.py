@@ -17,9 +17,9 @@ from torch.nn import functional as F  # noqa: N812 -- its usual name
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import gate
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
+from halfstep.casting import active_context
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.weight_cache import CastCache
 from halfstep.policy import Policy
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert gate.current("cpu") is None
+    assert active_context.current("cpu") is None
 
 
 def ran(m: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:

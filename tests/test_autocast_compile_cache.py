@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.casting import autocast
+from halfstep.casting.autocast_mode import autocast
 
 if TYPE_CHECKING:
     from pathlib import Path

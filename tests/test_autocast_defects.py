@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from twins import Case, Make, outcome, torch_only
 
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

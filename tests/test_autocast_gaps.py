@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 -- its usual name
 from twins import Case, Make, outcome, torch_only
 from versions import torch_has_lstm
 
-from halfstep.casting import autocast
+from halfstep.casting.autocast_mode import autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -158,11 +158,12 @@ def oracle(
 @pytest.fixture(scope="module")
 def _everything_installed() -> None:
     """Put our kernels in front of torch's for every operation that has a row."""
-    from halfstep import kernels, optable
+    from halfstep.casting import dispatch_kernels
+    from halfstep.policy import op_tables
 
     for device in ("cpu", "cuda"):
-        for table in (optable.TABLES, optable.LEAN):
-            kernels.install(list(table[device]))
+        for table in (op_tables.TABLES, op_tables.LEAN):
+            dispatch_kernels.install(list(table[device]))
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -211,8 +212,8 @@ def test_the_same_bits(
     oracle: tuple[str, dict[str, list[Outcome]]], way: str, low: str
 ) -> None:
     """Law: values, dtypes, gradients and errors are torch's, kernels installed too."""
-    from halfstep.cast_cache import CastCache
-    from halfstep.casting import autocast
+    from halfstep.casting.autocast_mode import autocast
+    from halfstep.casting.weight_cache import CastCache
 
     device, seen = oracle
     more: Any = {k: CastCache() if v is ... else v for k, v in WAYS[way].items()}
@@ -230,7 +231,7 @@ def test_reset_inside_another_policy(
     oracle: tuple[str, dict[str, list[Outcome]]],
 ) -> None:
     """Law: policy="torch" is torch's table to the bit, inside a lean region too."""
-    from halfstep.casting import autocast
+    from halfstep.casting.autocast_mode import autocast
 
     device, seen = oracle
 
@@ -249,7 +250,7 @@ def test_the_oracle_says_something(
     oracle: tuple[str, dict[str, list[Outcome]]],
 ) -> None:
     """Law: calls give values, and the comparison sees another table, another dtype."""
-    from halfstep.casting import autocast
+    from halfstep.casting.autocast_mode import autocast
 
     device, seen = oracle
     if device == "cpu":
@@ -271,4 +272,4 @@ def test_the_oracle_says_something(
 if __name__ == "__main__":
     where, path = sys.argv[1:]
     torch.save({low: alone(where, low) for low in DTYPES}, Path(path))
-    assert "halfstep.kernels" not in sys.modules
+    assert "halfstep.casting.dispatch_kernels" not in sys.modules

@@ -12,7 +12,7 @@ from torch.nn import functional
 from versions import torch_has_lstm
 
 import halfstep as hs
-from halfstep.scaler.autopsy import Finding, examine
+from halfstep.nonfinite.graph import Finding, examine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

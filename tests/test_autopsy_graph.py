@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from versions import torch_has_lstm
 
-from halfstep.scaler.autopsy import Finding, examine
+from halfstep.nonfinite.graph import Finding, examine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.scaler.autopsy import Finding, examine
+from halfstep.nonfinite.graph import Finding, examine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

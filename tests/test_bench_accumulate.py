@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from halfstep import machine
 from halfstep.bench import accumulate, measure
 from halfstep.bench.loops import SessionLoop
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ def _measured() -> Iterator[None]:
     """Plant rates that warn of nothing."""
     with pytest.MonkeyPatch.context() as patch:
         rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-        patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+        patch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
         yield
 
 
@@ -107,7 +107,7 @@ def test_memory_is_of_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(accumulate, "make_loop", lambda *_: Loop())
     asked = {"cpu": 7}
-    monkeypatch.setattr(machine, "peak_memory", lambda d: asked[d] + 10 * len(steps))
+    monkeypatch.setattr(hardware, "peak_memory", lambda d: asked[d] + 10 * len(steps))
     task = asdict(WORK) | {"contender": "O2 lean"}
     assert accumulate.peak(task) == {"peak_bytes": 27}
     assert steps == [3, 3]

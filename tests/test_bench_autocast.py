@@ -9,7 +9,7 @@ import torch
 
 import halfstep as hs
 from halfstep.bench import autocast
-from halfstep.bench.operations import ruled_operations, stock_operations
+from halfstep.bench.op_cases import ruled_operations, stock_operations
 
 LOW = torch.bfloat16
 PLACE = autocast.Place("cpu", LOW, calls=2, rounds=2)

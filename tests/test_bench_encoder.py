@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import machine
 from halfstep.bench import encoder
 from halfstep.bench.loops import Loop, PlainLoop, SessionLoop
 from halfstep.errors import UserError
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ def _measured() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-        patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+        patch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
         yield
     torch.set_num_threads(threads)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from halfstep import bench
-from halfstep.bench import journal, measure, traces
+from halfstep.bench import journal, measure, scale_traces
 from halfstep.bench.commands import BENCHES
 from halfstep.errors import UserError
 
@@ -112,14 +112,17 @@ def test_turns_are_recorded(tmp_path: Path) -> None:
         ]
 
 
-RECORDS = ("journal.record(", "measure.take_turns(", "living.Living(")
+RECORDS = ("journal.record(", "measure.take_turns(", "worker_process.Living(")
 """All that keeps a measurement."""
+
+FILES = {"quality": "accuracy", "traces": "scale_traces", "wire": "comm_bytes"}
+"""Benches whose modules have other names."""
 
 
 @pytest.mark.parametrize("word", BENCHES)
 def test_each_bench_records(word: str) -> None:
     """Law: no bench measures past the journal."""
-    module = {"ner": "entities"}.get(word, word)
+    module = FILES.get(word, word)
     source = Path(str(bench.__file__)).with_name(f"{module}.py")
     assert any(call in source.read_text(encoding="utf-8") for call in RECORDS)
 
@@ -127,8 +130,8 @@ def test_each_bench_records(word: str) -> None:
 def test_traces_are_recorded(tmp_path: Path) -> None:
     """Law: a replay of each trace under each rule is recorded, nan and all."""
     with journal.opened(tmp_path / "f"):
-        tables = traces.tables(argparse.Namespace(steps=40))
+        tables = scale_traces.tables(argparse.Namespace(steps=40))
         names = [each["name"] for each in lines(tmp_path / "f.part")]
     assert names == [
-        f"{table.title}: {name}" for table in tables for name in traces.CONTENDERS
+        f"{table.title}: {name}" for table in tables for name in scale_traces.CONTENDERS
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from halfstep.bench import living, recipe
+from halfstep.bench import recipe, worker_process
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ECHO = """
 import ctypes, json, os, signal, subprocess, sys
-from halfstep.bench import living
+from halfstep.bench import worker_process as living
 
 class Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in
@@ -62,10 +62,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "echo_program.py").write_text(program, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
-    def starting(environment: Mapping[str, str]) -> living.Living:
+    def starting(environment: Mapping[str, str]) -> worker_process.Living:
         task = {"number": 1.5, "word": "\u00e9"}
         environment = {"PYTHONPATH": path} | dict(environment)
-        return living.Living("echo", "echo_program", task, environment)
+        return worker_process.Living("echo", "echo_program", task, environment)
 
     return starting
 
@@ -121,7 +121,7 @@ def test_trouble_of_ours(start: Start) -> None:
 
 def test_one_that_does_not_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a process that does not end when nothing is left to ask is made to."""
-    monkeypatch.setattr(living, "_PATIENCE", 0)
+    monkeypatch.setattr(worker_process, "_PATIENCE", 0)
     with start({}) as process:
         process.ask(1)
         waits: list[float | None] = []
@@ -155,8 +155,14 @@ def test_memory_is_counted_in_bytes(
     Where it does not say, it is the most that was held.
     """
     status = tmp_path / "status"
-    monkeypatch.setattr(living, "Path", lambda _: status)
-    monkeypatch.setattr(living.machine, "peak_memory", lambda _: 7)
-    assert (living.resident("cpu"), living.peak_resident("cpu")) == (7, 7)
+    monkeypatch.setattr(worker_process, "Path", lambda _: status)
+    monkeypatch.setattr(worker_process.hardware, "peak_memory", lambda _: 7)
+    assert (worker_process.resident("cpu"), worker_process.peak_resident("cpu")) == (
+        7,
+        7,
+    )
     status.write_text("Name:\tpython\nVmHWM:\t  3 kB\nVmRSS:\t  2 kB\nan odd line\n")
-    assert (living.resident("cpu"), living.peak_resident("cpu")) == (2048, 3072)
+    assert (worker_process.resident("cpu"), worker_process.peak_resident("cpu")) == (
+        2048,
+        3072,
+    )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from halfstep import machine
 from halfstep.bench import commands, measure
 from halfstep.errors import UserError
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: no word means the machine's device; cuda without CUDA is refused."""
-    assert measure.pick_device(None) == machine.capabilities().device
+    assert measure.pick_device(None) == hardware.capabilities().device
     assert measure.pick_device("cpu") == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     message = "--device cuda: torch sees no CUDA device here; use --device cpu."
@@ -123,7 +123,7 @@ def test_the_command_repeats_the_run(bench: str) -> None:
     start = f"halfstep bench {bench} "
     assert command.startswith(start)
     assert parser.parse_args(command.removeprefix(start).split()) == given
-    facts = machine.capabilities()
+    facts = hardware.capabilities()
     for word in (time.strftime("%Y-"), f"torch {torch.__version__}", facts.cpu):
         assert word in when_where
     assert when_where.endswith(f", threads: {torch.get_num_threads()}")

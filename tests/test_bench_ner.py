@@ -12,9 +12,10 @@ import torch
 from small_corpora import marked
 from small_training import one_thread, small_and_measured, without_figures
 
-from halfstep import cli, emulated, machine
-from halfstep.bench import commands, entities, measure, quality
+from halfstep import cli
+from halfstep.bench import accuracy, commands, measure, ner
 from halfstep.bench.flags import NERS
+from halfstep.machine import fp16_emulation, hardware
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -32,8 +33,8 @@ def flags(*words: str) -> Namespace:
 
 def test_words() -> None:
     """Law: what can be typed can be run, in the order told; all by default."""
-    assert tuple(entities.CONTENDERS) == NERS
-    assert entities.BASELINE in entities.CONTENDERS
+    assert tuple(ner.CONTENDERS) == NERS
+    assert ner.BASELINE in ner.CONTENDERS
     assert flags().contenders == list(NERS)
     assert flags("--contenders", "all").contenders == list(NERS)
     given = flags("--contenders", "O1-bf16,O1-fp16-unscaled", "--lr", "1e-3")
@@ -68,9 +69,9 @@ ONE = 12.706204736174694
 TWO = 4.302652729749462
 
 
-def rows(found: quality.Runs) -> list[dict[str, Any]]:
+def rows(found: accuracy.Runs) -> list[dict[str, Any]]:
     """Return the rows of the table, by column."""
-    table = entities.table(found, [])
+    table = ner.table(found, [])
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
@@ -107,7 +108,7 @@ def test_table() -> None:
         "skipped": 5,
         "diverged": 1,
     }
-    table = entities.table(FOUND, ["more"])
+    table = ner.table(FOUND, ["more"])
     assert "O1-fp16, seed 2: the loss is nan" in table.notes
     assert table.notes[-1] == "more"
 
@@ -115,7 +116,7 @@ def test_table() -> None:
 def test_table_without_a_baseline() -> None:
     """Law: without fp32 nothing is compared with it; of no run nothing is told."""
     lost = [{"diverged": "the loss is nan"}] * 3
-    one, none = entities.table({"x": FOUND["O1-fp16"], "y": lost}, []).rows
+    one, none = ner.table({"x": FOUND["O1-fp16"], "y": lost}, []).rows
     half = pytest.approx(ONE * 18.75)
     assert one == ("x", 56.25, half, None, None, 28.125, 14.0625, None, 7.0, 5, 1)
     assert none == ("y", *[None] * 9, 3)
@@ -156,22 +157,22 @@ def test_turns(
     That products were emulated is said where fp16 ran on what has none, only there.
     """
     small_and_measured(monkeypatch)
-    monkeypatch.setattr(emulated, "needed", lambda _: slow)
+    monkeypatch.setattr(fp16_emulation, "needed", lambda _: slow)
     tasks: list[dict[str, Any]] = []
 
     def apart(module: str, task: dict[str, Any]) -> dict[str, Any]:
-        assert module == "halfstep.bench.quality"
+        assert module == "halfstep.bench.accuracy"
         tasks.append(task)
         return FOUND["O1-fp16"][task["seed"]]
 
     monkeypatch.setattr(measure, "apart", apart)
     words = f"--data {texts} --limit 30 --epochs 2 --seeds 2 --device cpu".split()
-    (table,) = entities.tables(flags(*words, "--contenders", f"{low},fp32"))
+    (table,) = ner.tables(flags(*words, "--contenders", f"{low},fp32"))
     shared: dict[str, Any] = {"lr": None, "mask_tokens": None}
     shared |= {"task": "ner", "data": texts, "limit": 30, "model": "tiny", "epochs": 2}
     shared |= {"batch_size": 32, "max_length": 192}
     assert tasks == [
-        shared | entities.CONTENDERS[name] | {"seed": seed, "device": "cpu"}
+        shared | ner.CONTENDERS[name] | {"seed": seed, "device": "cpu"}
         for seed, name in [(0, low), (0, "fp32"), (1, "fp32"), (1, low)]
     ]
     assert capsys.readouterr().err.splitlines() == [
@@ -194,17 +195,17 @@ def test_for_real(
     """Law: a run has what the table needs, with fp16 products emulated too."""
     small_and_measured(monkeypatch)
     without_figures(monkeypatch)
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
-    monkeypatch.setattr(emulated, "needed", lambda _: True)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(fp16_emulation, "needed", lambda _: True)
 
     def apart(_: str, task: dict[str, Any]) -> dict[str, Any]:
-        came_to = quality.train_once(json.loads(json.dumps(task)))
+        came_to = accuracy.train_once(json.loads(json.dumps(task)))
         return cast("dict[str, Any]", json.loads(json.dumps(came_to)))
 
     monkeypatch.setattr(measure, "apart", apart)
     words = f"--data {texts} --model mini --epochs 1 --seeds 1 --device cpu".split()
     with one_thread():
-        (table,) = entities.tables(flags(*words, "--contenders", "fp32,O1-fp16"))
+        (table,) = ner.tables(flags(*words, "--contenders", "fp32,O1-fp16"))
     for row in table.rows:
         found: dict[str, Any] = dict(zip(table.columns, row, strict=True))
         assert found["diverged"] == 0
@@ -217,11 +218,11 @@ def test_learning_rates() -> None:
     """Law: a rate is a contender's own, that of all others, or training's default."""
     names = ["fp32", "O1-bf16", "O1-fp16"]
     words = flags("--lr", "O1-fp16=5e-4,1e-3,fp32=0.25").lr
-    found = entities.learning_rates(words, names)
+    found = ner.learning_rates(words, names)
     assert found == {"fp32": 0.25, "O1-bf16": 1e-3, "O1-fp16": 5e-4}
-    alone = entities.learning_rates(flags("--lr", "O1-fp16=2").lr, names)
+    alone = ner.learning_rates(flags("--lr", "O1-fp16=2").lr, names)
     assert alone == {"fp32": None, "O1-bf16": None, "O1-fp16": 2.0}
-    assert entities.learning_rates([], names) == dict.fromkeys(names)
+    assert ner.learning_rates([], names) == dict.fromkeys(names)
 
 
 def test_learning_rates_reach_their_runs(
@@ -229,7 +230,7 @@ def test_learning_rates_reach_their_runs(
 ) -> None:
     """Law: each run trains with its contender's rate; the command in the notes too."""
     small_and_measured(monkeypatch)
-    monkeypatch.setattr(emulated, "needed", lambda _: False)
+    monkeypatch.setattr(fp16_emulation, "needed", lambda _: False)
     rates: list[float | None] = []
 
     def apart(_: str, task: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +240,7 @@ def test_learning_rates_reach_their_runs(
     monkeypatch.setattr(measure, "apart", apart)
     words = f"--data {texts} --epochs 2 --seeds 1 --device cpu".split()
     given = flags(*words, "--contenders", "fp32,O1-bf16", "--lr", "1e-3,O1-bf16=5e-4")
-    (table,) = entities.tables(given)
+    (table,) = ner.tables(given)
     assert rates == [1e-3, 5e-4]
     assert any("--lr 1e-3,O1-bf16=5e-4" in note for note in table.notes)
 

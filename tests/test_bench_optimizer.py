@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import cli, machine
-from halfstep.bench import commands, measure, optimizer, updates
+from halfstep import cli
+from halfstep.bench import commands, measure, optimizer, update_cases
 from halfstep.errors import UserError
-from halfstep.preparing import prepare
+from halfstep.machine import hardware
+from halfstep.session.factory import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
-WORK = updates.Work("cpu", "bf16", layers=2, width=8)
+WORK = update_cases.Work("cpu", "bf16", layers=2, width=8)
 BYTES = 2 * 8 * 8
 """Parameters: so many bytes are one a parameter."""
 
@@ -31,14 +32,14 @@ def _measured() -> Iterator[None]:
     """Plant rates that warn of nothing."""
     with pytest.MonkeyPatch.context() as patch:
         rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-        patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+        patch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
         yield
 
 
 def test_words() -> None:
     """Law: the flags' words are those that can be measured."""
-    assert tuple(updates.FORMS) == commands.FORMS
-    assert tuple(updates.RULES) == commands.RULES
+    assert tuple(update_cases.FORMS) == commands.FORMS
+    assert tuple(update_cases.RULES) == commands.RULES
 
 
 HELD = {
@@ -66,30 +67,32 @@ MOVED = {
 """Form -> bytes moved: a gradient once, weight, extra and moments twice."""
 
 
-@pytest.mark.parametrize("name", updates.FORMS)
+@pytest.mark.parametrize("name", update_cases.FORMS)
 def test_what_is_expected(name: str) -> None:
     """Law: bytes held are the published ones of each scheme; bytes moved, by hand."""
-    form = updates.FORMS[name]
+    form = update_cases.FORMS[name]
     for moments, held, moved in zip((0, 2), HELD[name], MOVED[name], strict=True):
         assert form.held(moments) == held
         assert form.moved(moments) == moved
 
 
-@pytest.mark.parametrize("name", updates.FORMS)
+@pytest.mark.parametrize("name", update_cases.FORMS)
 def test_real_memory(name: str) -> None:
     """Law: what AdamW holds at the end of a backward pass is what the form promises."""
-    rule, form = updates.RULES["adamw"], updates.FORMS[name]
-    made = updates.make(rule, form, WORK, updates.draw(WORK))
+    rule, form = update_cases.RULES["adamw"], update_cases.FORMS[name]
+    made = update_cases.make(rule, form, WORK, update_cases.draw(WORK))
     found = optimizer.spent(made)
     row = optimizer.cells(measure.Times({}), name, rule, found, WORK)
     assert row[-2], row
 
 
-@pytest.mark.parametrize("word", updates.RULES)
+@pytest.mark.parametrize("word", update_cases.RULES)
 def test_moments(word: str) -> None:
     """Law: an optimizer keeps as many tensors of the weights' size as is said."""
-    rule = updates.RULES[word]
-    made = updates.make(rule, updates.FORMS["torch-foreach"], WORK, updates.draw(WORK))
+    rule = update_cases.RULES[word]
+    made = update_cases.make(
+        rule, update_cases.FORMS["torch-foreach"], WORK, update_cases.draw(WORK)
+    )
     found = optimizer.spent(made)
     assert found["weights"] == found["gradients"] == 4 * BYTES
     assert found["masters"] == 0
@@ -99,22 +102,25 @@ def test_moments(word: str) -> None:
 def test_storages_count_once() -> None:
     """Law: bytes are of whole storages, and views of one share it."""
     whole = torch.zeros(10)
-    assert updates.held([whole, whole[:5], whole[5:]]) == 40
-    assert updates.held([whole[:1], torch.zeros(3, dtype=torch.int16)]) == 46
-    assert updates.held([]) == 0
+    assert update_cases.held([whole, whole[:5], whole[5:]]) == 40
+    assert update_cases.held([whole[:1], torch.zeros(3, dtype=torch.int16)]) == 46
+    assert update_cases.held([]) == 0
 
 
 def test_gradients() -> None:
     """Law: they are exact in 16 bits, one each, none 0, and the loss has just these."""
-    sources, same = updates.draw(WORK), updates.draw(WORK)
+    sources, same = update_cases.draw(WORK), update_cases.draw(WORK)
     assert [tuple(each.shape) for each in sources] == [(8, 8)] * 2
     assert all(map(torch.equal, sources, same))
     assert all(torch.equal(s, s.bfloat16().float()) and s.all() for s in sources)
     for form in ("torch-fused", "fp32"):
-        made = updates.make(
-            updates.RULES["sgd"], updates.FORMS[form], WORK, updates.draw(WORK)
+        made = update_cases.make(
+            update_cases.RULES["sgd"],
+            update_cases.FORMS[form],
+            WORK,
+            update_cases.draw(WORK),
         )
-        updates.loss_of(made.model, sources).backward()
+        update_cases.loss_of(made.model, sources).backward()
         for weight, source in zip(made.model.parameters(), sources, strict=True):
             assert weight.grad is not None
             assert torch.equal(weight.grad.float(), source)
@@ -127,10 +133,10 @@ def test_each_step_is_a_whole_update(name: str) -> None:
     That the one before it spoilt and cleared what it was given does not matter. The
     twin is SGD in float64; a rate of 1/8 moves bf16 weights visibly.
     """
-    rule = replace(updates.RULES["sgd"], kind=partial(torch.optim.SGD, lr=2**-3))
-    sources = updates.draw(WORK)
+    rule = replace(update_cases.RULES["sgd"], kind=partial(torch.optim.SGD, lr=2**-3))
+    sources = update_cases.draw(WORK)
     drawn = [source.clone() for source in sources]
-    made = updates.make(rule, updates.FORMS[name], WORK, sources)
+    made = update_cases.make(rule, update_cases.FORMS[name], WORK, sources)
     torch.manual_seed(1)
     begun = [nn.Linear(8, 8, bias=False).weight.detach().double() for _ in range(2)]
     for count in (1, 2, 3):
@@ -204,7 +210,7 @@ def test_copies_move_as_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measure, "timed", timed)
     made = {name: Fake(name, {}) for name in ("stochastic", "none", "torch-fused")}
-    times = optimizer.take_times(updates.RULES["adamw"], {**made}, WORK, 2)
+    times = optimizer.take_times(update_cases.RULES["adamw"], {**made}, WORK, 2)
     copies = {"copy of 14", "copy of 28"}
     assert times.rounds == {name: [1.0, 1.0] for name in [*made, *copies]}
     once = [14 * BYTES, 28 * BYTES]
@@ -215,7 +221,7 @@ def test_copies_move_as_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def memory_of(*shares: int) -> dict[str, int]:
     """Return bytes of weights, gradients, masters, moments, given a parameter's."""
     bytes_ = (share * BYTES for share in shares)
-    return dict(zip(updates.KINDS, bytes_, strict=True))
+    return dict(zip(update_cases.KINDS, bytes_, strict=True))
 
 
 def test_cells() -> None:
@@ -225,7 +231,7 @@ def test_cells() -> None:
     2, 3, 8; their quartiles are 2.5 and 5.5.
     """
     rounds = {"kahan": (2.0, 6.0, 8.0), "copy of 18": (1.0, 2.0, 1.0)}
-    times, rule = measure.Times(rounds), updates.RULES["adamw"]
+    times, rule = measure.Times(rounds), update_cases.RULES["adamw"]
     memory = memory_of(2, 2, 2, 4)
     row = optimizer.cells(times, "kahan", rule, memory, WORK)
     assert row == (6e3, 1e3, 3.0, 1.5, 18, 10.0, 10, True, "2 + 2 + 2 + 4")
@@ -250,11 +256,14 @@ def test_table(
     made: list[Fake] = []
 
     def make(
-        rule: updates.Rule, form: updates.Form, work: updates.Work, sources: object
+        rule: update_cases.Rule,
+        form: update_cases.Form,
+        work: update_cases.Work,
+        sources: object,
     ) -> Fake:
         assert work == WORK
-        assert len(updates.draw(work)) == len(sources)  # type: ignore[arg-type]
-        if form is updates.FORMS["stochastic"] and not rule.moments:
+        assert len(update_cases.draw(work)) == len(sources)  # type: ignore[arg-type]
+        if form is update_cases.FORMS["stochastic"] and not rule.moments:
             message = "has no moments"
             raise UserError(message)
         form_bytes = form.weight, form.gradient, form.extra, rule.moments * form.moment
@@ -288,9 +297,11 @@ def test_settings_reach_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(settings)
         return prepare(model, its, "O2", dtype="bf16")
 
-    monkeypatch.setattr(updates, "prepare", asking)
-    for form in updates.FORMS.values():
-        updates.make(updates.RULES["adamw"], form, WORK, updates.draw(WORK))
+    monkeypatch.setattr(update_cases, "prepare", asking)
+    for form in update_cases.FORMS.values():
+        update_cases.make(
+            update_cases.RULES["adamw"], form, WORK, update_cases.draw(WORK)
+        )
     common = {"level": "O2", "dtype": "bf16"}
     assert asked == [
         common | {"master": "fp32"},

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep import machine
-from halfstep.bench import accumulate, living, peers
+from halfstep.bench import accumulate, recipe_loops, worker_process
 from halfstep.errors import UserError
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WORK = peers.Work("cpu", "bf16", 2, 8, 4, 3, optimizer="sgd")
+WORK = recipe_loops.Work("cpu", "bf16", 2, 8, 4, 3, optimizer="sgd")
 """Two layers of 8 x 8, three micro-batches of 4."""
 
 
@@ -29,11 +29,11 @@ def _measured() -> Iterator[None]:
     """Plant rates that warn of nothing."""
     with pytest.MonkeyPatch.context() as patch:
         rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-        patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+        patch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
         yield
 
 
-@pytest.mark.parametrize("optimizer", peers.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", recipe_loops.OPTIMIZERS)
 def test_the_loss_falls(optimizer: str) -> None:
     """Law: each optimizer, as it is set, learns at any size.
 
@@ -41,15 +41,18 @@ def test_the_loss_falls(optimizer: str) -> None:
     """
     for width, batch in ((8, 64), (64, 4)):
         work = replace(WORK, optimizer=optimizer, width=width, batch=batch)
-        loop, batches = peers.make_loop("fp32", work), accumulate.draw_batches(work)
+        loop, batches = (
+            recipe_loops.make_loop("fp32", work),
+            accumulate.draw_batches(work),
+        )
         losses = [loop.step(batches).item() for _ in range(12)]
         assert losses == sorted(losses, reverse=True)
         assert losses[-1] < losses[0] * (1 - 2**-8)  # which bf16 would tell
 
 
-def trained(name: str, work: peers.Work = WORK) -> list[float]:
+def trained(name: str, work: recipe_loops.Work = WORK) -> list[float]:
     """Return the losses of a contender's first steps."""
-    loop, batches = peers.make_loop(name, work), accumulate.draw_batches(work)
+    loop, batches = recipe_loops.make_loop(name, work), accumulate.draw_batches(work)
     return [loop.step(batches).item() for _ in range(4)]
 
 
@@ -75,7 +78,10 @@ def test_micro_batches_are_averaged() -> None:
     one, two = replace(WORK, accumulate=1), replace(WORK, accumulate=2)
     (batch,) = accumulate.draw_batches(one)
     for name in ("naive-O2", "pure"):
-        alone, twice = peers.make_loop(name, one), peers.make_loop(name, two)
+        alone, twice = (
+            recipe_loops.make_loop(name, one),
+            recipe_loops.make_loop(name, two),
+        )
         for _ in range(3):
             assert torch.equal(alone.step([batch]), twice.step([batch, batch]))
 
@@ -87,14 +93,14 @@ def test_masters_by_hand(dtype: str) -> None:
     Those follow, rounded. The fp16 gradient comes from a scaled loss. None is left.
     """
     work = replace(WORK, dtype=dtype, accumulate=1)
-    loop = peers.make_loop("naive-O2", work)
-    assert isinstance(loop, peers.ByHand)
+    loop = recipe_loops.make_loop("naive-O2", work)
+    assert isinstance(loop, recipe_loops.ByHand)
     assert loop._scaler.is_enabled() == (dtype == "fp16")
     if dtype == "fp16":  # one that so small a network bears
         loop._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     before = [master.clone() for _, master in loop._pairs]
-    twin = peers.make_loop("fp32", work)
-    assert isinstance(twin, peers.PlainLoop)
+    twin = recipe_loops.make_loop("fp32", work)
+    assert isinstance(twin, recipe_loops.PlainLoop)
     for param, master in zip(twin.model.parameters(), before, strict=True):
         assert torch.equal(param, master)
         param.data = master.to(loop._dtype).double()
@@ -201,7 +207,7 @@ def test_fabric(
 @pytest.mark.parametrize("name", ["accelerate", "fabric-mixed", "fabric-true"])
 def test_peers_themselves(name: str) -> None:
     """Law: where a peer is installed, it learns as torch.amp does, but for rounding."""
-    package = peers.CONTENDERS[name].package
+    package = recipe_loops.CONTENDERS[name].package
     if package is None or find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     work = replace(WORK, width=64, optimizer="sgd-momentum")
@@ -220,13 +226,15 @@ def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
             steps.append(len(batches))
             return torch.tensor(0.5 / len(steps))
 
-    monkeypatch.setattr(peers, "make_loop", lambda *_: Loop())
-    monkeypatch.setattr(living, "resident", lambda _: 1000 + len(steps))
-    monkeypatch.setattr(living, "peak_resident", lambda _: 3001)
+    monkeypatch.setattr(recipe_loops, "make_loop", lambda *_: Loop())
+    monkeypatch.setattr(worker_process, "resident", lambda _: 1000 + len(steps))
+    monkeypatch.setattr(worker_process, "peak_resident", lambda _: 3001)
     monkeypatch.setattr(
-        peers.measure, "timed", lambda call, device: (call(), 6.0 if device else 0)
+        recipe_loops.measure,
+        "timed",
+        lambda call, device: (call(), 6.0 if device else 0),
     )
-    turns = peers.Turns("O2", WORK)
+    turns = recipe_loops.Turns("O2", WORK)
     assert steps == [3]  # one on small ones, before memory is asked for
     found = turns.answer(2)
     assert steps == [3] * 3
@@ -241,12 +249,14 @@ def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: what `prepare` refuses is told, and no death; any other fault is raised."""
 
-    def refuse(*_: object) -> peers.Loop:
+    def refuse(*_: object) -> recipe_loops.Loop:
         message = "no such master"
         raise UserError(message)
 
-    monkeypatch.setitem(peers.CONTENDERS, "O3", peers.Contender(refuse))
-    assert peers.Turns("O3", WORK).answer(1) == {"refused": "no such master"}
-    monkeypatch.setitem(peers.CONTENDERS, "O3", peers.Contender(lambda *_: 1 / 0))  # type: ignore[arg-type, return-value]
+    monkeypatch.setitem(recipe_loops.CONTENDERS, "O3", recipe_loops.Contender(refuse))
+    assert recipe_loops.Turns("O3", WORK).answer(1) == {"refused": "no such master"}
+    monkeypatch.setitem(
+        recipe_loops.CONTENDERS, "O3", recipe_loops.Contender(lambda *_: 1 / 0)
+    )  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
-        peers.Turns("O3", WORK).answer(1)
+        recipe_loops.Turns("O3", WORK).answer(1)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from test_bench_encoder import WORK
 
-from halfstep import cli, machine
+from halfstep import cli
 from halfstep.bench import encoder, measure, probe
-from halfstep.probe import Probe
+from halfstep.diagnostics.probe import Probe
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,7 @@ def _measured() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-        patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+        patch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
         yield
     torch.set_num_threads(threads)
 

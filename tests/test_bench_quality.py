@@ -15,12 +15,12 @@ from scipy import stats
 from small_training import letters, one_thread, small_and_measured
 
 from halfstep import cli
-from halfstep.bench import commands, measure, quality
+from halfstep.bench import accuracy, commands, measure
 from halfstep.bench.flags import QUALITIES
-from halfstep.master import form as forms
-from halfstep.scaler import LossScaleCollapse
+from halfstep.masters import encoding as forms
+from halfstep.scaling import LossScaleCollapse
 from halfstep.train import result
-from halfstep.train.stopping import Diverged
+from halfstep.train.signals import Diverged
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -45,9 +45,9 @@ def flags(words: str) -> Namespace:
 
 def test_words() -> None:
     """Law: what can be typed can be run; O2 comes with every form of masters."""
-    assert tuple(quality.CONTENDERS) == QUALITIES
-    assert quality.BASELINE in quality.CONTENDERS
-    there = [each.get("master") for each in quality.CONTENDERS.values()]
+    assert tuple(accuracy.CONTENDERS) == QUALITIES
+    assert accuracy.BASELINE in accuracy.CONTENDERS
+    there = [each.get("master") for each in accuracy.CONTENDERS.values()]
     assert {*there} == {None, *forms.FORMS, forms.NONE}
 
 
@@ -59,7 +59,7 @@ def test_students_table(freedom: int) -> None:
     """Law: the bound is scipy's."""
     # A sum of `freedom / 2` terms, each within an ulp, under a slope of about 1.
     few = max(16, freedom) * 2.0**-52
-    assert quality.student(freedom) == pytest.approx(
+    assert accuracy.student(freedom) == pytest.approx(
         stats.t.ppf(0.975, freedom), rel=few
     )
 
@@ -67,7 +67,7 @@ def test_students_table(freedom: int) -> None:
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=9))
 def test_interval_is_scipys(values: list[float]) -> None:
     """Law: the ends of an interval are scipy's, of its own mean and standard error."""
-    known = quality.interval(values)
+    known = accuracy.interval(values)
     assert known is not None
     assert known.half is not None
     error = float(stats.sem(values))
@@ -80,8 +80,8 @@ def test_interval_is_scipys(values: list[float]) -> None:
 
 def test_interval_of_few() -> None:
     """Law: one value has no spread, and none has no mean."""
-    assert quality.interval([0.5]) == quality.Interval(0.5, None)
-    assert quality.interval([]) is None
+    assert accuracy.interval([0.5]) == accuracy.Interval(0.5, None)
+    assert accuracy.interval([]) is None
 
 
 # The table
@@ -120,7 +120,7 @@ def test_table() -> None:
     Of fp32 the standard deviation is 25 points; of the differences in loss, -1/4 and
     -1/2, it is sqrt(1/32), their standard error 1/8.
     """
-    table = quality.table(FOUND, ["more"])
+    table = accuracy.table(FOUND, ["more"])
     fp32, o2 = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     assert fp32 == {
         "contender": "fp32",
@@ -155,7 +155,7 @@ def test_table() -> None:
 def test_table_without_a_baseline() -> None:
     """Law: without fp32 nothing is compared with it; of no run nothing is told."""
     lost = [{"diverged": "the loss is nan"}] * 3
-    table = quality.table({"O2": FOUND["O2"], "O3": lost}, [])
+    table = accuracy.table({"O2": FOUND["O2"], "O3": lost}, [])
     o2, o3 = table.rows
     half = pytest.approx(ONE * 12.5)
     assert o2 == ("O2", 50.0, half, None, None, 0.875, None, None, None, 7.0, 1)
@@ -182,7 +182,7 @@ def test_turns(
     tasks: list[dict[str, Any]] = []
 
     def apart(module: str, task: dict[str, Any]) -> dict[str, Any]:
-        assert module == "halfstep.bench.quality"
+        assert module == "halfstep.bench.accuracy"
         tasks.append(task)
         return FOUND["O2"][task["seed"]]
 
@@ -191,10 +191,10 @@ def test_turns(
     words = f"--data {data} --limit 30 --share 0.5 --epochs 2 --seeds 2"
     names = ["O2-split", "fp32"]
     given = flags(f"{words} --contenders {','.join(names)} --device cpu")
-    (table,) = quality.tables(given)
+    (table,) = accuracy.tables(given)
     shared = {"data": data, "limit": 30, "dev_share": 0.5, "model": "tiny", "epochs": 2}
     assert tasks == [
-        shared | quality.CONTENDERS[name] | {"seed": seed, "device": "cpu"}
+        shared | accuracy.CONTENDERS[name] | {"seed": seed, "device": "cpu"}
         for seed, name in [(0, names[0]), (0, names[1]), (1, names[1]), (1, names[0])]
     ]
     assert capsys.readouterr().err.splitlines() == [
@@ -217,7 +217,7 @@ def test_a_test_split_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         rows = letters(count, "de", "ab", lengths=(3, 9))
         (tmp_path / f"{split}.json").write_text(json.dumps(rows))
     monkeypatch.setattr(measure, "apart", lambda *_: FOUND["fp32"][0])
-    (table,) = quality.tables(flags(f"--data {tmp_path} --seeds 1 --device cpu"))
+    (table,) = accuracy.tables(flags(f"--data {tmp_path} --seeds 1 --device cpu"))
     (judged,) = [note for note in table.notes if note.startswith("accuracy:")]
     assert " of 6 test texts" in judged
 
@@ -225,11 +225,11 @@ def test_a_test_split_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the task of a run that takes a moment."""
-    monkeypatch.setattr(result.page, "page", lambda _: "<html></html>")
+    monkeypatch.setattr(result.html_report, "page", lambda _: "<html></html>")
     return {"data": texts(tmp_path), "model": "mini", "epochs": 1, "device": "cpu"}
 
 
-@pytest.mark.parametrize("name", quality.CONTENDERS)
+@pytest.mark.parametrize("name", accuracy.CONTENDERS)
 def test_one_run(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -241,11 +241,11 @@ def test_one_run(
         seen.append((done.summary, done.folder.records()))
         return done
 
-    result_of = quality.run
-    monkeypatch.setattr(quality, "run", run)
-    settings = quality.CONTENDERS[name]
+    result_of = accuracy.run
+    monkeypatch.setattr(accuracy, "run", run)
+    settings = accuracy.CONTENDERS[name]
     with one_thread():
-        came_to = quality.train_once(small | settings | {"seed": 3})
+        came_to = accuracy.train_once(small | settings | {"seed": 3})
     ((summary, records),) = seen
     assert summary | settings == summary
     assert [r["step"] for r in records if "event" in r] == [summary["steps"]]
@@ -271,8 +271,8 @@ def test_a_run_that_diverges(
         message = "training\n  has diverged"
         raise error(message)
 
-    monkeypatch.setattr(quality, "run", run)
-    came_to = quality.train_once(small)
+    monkeypatch.setattr(accuracy, "run", run)
+    came_to = accuracy.train_once(small)
     assert came_to == {"diverged": "training has diverged"}
 
 
@@ -283,12 +283,12 @@ def test_for_real(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # sums depend on it
     data = texts(tmp_path)
     words = f"--data {data} --contenders O2-kahan --epochs 1 --seeds 1 --device cpu"
-    (table,) = quality.tables(flags(words))
+    (table,) = accuracy.tables(flags(words))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("seed 1/1 O2-kahan: accuracy ")
     task = {"data": data, "dev_share": 0.2, "epochs": 1, "device": "cpu", "seed": 0}
     with one_thread():
-        here = quality.train_once(task | quality.CONTENDERS["O2-kahan"])
+        here = accuracy.train_once(task | accuracy.CONTENDERS["O2-kahan"])
     (row,) = table.rows
     assert row[1] == 100 * here["accuracy"]
     assert row[5] == here["dev_loss"]

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from halfstep import cli, machine
-from halfstep.bench import commands, living, measure, peers, recipe
+from halfstep import cli
+from halfstep.bench import commands, measure, recipe, recipe_loops, worker_process
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-WORK = peers.Work("cpu", "bf16", 2, 8, 4, 3, optimizer="sgd")
+WORK = recipe_loops.Work("cpu", "bf16", 2, 8, 4, 3, optimizer="sgd")
 """Two layers of 8 x 8, three micro-batches of 4."""
 
 
@@ -25,15 +26,15 @@ def _measured() -> Iterator[None]:
     """Plant rates that warn of nothing."""
     with pytest.MonkeyPatch.context() as patch:
         rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-        patch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+        patch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
         yield
 
 
 def test_words() -> None:
     """Law: the flags' words are those that can be run; the columns' are among them."""
-    assert tuple(peers.CONTENDERS) == commands.PEERS
+    assert tuple(recipe_loops.CONTENDERS) == commands.PEERS
     assert set(recipe.BASELINES) <= set(commands.PEERS)
-    kept = {name for name, each in peers.CONTENDERS.items() if each.kept}
+    kept = {name for name, each in recipe_loops.CONTENDERS.items() if each.kept}
     assert kept == {name for name in commands.PEERS if name.endswith("-kept")}
 
 
@@ -45,7 +46,7 @@ def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu, fp16 = WORK, replace(WORK, dtype="fp16")
     on_cuda = replace(fp16, device="cuda")
 
-    def left_out(work: peers.Work) -> dict[str, str]:
+    def left_out(work: recipe_loops.Work) -> dict[str, str]:
         reasons = {name: recipe.absent(name, work) for name in commands.PEERS}
         return {name: why for name, why in reasons.items() if why is not None}
 
@@ -75,7 +76,7 @@ class Process:
     def __init__(
         self, name: str, module: str, task: dict[str, Any], env: Mapping[str, str]
     ) -> None:
-        assert module == "halfstep.bench.peers"
+        assert module == "halfstep.bench.recipe_loops"
         assert task == asdict(WORK) | {"contender": name}
         kept = "glibc.malloc.mmap_max=0" in env.get("GLIBC_TUNABLES", "")
         assert kept == name.endswith("-kept")
@@ -111,7 +112,7 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
     Who is not installed, or refuses, has a row. All take turns; then all are closed.
     """
     Process.log = []
-    monkeypatch.setattr(living, "Living", Process)
+    monkeypatch.setattr(worker_process, "Living", Process)
     monkeypatch.setattr(recipe, "find_spec", lambda _: None)
     table = run("torch.amp,torch.amp-kept,accelerate,O2,O2-kahan")
     rows = {row[0]: row[1:] for row in table.rows}
@@ -182,7 +183,7 @@ def test_what_was_measured_outlives_a_defect(
         raise LookupError(message)
 
     Process.log = []
-    monkeypatch.setattr(living, "Living", Process)
+    monkeypatch.setattr(worker_process, "Living", Process)
     monkeypatch.setattr(recipe, "versions", defect)
     words = "--layers 2 --width 8 --batch 4 --accumulate 3 --rounds 3 --steps 5"
     words += f" --device cpu --contenders torch.amp,O2 --json {tmp_path / 'found'}"

@@ -10,7 +10,7 @@ import torch
 
 from halfstep import cli
 from halfstep.bench import commands, measure, scaler
-from halfstep.grad_scaler import GradScaler
+from halfstep.scaling.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,18 +14,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from halfstep import cli
-from halfstep.bench import traces
-from halfstep.bench.traces import Held, Trace
-from halfstep.scaler import ScaleRule, ScaleState, advance
+from halfstep.bench import scale_traces
+from halfstep.bench.scale_traces import Held, Trace
+from halfstep.scaling import ScaleRule, ScaleState, advance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 NAN = math.nan
-CONSECUTIVE = partial(traces.deepspeed, consecutive=True)
+CONSECUTIVE = partial(scale_traces.deepspeed, consecutive=True)
 
 
-def walk(rule: traces.Rule, held: Held, steps: str) -> list[float | None]:
+def walk(rule: scale_traces.Rule, held: Held, steps: str) -> list[float | None]:
     """Return the scales after steps spelled "x" (overflow) and "." (clean)."""
     scales: list[float | None] = []
     for step in steps:
@@ -55,23 +55,23 @@ def walk(rule: traces.Rule, held: Held, steps: str) -> list[float | None]:
 )
 def test_overflow_by_hand(peak: float, scale: float, expected: bool) -> None:
     """Law: a step is lost where fp16 cannot hold its largest scaled gradient."""
-    assert traces.overflows(peak, scale) is expected
+    assert scale_traces.overflows(peak, scale) is expected
 
 
 @given(st.floats(2.0**-40, 2.0**40), st.integers(-40, 40))
 def test_overflow_is_fp16s(peak: float, exponent: int) -> None:
     """Law: torch's cast to fp16 is the judge."""
     scaled = torch.tensor(peak * 2.0**exponent, dtype=torch.float64).half()
-    assert traces.overflows(peak, 2.0**exponent) == (not scaled.isfinite())
+    assert scale_traces.overflows(peak, 2.0**exponent) == (not scaled.isfinite())
 
 
 @given(st.floats(2.0**-60, 2.0**60))
 def test_largest_safe_scale(peak: float) -> None:
     """Law: it is a power of two that fits, and its double does not."""
-    scale = traces.largest_safe_scale(peak)
+    scale = scale_traces.largest_safe_scale(peak)
     assert math.frexp(scale)[0] == 0.5
-    assert not traces.overflows(peak, scale)
-    assert traces.overflows(peak, 2 * scale)
+    assert not scale_traces.overflows(peak, scale)
+    assert scale_traces.overflows(peak, 2 * scale)
 
 
 # Rules of others
@@ -95,14 +95,14 @@ def test_torchs_rule(exponent: int, clean: int, flags: list[bool]) -> None:
     for bad in flags:
         found = torch.tensor(float(bad))
         torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 2000)
-        held = traces.torch_amp(held, bad)
+        held = scale_traces.torch_amp(held, bad)
         assert (held.scale, held.clean) == (scale.item(), tracker.item())
 
 
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler("cpu")])
 def test_torchs_defaults(scaler: torch.amp.GradScaler) -> None:
     """Law: the numbers are those of torch's scaler."""
-    assert scaler._init_scale == traces.CONTENDERS["torch.amp"].first
+    assert scaler._init_scale == scale_traces.CONTENDERS["torch.amp"].first
     assert scaler.get_growth_interval() == 2000
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2.0, 0.5)
 
@@ -114,14 +114,14 @@ def test_megatrons_rule() -> None:
     stays at 1. The 1,000th clean step doubles, and the next overflow is borne again.
     """
     held = Held(8.0, left=2)
-    assert walk(traces.megatron, held, "x.xx.xxx") == [8, 8, 4, 2, 2, 1, 1, 1]
-    scales = walk(traces.megatron, held, "xx" + "." * 1000 + "xx")
+    assert walk(scale_traces.megatron, held, "x.xx.xxx") == [8, 8, 4, 2, 2, 1, 1, 1]
+    scales = walk(scale_traces.megatron, held, "xx" + "." * 1000 + "xx")
     assert scales[1] == scales[1000] == 4
     assert scales[1001:] == [8, 8, 4]
 
 
-@pytest.mark.parametrize("rule", [traces.deepspeed, CONSECUTIVE])
-def test_deepspeeds_rule(rule: traces.Rule) -> None:
+@pytest.mark.parametrize("rule", [scale_traces.deepspeed, CONSECUTIVE])
+def test_deepspeeds_rule(rule: scale_traces.Rule) -> None:
     """Law: DeepSpeed bears one overflow, halves down to 1, and then raises."""
     held = Held(4.0, left=2)
     assert walk(rule, held, "xxxx") == [4, 2, 1, None]
@@ -134,7 +134,7 @@ def test_deepspeeds_rule(rule: traces.Rule) -> None:
 def test_deepspeeds_refills() -> None:
     """Law: with consecutive hysteresis a clean step brings patience back."""
     held = Held(8.0, left=2)
-    assert walk(traces.deepspeed, held, "x.x.xx") == [8, 8, 4, 4, 2, 1]
+    assert walk(scale_traces.deepspeed, held, "x.x.xx") == [8, 8, 4, 4, 2, 1]
     assert walk(CONSECUTIVE, held, "x.x.xx") == [8, 8, 8, 8, 8, 4]
 
 
@@ -143,7 +143,7 @@ def test_deepspeeds_refills() -> None:
 
 def play(name: str, peaks: Sequence[float], first: float) -> list[float]:
     """Return a contender's scales."""
-    return list(traces.CONTENDERS[name].play(peaks, first))
+    return list(scale_traces.CONTENDERS[name].play(peaks, first))
 
 
 RULES = {
@@ -165,7 +165,7 @@ def test_ours_is_advance(name: str, peaks: list[float], exponent: int) -> None:
     state = replace(ScaleState.first(rule), scale=torch.tensor(first))
     expected = [first]
     for peak in peaks:
-        bad = traces.overflows(peak, state.scale.item())
+        bad = scale_traces.overflows(peak, state.scale.item())
         state = advance(state, torch.tensor(float(bad)), rule)
         expected.append(state.scale.item())
     assert play(name, peaks, first) == expected
@@ -187,7 +187,9 @@ def test_cold_start() -> None:
     """
     for first, halvings in (2.0**32, 18), (2.0**16, 2):
         trace = Trace("", [3.0] * 150, [3.0] * 150, first)
-        found = {n: traces.replay(trace, c) for n, c in traces.CONTENDERS.items()}
+        found = {
+            n: scale_traces.replay(trace, c) for n, c in scale_traces.CONTENDERS.items()
+        }
         lost = {name: outcome.lost for name, outcome in found.items()}
         assert lost["torch.amp"] == lost["halfstep"] == halvings
         assert lost["Megatron"] == lost["DeepSpeed"] == halvings + 1
@@ -207,7 +209,10 @@ def test_endings() -> None:
     row, for its scale is at the floor after 4.
     """
     trace = Trace("", [NAN] * 300, [3.0] * 300, 2.0**4)
-    found = {name: traces.replay(trace, c) for name, c in traces.CONTENDERS.items()}
+    found = {
+        name: scale_traces.replay(trace, c)
+        for name, c in scale_traces.CONTENDERS.items()
+    }
     told = {name: (outcome.lost, outcome.last) for name, outcome in found.items()}
     assert told["torch.amp"] == (300, "0.0")
     assert told["Megatron"] == (300, "stuck at 1")
@@ -221,7 +226,9 @@ def test_endings() -> None:
 # What is told of a trace
 
 
-def outcome(scales: list[float], peaks: list[float], level: float) -> traces.Outcome:
+def outcome(
+    scales: list[float], peaks: list[float], level: float
+) -> scale_traces.Outcome:
     """Judge scales that are as given."""
 
     def given_scales(_peaks: Sequence[float], first: float) -> Iterator[float]:
@@ -229,7 +236,7 @@ def outcome(scales: list[float], peaks: list[float], level: float) -> traces.Out
         return iter(scales)
 
     trace = Trace("", peaks, [level] * len(peaks), None)
-    return traces.replay(trace, traces.Contender(7.0, given_scales))
+    return scale_traces.replay(trace, scale_traces.Contender(7.0, given_scales))
 
 
 def test_outcome() -> None:
@@ -240,14 +247,14 @@ def test_outcome() -> None:
     """
     powers = [16, 15, 14, 13, 12, 12, 11, 14, 14]
     found = outcome([2.0**power for power in powers], [3.0] * 8, 3.0)
-    assert replace(found, unused=0.0) == traces.Outcome(2, 3, "2**14", 0.0)
+    assert replace(found, unused=0.0) == scale_traces.Outcome(2, 3, "2**14", 0.0)
     assert found.unused == pytest.approx(8 / 6)
     early = outcome([2.0**14, 2.0**14], [3.0] * 4, 3.0)
-    assert early == traces.Outcome(0, None, "raises", 0.0)
+    assert early == scale_traces.Outcome(0, None, "raises", 0.0)
     low = outcome([2.0**14, 2.0**12, 2.0**12], [3.0] * 2, 3.0)
-    assert low == traces.Outcome(0, None, "2**12", 1.0)
+    assert low == scale_traces.Outcome(0, None, "2**12", 1.0)
     dead = outcome([0.0, 0.0], [3.0], 3.0)
-    assert dead == traces.Outcome(0, None, "0.0", math.inf)
+    assert dead == scale_traces.Outcome(0, None, "0.0", math.inf)
 
 
 # Traces
@@ -255,7 +262,7 @@ def test_outcome() -> None:
 
 def test_written_down() -> None:
     """Law: the shapes are what their names say."""
-    by_name = {trace.name: trace for trace in traces.written_down(1000)}
+    by_name = {trace.name: trace for trace in scale_traces.written_down(1000)}
     assert all(len(t.peaks) == len(t.level) == 1000 for t in by_name.values())
     bad = {name: sum(map(math.isnan, t.peaks)) for name, t in by_name.items()}
     assert bad.pop("one bad batch") == 1
@@ -272,7 +279,7 @@ def test_written_down() -> None:
     firsts = {name: trace.first for name, trace in by_name.items()}
     assert firsts.pop("cold start from 2**32") == 2.0**32
     assert firsts.pop("cold start from 2**16") == 2.0**16
-    assert set(firsts.values()) == {traces.largest_safe_scale(3.0)}
+    assert set(firsts.values()) == {scale_traces.largest_safe_scale(3.0)}
 
 
 def test_recorded() -> None:
@@ -281,8 +288,8 @@ def test_recorded() -> None:
     Before the first update a summed loss over 32 examples has 32 times the gradients of
     a mean one, as far as fp16 tells: its smallest are subnormal, its largest are not.
     """
-    mean, again = traces.record(4, "mean"), traces.record(4, "mean")
-    summed = traces.record(4, "sum")
+    mean, again = scale_traces.record(4, "mean"), scale_traces.record(4, "mean")
+    summed = scale_traces.record(4, "sum")
     assert mean == again
     assert mean.first is None
     assert all(0 < peak < math.inf for peak in (*mean.peaks, *summed.peaks))
@@ -295,7 +302,7 @@ def test_recorded() -> None:
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     """Law: a table a trace, a row a rule, notes once, and the same each time."""
-    found = traces.tables(Namespace(steps=20))
+    found = scale_traces.tables(Namespace(steps=20))
     assert [table.title for table in found] == [
         "cold start from 2**32",
         "cold start from 2**16",
@@ -309,13 +316,13 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
         "recorded, loss: sum of 32",
     ]
     assert all(
-        tuple(row[0] for row in table.rows) == tuple(traces.CONTENDERS)
+        tuple(row[0] for row in table.rows) == tuple(scale_traces.CONTENDERS)
         for table in found
     )
     assert not any(table.notes for table in found[:-1])
     assert found[-1].notes[-1].endswith("halfstep bench traces --steps 20")
     assert len(capsys.readouterr().err.splitlines()) == 10
-    assert [t.text() for t in traces.tables(Namespace(steps=20))] == [
+    assert [t.text() for t in scale_traces.tables(Namespace(steps=20))] == [
         t.text() for t in found
     ]
 

@@ -11,7 +11,7 @@ import torch
 from small_training import letters, one_thread, small_and_measured, without_figures
 
 from halfstep import cli
-from halfstep.bench import contender, measure, train
+from halfstep.bench import measure, train, train_worker
 from halfstep.bench.flags import TRAINS, add_train
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def test_parts() -> None:
         {"seconds": {"input": 1.0, "forward": 2.0}},
         {"seconds": {"input": 0.5, "rest": 0.25}},
     ]
-    assert contender._parts(records) == {"input": 1.5, "forward": 2.0, "rest": 0.25}
-    assert contender._parts([]) == {}
+    assert train_worker._parts(records) == {"input": 1.5, "forward": 2.0, "rest": 0.25}
+    assert train_worker._parts([]) == {}
 
 
 # Runs
@@ -144,7 +144,7 @@ def test_turns(
     tasks = []
 
     def apart(module: str, task: dict[str, Any]) -> dict[str, Any]:
-        assert module == "halfstep.bench.contender"
+        assert module == "halfstep.bench.train_worker"
         tasks.append(task)
         return measured(64)
 
@@ -171,7 +171,7 @@ def test_for_real(
     found = []
 
     def apart(_: str, task: dict[str, Any]) -> dict[str, Any]:
-        came_to = contender.measure(json.loads(json.dumps(task)))
+        came_to = train_worker.measure(json.loads(json.dumps(task)))
         found.append(cast("dict[str, Any]", json.loads(json.dumps(came_to))))
         return found[-1]
 

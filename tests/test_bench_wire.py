@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import cli
-from halfstep.bench import commands, rank, wire
+from halfstep.bench import comm_bytes, comm_worker, commands
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from halfstep.report import Table
+    from halfstep.reporting.table import Table
 
 LINUX = Path("/proc/self/fd").exists()
 WIDTH, LAYERS = 16, 2
@@ -43,14 +43,14 @@ def flags_of(*words: str) -> argparse.Namespace:
 def table(request: pytest.FixtureRequest) -> Table:
     """Return the table of a small run."""
     words = ("--accumulate", "1,2", "--dtype", request.param)
-    (found,) = wire.tables(flags_of(*words))
+    (found,) = comm_bytes.tables(flags_of(*words))
     return found
 
 
 def test_names() -> None:
     """Law: the command line knows all contenders, and the baseline is one."""
-    assert tuple(rank.CONTENDERS) == commands.WIRES == tuple(SIZES)
-    assert wire.BASELINE in commands.WIRES
+    assert tuple(comm_worker.CONTENDERS) == commands.WIRES == tuple(SIZES)
+    assert comm_bytes.BASELINE in commands.WIRES
 
 
 def test_columns_have_names_of_their_own(table: Table) -> None:
@@ -112,7 +112,7 @@ def test_what_sockets_sent() -> None:
         caller = socket.create_connection(server.getsockname())
         other, _ = server.accept()
         with caller, other:
-            before = rank.sent()
+            before = comm_worker.sent()
             assert before is not None
             caller.sendall(bytes(100_000))
             other.sendall(bytes(7))
@@ -120,7 +120,7 @@ def test_what_sockets_sent() -> None:
             while left:
                 left -= len(other.recv(left))
             assert len(caller.recv(7)) == 7
-            after = rank.sent()
+            after = comm_worker.sent()
             assert after == before + 100_007
 
 
@@ -142,13 +142,13 @@ def test_bytes_sent_again_are_taken_off(monkeypatch: pytest.MonkeyPatch) -> None
             return info
 
     files = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(rank, "_socket", lambda _: Known())
-    counted = rank.sent()
+    monkeypatch.setattr(comm_worker, "_socket", lambda _: Known())
+    counted = comm_worker.sent()
     assert counted is not None
     assert counted % 700 == 0
     assert abs(counted // 700 - files) <= 2
     info = bytes(104)
-    assert rank.sent() is None
+    assert comm_worker.sent() is None
 
 
 def test_collectives_are_counted() -> None:
@@ -157,7 +157,7 @@ def test_collectives_are_counted() -> None:
         model = DistributedDataParallel(nn.Linear(3, 2))
         for _ in range(2):
             model(torch.ones(1, 3)).sum().backward()
-        with rank.Collectives() as seen:
+        with comm_worker.Collectives() as seen:
             dist.all_reduce(torch.ones(5, dtype=torch.bfloat16))
             model(torch.ones(1, 3)).sum().backward()
     assert (seen.calls, seen.payload) == (2, 5 * 2 + (3 * 2 + 2) * 4)
@@ -166,20 +166,20 @@ def test_collectives_are_counted() -> None:
 def test_digest() -> None:
     """Law: a hash sees every bit, and takes any dtype and shape."""
     zero = torch.zeros(3)
-    assert rank.digest([zero]) == rank.digest([torch.zeros(3)])
-    assert rank.digest([zero]) != rank.digest([-zero])
+    assert comm_worker.digest([zero]) == comm_worker.digest([torch.zeros(3)])
+    assert comm_worker.digest([zero]) != comm_worker.digest([-zero])
     kinds = [torch.ones((), dtype=torch.bfloat16), torch.ones(2, 3).t()]
-    assert rank.digest(kinds) != rank.digest(kinds[:1])
+    assert comm_worker.digest(kinds) != comm_worker.digest(kinds[:1])
 
 
 def test_a_system_that_tells_nothing() -> None:
     """Law: without figures of sockets cells are empty; payloads are there."""
-    silent = rank.Found(None, 10.0, 1.0, "a")
-    other = rank.Found(None, 5.0, 1.0, "b")
-    row = wire.cells("O2", 1, [other, silent], [silent, silent])
+    silent = comm_worker.Found(None, 10.0, 1.0, "a")
+    other = comm_worker.Found(None, 5.0, 1.0, "b")
+    row = comm_bytes.cells("O2", 1, [other, silent], [silent, silent])
     assert row == ("O2", 1, None, None, 5, 0.5, 1, False)
-    assert wire.cells("O2", 1, [other, other], None)[5] is None
-    assert wire.cells("O2", 1, [], [silent]) == ("O2", 1, *[None] * 6)
+    assert comm_bytes.cells("O2", 1, [other, other], None)[5] is None
+    assert comm_bytes.cells("O2", 1, [], [silent]) == ("O2", 1, *[None] * 6)
 
 
 def test_a_rank_that_fails(tmp_path: Path) -> None:
@@ -192,5 +192,8 @@ def fall(folder: Path) -> None:
     """Ask both ranks for a contender that there is not."""
     task = {"device": "cpu", "dtype": "bf16", "layers": 1, "width": 4, "batch": 1}
     task |= {"accumulate": 1, "contender": "nobody", "steps": 1}
-    with wire.start(0, folder / "s") as one, wire.start(1, folder / "s") as other:
-        wire.ask([one, other], task)
+    with (
+        comm_bytes.start(0, folder / "s") as one,
+        comm_bytes.start(1, folder / "s") as other,
+    ):
+        comm_bytes.ask([one, other], task)

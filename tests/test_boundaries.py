@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.preflight.boundaries import (
+from halfstep.diagnostics.preflight.module_ranges import (
     BATCH,
     LOSS,
     Boundaries,

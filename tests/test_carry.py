@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import parallel
 
-from halfstep import carry, gate
-from halfstep.casting import autocast
+from halfstep.casting import active_context, data_parallel
+from halfstep.casting.autocast_mode import autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ class Seen(nn.Module):
             "mv": self.weight.mv(x[0]),
             "island": island,
             "cache": torch.is_autocast_cache_enabled(),
-            "frame": gate.current("cpu"),
+            "frame": active_context.current("cpu"),
             "thread": threading.current_thread(),
         }
 
@@ -115,7 +115,8 @@ def test_replicas_run_in_the_callers_dtype(low: torch.dtype, count: int) -> None
 def test_twin_torch_takes_the_default_dtype() -> None:
     """Law: torch's threads know that autocast is on, but take the device's dtype.
 
-    Where this fails, torch was mended and `halfstep.carry` need only carry policies.
+    Where this fails, torch was mended and `casting.data_parallel` need only carry
+    policies.
     """
     with torch.autocast("cpu", torch.float16):
         seen = apply([Seen(), Seen()])
@@ -134,7 +135,7 @@ def test_replicas_obey_the_policy(
     """Law: what the policy says of an operation holds in each replica."""
     with autocast("cpu", low, policy=policy):
         seen = apply([Seen(), Seen()])
-        here = gate.current("cpu")
+        here = active_context.current("cpu")
     bits = {16: low, 32: torch.float32}
     for one in seen:
         assert (one["mm"].dtype, one["mv"].dtype) == (bits[mm], bits[mv])
@@ -173,10 +174,10 @@ def test_no_region_no_change() -> None:
 def test_errors_come_back() -> None:
     """Law: a replica's error is raised, and leaves the caller's region as it was."""
     with autocast("cpu", torch.float16, policy="lean"):
-        before = gate.current("cpu")
+        before = active_context.current("cpu")
         with pytest.raises(ValueError, match="on purpose"):
             apply([Seen(), Seen()], fails=True)
-        assert gate.current("cpu") is before
+        assert active_context.current("cpu") is before
         assert X.mm(X.T).dtype == torch.float16
 
 
@@ -184,12 +185,12 @@ def test_errors_come_back() -> None:
 def test_a_callers_thread_is_left_as_it_was() -> None:
     """Law: what `carried` opens it closes again, in this thread too, error or not."""
     with autocast("cpu", torch.float16, policy="lean"):
-        (run,) = carry.carried([Seen()])
+        (run,) = data_parallel.carried([Seen()])
     assert run(X)["mm"].dtype == torch.float16
     with pytest.raises(ValueError, match="on purpose"):
         run(X, fails=True)
     assert not torch.is_autocast_enabled("cpu")
-    assert gate.current("cpu") is None
+    assert active_context.current("cpu") is None
 
 
 def test_torch_is_wrapped_while_a_context_is_open() -> None:

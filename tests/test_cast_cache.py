@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 import halfstep as hs
-from halfstep.cast_cache import CastCache
+from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import (
 )
 
 import halfstep as hs
-from halfstep.cast_cache import CastCache
-from halfstep.fold import Gradients
+from halfstep.casting.grad_accumulation import Gradients
+from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

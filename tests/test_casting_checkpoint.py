@@ -15,9 +15,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from halfstep import gate
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
+from halfstep.casting import active_context
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,7 @@ def train(run: Callable[[Block, Tensor], Tensor]) -> tuple[Block, list[Tensor]]:
     """Return the block after a forward and a backward pass, and all gradients."""
     block, x = Block(), X.clone().requires_grad_()
     out = run(block, x)
-    assert gate.current("cpu") is None
+    assert active_context.current("cpu") is None
     return block, [out, *gradients(block, out, x)]
 
 

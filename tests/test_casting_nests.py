@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from halfstep import casting, gate, recompute, stale
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
+from halfstep.casting import active_context, autocast_mode, recompute, torch_cache
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from halfstep.gate import Frame
+    from halfstep.casting.active_context import Frame
 
 TYPES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")
 DEVICES = tuple(filter(torch.amp.is_autocast_available, TYPES))
@@ -36,7 +36,7 @@ def state() -> State:
         [torch.get_autocast_dtype(device) for device in DEVICES],
         torch.is_autocast_cache_enabled(),
         torch.autocast_decrement_nesting(),
-        id(gate.current("cpu")),
+        id(active_context.current("cpu")),
         torch._C._len_torch_dispatch_stack(),
     )
 
@@ -205,11 +205,11 @@ def test_any_nest_is_left_as_it_was_entered(nest: Nest) -> None:
     with suppress(Stop):
         use(nest, shared)
     assert state() == FRESH
-    assert gate.current("cpu") is None
-    assert not stale.inside()
-    assert not stale._open
+    assert active_context.current("cpu") is None
+    assert not torch_cache.inside()
+    assert not torch_cache._open
     assert not any(region._entries for region in shared)
-    assert casting._patches._users == recompute._patches._users == 0
+    assert autocast_mode._patches._users == recompute._patches._users == 0
 
 
 @pytest.mark.parametrize("setting", range(len(SETTINGS)))
@@ -231,16 +231,16 @@ def test_a_broken_exit_is_seen() -> None:
 
         def __init__(self) -> None:
             self.before: list[Frame | None] = []
-            self.pushed: list[gate.Pushed] = []
+            self.pushed: list[active_context.Pushed] = []
 
         def __enter__(self) -> None:
             self.region = autocast("cpu", policy="lean")
             self.region.__enter__()
-            self.before.append(gate.current("cpu"))
+            self.before.append(active_context.current("cpu"))
 
         def __exit__(self, *_: object) -> None:
             self.region.__exit__(None, None, None)
-            self.pushed.append(gate.push("cpu", self.before.pop()))
+            self.pushed.append(active_context.push("cpu", self.before.pop()))
 
     forgetful = Forgetful()
     regions = [forgetful] * len(SETTINGS)
@@ -249,5 +249,5 @@ def test_a_broken_exit_is_seen() -> None:
             use(Nest(0, shared=True), regions)
     finally:
         for pushed in reversed(forgetful.pushed):
-            gate.pop(pushed, settled=lambda: None)
+            active_context.pop(pushed, settled=lambda: None)
     assert state() == FRESH

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep import gate
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
-from halfstep.mismatch import DtypeMismatch
+from halfstep.casting import active_context
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.dtype_mismatch import DtypeMismatch
+from halfstep.casting.weight_cache import CastCache
 from halfstep.policy import LEAN, TORCH, Policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -323,7 +323,7 @@ def test_a_warning_as_an_error_leaves_nothing_open(decorated: bool) -> None:
         with pytest.raises(UserWarning, match="matched nothing"):
             run()
     assert not torch.is_autocast_enabled("cpu")
-    assert gate.current("cpu") is None
+    assert active_context.current("cpu") is None
 
 
 # Errors about dtypes

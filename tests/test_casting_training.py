@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import distributed
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.weight_cache import CastCache
+from halfstep.distributed import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,7 +155,7 @@ def gradients(policy: str, rows: slice, *, wrap: bool) -> dict[str, Any]:
 
 def process(folder: Path) -> None:
     """Do all of it in one of two processes."""
-    with distributed.join("cpu") as world:
+    with process_group.join("cpu") as world:
         rows = slice(4 * world.rank, 4 * world.rank + 4)
         found = {policy: gradients(policy, rows, wrap=True) for policy in POLICIES}
         assert not torch.is_autocast_enabled("cpu")

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from halfstep import sealed
-from halfstep.checkpoint import CheckpointError, load, save
+from halfstep.checkpoint import CheckpointError, atomic_directory, load, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -221,7 +220,7 @@ def crash_at(
 WRITING = [
     (torch, "save", 1),
     (safetensors.torch, "save_file", 1),
-    (sealed, "digest", 2),
+    (atomic_directory, "digest", 2),
     *((os, "fsync", call) for call in (1, 2, 3, 4)),
 ]
 

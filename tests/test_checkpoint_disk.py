@@ -22,8 +22,7 @@ import safetensors.torch
 import torch
 from processes import ONE_THREAD
 
-from halfstep import sealed
-from halfstep.checkpoint import CheckpointError, load, save
+from halfstep.checkpoint import CheckpointError, atomic_directory, load, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -224,7 +223,9 @@ def test_directory_that_vanishes(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: a directory that is taken away while it is written to is missed."""
-    owner = {"save_file": safetensors.torch, "save": torch}.get(moment, sealed)
+    owner = {"save_file": safetensors.torch, "save": torch}.get(
+        moment, atomic_directory
+    )
     original = getattr(owner, moment)
 
     def after(*given: Any, **words: Any) -> Any:
@@ -337,11 +338,11 @@ def test_a_copy_that_cannot_be_restored(
         with pytest.raises(CheckpointError) as caught:
             save(path, {}, {"turn": 2}, {}, replace=True)
         assert str(caught.value) == said(path, errno.EIO)
-        for use in (sealed.restore, sealed.sweep):
+        for use in (atomic_directory.restore, atomic_directory.sweep):
             with pytest.raises(OSError, match=os.strerror(errno.EIO)):
                 use(tmp_path)
     assert load(old).state == {"turn": 1}
-    sealed.sweep(tmp_path)
+    atomic_directory.sweep(tmp_path)
     assert load(path).state == {"turn": 1}
 
 
@@ -359,7 +360,7 @@ def test_a_copy_that_another_restored(
         return original(self, target)
 
     monkeypatch.setattr(Path, "rename", twice)
-    sealed.restore(tmp_path)
+    atomic_directory.restore(tmp_path)
     assert load(path).state == {"turn": 1}
 
 
@@ -384,7 +385,7 @@ def test_another_program_is_first(
 ) -> None:
     """Law: what another finished meanwhile is not written over, at any moment."""
     path = tmp_path / "c"
-    owner: Any = {"put": sealed, "rename": Path}[before]
+    owner: Any = {"put": atomic_directory, "rename": Path}[before]
     original = getattr(owner, before)
 
     def late(*given: Any, **words: Any) -> Any:
@@ -411,14 +412,14 @@ def test_what_living_programs_write_is_theirs(tmp_path: Path) -> None:
         part.mkdir()
     save(tmp_path / "c", {}, {}, {})
     assert names(tmp_path) == sorted(["c", *(part.name for part in parts[:2])])
-    sealed.sweep(tmp_path)
+    atomic_directory.sweep(tmp_path)
     assert names(tmp_path) == ["c"]
 
 
 def test_own_number_again(tmp_path: Path) -> None:
     """Law: what an earlier process of the same number left stands in no one's way."""
     for word in ("part", "old"):
-        rest = sealed.beside(tmp_path / "c", word)
+        rest = atomic_directory.beside(tmp_path / "c", word)
         rest.mkdir()
         (rest / "file").touch()
     (tmp_path / "c").mkdir()
@@ -445,8 +446,8 @@ def test_files_are_flushed_on_windows(
     for name in ("nt", "posix"):
         with monkeypatch.context() as patch:
             patch.setattr(os, "name", name)
-            sealed.flush(file)
-            sealed.flush(tmp_path)
+            atomic_directory.flush(file)
+            atomic_directory.flush(tmp_path)
     assert seen == [(file, os.O_RDWR), (file, os.O_RDONLY), (tmp_path, os.O_RDONLY)]
 
 
@@ -466,7 +467,7 @@ def test_what_cannot_be_read_is_not_called_absent(
         return original(self, **words)
 
     monkeypatch.setattr(Path, "stat", silent)
-    with pytest.raises(sealed.UnreadError) as caught:
+    with pytest.raises(atomic_directory.UnreadError) as caught:
         load(path)
     assert str(caught.value) == (
         f"checkpoint file {path / name} cannot be read: {os.strerror(reason)}. Resume "

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from halfstep import formats, levels, machine
-from halfstep.choice import choose
 from halfstep.errors import UserError
-from halfstep.formats import BF16, FP16, FP32
-from halfstep.levels import LEVELS, O0, O1, O2, O3
-from halfstep.machine import Recommendation
+from halfstep.machine import Recommendation, hardware
+from halfstep.machine.recommendation import choose
+from halfstep.numerics import formats
+from halfstep.numerics.formats import BF16, FP16, FP32
+from halfstep.policy.levels import LEVELS, O0, O1, O2, O3
+
+if TYPE_CHECKING:
+    from halfstep.policy import levels
 
 DEVICES = ("cpu", "cuda")
 
@@ -24,9 +28,9 @@ def _planted(monkeypatch: pytest.MonkeyPatch) -> None:
     def recommend(device: str) -> Recommendation:
         return Recommendation("O1", "fp16", f"a coin was tossed on the {device}")
 
-    monkeypatch.setattr(machine, "recommend", recommend)
+    monkeypatch.setattr(hardware, "recommend", recommend)
     monkeypatch.setattr(
-        machine, "native", lambda name, _where: "" if name == "bf16" else "7.5"
+        hardware, "native", lambda name, _where: "" if name == "bf16" else "7.5"
     )
 
 
@@ -58,7 +62,7 @@ def test_dtype_follows_from_level(
     """Law: bf16, unless the device is a GPU without it."""
     assert choose(str(level), "auto", "cpu").format is BF16
     assert choose(str(level), "auto", "cuda").format is FP16
-    monkeypatch.setattr(machine, "native", lambda _name, _where: "8.0")
+    monkeypatch.setattr(hardware, "native", lambda _name, _where: "8.0")
     choice = choose(str(level), "auto", "cuda")
     assert (choice.level, choice.format) == (level, BF16)
     assert choice.reason == f"level {level} was asked for"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.master import chunked, chunks, native, quick
-from halfstep.master.arithmetic import Adam, Sgd
+from halfstep.masters import chunk_codec, cpu_kernels, eager_chunks, eager_kernels
+from halfstep.masters.update_rules import Adam, Sgd
 
-every_kernel = pytest.mark.parametrize("kernel", [chunked, native])
+every_kernel = pytest.mark.parametrize("kernel", [eager_kernels, cpu_kernels])
 
 
 @every_kernel
@@ -88,7 +88,7 @@ def test_not_finite(kernel: Any, form: str) -> None:
     truth = twin.truth_of(items[0], form)
     assert truth.isfinite().sum() == 37
     if form != "kahan":
-        # An infinite weight with no rest is infinite; see kahan.py.
+        # An infinite weight with no rest is infinite; see kahan_codec.py.
         assert truth[0] == -math.inf
         assert truth[17] == math.inf
     weight = items[0].weight
@@ -214,14 +214,14 @@ def test_kernels_agree(rule: Sgd | Adam, form: str) -> None:
 
     Adam's weights may differ as two computations may; moments take no root.
     """
-    twin.ready(native)
+    twin.ready(cpu_kernels)
     mine = twin.make(rule, form)
     twin.next_step(mine, torch.bfloat16, 0)
     yours = twin.copied(mine)
     before = [twin.plainly(item, form) for item in mine]
     one = torch.tensor(0.5)
-    native.update(mine, rule, form, inverse=one, clock=(3, 4))
-    chunked.update(yours, rule, form, inverse=one, clock=(3, 4))
+    cpu_kernels.update(mine, rule, form, inverse=one, clock=(3, 4))
+    eager_kernels.update(yours, rule, form, inverse=one, clock=(3, 4))
     for item, other, old in zip(mine, yours, before, strict=True):
         for one_, two in zip(item.states, other.states, strict=True):
             assert twin.same_bits(one_, two)
@@ -235,22 +235,25 @@ def test_kernels_agree(rule: Sgd | Adam, form: str) -> None:
 
 def test_chunked_is_there() -> None:
     """Law: torch's operations are there on every machine, and say what they are."""
-    assert chunked.available()
-    assert chunked.describe() == "torch's own operations, on chunks that stay in cache"
+    assert eager_kernels.available()
+    assert (
+        eager_kernels.describe()
+        == "torch's own operations, on chunks that stay in cache"
+    )
 
 
 def test_scratch_is_used_again() -> None:
     """Law: large tensors are updated in the memory of one chunk, again and again."""
-    kept = quick.scratch.kept
+    kept = chunk_codec.scratch.kept
     kept.clear()
-    items = twin.make(twin.NESTEROV, "split", sizes=((4 * chunks.CHUNK,),))
+    items = twin.make(twin.NESTEROV, "split", sizes=((4 * eager_chunks.CHUNK,),))
     for number in range(2):
         twin.next_step(items, torch.bfloat16, number)
         one = torch.tensor(1.0)
-        chunked.update(items, twin.NESTEROV, "split", inverse=one, clock=(0, 0))
+        eager_kernels.update(items, twin.NESTEROV, "split", inverse=one, clock=(0, 0))
         places = {key: tensor.data_ptr() for key, tensor in kept.items()}
         if number == 0:
             first = places
     assert places == first
     assert kept
-    assert all(tensor.numel() <= chunks.CHUNK for tensor in kept.values())
+    assert all(tensor.numel() <= eager_chunks.CHUNK for tensor in kept.values())

@@ -18,11 +18,12 @@ import pytest
 import torch
 
 import halfstep
-from halfstep import LossScaleCollapse, cli, machine
+from halfstep import LossScaleCollapse, cli
 from halfstep.bench import commands
-from halfstep.gemm import GemmRates
+from halfstep.machine import hardware
+from halfstep.machine.gemm import GemmRates
+from halfstep.train import model
 from halfstep.train import run as room
-from halfstep.train import text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,8 +66,8 @@ def _one_thread() -> Iterator[None]:
 def _small_and_measured() -> Iterator[None]:
     """Add a size that trains in a moment; plant rates that warn of nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(text.SIZES, "mini", SHAPE | {"intermediate_size": 64})
-        patch.setattr(machine, "gemm_rates", lambda *_, **__: dict(RATES))
+        patch.setitem(model.SIZES, "mini", SHAPE | {"intermediate_size": 64})
+        patch.setattr(hardware, "gemm_rates", lambda *_, **__: dict(RATES))
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.delenv("RANK", raising=False)
         yield
@@ -167,7 +168,7 @@ def test_env(
 ) -> None:
     """Law: rates and advice are printed, and are in the data as numbers."""
     measured = GemmRates(RATES, dict.fromkeys(RATES, 0.0), 0.0)
-    monkeypatch.setattr(machine, "measured", lambda *_, **__: measured)
+    monkeypatch.setattr(hardware, "measured", lambda *_, **__: measured)
     assert leave("env", "--json", "env.json") == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -222,8 +223,8 @@ def test_emulation_is_warned_of(
 ) -> None:
     """Law: a slow format is used as asked, and costs one line that says how slow."""
     rates = {"fp32": 1.0, "bf16": 0.25, "fp16": 0.5}
-    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
-    monkeypatch.setattr(machine, "native", lambda *_: "")
+    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
+    monkeypatch.setattr(hardware, "native", lambda *_: "")
     assert leave(*TRAIN, *RUN[:2], "--level", "O2", "--dtype", "bf16") == 0
     assert capsys.readouterr().err == (
         "halfstep: warning: dtype=bf16: this cpu runs bf16 matrix products at 0.250 "

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from halfstep import cli, machine
-from halfstep.train import text
+from halfstep import cli
+from halfstep.machine import hardware
+from halfstep.train import model
 from halfstep.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [["ab" * (1 + number % 4), number % 2] for number in range(40)]
     (tmp_path / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
     shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
-    monkeypatch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 64})
+    monkeypatch.setitem(model.SIZES, "mini", shape | {"intermediate_size": 64})
     rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import levels
-from halfstep.convert import Conversion, convert_
+from halfstep.casting.convert_model import Conversion, convert_
+from halfstep.casting.module_rules import Scope
 from halfstep.errors import UserError
-from halfstep.policy import TORCH, Policy
-from halfstep.scopes import Scope
+from halfstep.policy import TORCH, Policy, levels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import levels, machine
-from halfstep.convert import convert_
+from halfstep.casting.convert_model import convert_
 from halfstep.errors import UserError
-from halfstep.policy import Policy
+from halfstep.machine import hardware
+from halfstep.policy import Policy, levels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 @pytest.fixture(autouse=True)
 def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 def network() -> nn.Sequential:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from halfstep.formats import cast_floating
+from halfstep.numerics.formats import cast_floating
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

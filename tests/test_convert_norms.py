@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import levels, machine
-from halfstep.convert import convert_
-from halfstep.policy import Policy
+from halfstep.casting.convert_model import convert_
+from halfstep.machine import hardware
+from halfstep.policy import Policy, levels
 
 BF16, FP32 = torch.bfloat16, torch.float32
 INPUTS = torch.linspace(-1, 1, 48).view(8, 6).sin()
@@ -37,7 +37,7 @@ class MyNorm(nn.Module):
 def test_norms_by_rule(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: 'type:MyNorm=fp32' keeps a user's norm exact, buffers and all."""
     model = nn.Sequential(nn.Linear(6, 6), MyNorm(), nn.Linear(6, 6))
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = "lean + type:MyNorm=fp32"
     session = hs.prepare(model, optimizer, level, dtype="bf16", policy=policy)

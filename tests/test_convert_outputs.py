@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MaskedLMOutput
 
 import halfstep as hs
-from halfstep import levels, machine
-from halfstep.convert import convert_
-from halfstep.policy import TORCH
+from halfstep.casting.convert_model import convert_
+from halfstep.machine import hardware
+from halfstep.policy import TORCH, levels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ LOW = pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.fixture(autouse=True)
 def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Pair(NamedTuple):

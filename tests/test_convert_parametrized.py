@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import halfstep as hs
-from halfstep import levels, machine
-from halfstep.convert import convert_
-from halfstep.policy import Policy
+from halfstep.casting.convert_model import convert_
+from halfstep.machine import hardware
+from halfstep.policy import Policy, levels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ BASES = pytest.mark.parametrize("base", ["lean", "torch"])
 @pytest.fixture(autouse=True)
 def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Symmetric(nn.Module):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from halfstep import cpu
+from halfstep.machine import cpu
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree
 
-from halfstep import optable
-from halfstep.casting import autocast
-from halfstep.kernels import overload_of
-from halfstep.policy import CATEGORIES, Policy, decide
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.dispatch_kernels import overload_of
+from halfstep.policy import CATEGORIES, Policy, decide, op_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -169,7 +168,7 @@ def calls() -> dict[str, Any]:
 
 
 CALLS = calls()
-ROWS = {op for tables in (optable.TABLES, optable.LEAN) for op in tables["cpu"]}
+ROWS = {op for tables in (op_tables.TABLES, op_tables.LEAN) for op in tables["cpu"]}
 RULED = {name: call for name, call in CALLS.items() if name != "view_as_complex"}
 """What a rule may speak of: no views."""
 ALL = "|".join(op.replace(".", r"\.") for op in sorted(RULED))
@@ -185,7 +184,7 @@ def eligible(value: object) -> bool:
 def by_hand(name: str, call: Any, found: Decision) -> Any:
     """Run an operation without autocast, on operands cast as was decided."""
     run, arguments, words = call
-    if found.category == optable.FP32_RESULT:
+    if found.category == op_tables.FP32_RESULT:
         if not eligible(arguments[0]):
             return run(*arguments, **words)
         if name == "norm.Scalar":
@@ -273,7 +272,7 @@ def test_operations_under_a_rule(category: str, low: torch.dtype) -> None:
 def test_operations_under_a_table(base: str, low: torch.dtype) -> None:
     """Law: without a rule every operation with a row does what its row says."""
     policy = Policy.parse(f"{base} + op:lgamma=fp32")
-    rows = optable.NAMED[base]["cpu"].keys() & CALLS.keys()
+    rows = op_tables.NAMED[base]["cpu"].keys() & CALLS.keys()
     calls = {name: CALLS[name] for name in sorted(rows)}
     if base == "torch":
         # It refuses to promote the other 16-bit format; its list holds bf16.

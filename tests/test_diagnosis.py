@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import machine
 from halfstep.errors import UserError
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,10 +22,10 @@ RATES = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant rates: to measure them is not what is tested here."""
-    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: RATES)
+    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: RATES)
 
 
-def rules(found: hs.diagnosis.Diagnosis) -> set[str]:
+def rules(found: hs.diagnostics.step_diagnosis.Diagnosis) -> set[str]:
     """Return the names of the rules that found something."""
     return {each.rule for each in found.findings}
 
@@ -245,7 +245,7 @@ def test_a_step_that_is_none() -> None:
         hs.diagnose(5)  # type: ignore[arg-type]
 
 
-def lacked(found: hs.diagnosis.Diagnosis) -> dict[str, str]:
+def lacked(found: hs.diagnostics.step_diagnosis.Diagnosis) -> dict[str, str]:
     """Return the rules that had nothing to look at, and why."""
     return {
         rule: each.why for each in found.examination.unlooked for rule in each.rules

@@ -21,20 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import halfstep as hs
-from halfstep.distributed import (
-    World,
-    data_parallel,
-    highest,
-    join,
-    total,
-    unsynchronised,
-    wait_for_all,
-)
+from halfstep.distributed.ddp import data_parallel, unsynchronised
+from halfstep.distributed.process_group import World, highest, join, total, wait_for_all
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from halfstep.session import Session
-    from halfstep.stats import StepReport
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session.session import Session
 
 LEVELS = ("O0 fp32", "O1 bf16", "O2 bf16")
 RUNS = [(kind, accumulate) for kind in LEVELS for accumulate in (1, 2)]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from processes import group_of_one
 
-from halfstep import distributed
-from halfstep.distributed import PeerLost, join
+from halfstep.distributed import process_group
+from halfstep.distributed.process_group import PeerLost, join
 from halfstep.errors import UserError
 
 STARTED = {
@@ -31,8 +31,8 @@ def refusal_to_join(
     """Return the one line that says why this process cannot join the others."""
     for name, value in (STARTED | environment).items():
         patch.setenv(name, value)
-    brief = functools.partial(distributed.rendezvous, timeout=timedelta(seconds=1))
-    patch.setattr(distributed, "rendezvous", brief)
+    brief = functools.partial(process_group.rendezvous, timeout=timedelta(seconds=1))
+    patch.setattr(process_group, "rendezvous", brief)
     with pytest.raises(UserError) as caught, join(device):
         pass
     assert not dist.is_initialized()
@@ -112,7 +112,7 @@ def test_a_peer_lost_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> None:
         raise RuntimeError(LOST)
 
-    monkeypatch.setattr(distributed, "_PATIENCE", 0.0)
+    monkeypatch.setattr(process_group, "_PATIENCE", 0.0)
     monkeypatch.setattr(dist, "barrier", lost)
     with pytest.raises(PeerLost, match="stopped, because another"), group_of_one():
         pass
@@ -128,7 +128,7 @@ def store() -> dist.Store:
 
 def fail_and_tell(store: dist.Store, rank: int, error: Exception) -> None:
     """Fail as a process does; its error must come through."""
-    with pytest.raises(type(error)) as caught, distributed._telling(store, rank):
+    with pytest.raises(type(error)) as caught, process_group._telling(store, rank):
         raise error
     assert caught.value is error
 
@@ -137,7 +137,7 @@ def test_the_first_reason(store: dist.Store) -> None:
     """Law: of several processes that fail, the first says why to those that wait."""
     fail_and_tell(store, 2, KeyError("first"))
     fail_and_tell(store, 1, UserError("second"))
-    with pytest.raises(PeerLost) as caught, distributed._telling(store, 0):
+    with pytest.raises(PeerLost) as caught, process_group._telling(store, 0):
         raise RuntimeError(LOST)
     assert str(caught.value) == (
         "stopped, because another process did: process 2: KeyError: 'first'."

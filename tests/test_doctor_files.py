@@ -21,11 +21,17 @@ from sick_run import (
 )
 
 from halfstep import cli
-from halfstep.doctor import examination, examine, files, text
-from halfstep.doctor.facts import Config, MachineFacts, ProfileFacts, RunFacts, Step
-from halfstep.doctor.rule import Examination, Unlooked
+from halfstep.diagnostics.doctor import examination, examine, run_reader, text
+from halfstep.diagnostics.doctor.rule import Examination, Unlooked
+from halfstep.diagnostics.doctor.run_record import (
+    Config,
+    MachineFacts,
+    ProfileFacts,
+    RunFacts,
+    Step,
+)
 from halfstep.errors import UserError
-from halfstep.finding import Finding
+from halfstep.reporting.finding import Finding
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,12 +57,12 @@ def sound(folder: Path, **more: Any) -> Path:
 def damage(folder: Path, name: str, content: bytes) -> list[str]:
     """Put other bytes into a file; return what is said of the folder."""
     (folder / name).write_bytes(content)
-    return list(files.read(folder).problems)
+    return list(run_reader.read(folder).problems)
 
 
 def test_all_of_a_folder_is_read(tmp_path: Path) -> None:
     """Law: each file's facts arrive, gradients with the scale of their step."""
-    facts = files.read(sick(tmp_path / "run"))
+    facts = run_reader.read(sick(tmp_path / "run"))
     assert facts.name == str(tmp_path / "run")
     assert facts.config == Config("O1", "fp16", None, "dynamic", "cuda", clip=1.0)
     assert len(facts.steps) == 400
@@ -83,7 +89,7 @@ def test_all_of_a_folder_is_read(tmp_path: Path) -> None:
 
 def test_a_sound_run_is_sound(tmp_path: Path) -> None:
     """Law: nothing wrong, nothing found; what was not there is said."""
-    facts = files.read(sound(tmp_path / "run"))
+    facts = run_reader.read(sound(tmp_path / "run"))
     found = examination(facts)
     assert found.findings == ()
     assert found.unlooked == ()
@@ -98,10 +104,10 @@ def test_an_event_may_name_its_scale(tmp_path: Path) -> None:
     for more, scale in (({"scale": 8.0}, 8.0), ({}, 1024.0)):
         tensors = {"a:grad": tally(0), "a:output": tally(0)}
         event = {"step": 1, "event": "stats", "tensors": tensors} | more
-        facts = files.read(write(tmp_path, [event, step(1)]))
+        facts = run_reader.read(write(tmp_path, [event, step(1)]))
         assert facts.stats["a:grad"][0].scale == scale
         assert facts.stats["a:output"][0].scale == 1.0
-    bare = files.read(write(tmp_path, [{**event, "step": 7}, step(1)]))
+    bare = run_reader.read(write(tmp_path, [{**event, "step": 7}, step(1)]))
     assert bare.stats["a:grad"][0].scale == 1.0
 
 
@@ -109,7 +115,7 @@ def test_lost_updates_arrive(tmp_path: Path) -> None:
     """Law: what rounding swallowed is judged, where there are no masters."""
     event = {"step": 9, "event": "lost_updates", "groups": [{"group": 1, "share": 0.7}]}
     told = {"level": "O3", "dtype": "bf16", "loss_scale": "none"}
-    facts = files.read(write(tmp_path, [step(1, scale=1.0), event], settings=told))
+    facts = run_reader.read(write(tmp_path, [step(1, scale=1.0), event], settings=told))
     (found,) = [each for each in examine(facts) if each.rule == "swamped updates"]
     assert (found.severity, found.where) == ("error", "parameter group 1")
 
@@ -118,7 +124,7 @@ def test_long_runs_are_thinned(tmp_path: Path) -> None:
     """Law: of many events some are kept, evenly, the first among them."""
     tensors = {"a:grad": tally(0, 1)}
     events = [{"step": n, "event": "stats", "tensors": tensors} for n in range(1, 701)]
-    kept = files.read(write(tmp_path, events)).stats["a:grad"]
+    kept = run_reader.read(write(tmp_path, events)).stats["a:grad"]
     assert [each.step for each in kept] == list(range(1, 701, 4))
 
 
@@ -190,7 +196,7 @@ def test_damaged_files_are_named(
     """Law: a damaged file is a line, and the others are used."""
     folder = sound(tmp_path / "run")
     assert damage(folder, name, content) == [said]
-    facts = files.read(folder)
+    facts = run_reader.read(folder)
     assert facts.steps or name == "metrics.jsonl"
     assert said in " ".join(text.text(facts, examination(facts), 500).split("\n  - "))
 
@@ -230,7 +236,7 @@ def test_what_cannot_be_is_damaged(tmp_path: Path, line: str, said: str) -> None
     whole = (folder / "metrics.jsonl").read_bytes()
     text_ = whole + f'{{"step": 3, {line}}}\n'.encode()
     assert damage(folder, "metrics.jsonl", text_) == [f"metrics.jsonl line 61: {said}"]
-    assert examine(files.read(folder)) == []
+    assert examine(run_reader.read(folder)) == []
 
 
 @pytest.mark.parametrize("share", ["-1", "1.5", "NaN", "1e999"])
@@ -239,7 +245,7 @@ def test_a_share_is_no_more_than_all(tmp_path: Path, share: str) -> None:
     folder = sound(tmp_path / "run")
     said = damage(folder, "summary.json", f'{{"padded_share": {share}}}'.encode())
     assert "it must be a number from 0 to 1" in said[0]
-    assert examine(files.read(folder)) == []
+    assert examine(run_reader.read(folder)) == []
 
 
 def tried(*numbers: int, **more: Any) -> list[dict[str, Any]]:
@@ -264,7 +270,7 @@ def test_steps_that_come_again(
     """
     old = {"step": 6, "event": "non_finite", "where": ["old:output"]}
     new = {"step": after[0]["step"], "event": "non_finite", "where": ["new:output"]}
-    facts = files.read(write(tmp_path, [*before, old, *before[-1:], new, *after]))
+    facts = run_reader.read(write(tmp_path, [*before, old, *before[-1:], new, *after]))
     numbers = [each.step for each in facts.steps]
     assert numbers == sorted(set(numbers))
     assert numbers[-1] == after[-1]["step"]
@@ -303,7 +309,7 @@ def test_many_damaged_lines_are_counted(tmp_path: Path) -> None:
     problems = damage(folder, "metrics.jsonl", lines)
     assert problems[-1] == "metrics.jsonl: 4 more damaged lines."
     assert len(problems) == 6
-    assert len(files.read(folder).steps) == 9
+    assert len(run_reader.read(folder).steps) == 9
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -312,7 +318,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (folder / "profile.json").unlink()
     (folder / "profile.json").mkdir()
     (folder / "metrics.jsonl").unlink()
-    assert list(files.read(folder).problems) == [
+    assert list(run_reader.read(folder).problems) == [
         "profile.json cannot be read: Is a directory.",
         "metrics.jsonl is missing: nothing is known of the steps",
     ]
@@ -324,7 +330,7 @@ def test_settings_as_given_will_do(tmp_path: Path) -> None:
     (folder / "resolved.toml").write_bytes(b"\0")
     (folder / "config.json").write_text('{"dtype": "fp16", "loss_scale": "auto"}')
     (folder / "summary.json").unlink()
-    assert files.read(folder).config == Config(dtype="fp16")
+    assert run_reader.read(folder).config == Config(dtype="fp16")
 
 
 def test_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,7 +340,7 @@ def test_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (tmp_path, "holds no run: neither metrics.jsonl nor any other file of one."),
     ):
         with pytest.raises(UserError):
-            files.read(path)
+            run_reader.read(path)
         assert cli.run(["doctor", str(path)]) == 2
         err = capsys.readouterr().err
         assert said in err
@@ -347,7 +353,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.run(["doctor", str(folder), "--json", str(out)]) == 0
     told = capsys.readouterr().out
     assert max(map(len, told.splitlines())) <= 80
-    found = examination(files.read(folder))
+    found = examination(run_reader.read(folder))
     data = json.loads(out.read_text(encoding="utf-8"))
     assert tuple(map(Finding.from_data, data["findings"])) == found.findings
     assert data["looked_at"] == found.looked
@@ -443,7 +449,7 @@ def test_any_json_is_survived(
 ) -> None:
     """Law: whatever JSON stands in the files, there is an answer and no traceback."""
     folder = write(tmp_path, records, profile=profile_, environment=environment_)
-    facts = files.read(folder)
+    facts = run_reader.read(folder)
     assert text.text(facts, examination(facts))
 
 

@@ -19,15 +19,15 @@ from small_training import (
 )
 
 from halfstep import cli
-from halfstep.doctor import examination, examine, files, rules_speed
-from halfstep.doctor.facts import Config, RunFacts, SplitFacts, Step
-from halfstep.train.data import load
-from halfstep.train.findings import repeats
+from halfstep.diagnostics.doctor import examination, examine, rules_speed, run_reader
+from halfstep.diagnostics.doctor.run_record import Config, RunFacts, SplitFacts, Step
+from halfstep.train.data.corpus import load
+from halfstep.train.data_checks import repeats
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from halfstep.finding import Finding
+    from halfstep.reporting.finding import Finding
 
 Rows = list[tuple[str, int]]
 
@@ -55,7 +55,7 @@ def judged(folder: Path, *words: str) -> dict[str, Finding]:
     out = str(folder / "run")
     with one_thread():
         assert cli.run(["train", "--model", "mini", "--out", out, *words]) == 0
-    facts = files.read(folder / "run")
+    facts = run_reader.read(folder / "run")
     assert facts.problems == ()
     return {each.rule: each for each in examine(facts)}
 
@@ -212,7 +212,7 @@ def test_one_run_has_one_loss_scale() -> None:
 
 def underflowing(low: int) -> dict[str, Any]:
     """Return a run with two tensors whose gradients are lost to unlike degrees."""
-    from halfstep.doctor.tally import Sample, Tally
+    from halfstep.numerics.tensor_summary import Sample, Tally
 
     told = {
         "a:grad": counted({-24: low, 0: 7000}, zeros=low),
@@ -226,7 +226,7 @@ def underflowing(low: int) -> dict[str, Any]:
 def test_a_probe_that_is_on_is_not_suggested(tmp_path: Path, mode: str) -> None:
     """Law: nobody is told to switch on what is on; "flags" judges what it can."""
     settings = {"level": "O2", "dtype": "fp16", "loss_scale": "dynamic", "probe": mode}
-    facts = files.read(write(tmp_path / mode, [step(1)], settings=settings))
+    facts = run_reader.read(write(tmp_path / mode, [step(1)], settings=settings))
     blind = examination(facts)
     said = " ".join(each.why for each in blind.unlooked)
     rules = {name for each in blind.unlooked for name in each.rules}
@@ -234,7 +234,7 @@ def test_a_probe_that_is_on_is_not_suggested(tmp_path: Path, mode: str) -> None:
     assert "not finite forward" not in rules  # it saw none
     assert "coarse" in rules
     stats = {"step": 1, "event": "stats", "tensors": {"a:output": tally(0)}}
-    facts = files.read(
+    facts = run_reader.read(
         write(tmp_path / f"{mode}2", [step(1), stats], settings=settings)
     )
     rules = {name for each in examination(facts).unlooked for name in each.rules}
@@ -247,12 +247,12 @@ def test_what_is_recorded_is_read(tmp_path: Path) -> None:
     told = {"step": 1, "event": "eval", "dev_loss": 0.5}
     told |= {"classes": {"a": {"true": 3, "predicted": 5}}}
     folder = write(tmp_path, [step(1), told], data={"dev": split})
-    facts = files.read(folder)
+    facts = run_reader.read(folder)
     assert facts.splits == {"dev": SplitFacts(9, 2, 3, 4)}
     (one,) = facts.evaluations
     assert (one.step, one.loss) == (1, 0.5)
     assert [(c.label, c.true, c.predicted) for c in one.classes] == [("a", 3, 5)]
     write(tmp_path, [step(1), told | {"classes": 7}], data={"dev": 7})
-    damaged = files.read(folder)
+    damaged = run_reader.read(folder)
     assert len(damaged.problems) == 2
     assert damaged.evaluations == ()

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sick_run import sick, step, write
 
-from halfstep.doctor import examination, files, heat
-from halfstep.doctor.facts import RunFacts
-from halfstep.doctor.page import page
+from halfstep.diagnostics.doctor import examination, run_reader
+from halfstep.diagnostics.doctor.html_report import page
+from halfstep.diagnostics.doctor.run_record import RunFacts
+from halfstep.reporting import exponent_plots
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,7 @@ def headings(html: str) -> list[str]:
 def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the page of a run with many faults, and with markup in its names."""
     folder = sick(tmp_path_factory.mktemp("sick"), "<b onclick='x'>&amp;")
-    facts = files.read(folder)
+    facts = run_reader.read(folder)
     return page(facts, examination(facts))
 
 
@@ -82,7 +83,7 @@ def test_it_needs_no_network(html: str) -> None:
 def test_a_healthy_run_says_so(tmp_path: Path) -> None:
     """Law: a page without findings says so, and lists what was not looked at."""
     records = [step(n, scale=1.0) for n in range(1, 30)]
-    facts = files.read(write(tmp_path / "run", records))
+    facts = run_reader.read(write(tmp_path / "run", records))
     told = page(facts, examination(facts))
     assert "No problem found." in told
     assert "Not looked at" in headings(told)
@@ -96,15 +97,15 @@ def test_nothing_known_is_a_page() -> None:
     assert "a &lt; b" in told
 
 
-LINES = [heat.Line(-25, "zero"), heat.Line(16, "inf")]
+LINES = [exponent_plots.Line(-25, "zero"), exponent_plots.Line(16, "inf")]
 
 
 def test_cells_stand_where_their_powers_are() -> None:
     """Law: a strip has a cell for each power that has numbers, the borders beside."""
     root = ET.fromstring(  # noqa: S314
-        heat.over_layers([("a & b", {-25: 1, 0: 9, 15: 1})], LINES, "t").replace(
-            "<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1
-        )
+        exponent_plots.over_layers(
+            [("a & b", {-25: 1, 0: 9, 15: 1})], LINES, "t"
+        ).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     )
     cells = [r for r in root.iter(f"{SVG}rect") if r.get("fill") == "#0072b2"]
     zero, inf = (float(line.get("x1", "")) for line in root.iter(f"{SVG}line"))
@@ -121,7 +122,7 @@ def test_cells_stand_where_their_powers_are() -> None:
 def test_a_long_name_keeps_both_ends() -> None:
     """Law: what does not fit is cut in the middle, and told in full on pointing."""
     name = "encoder." * 20 + "query"
-    drawn = heat.over_layers([(name, {0: 1})], [], "t")
+    drawn = exponent_plots.over_layers([(name, {0: 1})], [], "t")
     assert f"<title>{name}</title>encoder.encoder" in drawn
     assert "...der.encoder.encoder.query</text>" in drawn
 
@@ -135,8 +136,8 @@ def test_any_histograms_can_be_drawn(found: list[dict[int, int]], name: str) -> 
     """Law: whatever was counted, the picture is whole and inside its frame."""
     name = "".join(c for c in name if c.isprintable())
     pictures = (
-        heat.over_layers([(name, each) for each in found], LINES, name),
-        heat.over_steps(list(enumerate(found)), LINES, name),
+        exponent_plots.over_layers([(name, each) for each in found], LINES, name),
+        exponent_plots.over_steps(list(enumerate(found)), LINES, name),
     )
     for drawn in pictures:
         root = ET.fromstring(drawn)  # noqa: S314

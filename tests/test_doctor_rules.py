@@ -14,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sick_run import counted, environment, profile, step, tally
 
-from halfstep import formats
-from halfstep.doctor import RULES, examination, examine, here
-from halfstep.doctor.facts import (
+from halfstep.diagnostics.doctor import RULES, examination, examine
+from halfstep.diagnostics.doctor import environment as doctor_environment
+from halfstep.diagnostics.doctor.rule import NEEDS, Rule, Seen, percent
+from halfstep.diagnostics.doctor.rules import markdown
+from halfstep.diagnostics.doctor.rules_range import safe_scale
+from halfstep.diagnostics.doctor.run_record import (
     ClassCount,
     Config,
     Evaluation,
@@ -28,12 +31,10 @@ from halfstep.doctor.facts import (
     SplitFacts,
     Step,
 )
-from halfstep.doctor.rule import NEEDS, Rule, Seen, percent
-from halfstep.doctor.rules import markdown
-from halfstep.doctor.rules_range import safe_scale
-from halfstep.doctor.tally import Sample, Tally, flushed, lowest, normal, top
-from halfstep.finding import Finding
-from halfstep.tensor_stats import measure
+from halfstep.numerics import formats
+from halfstep.numerics.tensor_stats import measure
+from halfstep.numerics.tensor_summary import Sample, Tally, flushed, lowest, normal, top
+from halfstep.reporting.finding import Finding
 from halfstep.train.config import SETTINGS, called
 
 if TYPE_CHECKING:
@@ -805,7 +806,7 @@ def test_frozen_weights_may_be_low() -> None:
     """Law: what is not trained loses no updates, whatever its format."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].bfloat16().requires_grad_(requires_grad=False)
-    told = here.weight_formats(model)
+    told = doctor_environment.weight_formats(model)
     assert told == {"1.weight": "fp32", "1.bias": "fp32"}
 
 
@@ -930,4 +931,6 @@ def test_shares_in_words() -> None:
 def test_docs_show_the_rules() -> None:
     """Law: the table in the docs is made of the rules themselves."""
     text = DOCS.read_text(encoding="utf-8")
-    assert markdown() in text, "paste what halfstep.doctor.rules.markdown() returns"
+    assert markdown() in text, (
+        "paste what halfstep.diagnostics.doctor.rules.markdown() returns"
+    )

@@ -13,14 +13,19 @@ import torch
 from small_training import one_thread, small_and_measured, write_letters
 
 from halfstep import cli
-from halfstep.doctor import examination, files, here, rules_speed
-from halfstep.train import page
+from halfstep.diagnostics.doctor import (
+    environment,
+    examination,
+    rules_speed,
+    run_reader,
+)
 from halfstep.train.loop import Trainer
+from halfstep.train.output import html_report
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from halfstep.train.feed import Work
+    from halfstep.train.step_dataset import Work
 
 LEVELS = [("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")]
 
@@ -59,10 +64,10 @@ def test_a_sound_run_has_nothing_wrong(
 
     Time apart: a model of this size spends its steps in Python.
     """
-    monkeypatch.setattr(page, "page", lambda *_: "<html></html>")
+    monkeypatch.setattr(html_report, "page", lambda *_: "<html></html>")
     with one_thread():
         out = trained(tmp_path, "--level", level, "--dtype", dtype)
-    facts = files.read(out)
+    facts = run_reader.read(out)
     assert facts.problems == ()
     assert (facts.config.level, facts.config.dtype) == (level, dtype)
     assert facts.machine is not None
@@ -84,7 +89,7 @@ def test_the_report_shows_what_the_doctor_found(tmp_path: Path) -> None:
     words = ("--level", "O2", "--dtype", "bf16", "--master", "none", "--lr", "1e-5")
     with one_thread():
         out = trained(tmp_path, *words)
-    found = [each.rule for each in examination(files.read(out)).findings]
+    found = [each.rule for each in examination(run_reader.read(out)).findings]
     assert "swamped updates" in found
     html = (out / "report.html").read_text(encoding="utf-8")
     assert len(re.findall("swamped updates", html)) >= 1
@@ -104,13 +109,13 @@ def test_a_resumed_run_counts_where_another_would(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         with one_thread(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(page, "page", lambda *_: "<html></html>")
+            patch.setattr(html_report, "page", lambda *_: "<html></html>")
             if name == "cut":
                 stop_at(patch, 10)
                 with pytest.raises(AssertionError):
                     trained(folder, *words)
                 patch.undo()
-                patch.setattr(page, "page", lambda *_: "<html></html>")
+                patch.setattr(html_report, "page", lambda *_: "<html></html>")
                 out = trained(folder, *words, "--resume")
             else:
                 out = trained(folder, *words)
@@ -123,12 +128,16 @@ def test_a_resumed_run_counts_where_another_would(tmp_path: Path) -> None:
 
 def test_the_machine_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: what is written of machine and weights is what torch says."""
-    told = json.loads(here.text("cpu", {"a": "fp32"}))
+    told = json.loads(environment.text("cpu", {"a": "fp32"}))
     assert told["weights"] == {"a": "fp32"}
     assert told["machine"]["rates"] == {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
     low = SimpleNamespace(allow_fp16_accumulation=True)
     monkeypatch.setattr(torch.backends.cuda, "matmul", low)
-    assert here.machine_data("cpu")["fp16_accumulation"] is True
+    assert environment.machine_data("cpu")["fp16_accumulation"] is True
     net = torch.nn.Linear(2, 2).bfloat16()
     net.register_parameter("n", torch.nn.Parameter(torch.ones(1)))
-    assert here.weight_formats(net) == {"weight": "bf16", "bias": "bf16", "n": "fp32"}
+    assert environment.weight_formats(net) == {
+        "weight": "bf16",
+        "bias": "bf16",
+        "n": "fp32",
+    }

@@ -12,7 +12,7 @@ from hypothesis import given
 from processes import group_of_one
 from torch import Tensor, nn
 
-from halfstep import buckets, distributed
+from halfstep.distributed import bucketed_all_reduce, ddp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,8 +46,8 @@ def test_buckets(kinds: list[tuple[int, torch.dtype]]) -> None:
     size = 24
     wires = params_of(kinds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "SIZE", size)
-        found = list(buckets._buckets(list(wires), wires.__getitem__))
+        patch.setattr(bucketed_all_reduce, "SIZE", size)
+        found = list(bucketed_all_reduce._buckets(list(wires), wires.__getitem__))
     assert all(found)
     assert {id(p) for bucket in found for p in bucket} == {id(p) for p in wires}
     assert sum(map(len, found)) == len(wires)
@@ -66,10 +66,12 @@ def test_one_rank(
     group: dist.ProcessGroup, headroom: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: over one rank a mean is the gradient, rounded to what it travels in."""
-    monkeypatch.setattr(buckets, "SIZE", 40)  # many messages take turns in memory
+    monkeypatch.setattr(
+        bucketed_all_reduce, "SIZE", 40
+    )  # many messages take turns in memory
     wires = params_of([(n, KINDS[n % 3]) for n in range(1, 20)])
     before = [p.grad.clone() for p in wires if p.grad is not None]
-    averager = buckets.Averager()
+    averager = bucketed_all_reduce.Averager()
     averager.average(wires, group, headroom=headroom)
     places = [t.data_ptr() for t in averager._memory.values()]
     for (param, wire), old in zip(wires.items(), before, strict=True):
@@ -88,7 +90,7 @@ def test_layouts(group: dist.ProcessGroup) -> None:
     thin.grad = torch.eye(4, 2).to_sparse(1)
     lone = nn.Parameter(torch.zeros(3))
     wires: dict[Tensor, torch.dtype] = dict.fromkeys([param, thin, lone], torch.float32)
-    buckets.Averager().average(wires, group)
+    bucketed_all_reduce.Averager().average(wires, group)
     assert torch.equal(param.grad, dense)
     assert thin.grad is not None
     assert torch.equal(thin.grad, torch.eye(4, 2))
@@ -101,7 +103,7 @@ def test_headroom_saves_a_sum(group: dist.ProcessGroup) -> None:
         param = nn.Parameter(torch.zeros(1))
         param.grad = torch.tensor([4 * 65504.0])
         wires: dict[Tensor, torch.dtype] = {param: torch.float16}
-        buckets.Averager().average(wires, group, headroom=headroom)
+        bucketed_all_reduce.Averager().average(wires, group, headroom=headroom)
         assert param.grad.item() == expected
 
 
@@ -115,7 +117,7 @@ def test_first_rank(group: dist.ProcessGroup) -> None:
         torch.empty(0),
     ]
     before = [tensor.clone() for tensor in held]
-    buckets.first_rank(group, held)
+    bucketed_all_reduce.first_rank(group, held)
     for tensor, old in zip(held, before, strict=True):
         assert torch.equal(
             tensor.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)
@@ -127,9 +129,9 @@ def test_first_rank(group: dist.ProcessGroup) -> None:
 def test_wrapper() -> None:
     """Law: DDP is found inside what torch.compile returns, and nowhere else."""
     plain = nn.Linear(2, 2)
-    assert distributed.wrapper(plain) is None
+    assert ddp.wrapper(plain) is None
     inner = nn.parallel.DistributedDataParallel(plain)
-    assert distributed.wrapper(inner) is inner
-    assert distributed.wrapper(torch.compile(inner)) is inner
-    assert distributed.wrapper(nn.Sequential(inner)) is None
-    assert distributed.wrapper(torch.compile(plain)) is None
+    assert ddp.wrapper(inner) is inner
+    assert ddp.wrapper(torch.compile(inner)) is inner
+    assert ddp.wrapper(nn.Sequential(inner)) is None
+    assert ddp.wrapper(torch.compile(plain)) is None

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scale_loop import NoWaiting
 from torch import Tensor
 
-from halfstep.scaler import exponents as room
-from halfstep.scaler.exponents import (
+from halfstep.numerics import exponents as room
+from halfstep.numerics.exponents import (
     BINS,
     exponents,
     flushed,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.preflight.fidelity import Likeness, compare
+from halfstep.diagnostics.preflight.gradient_similarity import Likeness, compare
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.finding import SEVERITIES, Finding
+from halfstep.reporting.finding import SEVERITIES, Finding
 
 
 def finding(severity: str = "warning", weight: float = 0.5) -> Finding:

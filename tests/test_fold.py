@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from halfstep import fold
-from halfstep.fold import Gradients, add_
+from halfstep.casting.grad_accumulation import Gradients
+from halfstep.numerics import accumulate
+from halfstep.numerics.accumulate import add_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -334,4 +335,4 @@ def test_buffers_die_with_their_weight() -> None:
 
 def test_the_chunk_is_a_mebibyte() -> None:
     """Law: a chunk's fp32 copy is what the comment says."""
-    assert fold._CHUNK * FP32.itemsize == 1 << 20
+    assert accumulate._CHUNK * FP32.itemsize == 1 << 20

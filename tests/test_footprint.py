@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.footprint import Footprint
-from halfstep.master import MasterWeights
+from halfstep.masters import MasterWeights
+from halfstep.session.memory import Footprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 SIDE = 768
 NUMEL = SIDE * SIDE

@@ -16,9 +16,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
-from halfstep import formats
 from halfstep.errors import UserError
-from halfstep.formats import BF16, FORMATS, FP16, FP32, FloatFormat, cast_floating
+from halfstep.numerics import formats
+from halfstep.numerics.formats import (
+    BF16,
+    FORMATS,
+    FP16,
+    FP32,
+    FloatFormat,
+    cast_floating,
+)
 
 UNTOUCHED = (torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
 TRAINED_IN = (torch.float32, torch.bfloat16, torch.float16)

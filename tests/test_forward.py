@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep import machine
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -29,7 +29,7 @@ STEPS, MICRO = 4, 8
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ import torch
 from processes import torchrun
 from torch import Tensor, nn
 
-from halfstep import distributed
+from halfstep.distributed import process_group
 
 LOOPS = runpy.run_path(str(Path(__file__).with_name("test_forward.py")))
 """A session, torch's loop, and programs for both."""
@@ -32,7 +32,7 @@ if LOOPS["forgets_gradients"]():
 def process(folder: Path) -> None:
     """Train both loops under DDP, each process on its own batches."""
     found = {}
-    with distributed.join("cpu") as world, warnings.catch_warnings():
+    with process_group.join("cpu") as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, accumulate, views in itertools.product(NAMES, (1, 4), (False, True)):
             program = LOOPS["PROGRAMS"][name]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import cast_cache, machine
+from halfstep.casting import weight_cache
+from halfstep.machine import hardware
 
 BF16 = torch.bfloat16
 LOOPS = runpy.run_path(str(Path(__file__).with_name("test_forward.py")))
@@ -24,7 +25,7 @@ loss_of, one_loss = LOOPS["loss_of"], LOOPS["one_loss"]
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 def test_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +33,7 @@ def test_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Those of small weights do not: for them autograd is quicker.
     """
-    monkeypatch.setattr(cast_cache, "SMALL", 0)
+    monkeypatch.setattr(weight_cache, "SMALL", 0)
     loop = Ours(BF16, SGD, 2)
     layers = loop.net.once, loop.net.twice
     params = [param for layer in layers for param in layer.parameters()]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_structure
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
-from halfstep.functions import full_precision, low_precision, promote
+from halfstep.casting.custom_functions import full_precision, low_precision, promote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

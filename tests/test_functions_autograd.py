@@ -17,7 +17,7 @@ from torch.func import grad, jacrev, vmap
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import functions
+from halfstep.casting import custom_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -83,19 +83,19 @@ def with_setup(log: Log, cast_inputs: torch.dtype | None, bwd: Any = None) -> An
         generate_vmap_rule = True
 
         @staticmethod
-        @functions.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        @custom_functions.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
         def forward(x: Tensor, w: Tensor) -> Tensor:
             log.append(("forward", x.dtype, w.dtype, *state()))
             return x @ w
 
         @staticmethod
-        @functions.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        @custom_functions.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             assert output.grad_fn is None
             ctx.save_for_backward(*inputs)
 
         backward = staticmethod(
-            functions.custom_bwd(bwd or backward_of(log), device_type="cpu")
+            custom_functions.custom_bwd(bwd or backward_of(log), device_type="cpu")
         )
 
     return Product
@@ -138,7 +138,7 @@ def test_classic_is_torchs(regions: Regions, cast_inputs: torch.dtype | None) ->
     """Law: a classic Function sees and returns, to the bit, what it does in torch."""
     log: Log = []
     expected_log: Log = []
-    actual = run(classic(functions, log, cast_inputs), regions)
+    actual = run(classic(custom_functions, log, cast_inputs), regions)
     expected = run(classic(torch.amp, expected_log, cast_inputs), regions)
     assert_same(actual, expected)
     assert log == expected_log
@@ -201,7 +201,7 @@ def test_errors_are_torchs(wrong: Callable[[Any], object]) -> None:
     with pytest.raises(Exception, match=r".") as theirs:
         wrong(torch.amp)
     with pytest.raises(theirs.type) as ours:
-        wrong(functions)
+        wrong(custom_functions)
     assert str(ours.value) == str(theirs.value)
 
 
@@ -209,7 +209,7 @@ def test_stand_in_for_a_ctx() -> None:
     """Law: methods called by hand, with an object in place of the ctx, work too."""
     x, w = operands()
     results = []
-    for amp in (torch.amp, functions):
+    for amp in (torch.amp, custom_functions):
         log: Log = []
         ctx = SimpleNamespace(saved_tensors=(x, w))
         ctx.save_for_backward = lambda *saved: saved
@@ -223,7 +223,7 @@ def test_stand_in_for_a_ctx() -> None:
 
 def test_metadata_is_kept() -> None:
     """Law: a decorated method keeps its name and text."""
-    for decorate in (functions.custom_fwd, functions.custom_bwd):
+    for decorate in (custom_functions.custom_fwd, custom_functions.custom_bwd):
         decorated = decorate(operands, device_type="cpu")
         assert decorated.__name__ == "operands"
         assert decorated.__doc__ == operands.__doc__
@@ -235,7 +235,7 @@ def test_metadata_is_kept() -> None:
 def test_inputs_are_cast_and_the_output_is_not() -> None:
     """Law: `setup_context` gets the inputs as forward did, and forward's own output."""
     seen: dict[str, Any] = {}
-    fwd = functions.custom_fwd(device_type="cpu", cast_inputs=BF16)
+    fwd = custom_functions.custom_fwd(device_type="cpu", cast_inputs=BF16)
 
     class Nested(torch.autograd.Function):
         @staticmethod
@@ -298,7 +298,7 @@ def test_exceptions_restore_the_state() -> None:
 
     before = state()
     with torch.autocast("cpu", FP16):
-        for product in (classic(functions, [], FP32), with_setup([], FP32)):
+        for product in (classic(custom_functions, [], FP32), with_setup([], FP32)):
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                 product.apply(torch.ones(2, 3), torch.ones(2, 3))
             assert state() == (True, FP16)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.library import Library, custom_op
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.casting import autocast
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.custom_functions import full_precision, low_precision, promote
 from halfstep.errors import UserError
-from halfstep.functions import full_precision, low_precision, promote
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

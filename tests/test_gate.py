@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import custom_bwd, custom_fwd, gate, recompute
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
-from halfstep.gate import Frame, Row
+from halfstep import custom_bwd, custom_fwd
+from halfstep.casting import active_context, recompute
+from halfstep.casting.active_context import Frame, Row
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.weight_cache import CastCache
 from halfstep.policy import Policy
 
 if TYPE_CHECKING:
@@ -56,14 +57,14 @@ class Ask(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[str]) -> Tensor:
         """Note, and pass on."""
-        seen.append(name(gate.in_force("cpu")))
+        seen.append(name(active_context.in_force("cpu")))
         ctx.seen = seen
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Note, and pass on."""
-        ctx.seen.append(name(gate.in_force("cpu")))
+        ctx.seen.append(name(active_context.in_force("cpu")))
         return grad, None
 
 
@@ -82,7 +83,7 @@ def ask(x: Tensor, seen: list[str], function: type[Ask] = Ask) -> Tensor:
 
 def look(x: Tensor, seen: list[str]) -> Tensor:
     """Note the frame in the forward pass, and make a node that saves something."""
-    seen.append(name(gate.in_force("cpu")))
+    seen.append(name(active_context.in_force("cpu")))
     return x.sin()
 
 
@@ -104,18 +105,23 @@ def test_frames_nest() -> None:
     seen = []
     for opened in (A, B, None, C):
         with region(A), region(opened):
-            seen.append((name(gate.current("cpu")), name(gate.in_force("cpu"))))
-        assert gate.current("cpu") is None
+            seen.append(
+                (
+                    name(active_context.current("cpu")),
+                    name(active_context.in_force("cpu")),
+                )
+            )
+        assert active_context.current("cpu") is None
     assert seen == [("A", "A"), ("B", "B"), ("-", "-"), ("C", "C")]
 
 
 def test_devices_have_their_own() -> None:
     """Law: a region on one device is none on another."""
     with region(A), region(B, "cuda"):
-        assert name(gate.in_force("cpu")) == "A"
-        assert name(gate.in_force("cuda")) == "B"
-        assert gate.in_force("mps") is None
-    assert gate.in_force("cuda") is None
+        assert name(active_context.in_force("cpu")) == "A"
+        assert name(active_context.in_force("cuda")) == "B"
+        assert active_context.in_force("mps") is None
+    assert active_context.in_force("cuda") is None
 
 
 def test_threads_have_their_own() -> None:
@@ -123,16 +129,16 @@ def test_threads_have_their_own() -> None:
     barrier = threading.Barrier(2, timeout=30)
 
     def work(opened: Frame) -> list[str]:
-        seen = [name(gate.in_force("cpu"))]
+        seen = [name(active_context.in_force("cpu"))]
         with region(opened):
             barrier.wait()
-            seen.append(name(gate.in_force("cpu")))
+            seen.append(name(active_context.in_force("cpu")))
             barrier.wait()
-        return [*seen, name(gate.in_force("cpu"))]
+        return [*seen, name(active_context.in_force("cpu"))]
 
     with region(C), ThreadPoolExecutor(2) as pool:
         assert list(pool.map(work, (A, B))) == [["-", "A", "-"], ["-", "B", "-"]]
-        assert name(gate.current("cpu")) == "C"
+        assert name(active_context.current("cpu")) == "C"
 
 
 # Backward passes
@@ -209,7 +215,7 @@ def test_recomputation_in_a_recomputation(reentrant: bool) -> None:
     seen: list[tuple[int, str]] = []
 
     def note(x: Tensor, place: int) -> Tensor:
-        seen.append((place, name(gate.in_force("cpu"))))
+        seen.append((place, name(active_context.in_force("cpu"))))
         return x.sin()
 
     def inner(x: Tensor, place: int) -> Tensor:
@@ -282,8 +288,8 @@ def test_a_failed_recomputation() -> None:
     fails[0] = True
     with pytest.raises(ValueError, match="on purpose"):
         backward(out)
-    assert gate.current("cpu") is None
-    assert not torch._C._dispatch_tls_is_dispatch_key_included(gate.KEY)
+    assert active_context.current("cpu") is None
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
 
 
 def test_closed_in_another_thread() -> None:
@@ -293,14 +299,15 @@ def test_closed_in_another_thread() -> None:
     def close() -> str:
         with region(B):
             recompute.pop(pushed)
-            return name(gate.in_force("cpu"))
+            return name(active_context.in_force("cpu"))
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(close).result() == "B"
-    assert gate.current("cpu") is None
-    gate.settle()  # as the next context does, or the next operation under a policy
+    assert active_context.current("cpu") is None
+    # As the next context does, or the next operation under a policy.
+    active_context.settle()
     assert recompute._patches._users == 0
-    assert not torch._C._dispatch_tls_is_dispatch_key_included(gate.KEY)
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
 
 
 # Caches

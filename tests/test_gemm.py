@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from halfstep import cpu, gemm
-from halfstep.formats import FORMATS
+from halfstep.machine import cpu, gemm
+from halfstep.numerics.formats import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from halfstep.errors import UserError
-from halfstep.scaler import ScaleRule
+from halfstep.scaling import ScaleRule
 
 
 def weight(value: float = 1.0) -> nn.Parameter:
@@ -144,7 +144,7 @@ def test_a_graph_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
         message = "no such layout"
         raise NotImplementedError(message)
 
-    monkeypatch.setattr("halfstep.scaler.collapse.examine", fail)
+    monkeypatch.setattr("halfstep.scaling.collapse.examine", fail)
     w = weight()
     optimizer = torch.optim.SGD([("w", w)], lr=0.1)
     scaler = hs.GradScaler("cpu", max_consecutive_skips=3)
@@ -210,4 +210,4 @@ def test_a_refused_update_changes_nothing() -> None:
 
 def test_a_room_of_the_face() -> None:
     """Law: `halfstep.scaler` is there without an import of its own."""
-    assert hs.scaler.advance.__module__ == "halfstep.scaler.rule"
+    assert hs.scaler.advance.__module__ == "halfstep.scaling.loss_scale"

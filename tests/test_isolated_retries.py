@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep import machine
 from halfstep.errors import UserError
-from halfstep.scaler import ScaleRule
+from halfstep.machine import hardware
+from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 @pytest.fixture(autouse=True)
 def _any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Loop:

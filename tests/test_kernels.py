@@ -16,12 +16,12 @@ from torch.nn import functional as F  # noqa: N812 -- its usual name
 from torch.utils._python_dispatch import TorchDispatchMode
 from versions import torch_has_lstm
 
-from halfstep import gate, kernels, recompute
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
+from halfstep.casting import active_context, dispatch_kernels, recompute
+from halfstep.casting.active_context import Frame, Row
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.dispatch_kernels import install, overload_of
+from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
-from halfstep.gate import Frame, Row
-from halfstep.kernels import install, overload_of
 from halfstep.policy import TORCH, Policy
 
 if TYPE_CHECKING:
@@ -372,7 +372,7 @@ def library() -> Iterator[str]:
     lib.define("twice(Tensor x, float by=2.0) -> Tensor")
     lib.impl("twice", lambda x, by=2.0: x * by, "CompositeExplicitAutograd")
     yield "halfstep_test_kernels::twice"
-    kernels._installed.pop("halfstep_test_kernels::twice", None)
+    dispatch_kernels._installed.pop("halfstep_test_kernels::twice", None)
     lib._destroy()
 
 
@@ -444,9 +444,11 @@ def test_names_mean_operations() -> None:
 def test_devices_in_the_dispatchers_order() -> None:
     """Law: the device whose autocast key torch comes to first decides."""
     keys: Any = torch._C.DispatchKey.__members__
-    numbers = [int(keys[kernels.KEYS[device]]) for device in kernels._ORDER]
+    numbers = [
+        int(keys[dispatch_kernels.KEYS[device]]) for device in dispatch_kernels._ORDER
+    ]
     assert numbers == sorted(numbers, reverse=True)
-    assert int(gate.KEY) > numbers[0]  # type: ignore[call-overload]
+    assert int(active_context.KEY) > numbers[0]  # type: ignore[call-overload]
 
 
 def test_a_rule_bans_on_its_device() -> None:
@@ -459,6 +461,6 @@ def test_a_rule_bans_on_its_device() -> None:
 
 def test_devices_have_torchs_keys() -> None:
     """Law: for each device with a table, the key is the one torch casts at."""
-    assert kernels.KEYS.keys() == {"cpu", "cuda", "mps", "xpu"}
-    for device, key in kernels.KEYS.items():
+    assert dispatch_kernels.KEYS.keys() == {"cpu", "cuda", "mps", "xpu"}
+    for device, key in dispatch_kernels.KEYS.items():
         assert has_kernel("aten::mm", key), device

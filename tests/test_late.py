@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep import late
-from halfstep.late import LAG, Late, on_host
-from halfstep.scaler import LossScaler, ScaleRule
-from halfstep.schedule import Schedule
+from halfstep._torch import async_read
+from halfstep._torch.async_read import LAG, Late, on_host
+from halfstep.scaling import LossScaler, ScaleRule
+from halfstep.session.lr_schedule import Schedule
 
 
 class Slow(Late):
@@ -40,8 +40,8 @@ class Slow(Late):
 @pytest.fixture(name="slow")
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything that is sent come late."""
-    monkeypatch.setattr("halfstep.scaler.collapse.Late", Slow)
-    monkeypatch.setattr("halfstep.schedule.Late", Slow)
+    monkeypatch.setattr("halfstep.scaling.collapse.Late", Slow)
+    monkeypatch.setattr("halfstep.session.lr_schedule.Late", Slow)
 
 
 def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
@@ -184,7 +184,7 @@ def test_on_a_gpu_late_and_in_order() -> None:
     assert arrived == [None] * LAG + [[float(n)] for n in range(6 - LAG)]
     assert sender.behind == LAG
     assert sender.coming() == [[float(n)] for n in range(6 - LAG, 6)]
-    assert not late.on_host(torch.device("cuda"))
+    assert not async_read.on_host(torch.device("cuda"))
 
 
 def test_which_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,5 +198,5 @@ def test_which_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     second = torch.device("cuda", 1)
-    late._mark(second)
+    async_read._mark(second)
     assert marked == [second]

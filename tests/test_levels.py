@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep import formats, levels
 from halfstep.errors import UserError
-from halfstep.levels import DEFAULT_LOSS_SCALE, LEVELS, Level
+from halfstep.numerics import formats
+from halfstep.policy import levels
+from halfstep.policy.levels import DEFAULT_LOSS_SCALE, LEVELS, Level
 
 # By hand, from apex's description of its levels.
 PROMISED = {

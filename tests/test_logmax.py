@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from scale_loop import BAD, CLEAN, NETS, RULE, NoWaiting, training
 
 from halfstep.errors import UserError
-from halfstep.scaler.logmax import LogMax
-from halfstep.scaler.measured import Measured
-from halfstep.scaler.rule import STRATEGIES, ScaleState, advance
-from halfstep.scaler.strategy import Backoff, Strategy, strategy
+from halfstep.scaling.logmax_strategy import LogMax
+from halfstep.scaling.loss_scale import STRATEGIES, ScaleState, advance
+from halfstep.scaling.measured_strategy import Measured
+from halfstep.scaling.strategies import Backoff, Strategy, strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep import lost
 from halfstep.errors import UserError
+from halfstep.masters import rounding_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from master_cases import Make
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 WORDS = (*cases.FORMS, "none")
 TINY: Make = partial(torch.optim.SGD, lr=2.0**-12)
@@ -36,7 +36,7 @@ def by_hand(
     session: Session,
     slopes: dict[str, Tensor],
     pick: Callable[[str, Tensor], Tensor] = lambda _, flat: flat,
-) -> tuple[list[int], lost.Lost]:
+) -> tuple[list[int], rounding_loss.Lost]:
     """Take a step; return numbers with a gradient, and which stayed; and the count."""
     before = held(session)
     assert cases.go(session, slopes).applied
@@ -88,7 +88,7 @@ def test_an_update_of_zero_is_not_lost(rate: Any) -> None:
 
 def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: of a large group numbers drawn once count, the same in each step."""
-    monkeypatch.setattr(lost, "SAMPLE", 20)
+    monkeypatch.setattr(rounding_loss, "SAMPLE", 20)
     session = cases.start(TINY, "split", lost_updates_every=1)
     counter = session._lost
     assert counter is not None
@@ -148,13 +148,13 @@ def test_every_so_many_steps(
 ) -> None:
     """Law: only then is anything copied; a skipped step is not counted."""
     copies: list[int] = []
-    whole = lost._some
+    whole = rounding_loss._some
 
     def some(tensor: Tensor, places: Tensor | None) -> Tensor:
         copies.append(1)
         return whole(tensor, places)
 
-    monkeypatch.setattr(lost, "_some", some)
+    monkeypatch.setattr(rounding_loss, "_some", some)
     session = cases.start(cases.SGD, "split", lost_updates_every=every)
     if not kernel:
         session._masters.kernel = None
@@ -178,7 +178,7 @@ def test_no_counter_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         message = "copied"
         raise AssertionError(message)
 
-    monkeypatch.setattr(lost, "_some", forbidden)
+    monkeypatch.setattr(rounding_loss, "_some", forbidden)
     session = cases.start(cases.SGD, "split")
     cases.go(session, cases.slopes_of(session.model, 1))
     assert session.lost_updates() == ()
@@ -222,12 +222,12 @@ def test_groups() -> None:
     assert three.share is None
     assert three.unpublished is None
     assert three.counts.tolist() == [0, 0, 0]
-    rows = lost.table((one, two, three)).rows
+    rows = rounding_loss.table((one, two, three)).rows
     assert [row[:3] for row in rows] == [(0, 36, 0.0), (1, 26, 1.0), (2, 0, None)]
 
 
 def test_nothing_yet() -> None:
     """Law: before the first count a table says so; less than a step is refused."""
-    assert lost.table(()).notes == ("nothing was counted yet",)
+    assert rounding_loss.table(()).notes == ("nothing was counted yet",)
     with pytest.raises(UserError, match="lost_updates_every=0"):
         cases.start(cases.SGD, "split", lost_updates_every=0)

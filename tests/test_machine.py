@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from halfstep import cpu, machine
-from halfstep.machine import Capabilities, Gpu
+from halfstep.machine import Capabilities, Gpu, cpu, hardware
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,13 +59,13 @@ def test_cpu_is_read(
     monkeypatch.setattr(cpu, "facts", cpu.facts.__wrapped__)
     monkeypatch.setattr(platform, "machine", lambda: "an architecture")
     monkeypatch.setattr(platform, "processor", lambda: "")
-    found = machine.capabilities.__wrapped__()
+    found = hardware.capabilities.__wrapped__()
     assert (found.cpu, found.instruction_sets) == (name, sets)
 
 
 def test_capabilities_of_this_machine() -> None:
     """Law: threads, torch and GPUs are torch's own words; a GPU is preferred."""
-    found = machine.capabilities.__wrapped__()
+    found = hardware.capabilities.__wrapped__()
     assert found.torch == torch.__version__
     assert found.threads == torch.get_num_threads()
     assert len(found.gpus) == torch.cuda.device_count()
@@ -80,8 +79,8 @@ def test_peak_memory_counts_bytes(
     """Law: the peak is the system's figure, and the unit is the byte."""
     status = tmp_path / "status"
     status.write_text("VmPeak:\t  9 kB\nVmHWM:\t  3 kB\n", encoding="ascii")
-    monkeypatch.setattr(machine, "Path", lambda _path: status)
-    assert machine.peak_memory("cpu") == 3072
+    monkeypatch.setattr(hardware, "Path", lambda _path: status)
+    assert hardware.peak_memory("cpu") == 3072
 
 
 # Memory

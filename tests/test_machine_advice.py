@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep import machine
-from halfstep.cpu import INSTRUCTION_LIMITS
-from halfstep.gemm import GemmRates
-from halfstep.machine import Capabilities, Gpu, Recommendation
+from halfstep.machine import Capabilities, Gpu, Recommendation, hardware
+from halfstep.machine.cpu import INSTRUCTION_LIMITS
+from halfstep.machine.gemm import GemmRates
 
 RATES = {"fp32": 2.0, "bf16": 5.0, "fp16": 0.25}
 GB = 2**30
@@ -40,9 +39,9 @@ AMX = cpu("AVX512", "AVX512-BF16", "AMX-BF16")
 def plant(
     patch: pytest.MonkeyPatch, what: Capabilities, rates: dict[str, float]
 ) -> None:
-    """Let `machine` believe in a machine and its rates."""
-    patch.setattr(machine, "capabilities", lambda: what)
-    patch.setattr(machine, "gemm_rates", lambda _device=None: dict(rates))
+    """Let `hardware` believe in a machine and its rates."""
+    patch.setattr(hardware, "capabilities", lambda: what)
+    patch.setattr(hardware, "gemm_rates", lambda _device=None: dict(rates))
 
 
 def rates(fp32: float, bf16: float, fp16: float) -> dict[str, float]:
@@ -152,8 +151,8 @@ def test_advice(
 ) -> None:
     """Law: bf16 where it is fast, fp16 only on a GPU without bf16, else fp32."""
     plant(monkeypatch, what, rate)
-    assert machine.recommend() == advice
-    assert machine.recommend(what.device) == advice
+    assert hardware.recommend() == advice
+    assert hardware.recommend(what.device) == advice
 
 
 RATE = st.floats(1e-3, 1e3)
@@ -168,12 +167,12 @@ def test_advice_is_never_slower(
     rate = rates(fp32, bf16, fp16)
     with pytest.MonkeyPatch.context() as patch:
         plant(patch, what, rate)
-        advice = machine.recommend()
+        advice = hardware.recommend()
     assert advice.level == ("O0" if advice.dtype == "fp32" else "O2")
     if advice.dtype != "fp32":
-        assert rate[advice.dtype] / fp32 >= machine.WORTH_IT > 1
+        assert rate[advice.dtype] / fp32 >= hardware.WORTH_IT > 1
     if not what.gpus:
-        assert (advice.dtype == "bf16") == (bf16 / fp32 >= machine.WORTH_IT)
+        assert (advice.dtype == "bf16") == (bf16 / fp32 >= hardware.WORTH_IT)
 
 
 @pytest.mark.parametrize(
@@ -191,31 +190,31 @@ def test_native_on_a_gpu(
 ) -> None:
     """Law: fp16 tensor cores came with 7.0, bf16 ones with 8.0; 10 is after 8."""
     plant(monkeypatch, gpu(*capability), RATES)
-    assert (machine.native("bf16"), machine.native("fp16")) == (bf16, fp16)
-    assert machine.native("bf16", "cpu") == "AMX-BF16"
+    assert (hardware.native("bf16"), hardware.native("fp16")) == (bf16, fp16)
+    assert hardware.native("bf16", "cpu") == "AMX-BF16"
 
 
 def test_native_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: only instruction sets of the format itself count."""
     plant(monkeypatch, cpu("AVX512", "AVX512-BF16", "NEON-FP16"), RATES)
-    assert machine.native("bf16") == "AVX512-BF16"
-    assert machine.native("fp16") == "NEON-FP16"
+    assert hardware.native("bf16") == "AVX512-BF16"
+    assert hardware.native("fp16") == "NEON-FP16"
     plant(monkeypatch, cpu("AVX512"), RATES)
-    assert machine.native("bf16") == machine.native("fp16") == ""
+    assert hardware.native("bf16") == hardware.native("fp16") == ""
 
 
 def test_emulation_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a format slower than fp32 is named with both rates, cause and remedy."""
     plant(monkeypatch, cpu("AVX512"), rates(0.5, 0.125, 0.5))
-    assert machine.emulation_warning("bf16") == (
+    assert hardware.emulation_warning("bf16") == (
         "dtype=bf16: this cpu runs bf16 matrix products at 0.125 TFLOP/s, fp32 at "
         "0.500 (it has no instructions for it): expect 4.0 times the time. "
         "Use --level O0."
     )
-    assert machine.emulation_warning("fp16") is None
-    assert machine.emulation_warning("fp32") is None
+    assert hardware.emulation_warning("fp16") is None
+    assert hardware.emulation_warning("fp32") is None
     plant(monkeypatch, cpu("AVX512-FP16"), rates(1.0, 1.0, 0.1))
-    assert machine.emulation_warning("fp16", "cpu") == (
+    assert hardware.emulation_warning("fp16", "cpu") == (
         "dtype=fp16: this cpu runs fp16 matrix products at 0.100 TFLOP/s, fp32 at "
         "1.000 (although it has AVX512-FP16): expect 10.0 times the time. "
         "Use --level O0."
@@ -225,8 +224,8 @@ def test_emulation_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the gain is the format's rate over fp32's."""
     plant(monkeypatch, AMX, rates(2, 5, 0.5))
-    assert (machine.gain("bf16"), machine.gain("fp16")) == (2.5, 0.25)
-    assert machine.gain("fp32") == 1
+    assert (hardware.gain("bf16"), hardware.gain("fp16")) == (2.5, 0.25)
+    assert hardware.gain("fp32") == 1
 
 
 def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,10 +236,10 @@ def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = (
         "AVX512-BF16, limited by ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2"
     )
-    assert f"(although it has {limited})" in (machine.emulation_warning("bf16") or "")
-    assert f"({limited})" in machine.recommend().reason
+    assert f"(although it has {limited})" in (hardware.emulation_warning("bf16") or "")
+    assert f"({limited})" in hardware.recommend().reason
     plant(monkeypatch, cpu(), rates(1.0, 0.1, 1.0))
-    assert "(no bf16 instructions)" in machine.recommend().reason
+    assert "(no bf16 instructions)" in hardware.recommend().reason
 
 
 def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,8 +247,8 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = {"cuda": rates(10, 150, 160), "cpu": rates(2, 1, 0.5)}
     plant(monkeypatch, gpu(8, 0), planted["cuda"])
     monkeypatch.setenv("MKL_CBWR", "AVX2")
-    monkeypatch.setattr(machine.cpu, "cgroup_limit", lambda: 1.5)
-    monkeypatch.setattr(machine.time, "time", lambda: 1e9)
+    monkeypatch.setattr(hardware.cpu, "cgroup_limit", lambda: 1.5)
+    monkeypatch.setattr(hardware.time, "time", lambda: 1e9)
     ages = {"cuda": 3 * 86400 + 5, "cpu": 0}
     asked: list[tuple[str, bool]] = []
 
@@ -258,8 +257,8 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
         spread = dict(zip(RATES, (0.1, 0.2, 0.3), strict=True))
         return GemmRates(planted[where], spread, 0.0, time=1e9 - ages[where])
 
-    monkeypatch.setattr(machine, "measured", measured)
-    facts, shown, advice = machine.tables(refresh=True)
+    monkeypatch.setattr(hardware, "measured", measured)
+    facts, shown, advice = hardware.tables(refresh=True)
     assert {row[0]: row[1] for row in facts.rows} == {
         "processor": "a processor",
         "cores": "8",
@@ -298,4 +297,4 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_age(seconds: float, age: str) -> None:
     """Law: the age is told in the largest unit that fits."""
-    assert machine._age(seconds) == age
+    assert hardware._age(seconds) == age

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.master import MasterWeights, NoMasters
+from halfstep.masters import MasterWeights, NoMasters
 
 Make = Callable[[Any], torch.optim.Optimizer]
 LOW = [torch.bfloat16, torch.float16]

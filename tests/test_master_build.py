@@ -16,7 +16,7 @@ import torch
 from compilers import REAL, compiled, counting, fake, needs_compiler, own_cache, script
 
 from halfstep.errors import UserError
-from halfstep.master import build, native
+from halfstep.masters import c_compiler, cpu_kernels
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="compilers are for PO
 @needs_compiler
 def test_described(cache: Path) -> None:
     """Law: kernels say what compiled them, and whose threads they use."""
-    assert native.available()
-    assert native.describe().startswith("compiled with ")
-    assert native.describe().endswith("threads of torch's OpenMP") or (
-        native.runtime() is None
+    assert cpu_kernels.available()
+    assert cpu_kernels.describe().startswith("compiled with ")
+    assert cpu_kernels.describe().endswith("threads of torch's OpenMP") or (
+        cpu_kernels.runtime() is None
     )
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
@@ -40,25 +40,25 @@ def test_described(cache: Path) -> None:
 @needs_compiler
 def test_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: where torch brings no OpenMP, that is said."""
-    monkeypatch.setattr(native, "runtime", lambda: None)
-    assert native.describe().endswith("one thread, as torch has no OpenMP")
+    monkeypatch.setattr(cpu_kernels, "runtime", lambda: None)
+    assert cpu_kernels.describe().endswith("one thread, as torch has no OpenMP")
 
 
 def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: HALFSTEP_COMPILER=none does without, and using them says so."""
-    monkeypatch.setenv(build.VARIABLE, "none")
-    assert not native.available()
-    assert native.describe() == "not compiled: HALFSTEP_COMPILER=none"
+    monkeypatch.setenv(c_compiler.VARIABLE, "none")
+    assert not cpu_kernels.available()
+    assert cpu_kernels.describe() == "not compiled: HALFSTEP_COMPILER=none"
     with pytest.raises(UserError, match="HALFSTEP_COMPILER=none"):
-        native.look([torch.ones(3)], norm=False)
+        cpu_kernels.look([torch.ones(3)], norm=False)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Law: a machine without a compiler has no kernels, and hears what was tried."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CC", "mycc -m64")
-    assert not native.available()
-    assert native.describe() == (
+    assert not cpu_kernels.available()
+    assert cpu_kernels.describe() == (
         "not compiled: no C compiler found (mycc -m64: no such program; cc: no such "
         "program; gcc: no such program; clang: no such program): set HALFSTEP_COMPILER"
     )
@@ -66,8 +66,8 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_named_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a compiler that the user names is not replaced by another in silence."""
-    monkeypatch.setenv(build.VARIABLE, "/no/such/cc")
-    assert native.describe() == (
+    monkeypatch.setenv(c_compiler.VARIABLE, "/no/such/cc")
+    assert cpu_kernels.describe() == (
         "not compiled: HALFSTEP_COMPILER=/no/such/cc: no such program"
     )
 
@@ -85,11 +85,11 @@ def test_failing_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiling: str, said: str
 ) -> None:
     """Law: a compiler that fails is a reason in one line, not a crash."""
-    monkeypatch.setenv(build.VARIABLE, fake(tmp_path, compiling))
-    assert not native.available()
-    assert native.describe().startswith("not compiled: ")
-    assert said in native.describe()
-    assert "\n" not in native.describe()
+    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, compiling))
+    assert not cpu_kernels.available()
+    assert cpu_kernels.describe().startswith("not compiled: ")
+    assert said in cpu_kernels.describe()
+    assert "\n" not in cpu_kernels.describe()
 
 
 GARBAGE = 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"'
@@ -99,9 +99,9 @@ def test_garbage_from_a_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
 ) -> None:
     """Law: what cannot be loaded is a reason, and is not kept."""
-    monkeypatch.setenv(build.VARIABLE, fake(tmp_path, GARBAGE))
-    assert not native.available()
-    assert native.describe().startswith("not compiled: ")
+    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, GARBAGE))
+    assert not cpu_kernels.available()
+    assert cpu_kernels.describe().startswith("not compiled: ")
     assert not list(cache.iterdir())
 
 
@@ -124,9 +124,9 @@ def test_stuck_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     """Law: a compiler that does not end is given up, once."""
     log = tmp_path / "calls"
     waiting = f"echo call >> {log}\nexec sleep 600"
-    monkeypatch.setenv(build.VARIABLE, fake(tmp_path, waiting))
+    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, waiting))
     impatient(monkeypatch, log)
-    assert native.describe().endswith("fakecc: no answer in 30 s")
+    assert cpu_kernels.describe().endswith("fakecc: no answer in 30 s")
     assert log.read_text(encoding="utf-8") == "call\n"
 
 
@@ -140,10 +140,10 @@ def test_stuck_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     end = os.open(queue, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(end, True)
     child = f"(echo >> {begun}; exec sleep 600) > {queue} &\nwait"
-    monkeypatch.setenv(build.VARIABLE, script(tmp_path / "cc2", child))
+    monkeypatch.setenv(c_compiler.VARIABLE, script(tmp_path / "cc2", child))
     impatient(monkeypatch, begun)
     with os.fdopen(end, "rb") as reading:
-        assert native.describe().endswith("cc2: no answer in 10 s")
+        assert cpu_kernels.describe().endswith("cc2: no answer in 10 s")
         assert not reading.read()
 
 
@@ -155,8 +155,8 @@ def test_wrong_results(
     other = tmp_path / "other.c"
     other.write_text("void halfstep_update(){} int halfstep_look(){return 0;}\n")
     wrong = f'{GARBAGE}; exec {REAL} -shared -fPIC -o "$2" {other}'
-    monkeypatch.setenv(build.VARIABLE, fake(tmp_path, wrong))
-    assert native.describe() == (
+    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, wrong))
+    assert cpu_kernels.describe() == (
         "not compiled: what it compiled does not compute as it should"
     )
     assert not list(cache.iterdir())
@@ -168,9 +168,9 @@ def test_missing_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     other = tmp_path / "other.c"
     other.write_text("int other;\n")
     wrong = f'{GARBAGE}; exec {REAL} -shared -fPIC -o "$2" {other}'
-    monkeypatch.setenv(build.VARIABLE, fake(tmp_path, wrong))
-    assert "halfstep_update" in native.describe()
-    assert not native.available()
+    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, wrong))
+    assert "halfstep_update" in cpu_kernels.describe()
+    assert not cpu_kernels.available()
 
 
 @needs_compiler
@@ -180,8 +180,8 @@ def test_old_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         'case "$*" in *=native*) echo "error: =native" >&2; exit 1;; esac\n'
         f'exec {REAL} "$@"'
     )
-    monkeypatch.setenv(build.VARIABLE, fake(tmp_path, picky))
-    assert native.describe().startswith("compiled with fakecc 1.0, ")
+    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, picky))
+    assert cpu_kernels.describe().startswith("compiled with fakecc 1.0, ")
 
 
 @needs_compiler
@@ -189,7 +189,7 @@ def test_cc_with_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Law: $CC may hold more than a name, as with ccache."""
     compiler, log = counting(tmp_path)
     monkeypatch.setenv("CC", f"env {compiler}")
-    assert native.available()
+    assert cpu_kernels.available()
     assert compiled(log) == 1
 
 
@@ -197,27 +197,27 @@ def test_cc_with_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_named_with_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Law: HALFSTEP_COMPILER may hold more than a name, too; blank, it is not set."""
     compiler, log = counting(tmp_path)
-    monkeypatch.setenv(build.VARIABLE, f"env {compiler}")
-    assert native.available()
+    monkeypatch.setenv(c_compiler.VARIABLE, f"env {compiler}")
+    assert cpu_kernels.available()
     assert compiled(log) == 1
-    monkeypatch.setenv(build.VARIABLE, " ")
+    monkeypatch.setenv(c_compiler.VARIABLE, " ")
     monkeypatch.setenv("CC", "/no/such/cc")
-    assert build.find().command[0] == REAL
+    assert c_compiler.find().command[0] == REAL
 
 
-@pytest.mark.parametrize("variable", ["CC", build.VARIABLE])
+@pytest.mark.parametrize("variable", ["CC", c_compiler.VARIABLE])
 def test_open_quotation(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """Law: a variable that no shell would take is a reason, not a crash."""
     monkeypatch.setenv(variable, 'gcc "-O2')
-    assert not native.available()
-    assert native.describe() == (
+    assert not cpu_kernels.available()
+    assert cpu_kernels.describe() == (
         f'not compiled: {variable}=gcc "-O2: No closing quotation'
     )
 
 
 HARMLESS = """
 import sys
-from halfstep.master import build, native
+from halfstep.masters import c_compiler as build, cpu_kernels as native
 print(native.describe(), build.flushes(), sep="|")
 """
 
@@ -263,9 +263,9 @@ def test_flushing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     """Law: a library that flushes subnormals is refused, and what it did undone."""
     other = tmp_path / "harm.c"
     other.write_text(FLUSHING, encoding="utf-8")
-    monkeypatch.setenv(build.VARIABLE, f"{REAL} {other}")
-    assert "makes zero of subnormal numbers" in native.describe()
-    assert not build.flushes()
+    monkeypatch.setenv(c_compiler.VARIABLE, f"{REAL} {other}")
+    assert "makes zero of subnormal numbers" in cpu_kernels.describe()
+    assert not c_compiler.flushes()
 
 
 @needs_compiler
@@ -278,17 +278,19 @@ def test_flushing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 )
 def test_self_check_sees(tmp_path: Path, true: str, false: str) -> None:
     """Law: kernels that lose a NaN under amsgrad or a subnormal number are refused."""
-    for file in native.SOURCE.parent.glob("*.[ch]"):
+    for file in cpu_kernels.SOURCE.parent.glob("*.[ch]"):
         text = file.read_text(encoding="utf-8")
         (tmp_path / file.name).write_text(text.replace(true, false), encoding="utf-8")
-    job = build.Job(tmp_path / native.SOURCE.name, native.works)
-    with pytest.raises(build.NoLibraryError, match="does not compute as it should"):
-        job.ready(build.find())
+    job = c_compiler.Job(tmp_path / cpu_kernels.SOURCE.name, cpu_kernels.works)
+    with pytest.raises(
+        c_compiler.NoLibraryError, match="does not compute as it should"
+    ):
+        job.ready(c_compiler.find())
 
 
 def test_runtime_is_torchs() -> None:
     """Law: where torch runs OpenMP, its runtime is found, and answers."""
-    found = native.runtime()
+    found = cpu_kernels.runtime()
     if "OpenMP" not in torch.__config__.parallel_info().split("backend:")[-1]:
         pytest.skip("torch has no OpenMP here")
     assert found is not None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from compilers import compiled, counting, needs_compiler, own_cache
 
-from halfstep.master import build, native
+from halfstep.masters import c_compiler, cpu_kernels
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,19 +42,19 @@ def test_no_temporary_folder(
         message = "No usable temporary directory found"
         raise FileNotFoundError(message)
 
-    monkeypatch.setattr(build.tempfile, "TemporaryDirectory", nowhere)
-    assert not native.available()
-    assert "No usable temporary directory found" in native.describe()
+    monkeypatch.setattr(c_compiler.tempfile, "TemporaryDirectory", nowhere)
+    assert not cpu_kernels.available()
+    assert "No usable temporary directory found" in cpu_kernels.describe()
 
 
 @needs_compiler
 def test_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
     """Law: a second process finds what the first compiled."""
     compiler, log = counting(tmp_path)
-    monkeypatch.setenv(build.VARIABLE, compiler)
-    assert native.available()
+    monkeypatch.setenv(c_compiler.VARIABLE, compiler)
+    assert cpu_kernels.available()
     assert compiled(log) == 1
-    assert native.available()
+    assert cpu_kernels.available()
     assert compiled(log) == 1
     assert stat.S_IMODE(only(cache).stat().st_mode) & 0o077 == 0
 
@@ -66,11 +66,11 @@ def test_damaged_cache(
 ) -> None:
     """Law: a damaged file is replaced, and its successor is used."""
     compiler, log = counting(tmp_path)
-    monkeypatch.setenv(build.VARIABLE, compiler)
+    monkeypatch.setenv(c_compiler.VARIABLE, compiler)
     # Not loaded in this process: a file that is mapped must not be cut.
-    job = build.Job(native.SOURCE, native.works)
-    found = build.find()
-    build.private(cache)
+    job = c_compiler.Job(cpu_kernels.SOURCE, cpu_kernels.works)
+    found = c_compiler.find()
+    c_compiler.private(cache)
     built = job.compile(found, tmp_path)
     file = job.keep(built, found, cache)
     whole = file.read_bytes()
@@ -81,7 +81,7 @@ def test_damaged_cache(
     else:
         cut = whole[: len(whole) // 2]
         file.write_bytes(cut if damage == "cut" else cut + b"x" + whole[len(cut) + 1 :])
-    assert native.available()
+    assert cpu_kernels.available()
     assert compiled(log) == 2
     assert only(cache).read_bytes() == whole
 
@@ -89,20 +89,26 @@ def test_damaged_cache(
 @needs_compiler
 def test_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Law: another source, header, compiler, flag or processor is another library."""
-    for file in native.SOURCE.parent.glob("*.[ch]"):
+    for file in cpu_kernels.SOURCE.parent.glob("*.[ch]"):
         shutil.copy(file, tmp_path)
-    source = tmp_path / native.SOURCE.name
-    compiler = build.Compiler(("cc",), "cc 1")
-    keys = [build.Job(source, native.works).key(compiler)]
-    assert keys[0] == build.Job(native.SOURCE, native.works).key(compiler)
-    keys.append(build.Job(source, native.works, ("-g",)).key(compiler))
-    keys.append(build.Job(source, native.works).key(build.Compiler(("cc",), "cc 2")))
+    source = tmp_path / cpu_kernels.SOURCE.name
+    compiler = c_compiler.Compiler(("cc",), "cc 1")
+    keys = [c_compiler.Job(source, cpu_kernels.works).key(compiler)]
+    assert keys[0] == c_compiler.Job(cpu_kernels.SOURCE, cpu_kernels.works).key(
+        compiler
+    )
+    keys.append(c_compiler.Job(source, cpu_kernels.works, ("-g",)).key(compiler))
+    keys.append(
+        c_compiler.Job(source, cpu_kernels.works).key(
+            c_compiler.Compiler(("cc",), "cc 2")
+        )
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(build, "processor", lambda: "another")
-        keys.append(build.Job(source, native.works).key(compiler))
+        patch.setattr(c_compiler, "processor", lambda: "another")
+        keys.append(c_compiler.Job(source, cpu_kernels.works).key(compiler))
     for file in (source, tmp_path / "bits.h"):
         file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-        keys.append(build.Job(source, native.works).key(compiler))
+        keys.append(c_compiler.Job(source, cpu_kernels.works).key(compiler))
     assert len(set(keys)) == len(keys)
 
 
@@ -114,9 +120,9 @@ def test_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "halfstep").write_text("in the way", encoding="utf-8")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    monkeypatch.setattr(build.tempfile, "tempdir", str(temporary))
-    assert native.available()
-    assert "compiled in each process: " in native.describe()
+    monkeypatch.setattr(c_compiler.tempfile, "tempdir", str(temporary))
+    assert cpu_kernels.available()
+    assert "compiled in each process: " in cpu_kernels.describe()
     assert not list(temporary.iterdir())
 
 
@@ -125,8 +131,8 @@ def test_open_cache(cache: Path) -> None:
     """Law: a folder that others can write to is not used: they could put code there."""
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    assert native.available()
-    assert "can be written to by others: chmod 700 it" in native.describe()
+    assert cpu_kernels.available()
+    assert "can be written to by others: chmod 700 it" in cpu_kernels.describe()
     assert not list(cache.iterdir())
 
 
@@ -136,10 +142,10 @@ def test_foreign_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.mkdir(parents=True, mode=0o700)
     with monkeypatch.context() as patch:
         patch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
-        assert "is not a folder of this user" in native.describe()
+        assert "is not a folder of this user" in cpu_kernels.describe()
     cache.rename(cache.with_name("elsewhere"))
     cache.symlink_to(cache.with_name("elsewhere"))
-    assert "is not a folder of this user" in native.describe()
+    assert "is not a folder of this user" in cpu_kernels.describe()
 
 
 @needs_compiler
@@ -147,23 +153,25 @@ def test_folders_above(cache: Path) -> None:
     """Law: a cache is used only where nobody else could exchange a folder above it."""
     before = os.umask(0o002)
     try:
-        assert "in each process" not in native.describe()
+        assert "in each process" not in cpu_kernels.describe()
     finally:
         os.umask(before)
     made = (cache, cache.parent, cache.parent.parent)
     assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700] * 3
     cache.parent.chmod(0o1777)
-    assert "in each process" not in native.describe(), "sticky, as /tmp is"
+    assert "in each process" not in cpu_kernels.describe(), "sticky, as /tmp is"
     cache.parent.chmod(0o770)
-    assert native.available()
-    assert f"{cache.parent}, above the cache, is open to others" in native.describe()
+    assert cpu_kernels.available()
+    assert (
+        f"{cache.parent}, above the cache, is open to others" in cpu_kernels.describe()
+    )
     cache.parent.chmod(0o700)
-    assert "in each process" not in native.describe()
+    assert "in each process" not in cpu_kernels.describe()
 
 
 def test_foreign_folder_above(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a cache under another user's folder is not used; root may own one."""
-    build.private(cache)
+    c_compiler.private(cache)
     true = type(cache).stat
 
     def owned_by(user: int) -> None:
@@ -175,25 +183,25 @@ def test_foreign_folder_above(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(type(cache), "stat", given)
 
     owned_by(0)
-    build.private(cache)
+    c_compiler.private(cache)
     owned_by(os.getuid() + 4321)
-    with pytest.raises(build.NoLibraryError, match="belongs to another user"):
-        build.private(cache)
+    with pytest.raises(c_compiler.NoLibraryError, match="belongs to another user"):
+        c_compiler.private(cache)
 
 
 def test_links_above(tmp_path: Path) -> None:
     """Law: a link above the cache is followed once: what was checked is used."""
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    used = build.private(tmp_path / "link" / "halfstep")
+    used = c_compiler.private(tmp_path / "link" / "halfstep")
     assert used == (tmp_path / "real" / "halfstep").resolve()
 
 
 def test_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Law: each kind of processor is told by its own lines; an unknown one is not."""
     info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(build, "_CPUINFO", info)
-    assert not build.features()
+    monkeypatch.setattr(c_compiler, "_CPUINFO", info)
+    assert not c_compiler.features()
     lines = {
         "processor\t: 0\nisa\t\t: rv64imafdcv\nuarch\t\t: sifive,u74\n": 2,
         "processor\t: 0\ncpu\t\t: POWER9\n\nmachine\t\t: PowerNV\n": 2,
@@ -204,8 +212,8 @@ def test_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = set()
     for text, count in lines.items():
         info.write_text(text, encoding="utf-8")
-        assert len(build.features()) == count
-        names.add(build.processor())
+        assert len(c_compiler.features()) == count
+        names.add(c_compiler.processor())
     assert len(names) == len(lines)
 
 
@@ -213,15 +221,15 @@ def test_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_unknown_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Law: for a processor that cannot be told from others, code is for all of them."""
     compiler, log = counting(tmp_path)
-    monkeypatch.setenv(build.VARIABLE, compiler)
-    monkeypatch.setattr(build, "_CPUINFO", tmp_path / "nothing")
-    assert native.available()
+    monkeypatch.setenv(c_compiler.VARIABLE, compiler)
+    monkeypatch.setattr(c_compiler, "_CPUINFO", tmp_path / "nothing")
+    assert cpu_kernels.available()
     assert compiled(log) == 1
     assert "=native" not in log.read_text(encoding="utf-8")
 
 
 PROGRAM = """
-from halfstep.master import native
+from halfstep.masters import cpu_kernels as native
 print(native.describe())
 """
 

@@ -13,13 +13,13 @@ import torch
 from small_training import same
 from torch import Tensor, nn
 
-from halfstep.master import MasterWeights, direct
-from halfstep.master.arithmetic import Item
+from halfstep.masters import MasterWeights, fused_step
+from halfstep.masters.update_rules import Item
 
 if TYPE_CHECKING:
     from master_cases import Make
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 every_form = pytest.mark.parametrize("form", cases.FORMS)
 every_make = pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def limits(
     """
     param = twin.params[name]
     state = twin.optimizer.state.get(param, {})
-    keys = direct._state_keys(rule)
+    keys = fused_step._state_keys(rule)
     held = tuple(state.get(key, torch.zeros_like(param)) for key in keys)
     step = None if "betas" not in twin.optimizer.defaults else torch.ones(())
     if step is not None and "step" in state:
@@ -68,7 +68,7 @@ def assert_follows(
     twin = cases.Twin(make, session)
     clip = session.clip_grad_norm
     group = session.optimizer.param_groups[0]
-    rule = direct.rule_of(session.optimizer, group)
+    rule = fused_step.rule_of(session.optimizer, group)
     before = copy.deepcopy(twin)
     assert cases.go(session, *slopes).applied
     norm = twin.step(seen.seen, clip)
@@ -152,7 +152,7 @@ def test_the_bound_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     session = cases.start(cases.SGD, "fp32")
     slopes = cases.slopes_of(session.model, 1, 64.0)
     with monkeypatch.context() as patch:
-        patch.setattr(direct, "numbers", lambda value: value * (1 + 2.0**-15))
+        patch.setattr(fused_step, "numbers", lambda value: value * (1 + 2.0**-15))
         with pytest.raises(AssertionError):
             assert_follows(session, cases.SGD, "fp32", slopes)
     session = cases.start(cases.SGD, "split", clip_grad_norm=64.0)

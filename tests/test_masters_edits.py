@@ -17,12 +17,12 @@ import torch
 from small_training import same
 from torch import nn
 
-from halfstep.master import MasterWeights
+from halfstep.masters import MasterWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 every_form = pytest.mark.parametrize("form", cases.FORMS)
 every_lean = pytest.mark.parametrize("form", cases.LEAN)

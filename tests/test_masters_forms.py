@@ -11,13 +11,19 @@ import torch
 from small_training import same
 from torch import Tensor, nn
 
-from halfstep.master import MasterWeights, kahan, piecewise, split, stochastic
+from halfstep.masters import (
+    MasterWeights,
+    generic_step,
+    kahan_codec,
+    split_codec,
+    stochastic_codec,
+)
 
 if TYPE_CHECKING:
     from master_cases import Make
 
-    from halfstep.master.form import Clock
-    from halfstep.session import Session
+    from halfstep.masters.encoding import Clock
+    from halfstep.session.session import Session
 
 every_form = pytest.mark.parametrize("form", cases.FORMS)
 every_lean = pytest.mark.parametrize("form", cases.LEAN)
@@ -31,13 +37,13 @@ def stored(form: str, truth: Tensor, clock: Clock, number: int) -> list[Tensor]:
         return [truth.bfloat16(), truth]
     if form == "split":
         rest = torch.empty_like(truth, dtype=torch.int16)
-        split.encode_(truth, low, rest)
+        split_codec.encode_(truth, low, rest)
         return [low, rest]
     if form == "kahan":
         rest = torch.empty_like(low)
-        kahan.encode_(truth, low, rest)
+        kahan_codec.encode_(truth, low, rest)
         return [low, rest]
-    stochastic.round_(truth, low, clock.sixteen(number, 0, truth))
+    stochastic_codec.round_(truth, low, clock.sixteen(number, 0, truth))
     return [low]
 
 
@@ -54,7 +60,7 @@ def moments(
             continue
         number += 1
         low = torch.empty_like(value, dtype=torch.bfloat16)
-        stochastic.round_(value, low, clock.sixteen(slot_number, number, value))
+        stochastic_codec.round_(value, low, clock.sixteen(slot_number, number, value))
         kept[key] = low
     return kept
 
@@ -106,7 +112,7 @@ def test_a_step_is_torchs_own(
 
     Bit for bit, in pieces of a few numbers, with a parameter missing now and then.
     """
-    monkeypatch.setattr(piecewise, "PIECE", 20)
+    monkeypatch.setattr(generic_step, "PIECE", 20)
     make = cases.OPTIMIZERS[name]
     model = cases.model_for(name)
     more = {"accumulate": accumulate, "clip_grad_norm": clip}
@@ -121,13 +127,13 @@ def test_a_wrong_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the comparison above fails for random bits of another step."""
     session = cases.start(cases.ADAMW, "kahan")
     session._masters.kernel = None
-    whole = piecewise.narrow_states
+    whole = generic_step.narrow_states
 
     def late(*args: object) -> None:
         clock = type(session._masters.clock)(0, 7)
         whole(*args[:3], clock)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(piecewise, "narrow_states", late)
+    monkeypatch.setattr(generic_step, "narrow_states", late)
     with pytest.raises(AssertionError):
         assert_step(session, cases.ADAMW, "kahan", cases.slopes_of(session.model, 1))
 

@@ -15,14 +15,14 @@ import torch
 from small_training import same
 from torch import Tensor, nn
 
-from halfstep.master import MasterWeights, piecewise
+from halfstep.masters import MasterWeights, generic_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from master_cases import Make
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 every_form = pytest.mark.parametrize("form", cases.FORMS)
 every_exact = pytest.mark.parametrize("form", cases.FORMS[:2])
@@ -31,7 +31,7 @@ every_exact = pytest.mark.parametrize("form", cases.FORMS[:2])
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step over a few numbers at a time, where that is allowed."""
-    monkeypatch.setattr(piecewise, "PIECE", 8)
+    monkeypatch.setattr(generic_step, "PIECE", 8)
 
 
 class Counting(torch.optim.Optimizer):
@@ -85,7 +85,7 @@ def test_a_counter_that_counts_pieces_is_noticed(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: the test above fails where lean forms step over pieces."""
-    monkeypatch.setattr(piecewise, "by_parameter", lambda _: True)
+    monkeypatch.setattr(generic_step, "by_parameter", lambda _: True)
     session, _ = follow(Counting, form)
     counted = session.optimizer.param_groups[0]["count"]
     assert (counted == 4) == (form == "fp32")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from small_training import same
 
-from halfstep.updating import Updates
+from halfstep.session.optimizer_step import Updates
 
 if TYPE_CHECKING:
     from master_cases import Make
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 every_form = pytest.mark.parametrize("form", cases.FORMS)
 BAD = {"-inf": -torch.inf, "nan": torch.nan}

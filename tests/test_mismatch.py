@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.mismatch import DtypeMismatch, explained
+from halfstep.casting.dtype_mismatch import DtypeMismatch, explained
 from halfstep.policy import Policy, Rule, check_ops, decide, matching_ops
 
 if TYPE_CHECKING:

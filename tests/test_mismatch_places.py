@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.mismatch import DtypeMismatch, explained
+from halfstep.casting.dtype_mismatch import DtypeMismatch, explained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

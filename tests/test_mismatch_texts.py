@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from halfstep.mismatch import DtypeMismatch, explained
+from halfstep.casting.dtype_mismatch import DtypeMismatch, explained
 
 if TYPE_CHECKING:
     from collections.abc import Callable

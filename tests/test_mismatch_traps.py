@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep.mismatch import explained
+from halfstep.casting.dtype_mismatch import explained
 
 if TYPE_CHECKING:
     from collections.abc import Callable

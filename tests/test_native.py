@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from halfstep.errors import UserError
-from halfstep.master import build, native
-from halfstep.master.arithmetic import Item, Sgd
-from halfstep.master.native import Kernels
+from halfstep.masters import c_compiler, cpu_kernels
+from halfstep.masters.cpu_kernels import Kernels
+from halfstep.masters.update_rules import Item, Sgd
 
 ASCENT = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
 """Adds the gradient to the weight."""
@@ -22,10 +22,10 @@ STILL = Sgd(0.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
 @pytest.fixture(scope="module", params=["own", "portable"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Return kernels for this processor, and such without its special words."""
-    twin.ready(native)
+    twin.ready(cpu_kernels)
     extra = ("-DHALFSTEP_PORTABLE",) if request.param == "portable" else ()
-    job = build.Job(native.SOURCE, native.works, extra)
-    return Kernels.of(job.ready(build.find())[0])
+    job = c_compiler.Job(cpu_kernels.SOURCE, cpu_kernels.works, extra)
+    return Kernels.of(job.ready(c_compiler.find())[0])
 
 
 def all_bits() -> torch.Tensor:
@@ -144,7 +144,7 @@ def test_many_small_tensors(kernels: Kernels) -> None:
 
 def test_refusals() -> None:
     """Law: what C would read as something else is refused, with its number."""
-    twin.ready(native)
+    twin.ready(cpu_kernels)
     one = torch.tensor(1.0)
 
     def refused(change: Any, rule: Any = twin.ADAMW, form: str = "split") -> str:
@@ -153,7 +153,7 @@ def test_refusals() -> None:
         change(items[1])
         before = [held.clone() for held in twin.held(items[0])]
         with pytest.raises(UserError) as caught:
-            native.update(items, rule, form, inverse=one, clock=(0, 0))
+            cpu_kernels.update(items, rule, form, inverse=one, clock=(0, 0))
         for now, then in zip(twin.held(items[0]), before, strict=True):
             assert twin.same_bits(now, then)
         return str(caught.value)
@@ -195,9 +195,9 @@ def test_refusals() -> None:
     assert "is torch.int32" in refused(put("step", torch.ones((), dtype=torch.int32)))
     assert "on meta" in refused(put("step", torch.ones((), device="meta")))
     with pytest.raises(UserError, match=r"gradient 0 is torch\.int32"):
-        native.look([torch.ones(3, dtype=torch.int32)], norm=True)
+        cpu_kernels.look([torch.ones(3, dtype=torch.int32)], norm=True)
     with pytest.raises(UserError, match=r"gradient 0 is torch\.float32 on meta"):
-        native.look([torch.ones(3, device="meta")], norm=True)
+        cpu_kernels.look([torch.ones(3, device="meta")], norm=True)
 
 
 def test_lazy_signs(kernels: Kernels) -> None:
@@ -218,10 +218,10 @@ def test_self_check_in_any_mood(kernels: Kernels) -> None:
     torch.set_default_dtype(torch.float64)
     flushed = torch.set_flush_denormal(True)
     try:
-        assert not flushed or build.flushes()
-        assert native.works(kernels.library)
+        assert not flushed or c_compiler.flushes()
+        assert cpu_kernels.works(kernels.library)
     finally:
         torch.set_flush_denormal(False)
         torch.set_default_dtype(torch.float32)
-    assert not build.flushes()
-    assert native.works(kernels.library)
+    assert not c_compiler.flushes()
+    assert cpu_kernels.works(kernels.library)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from halfstep.formats import tensors_in
-from halfstep.nested import halves
+from halfstep.numerics.formats import tensors_in
+from halfstep.numerics.tree import halves
 
 X, Y = torch.arange(10.0).view(5, 2), torch.arange(5)
 

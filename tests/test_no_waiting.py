@@ -15,11 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import halfstep as hs
-from halfstep import convert, late, preparing
-from halfstep.scaler import ScaleRule
-from halfstep.scaler.passes import Passes
-from halfstep.scaler.scales import Scales
-from halfstep.updating import Updates
+from halfstep._torch import async_read
+from halfstep.casting import convert_model
+from halfstep.scaling import ScaleRule
+from halfstep.scaling.per_loss import Scales
+from halfstep.scaling.per_pass import Passes
+from halfstep.session import factory
+from halfstep.session.optimizer_step import Updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,11 +48,11 @@ def _gpu(
     if request.node.get_closest_marker("gpu"):
         yield
         return
-    monkeypatch.setattr(late, "on_host", lambda _: False)
-    monkeypatch.setattr(late.Late, "send", lambda *_: None)
+    monkeypatch.setattr(async_read, "on_host", lambda _: False)
+    monkeypatch.setattr(async_read.Late, "send", lambda *_: None)
     # The kernels of a CPU read memory, which fake tensors have none of.
     monkeypatch.setattr(Updates, "_has_kernel", False)
-    monkeypatch.setattr(preparing, "cautions", lambda *_, **__: ())
+    monkeypatch.setattr(factory, "cautions", lambda *_, **__: ())
     with FakeTensorMode():
         yield
 
@@ -120,7 +122,7 @@ def test_session(level: str, options: dict[str, Any]) -> None:
     optimizer = FUSED["adamw"](model.parameters())
     name, _, dtype = level.partition(" ")
     # Weights beyond fp16 are looked for once, when the session is made.
-    with convert.overflow_reported():
+    with convert_model.overflow_reported():
         session = hs.prepare(model, optimizer, name, dtype=dtype or "auto", **options)
     for _ in range(STEPS):
         loss = torch.empty((), device=FAKE)

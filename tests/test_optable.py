@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from versions import only_pinned
 
-from halfstep import optable
-from halfstep.optable import (
+from halfstep.policy import op_tables
+from halfstep.policy.op_tables import (
     BANNED,
     FOLLOW,
     FP32,
@@ -98,16 +98,16 @@ def test_operations_that_torch_lacks_have_no_row() -> None:
     Twin: without its overload the operation is there.
     """
     names = "mm no_such_operation mm.no_such_overload sum.dim_IntList"
-    rows = optable._rows("a source", (FP32, "a reason", names))
+    rows = op_tables._rows("a source", (FP32, "a reason", names))
     assert [*rows] == ["mm", "sum.dim_IntList"]
 
 
 def test_operations_that_torch_does_not_cast_have_no_row() -> None:
     """Law: torch's table has what torch casts: matrix products, not views."""
-    rows = optable._rows("a source", (LOW, "a reason", "mm view"))
+    rows = op_tables._rows("a source", (LOW, "a reason", "mm view"))
     assert len(rows) == 2
     for device in KEYS:
-        assert [*optable._registered(device, rows)] == ["mm"]
+        assert [*op_tables._registered(device, rows)] == ["mm"]
 
 
 def test_what_moved_is_named() -> None:
@@ -168,12 +168,12 @@ def test_reasons_differ_by_kind() -> None:
 
 def test_no_operation_stands_twice() -> None:
     """Law: no row hides another: rows are as many as names were written."""
-    shared = (*optable._ACCELERATORS, *optable._CUDA_AND_XPU, optable._BAN)
+    shared = (*op_tables._ACCELERATORS, *op_tables._CUDA_AND_XPU, op_tables._BAN)
     groups = {
-        "cpu": optable._CPU,
-        "cuda": (*shared, *optable._CUDA),
+        "cpu": op_tables._CPU,
+        "cuda": (*shared, *op_tables._CUDA),
         "xpu": shared,
-        "mps": (*optable._ACCELERATORS, *optable._MPS),
+        "mps": (*op_tables._ACCELERATORS, *op_tables._MPS),
     }
     for device, written in groups.items():
         names = [name for *_, names in written for name in names.split()]
@@ -212,7 +212,7 @@ AS_CALLED = {
 }
 
 
-def those(rows: dict[str, optable.Row], category: str) -> set[str]:
+def those(rows: dict[str, op_tables.Row], category: str) -> set[str]:
     """Return the operations of a category."""
     return {name for name, row in rows.items() if row.category == category}
 
@@ -265,7 +265,7 @@ def test_lean_names_real_operations() -> None:
 
 def test_modules_name_real_operations() -> None:
     """Law: each type is torch's, and its operation is aten's, overload included."""
-    for name, operation in optable.OPERATION_OF.items():
+    for name, operation in op_tables.OPERATION_OF.items():
         assert issubclass(getattr(nn, name), nn.Module)
         packet, _, overload = operation.partition(".")
         assert (overload or "default") in getattr(torch.ops.aten, packet).overloads()

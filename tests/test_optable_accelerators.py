@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.optable import BANNED, FP32_RESULT, TABLES
 from halfstep.policy import decide
+from halfstep.policy.op_tables import BANNED, FP32_RESULT, TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.optable import FOLLOW, FP32, FP32_RESULT, LEAN, PROMOTE, TABLES
+from halfstep.policy.op_tables import FOLLOW, FP32, FP32_RESULT, LEAN, PROMOTE, TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from halfstep import optable
-from halfstep.optable import BANNED, FP32_RESULT, PROMOTE, TABLES
-from halfstep.policy import decide
+from halfstep.policy import decide, op_tables
+from halfstep.policy.op_tables import BANNED, FP32_RESULT, PROMOTE, TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,7 +228,7 @@ def test_every_row_is_called() -> None:
 
 
 @LOWS
-@pytest.mark.parametrize("row", [row for row in MORE if optable._exists(row)])
+@pytest.mark.parametrize("row", [row for row in MORE if op_tables._exists(row)])
 @pytest.mark.filterwarnings("ignore:.*(deprecated|A window was not provided)")
 def test_more_rows_on_cpu(row: str, low: torch.dtype) -> None:
     """Law: as above, for rows that torch's list leaves out and operations without."""

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep import machine
 from halfstep.errors import UserError
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 FITS, OVERFLOWS = 65519.0, 65520.0
 """From half-way between fp16's largest number and 65536 on, rounding gives inf."""
@@ -24,7 +24,7 @@ FITS, OVERFLOWS = 65519.0, 65520.0
 @pytest.fixture(autouse=True)
 def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Net(nn.Module):

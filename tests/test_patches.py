@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.patches import SharedPatches, attribute
+from halfstep._torch.patches import SharedPatches, attribute
 
 PROGRAM = """
 import gc, sys, types

@@ -14,9 +14,9 @@ from processes import group_of_one
 from small_training import one_thread
 from torch.nn import functional
 
-from halfstep.bad_op import BadOp
+from halfstep.diagnostics.replay import first_bad
+from halfstep.nonfinite.origin import BadOp
 from halfstep.policy import Policy
-from halfstep.replay import first_bad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep import policy
 from halfstep.errors import UserError
 from halfstep.policy import (
     CATEGORIES,
@@ -23,6 +22,7 @@ from halfstep.policy import (
     around,
     decide,
     deciding_rule,
+    rules,
 )
 
 KINDS = ("op", "module", "type")
@@ -260,16 +260,16 @@ class OwnNorm(nn.LayerNorm):
 )
 def test_normalisation_layers(module: nn.Module) -> None:
     """Law: torch's normalisation layers with parameters, and what derives from them."""
-    assert policy.is_normalisation(policy.type_names(module))
+    assert rules.is_normalisation(rules.type_names(module))
 
 
 @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.Embedding(1, 1), nn.ReLU()])
 def test_other_layers(module: nn.Module) -> None:
     """Law: nothing else is spared."""
-    assert not policy.is_normalisation(policy.type_names(module))
+    assert not rules.is_normalisation(rules.type_names(module))
 
 
 def test_type_names_are_nearest_first() -> None:
     """Law: the class comes before its bases."""
-    names = policy.type_names(OwnNorm(2))
+    names = rules.type_names(OwnNorm(2))
     assert names == ("OwnNorm", "LayerNorm", "Module", "object")

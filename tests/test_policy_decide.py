@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import halfstep as hs
 from halfstep.errors import UserError
-from halfstep.optable import FOLLOW, LOW, NAMED, TABLES
 from halfstep.policy import CATEGORIES, LEAN, TORCH, Policy, Rule, decide
+from halfstep.policy.op_tables import FOLLOW, LOW, NAMED, TABLES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CASTABLE = FLOATS[:3]

@@ -10,9 +10,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from halfstep import optable
 from halfstep.errors import UserError
-from halfstep.policy import TORCH, Policy, Rule, around, decide
+from halfstep.policy import TORCH, Policy, Rule, around, decide, op_tables
 
 PIECES = st.sampled_from(["a", "b", ".", "*", "?", "[ab]", "[!a]", "[", "/", "-", "("])
 NAMES = st.text("ab./-([", max_size=6)
@@ -102,7 +101,7 @@ def test_what_a_rule_matches(rule: str, matches: bool) -> None:
         assert (found.category, found.row, found.reason) == ("fp32", rule, "your rule")
     else:
         assert (found.category, found.row) == ("low", "torch cpu table: mm=low")
-        assert found.reason == optable.TABLES["cpu"]["mm"].reason
+        assert found.reason == op_tables.TABLES["cpu"]["mm"].reason
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,14 @@ from portable import (
 from small_training import one_thread, same
 from torch import Tensor
 
-from halfstep import checkpoint, machine
+from halfstep.checkpoint import single
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 LEAN = ("split", "kahan", "stochastic")
 WAYS = (through_torch, through_checkpoint)
@@ -38,7 +39,7 @@ LOW = (torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep the machine's speed out of these tests, and threads out of tiny products."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
     with one_thread():
         yield
 
@@ -203,12 +204,12 @@ def test_the_export_loads_anywhere(kind: str, tmp_path: Path) -> None:
     plain = net(seed=1)
     plain.load_state_dict(weights, strict=True)
     assert same(dict(plain.state_dict()), weights)
-    checkpoint.save(tmp_path / "at", weights, {}, {})
+    single.save(tmp_path / "at", weights, {}, {})
     other = net(seed=2)
-    missing, unexpected = load_model(other, tmp_path / "at" / checkpoint.WEIGHTS)
+    missing, unexpected = load_model(other, tmp_path / "at" / single.WEIGHTS)
     assert (missing, unexpected) == (set(), [])
     assert same(dict(other.state_dict()), weights)
-    again = checkpoint.load(tmp_path / "at").weights
+    again = single.load(tmp_path / "at").weights
     assert same({key: again[key] for key in weights}, weights)
 
 

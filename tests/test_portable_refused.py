@@ -12,7 +12,8 @@ from small_training import one_thread, same
 from torch import nn
 
 import halfstep as hs
-from halfstep import UserError, machine
+from halfstep import UserError
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ KINDS = (
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep the machine's speed out of these tests, and threads out of tiny products."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
     with one_thread():
         yield
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
+from halfstep.diagnostics.preflight.nonfinite_ops import Hidden, first_hidden
 from halfstep.errors import UserError
-from halfstep.finding import Finding
-from halfstep.preflight.operations import Hidden, first_hidden
+from halfstep.reporting.finding import Finding
 
 if TYPE_CHECKING:
-    from halfstep.preflight import CheckReport
+    from halfstep.diagnostics.preflight import CheckReport
 
 
 LOW = [(level, dtype) for level in ("O1", "O2", "O3") for dtype in ("bf16", "fp16")]

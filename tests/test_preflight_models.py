@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
-from halfstep.train import parallel
+from halfstep.train import parallelize
 
 if TYPE_CHECKING:
-    from halfstep.preflight import CheckReport
+    from halfstep.diagnostics.preflight import CheckReport
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,7 +48,7 @@ def gpt() -> nn.Module:
         eos_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config)
-    parallel._spare(model)
+    parallelize._spare(model)
     return model  # type: ignore[no-any-return]
 
 

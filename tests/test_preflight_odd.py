@@ -14,7 +14,7 @@ import halfstep as hs
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from halfstep.preflight import CheckReport
+    from halfstep.diagnostics.preflight import CheckReport
 
 
 def checked(model: nn.Module, loss_fn: Any = loss, **more: Any) -> CheckReport:

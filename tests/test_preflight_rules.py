@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from halfstep.doctor.rules import RULES
-from halfstep.preflight import CheckReport, rules
-from halfstep.preflight.costs import Steps, repeated
-from halfstep.preflight.facts import Cost, Facts, Fault, ScalePoint
-from halfstep.preflight.fidelity import Likeness
-from halfstep.preflight.rules import (
+from halfstep.diagnostics.doctor.rules import RULES
+from halfstep.diagnostics.preflight import CheckReport, rules
+from halfstep.diagnostics.preflight.gradient_similarity import Likeness
+from halfstep.diagnostics.preflight.measurements import Cost, Facts, Fault, ScalePoint
+from halfstep.diagnostics.preflight.rules import (
     DYNAMIC,
     LOST_ALARM,
     LOST_WARN,
     power,
     spread,
 )
-from halfstep.preflight.verdict import judge, verdict
-from halfstep.scaler import ScaleRule
+from halfstep.diagnostics.preflight.step_cost import Steps, repeated
+from halfstep.diagnostics.preflight.verdict import judge, verdict
+from halfstep.scaling import ScaleRule
 
 
 def likeness(cosine: float, where: str = "all", norm: float = 1.0) -> Likeness:

@@ -11,13 +11,13 @@ from checked_nets import LOUD, Net, batch, loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from halfstep import emulated
-from halfstep.preflight import costs
+from halfstep.diagnostics.preflight import step_cost
+from halfstep.machine import fp16_emulation
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from halfstep.preflight import CheckReport
+    from halfstep.diagnostics.preflight import CheckReport
 
 
 def checked(loss_fn: Any = loss, level: str = "O1", **more: Any) -> CheckReport:
@@ -38,7 +38,7 @@ def test_products_in_fp32(
 ) -> None:
     """Law: with products in fp32 a check says what it says with fp16's, and says so."""
     own = checked(level=level, model=Net(gain))
-    monkeypatch.setattr(emulated, "needed", lambda _: True)
+    monkeypatch.setattr(fp16_emulation, "needed", lambda _: True)
     wide = checked(level=level, model=Net(gain))
     assert not notes_of(own)
     assert "computed in fp32 and rounded" in notes_of(wide)[0]
@@ -76,7 +76,7 @@ def test_steps_are_the_machines_own(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: passes take fp32 products where fp16's are slow; timed steps never do."""
-    monkeypatch.setattr(emulated, "needed", lambda _: True)
+    monkeypatch.setattr(fp16_emulation, "needed", lambda _: True)
     with Running() as running:
         checked(steps=steps)
     assert (torch.float16 in running.seen) is bool(steps)
@@ -100,8 +100,8 @@ class Sizes:
 @pytest.mark.parametrize("slow", [True, False])
 def test_steps_that_take_long(*, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: there are then fewer, on the fewest examples that run, and notes say so."""
-    monkeypatch.setattr(emulated, "needed", lambda _: slow)
-    monkeypatch.setattr(costs, "_LONGEST", 0.0)
+    monkeypatch.setattr(fp16_emulation, "needed", lambda _: slow)
+    monkeypatch.setattr(step_cost, "_LONGEST", 0.0)
     sizes = Sizes()
     report = checked(sizes, steps=5)
     assert sizes.seen[-6:] == [2] * 6  # a warm-up, a step and the last one, of each
@@ -123,7 +123,7 @@ def test_steps_that_take_long(*, slow: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: where there is time, all steps are timed, on the whole batch."""
-    monkeypatch.setattr(costs, "_LONGEST", math.inf)
+    monkeypatch.setattr(step_cost, "_LONGEST", math.inf)
     sizes = Sizes()
     report = checked(sizes, steps=3)
     assert sizes.seen[-10:] == [32] * 10

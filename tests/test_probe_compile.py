@@ -11,7 +11,7 @@ from test_probe import INF, NAN, X, net, passes, step
 from torch import nn
 
 import halfstep as hs
-from halfstep.probe.hooks import Hooks
+from halfstep.diagnostics.probe.hooks import Hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
-from halfstep.tensor_stats import measure
+from halfstep.numerics.tensor_stats import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import halfstep as hs
-from halfstep.probe import comings
-from halfstep.probe.carriers import CARRIERS, carries
-from halfstep.probe.looks import Looks
+from halfstep.diagnostics.probe import output_tracker
+from halfstep.diagnostics.probe.nonfinite_flow import CARRIERS, carries
+from halfstep.diagnostics.probe.step_records import Looks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -362,7 +362,7 @@ def test_little_is_held() -> None:
             out.sum().backward()
             held.append(len(probe._hooks._comings._gradients))
             probe.step()
-    assert max(held) <= comings.HELD
+    assert max(held) <= output_tracker.HELD
 
 
 class Mends(nn.Module):

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 import halfstep as hs
+from halfstep.diagnostics.profiling import profile, timeline
+from halfstep.diagnostics.profiling.profile_result import GEMM, Profile, Row
+from halfstep.diagnostics.profiling.profile_step import summary
 from halfstep.errors import UserError
-from halfstep.profiling import profile, timeline
-from halfstep.profiling.result import GEMM, Profile, Row
-from halfstep.profiling.steps import summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

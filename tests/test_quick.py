@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.master import kahan, quick, split, stochastic
+from halfstep.masters import chunk_codec, kahan_codec, split_codec, stochastic_codec
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LOW = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
 """Low halves at which roundings to bf16 turn."""
-EXTRA = {split: torch.int16, kahan: torch.bfloat16}
+EXTRA = {split_codec: torch.int16, kahan_codec: torch.bfloat16}
 
 every_room = pytest.mark.parametrize("room", list(EXTRA), ids=["split", "kahan"])
 
@@ -40,12 +40,12 @@ def chunks() -> list[Tensor]:
 
 @every_room
 def test_encode(room: ModuleType) -> None:
-    """Law: weight and rest are those of split.py and kahan.py."""
+    """Law: weight and rest are those of the split and Kahan codecs."""
     for numbers in chunks():
         kinds = (torch.bfloat16, EXTRA[room])
         mine = [torch.empty(numbers.shape, dtype=kind) for kind in kinds]
         right = [torch.empty(numbers.shape, dtype=kind) for kind in kinds]
-        quick.encode_(numbers, *mine)
+        chunk_codec.encode_(numbers, *mine)
         room.encode_(numbers, *right)
         for one, other in zip(mine, right, strict=True):
             assert twin.same_bits(one, other)
@@ -61,20 +61,20 @@ def test_decode(room: ModuleType) -> None:
         for chosen in (finite & (weights != 0), finite, torch.ones_like(finite)):
             mine = torch.empty(int(chosen.sum()))
             right = torch.empty_like(mine)
-            quick.decode_(weights[chosen], extra[chosen], mine)
+            chunk_codec.decode_(weights[chosen], extra[chosen], mine)
             room.decode_(weights[chosen], extra[chosen], right)
             assert twin.same_bits(mine, right)
 
 
 @pytest.mark.parametrize("draw", [0, 1, 0x7FFF, 0x8000, 0xFFFF])
 def test_round(draw: int) -> None:
-    """Law: random rounding is that of stochastic.py, at the largest bf16 too."""
+    """Law: random rounding is that of the stochastic codec, at the largest bf16 too."""
     for numbers in chunks():
         sixteen = torch.full(numbers.shape, draw, dtype=torch.int32)
         mine = torch.empty(numbers.shape, dtype=torch.bfloat16)
         right = torch.empty_like(mine)
-        quick.round_(numbers, mine, sixteen)
-        stochastic.round_(numbers, right, sixteen)
+        chunk_codec.round_(numbers, mine, sixteen)
+        stochastic_codec.round_(numbers, right, sixteen)
         assert twin.same_bits(mine, right)
 
 
@@ -85,10 +85,10 @@ def test_any_bits(words: list[int]) -> None:
     for room, kind in EXTRA.items():
         mine = [torch.empty(len(words), dtype=d) for d in (torch.bfloat16, kind)]
         right = [torch.empty_like(tensor) for tensor in mine]
-        quick.encode_(numbers, *mine)
+        chunk_codec.encode_(numbers, *mine)
         room.encode_(numbers, *right)
         decoded = torch.empty(len(words)), torch.empty(len(words))
-        quick.decode_(*mine, decoded[0])
+        chunk_codec.decode_(*mine, decoded[0])
         room.decode_(*right, decoded[1])
         for one, other in zip([*mine, decoded[0]], [*right, decoded[1]], strict=True):
             assert twin.same_bits(one, other)
@@ -102,7 +102,7 @@ def test_careful_way_is_not_always_taken(monkeypatch: pytest.MonkeyPatch) -> Non
         truth = chunks()[0]
         weight = torch.empty(truth.shape, dtype=torch.bfloat16)
         extra = torch.empty(truth.shape, dtype=kind)
-        quick.encode_(truth, weight, extra)
-        quick.decode_(weight, extra, torch.empty(truth.shape))
-    monkeypatch.delattr(stochastic, "round_")
-    quick.round_(truth, weight, torch.zeros(truth.shape, dtype=torch.int32))
+        chunk_codec.encode_(truth, weight, extra)
+        chunk_codec.decode_(weight, extra, torch.empty(truth.shape))
+    monkeypatch.delattr(stochastic_codec, "round_")
+    chunk_codec.round_(truth, weight, torch.zeros(truth.shape, dtype=torch.int32))

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from halfstep import cpu, formats, gemm, machine, rate_cache
 from halfstep.errors import UserError
-from halfstep.gemm import GemmRates
-from halfstep.machine import Capabilities, Gpu
+from halfstep.machine import Capabilities, Gpu, cpu, gemm, hardware, rate_cache
+from halfstep.machine.gemm import GemmRates
+from halfstep.numerics import formats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,8 +52,8 @@ class Machine:
 
 def new_process() -> None:
     """Forget what only the process knows."""
-    machine._of_this_process.clear()
-    machine._latest.clear()
+    hardware._of_this_process.clear()
+    hardware._latest.clear()
 
 
 @pytest.fixture
@@ -66,20 +66,20 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cpu, "first_instruction_limits", dict)
     monkeypatch.setattr(cpu, "facts", dict)
-    monkeypatch.setattr(machine, "capabilities", lambda: AMX)
+    monkeypatch.setattr(hardware, "capabilities", lambda: AMX)
     monkeypatch.setattr(gemm, "measure", planted.measure)
-    monkeypatch.setattr(machine, "time", planted)
-    monkeypatch.setattr(machine, "_of_this_process", {})
-    monkeypatch.setattr(machine, "_latest", {})
+    monkeypatch.setattr(hardware, "time", planted)
+    monkeypatch.setattr(hardware, "_of_this_process", {})
+    monkeypatch.setattr(hardware, "_latest", {})
     return planted
 
 
 def test_measured_once(here: Machine) -> None:
     """Law: one measurement a machine; the process and the disk both remember."""
-    assert machine.measured() == machine.measured("cpu") == replace(QUIET, time=1e9)
+    assert hardware.measured() == hardware.measured("cpu") == replace(QUIET, time=1e9)
     new_process()
     here.now += DAY
-    assert machine.measured() == replace(QUIET, time=1e9)
+    assert hardware.measured() == replace(QUIET, time=1e9)
     assert here.count == 1
     assert [file.suffix for file in here.files()] == [".json"]
 
@@ -99,8 +99,8 @@ def _replaced(owner: object, name: str, value: object) -> Any:
 
 CARD = Gpu("a card", (8, 0), 2**34)
 OTHERS: dict[str, Any] = {
-    "processor": _replaced(machine, "capabilities", replace(AMX, cpu="another")),
-    "GPU": _replaced(machine, "capabilities", replace(AMX, gpus=(CARD,))),
+    "processor": _replaced(hardware, "capabilities", replace(AMX, cpu="another")),
+    "GPU": _replaced(hardware, "capabilities", replace(AMX, gpus=(CARD,))),
     "stepping": _replaced(cpu, "facts", {"stepping": "2"}),
     "flags": _replaced(cpu, "facts", {"flags": "fpu avx2"}),
     "host": _replaced(platform, "node", "another"),
@@ -124,15 +124,15 @@ def test_other_conditions_are_measured_anew(
     change: Callable[[pytest.MonkeyPatch], None], here: Machine
 ) -> None:
     """Law: whatever decides the rates has an entry of its own, and none is lost."""
-    machine.measured()
+    hardware.measured()
     slow = {"fp32": 2.0, "bf16": 0.026, "fp16": 0.02}
     here.found = replace(QUIET, rates=slow)
     with pytest.MonkeyPatch.context() as patch:
         change(patch)
         for _ in range(2):
-            assert machine.measured().rates == slow
+            assert hardware.measured().rates == slow
             new_process()
-    assert machine.measured().rates == RATES
+    assert hardware.measured().rates == RATES
     assert here.count == 2
     assert len(here.files()) == 2
 
@@ -141,12 +141,12 @@ def test_limit_of_a_living_process_is_trusted_to_nothing(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: a limit set after the start may not be in force: nothing read, nor kept."""
-    machine.measured()
+    hardware.measured()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    why = machine.measured().why_not_cached
+    why = hardware.measured().why_not_cached
     assert why == "ONEDNN_MAX_CPU_ISA changed after this process began"
     new_process()
-    machine.measured()
+    hardware.measured()
     assert here.count == 3
     assert len(here.files()) == 1
 
@@ -155,38 +155,40 @@ def test_measured_under_load_is_for_this_process(here: Machine) -> None:
     """Law: rates in doubt are not cached, and what rests on them says so."""
     here.found = BUSY
     for _ in range(2):
-        assert machine.measured().why_not_cached == BUSY.doubt
+        assert hardware.measured().why_not_cached == BUSY.doubt
     assert here.count == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "gemm_rates", lambda *_: dict(machine.measured().rates))
-        reason = machine.recommend().reason
+        patch.setattr(
+            hardware, "gemm_rates", lambda *_: dict(hardware.measured().rates)
+        )
+        reason = hardware.recommend().reason
     assert reason.endswith(f" (AMX-BF16); measured under load: {BUSY.doubt}")
-    (note,) = machine.tables()[1].notes
+    (note,) = hardware.tables()[1].notes
     assert note == f"cpu: used in this process only, not cached: {BUSY.doubt}."
     assert here.files() == []
     new_process()
     here.found = QUIET
-    assert machine.measured().why_not_cached == ""
+    assert hardware.measured().why_not_cached == ""
     assert len(here.files()) == 1
 
 
 def test_refresh_measures_each_time(here: Machine) -> None:
     """Law: `refresh` measures whenever it is asked to, and the new figures stay."""
-    machine.measured()
+    hardware.measured()
     here.found = replace(QUIET, rates={name: 2 * rate for name, rate in RATES.items()})
-    assert machine.measured(refresh=True).rates == here.found.rates
+    assert hardware.measured(refresh=True).rates == here.found.rates
     new_process()
-    assert machine.measured().rates == here.found.rates
+    assert hardware.measured().rates == here.found.rates
     assert here.count == 2
 
 
 @pytest.mark.parametrize(("later", "count"), [(29 * DAY, 1), (31 * DAY, 2), (-DAY, 2)])
 def test_old_rates_are_measured_again(later: float, count: int, here: Machine) -> None:
     """Law: rates serve 30 days; those from the future serve not at all."""
-    machine.measured()
+    hardware.measured()
     new_process()
     here.now += later
-    machine.measured()
+    hardware.measured()
     assert here.count == count
 
 
@@ -214,7 +216,7 @@ ALTERED: dict[str, Any] = {
 @pytest.mark.parametrize("case", [*BROKEN, *ALTERED])
 def test_broken_entry_is_replaced(case: str, here: Machine) -> None:
     """Law: a file that holds anything but rates of here counts as absent."""
-    machine.measured()
+    hardware.measured()
     (file,) = here.files()
     if case in BROKEN:
         file.write_bytes(BROKEN[case])
@@ -222,20 +224,20 @@ def test_broken_entry_is_replaced(case: str, here: Machine) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | ALTERED[case]))
     for _ in range(2):
         new_process()
-        assert machine.measured() == replace(QUIET, time=1e9)
+        assert hardware.measured() == replace(QUIET, time=1e9)
     assert here.count == 2
     assert here.files() == [file]
 
 
 def test_pipe_in_the_cache_is_not_waited_for(here: Machine) -> None:
     """Law: what is no file is not opened, and a process goes on without it."""
-    machine.measured()
+    hardware.measured()
     (file,) = here.files()
     file.unlink()
     file.mkdir()
     new_process()
-    assert machine.measured().rates == RATES
-    assert "cannot be written" in machine.measured().why_not_cached
+    assert hardware.measured().rates == RATES
+    assert "cannot be written" in hardware.measured().why_not_cached
 
 
 def test_unwritable_cache_is_told(
@@ -247,8 +249,8 @@ def test_unwritable_cache_is_told(
     monkeypatch.setenv("XDG_CACHE_HOME", str(here.folder / "file"))
     for processes in (1, 2):
         new_process()
-        assert machine.measured() is machine.measured()
-        assert "cannot be written" in machine.measured().why_not_cached
+        assert hardware.measured() is hardware.measured()
+        assert "cannot be written" in hardware.measured().why_not_cached
         assert here.count == processes
 
 
@@ -261,7 +263,7 @@ def test_user_without_a_home(here: Machine, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", home)
-    assert machine.measured().why_not_cached == (
+    assert hardware.measured().why_not_cached == (
         "the cache folder cannot be written: this user has no home folder; "
         "set XDG_CACHE_HOME"
     )
@@ -299,7 +301,7 @@ def test_writers_at_once_leave_whole_files(here: Machine) -> None:
 
 def test_threads_measure_one_after_the_other(here: Machine) -> None:
     """Law: threads that ask at once share one measurement."""
-    threads = [threading.Thread(target=machine.measured) for _ in range(8)]
+    threads = [threading.Thread(target=hardware.measured) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -324,19 +326,19 @@ def test_children_are_given_the_rates(
 ) -> None:
     """Law: under load a process measures once, for its children too."""
     here.found = BUSY
-    assert machine.environment() == {}
-    machine.measured()
-    ((name, word),) = machine.environment().items()
+    assert hardware.environment() == {}
+    hardware.measured()
+    ((name, word),) = hardware.environment().items()
     new_process()
     monkeypatch.setenv(name, word)
-    told = machine.measured("cpu")
+    told = hardware.measured("cpu")
     assert (told.rates, told.doubt) == (RATES, "")
     assert told.why_not_cached == "HALFSTEP_RATES tells them"
-    assert machine.tables()[1].rows[0][5] == "-"  # nobody knows when
-    assert machine.recommend("cpu").level == "O2"
+    assert hardware.tables()[1].rows[0][5] == "-"  # nobody knows when
+    assert hardware.recommend("cpu").level == "O2"
     assert here.count == 1
     monkeypatch.setenv(name, '{"cuda": {"fp32": 1}}')
-    machine.measured("cpu")
+    hardware.measured("cpu")
     assert here.count == 2
 
 
@@ -355,12 +357,12 @@ def test_bad_word_is_refused(word: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Law: an environment that tells no rates is refused, with what would be right."""
     monkeypatch.setenv("HALFSTEP_RATES", word)
     with pytest.raises(UserError, match=r"holds no rates; it must look like \{"):
-        machine.measured("cpu")
+        hardware.measured("cpu")
 
 
 @pytest.mark.gpu
 def test_gpu_is_measured() -> None:
     """Law: on a real GPU every format has a positive, finite rate."""
-    found = machine.measured("cuda", refresh=True).rates
+    found = hardware.measured("cuda", refresh=True).rates
     assert found.keys() == formats.FORMATS.keys()
     assert all(0 < rate < math.inf for rate in found.values())

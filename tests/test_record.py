@@ -11,10 +11,10 @@ from small_net import Net, Row, X, loss, rows
 from torch import nn
 
 import halfstep as hs
-from halfstep import optable
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
+from halfstep.policy import op_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ def recorded(net: nn.Module, times: int = 1, **more: Any) -> list[Row]:
 
 def why(op: str, base: str) -> tuple[str, str]:
     """Return rule and reason of a row of a table."""
-    row = optable.NAMED[base]["cpu"][op]
+    row = op_tables.NAMED[base]["cpu"][op]
     return f"{base} cpu table: {op}={row.category}", row.reason
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torchs_modules
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from halfstep import optable
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.weight_cache import CastCache
+from halfstep.policy import op_tables
 
 
 @pytest.mark.parametrize("policy", ["torch", "lean", "lean + op:gelu=fp32"])
@@ -33,7 +33,7 @@ def test_numbers_are_the_same(policy: str) -> None:
 
 def left_behind() -> dict[str, object]:
     """Return what recording puts into torch."""
-    names = sorted(optable.LEAN["cpu"].keys() | optable.TABLES["cpu"].keys())
+    names = sorted(op_tables.LEAN["cpu"].keys() | op_tables.TABLES["cpu"].keys())
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return {
         "kernels": [n for n in names if has_kernel(f"aten::{n}", "AutocastCPU")],

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep import machine
 from halfstep.errors import UserError
-from halfstep.release import Release
+from halfstep.machine import hardware
+from halfstep.masters.optimizer_in_backward import Release
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from master_cases import Make
 
-    from halfstep.session import Session
-    from halfstep.stats import StepReport
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session.session import Session
 
 every_form = pytest.mark.parametrize("form", cases.FORMS)
 RMSPROP: Make = partial(torch.optim.RMSprop, lr=0.01, momentum=0.5)
@@ -283,7 +283,7 @@ def test_exclusions(why: str) -> None:
 
 def test_dynamic_scales_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: fp16 as it comes has a loss scale; without one it may be released."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
     model = Chain()
     make = partial(hs.prepare, level="O2", dtype="fp16", release_gradients=True)
     with pytest.raises(UserError, match="a loss scale: use dtype='bf16'"):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.bad_op import BadOp
-from halfstep.scaler import ScaleRule
+from halfstep.nonfinite.origin import BadOp
+from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable

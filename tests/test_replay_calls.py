@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
-from halfstep import convert
+from halfstep.casting import convert_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from halfstep.bad_op import BadOp
+    from halfstep.nonfinite.origin import BadOp
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
@@ -202,7 +202,7 @@ def test_a_weight_that_became_inf_in_a_conversion() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         policy = "lean" + f" + {rule}" * bool(rule)
         # Without it such a weight is rejected at once.
-        with convert.overflow_reported():
+        with convert_model.overflow_reported():
             session = hs.prepare(model, optimizer, "O2", dtype="fp16", policy=policy)
 
         def step(session: hs.Session = session) -> Tensor:

@@ -19,7 +19,7 @@ import halfstep as hs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from halfstep.bad_op import BadOp
+    from halfstep.nonfinite.origin import BadOp
 
     Plant = Callable[[Any], None]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import halfstep as hs
 
 if TYPE_CHECKING:
-    from halfstep.bad_op import BadOp
+    from halfstep.nonfinite.origin import BadOp
 
 X = torch.ones(4, 8)
 

@@ -17,7 +17,7 @@ from ranks import PATIENCE, saw, start
 from torch.distributed.fsdp import fully_shard
 
 import halfstep as hs
-from halfstep import distributed
+from halfstep.distributed import process_group
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def together(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
             fault.plant(run)
         model = wrapped(run, sharded=True)
         bad = hs.first_bad(model, lambda: run.step(model), scale=run.scale)
-        first = distributed.first_given(bad)
+        first = process_group.first_given(bad)
         left = sum(p.grad is not None for p in model.parameters())
         return {"right": fault.judge(first), "left": left, "said": str(bad)}
 

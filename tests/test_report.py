@@ -1,4 +1,4 @@
-"""The laws of `halfstep.report`: what is shown, and what is written."""
+"""The laws of `halfstep.reporting.table`: what is shown, and what is written."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.report import Table, write_text
+from halfstep.reporting.table import Table, write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from halfstep.report import Cell
+    from halfstep.reporting.table import Cell
 
 TABLE = Table(
     "Runs",

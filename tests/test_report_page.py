@@ -1,4 +1,4 @@
-"""The laws of `halfstep.report_page`: what is drawn, and one page that holds it."""
+"""The laws of `halfstep.reporting.html`: what is drawn, and one page that holds it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep import report_page
 from halfstep.errors import UserError
-from halfstep.report import Table
-from halfstep.report_page import Bar, Card, Chart, Curve, Heat, Section, page
+from halfstep.reporting import html as reporting_html
+from halfstep.reporting.html import Bar, Card, Chart, Curve, Heat, Section, page
+from halfstep.reporting.table import Table
 
 NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
 TABLE = Table(
@@ -57,7 +57,7 @@ def test_a_curve_has_as_many_x_as_y() -> None:
 def test_the_same_chart_gives_the_same_bytes() -> None:
     """Law: neither the process, nor its hash seed, nor a matplotlibrc matters."""
     code = (
-        "import sys; from halfstep.report_page import Chart, Curve\n"
+        "import sys; from halfstep.reporting.html import Chart, Curve\n"
         "assert 'matplotlib' not in sys.modules and 'jinja2' not in sys.modules\n"
         "curve = Curve('a', (0.0, 1.0, 2.0), (1.0, 3.0, 2.0))\n"
         "print(Chart('Loss', 'step', 'loss', (curve,)).svg(), end='')\n"
@@ -147,7 +147,7 @@ def test_long_curves_keep_their_spikes_gaps_and_ends() -> None:
     y[12_345], y[23_456], y[34_567] = 9.0, -9.0, math.nan
     y[1], y[-2] = -2.0, 2.0  # so that neither end is the least or the greatest
     curve = Curve("a", tuple(map(float, range(50_000))), tuple(y))
-    xs, ys = report_page._points(curve, lowest=-1e100)
+    xs, ys = reporting_html._points(curve, lowest=-1e100)
     assert xs == sorted(xs)
     assert (xs[0], xs[-1]) == (0.0, 49_999.0)
     drawn = dict(zip(xs, ys, strict=True))
@@ -160,7 +160,7 @@ def test_how_many_points_are_drawn(count: int) -> None:
     """Law: up to 2,000 points all, of more some but never more than 2,000."""
     x = tuple(map(float, range(count)))
     y = tuple((math.nan, 1.0, -1.0, 0.0)[i % 4] for i in range(count))
-    xs, ys = report_page._points(Curve("a", x, y), lowest=-1e100)
+    xs, ys = reporting_html._points(Curve("a", x, y), lowest=-1e100)
     assert len(xs) == len(ys)
     assert 1000 <= len(xs) <= 2000 if count > 2000 else tuple(xs) == x
 

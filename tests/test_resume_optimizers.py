@@ -11,10 +11,10 @@ from master_cases import OPTIMIZERS
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import machine
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 KINDS = (
     *("O0 fp32 fp32", "O1 bf16 fp32", "O1 fp16 fp32"),
@@ -28,7 +28,7 @@ KINDS = (
 @pytest.fixture(autouse=True)
 def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Net(nn.Module):

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfstep import late
+from halfstep._torch import async_read
 from halfstep.errors import UserError
-from halfstep.scaler import LossScaler, ScaleRule, ScaleState, advance, unscale_
-from halfstep.scaler.collapse import is_collapsed
+from halfstep.scaling import LossScaler, ScaleRule, ScaleState, advance, unscale_
+from halfstep.scaling.collapse import is_collapsed
 
 RULE = ScaleRule(
     init_scale=64.0,
@@ -109,7 +109,7 @@ def test_the_rule_is_the_same_on_a_device(
     for flag in trace:
         here = advance(here, torch.tensor(flag), rule, proposal)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(late, "on_host", lambda _: False)
+            patch.setattr(async_read, "on_host", lambda _: False)
             there = advance(there, torch.tensor(flag), rule, proposal)
         for field in fields(ScaleState):
             one, other = getattr(here, field.name), getattr(there, field.name)

@@ -20,7 +20,7 @@ from grids import thinned
 from torch import Tensor, nn, optim
 
 import halfstep as hs
-from halfstep.scaler import ScaleRule
+from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

@@ -35,7 +35,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
-from halfstep.scaler import LossScaleCollapse
+from halfstep.scaling import LossScaleCollapse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import machine
 from halfstep.errors import UserError
-from halfstep.scaler import LossScaler, ScaleRule
+from halfstep.machine import hardware
+from halfstep.scaling import LossScaler, ScaleRule
 
 INF = math.inf
 SGD = functools.partial(torch.optim.SGD, lr=0.125, momentum=0.5)
@@ -32,7 +32,7 @@ same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 @pytest.fixture(autouse=True)
 def _any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Loop:

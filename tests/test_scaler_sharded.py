@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import halfstep as hs
-from halfstep.scaler import ScaleRule
+from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable

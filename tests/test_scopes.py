@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from units import Seen, Unit
 
-from halfstep import gate, scopes
-from halfstep.casting import autocast
+from halfstep.casting import active_context, module_rules
+from halfstep.casting.autocast_mode import autocast
 from halfstep.errors import UserError
 from halfstep.policy import Policy, decide
 
@@ -40,7 +40,7 @@ def run(policy: str, low: torch.dtype = BF16) -> Seen:
     with autocast("cpu", low, policy=policy, model=model):
         model(X)
     assert not torch.is_autocast_enabled("cpu")
-    assert gate.current("cpu") is None
+    assert active_context.current("cpu") is None
     return seen
 
 
@@ -303,7 +303,7 @@ def test_where_scopes_begin() -> None:
     model, _ = build()
 
     def begins(words: str) -> dict[str, int]:
-        found = scopes.scopes_of(model, Policy.parse(f"torch + {words}"))
+        found = module_rules.scopes_of(model, Policy.parse(f"torch + {words}"))
         return {scope.path: scope.rule for scope in found}
 
     assert begins("module:a=fp32") == {"a": 0}

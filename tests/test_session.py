@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import machine
-from halfstep.updating import Updates
+from halfstep.machine import hardware
+from halfstep.session.optimizer_step import Updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from halfstep.session import Session
-    from halfstep.stats import StepReport
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session.session import Session
 
     Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -50,7 +50,7 @@ same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep the machine's speed out of these tests, and threads out of tiny products."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

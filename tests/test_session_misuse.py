@@ -18,8 +18,8 @@ import halfstep as hs
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from halfstep.session import Session
-    from halfstep.stats import StepReport
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session.session import Session
 
 
 def build(kind: str, **more: Any) -> Session:

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
-from halfstep.scaler import LossScaleCollapse, ScaleRule
+from halfstep.scaling import LossScaleCollapse, ScaleRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep import machine
 from halfstep.errors import UserError
-from halfstep.master import native
+from halfstep.machine import hardware
+from halfstep.masters import cpu_kernels
 
 if TYPE_CHECKING:
-    from halfstep.session import Session
-    from halfstep.stats import StepReport
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session.session import Session
 
 
 @pytest.fixture(autouse=True)
 def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: None)
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 def network() -> nn.Sequential:
@@ -183,8 +183,8 @@ def test_messages(given: dict[str, Any], message: str) -> None:
 
 def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: "auto" is what the machine recommends, with its reason."""
-    advice = machine.Recommendation("O2", "bf16", "measured")
-    monkeypatch.setattr(machine, "recommend", lambda _: advice)
+    advice = hardware.Recommendation("O2", "bf16", "measured")
+    monkeypatch.setattr(hardware, "recommend", lambda _: advice)
     model = network()
     session = hs.prepare(model, optimizer_of(model))
     assert (str(session.choice), session.choice.reason) == ("O2 bf16", "measured")
@@ -193,7 +193,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_emulation_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a format that this machine is slow in is warned of, once."""
-    monkeypatch.setattr(machine, "emulation_warning", lambda *_: "slow here")
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: "slow here")
     with pytest.warns(UserWarning, match="^slow here$"):
         build("O1 fp16")
 
@@ -218,7 +218,7 @@ def test_explain() -> None:
         "level O2 bf16: level O2 was asked for",
         "policy: torch + module:3=fp32 + type:RMSNorm=fp32",
         "master weights of 112 numbers: fp32 masters, exact",
-        f"update: SGD in one pass over memory: {native.describe()}",
+        f"update: SGD in one pass over memory: {cpu_kernels.describe()}",
         "loss scale: 1, fixed",
     )
     moving = build("O1 fp16").explain()
@@ -237,7 +237,7 @@ def test_printed() -> None:
         "level O2 bf16: level O2 was asked for",
         "policy: lean",
         "master weights of 163 numbers: fp32 masters, exact",
-        f"update: SGD in one pass over memory: {native.describe()}",
+        f"update: SGD in one pass over memory: {cpu_kernels.describe()}",
         "loss scale: 1, fixed",
         "micro-batches a step: 2, 1 of the next",
         "steps: 1 applied, 0 skipped",

@@ -25,7 +25,7 @@ from halfstep.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 FORMS = ("fp32", "split", "stochastic")
 every_form = pytest.mark.parametrize("form", FORMS)

@@ -24,8 +24,8 @@ from halfstep.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from halfstep.session import Session
-    from halfstep.stats import StepReport
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session.session import Session
 
 every_form = pytest.mark.parametrize("form", ["fp32", "split", "stochastic"])
 WAYS: dict[str, dict[str, Any]] = {

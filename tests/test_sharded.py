@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import halfstep as hs
-from halfstep.sharded import fsdp_policy
+from halfstep.session.fsdp import fsdp_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

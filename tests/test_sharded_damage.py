@@ -19,8 +19,9 @@ from small_training import one_thread, same
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import halfstep as hs
-from halfstep import checkpoint, sealed, sharded
-from halfstep.sealed import MANIFEST, CheckpointError
+from halfstep.checkpoint import atomic_directory, single
+from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError
+from halfstep.session import fsdp_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a sound directory."""
     path = tmp_path_factory.mktemp("original") / "c"
     with one_thread():
-        sharded.save(trained(), path, {"step": 1})
+        fsdp_checkpoint.save(trained(), path, {"step": 1})
     return path
 
 
@@ -51,11 +52,11 @@ def test_round_trip(kept: Path, original: Path) -> None:
     """Law: what was saved comes back, sealed, with its notes, wherever it is moved."""
     moved = kept.rename(kept.with_name("moved"))
     session, expected = trained(1), trained()
-    sharded.load(session, moved)
+    fsdp_checkpoint.load(session, moved)
     assert same(session.state_dict(), expected.state_dict())
-    assert sealed.read(moved)["notes"] == {"step": 1}
+    assert atomic_directory.read(moved)["notes"] == {"step": 1}
     files = {path.name for path in moved.iterdir()}
-    assert sealed.read(moved)["files"].keys() == files - {MANIFEST}
+    assert atomic_directory.read(moved)["files"].keys() == files - {MANIFEST}
     assert [path.name for path in original.parent.iterdir()] == ["c"]
 
 
@@ -65,7 +66,7 @@ def test_round_trip(kept: Path, original: Path) -> None:
 def other_shard(path: Path) -> None:
     """Put the part of another checkpoint there, of the same size."""
     other = path.parent.with_name("other")
-    sharded.save(trained(3), other)
+    fsdp_checkpoint.save(trained(3), other)
     shutil.copy(other / path.name, path)
 
 
@@ -81,7 +82,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no manifest": (MANIFEST, Path.unlink, "has no manifest.json, so it cannot be "),
     "a plain one": (
         "",
-        lambda path: (shutil.rmtree(path), checkpoint.save(path, {}, {}, {})),
+        lambda path: (shutil.rmtree(path), single.save(path, {}, {}, {})),
         "is not a halfstep sharded checkpoint: manifest.json says it is a halfstep ",
     ),
     "an empty directory": (
@@ -107,7 +108,7 @@ def test_damage(word: str, kept: Path) -> None:
 def test_read_as_a_plain_one(kept: Path) -> None:
     """Law: a sharded checkpoint is not taken for a plain one."""
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(kept)
+        single.load(kept)
     assert str(caught.value) == (
         f"{kept} is not a halfstep checkpoint: manifest.json says it is a halfstep "
         "sharded checkpoint."
@@ -117,26 +118,26 @@ def test_read_as_a_plain_one(kept: Path) -> None:
 def test_replaced(kept: Path) -> None:
     """Law: what exists is replaced where that is asked for, and only there."""
     with pytest.raises(CheckpointError, match="a checkpoint is never written over"):
-        sharded.save(trained(2), kept)
-    sharded.save(trained(2), kept, replace=True)
+        fsdp_checkpoint.save(trained(2), kept)
+    fsdp_checkpoint.save(trained(2), kept, replace=True)
     session = trained(1)
-    sharded.load(session, kept)
+    fsdp_checkpoint.load(session, kept)
     assert same(session.state_dict(), trained(2).state_dict())
     assert [path.name for path in kept.parent.iterdir()] == ["c"]
 
 
 def test_another_program_is_first(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: what another finished meanwhile is not written over."""
-    path, original = kept.with_name("later"), sealed.appear
+    path, original = kept.with_name("later"), atomic_directory.appear
 
     def late(*given: Any, **words: Any) -> None:
         path.mkdir()
         (path / "file").write_text("another's")
         original(*given, **words)
 
-    monkeypatch.setattr(sealed, "appear", late)
+    monkeypatch.setattr(atomic_directory, "appear", late)
     with pytest.raises(CheckpointError, match="a checkpoint is never written over"):
-        sharded.save(trained(2), path)
+        fsdp_checkpoint.save(trained(2), path)
     assert sorted(each.name for each in kept.parent.iterdir()) == ["c", "later"]
     assert (path / "file").read_text() == "another's"
 
@@ -152,47 +153,47 @@ def fails(moment: str, rank: int) -> dict[str, Any]:
     """Let one rank fail to write; return what each is told, and what is left."""
     folder = shared() / f"{moment} {rank}"
     session = trained(dist.get_rank(), shard=True)
-    sharded.save(session, folder / "before")
+    fsdp_checkpoint.save(session, folder / "before")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == rank:
             owner, name = MOMENTS[moment]
             patch.setattr(owner, name, _fail)
         try:
-            sharded.save(session, folder / "c")
+            fsdp_checkpoint.save(session, folder / "c")
         except CheckpointError as error:
             said = str(error).replace(str(folder), "FOLDER")
         else:
             said = "nothing"
     dist.barrier()
     left = sorted(path.name for path in folder.iterdir())
-    sharded.load(session, folder / "before")
-    sharded.save(session, folder / "c")
-    sharded.load(session, folder / "c")
+    fsdp_checkpoint.load(session, folder / "before")
+    fsdp_checkpoint.save(session, folder / "c")
+    fsdp_checkpoint.load(session, folder / "c")
     return {"said": said, "left": left}
 
 
 def damaged(name: str) -> dict[str, Any]:
     """Damage a file of two ranks' checkpoint; return how each is refused."""
     session, folder = trained(dist.get_rank(), shard=True), shared() / f"cut {name}"
-    sharded.save(session, folder)
+    fsdp_checkpoint.save(session, folder)
     if dist.get_rank() == 0:
         cut(folder / name)
     dist.barrier()
-    before = copy.deepcopy(sharded.whole(session.weights()))
+    before = copy.deepcopy(fsdp_checkpoint.whole(session.weights()))
     try:
-        sharded.load(session, folder)
+        fsdp_checkpoint.load(session, folder)
     except CheckpointError as error:
         said = str(error).replace(str(folder), "FOLDER")
-        after = sharded.whole(session.weights())
+        after = fsdp_checkpoint.whole(session.weights())
         return {"said": said, "untouched": same(before, after)}
     return {"said": "nothing"}
 
 
 MOMENTS: dict[str, tuple[Any, str]] = {
     "torch": (FileSystemWriter, "write_data"),
-    "digest": (sealed, "digest"),
-    "make": (sealed, "make"),
-    "appear": (sealed, "appear"),
+    "digest": (atomic_directory, "digest"),
+    "make": (atomic_directory, "make"),
+    "appear": (atomic_directory, "appear"),
 }
 FAILS = [("torch", 0), ("torch", 1), ("digest", 1), ("make", 0), ("appear", 0)]
 PARTS = (INDEX, PART, "__1_0.distcp")

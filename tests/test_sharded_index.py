@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from halfstep import index, shard_files, sharded
+from halfstep.checkpoint import dcp_metadata
+from halfstep.checkpoint import sharded as checkpoint_sharded
+from halfstep.session import fsdp_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +49,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a sound directory."""
     path = tmp_path_factory.mktemp("original") / "c"
     with one_thread():
-        sharded.save(trained(), path, {"step": 1})
+        fsdp_checkpoint.save(trained(), path, {"step": 1})
     return path
 
 
@@ -173,7 +175,7 @@ def test_edits_are_what_is_refused(kept: Path) -> None:
     """Law: an index written anew, with nothing changed, is taken."""
     edited(kept, repr)
     session = trained(1)
-    sharded.load(session, kept)
+    fsdp_checkpoint.load(session, kept)
     assert same(session.state_dict(), trained().state_dict())
 
 
@@ -185,7 +187,7 @@ def test_protocols(kept: Path, protocol: int) -> None:
     """
     found = FileSystemReader(kept).read_metadata()
     (kept / INDEX).write_bytes(pickle.dumps(found, protocol))
-    read = index.read(kept / INDEX, [PART])
+    read = dcp_metadata.read(kept / INDEX, [PART])
     for entry in found.state_dict_metadata.values():
         if isinstance(entry, TensorStorageMetadata):
             entry.properties = TensorProperties(entry.properties.dtype)
@@ -223,7 +225,7 @@ def test_overlap() -> None:
             parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             count[tuple(map(_slice, offsets, sizes))] += 1
         right = bool((count > 1).any())
-        assert index._overlap(parts) is right, parts
+        assert dcp_metadata._overlap(parts) is right, parts
         seen[right] += 1
     assert min(seen.values()) > 200
 
@@ -311,5 +313,5 @@ def test_plain_values_of_something_else(tmp_path: Path, word: str) -> None:
     file = io.BytesIO()
     torch.save(RESTS[word], file)
     rest = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    shard_files.write({"rest": rest}, tmp_path / "c", {})
+    checkpoint_sharded.write({"rest": rest}, tmp_path / "c", {})
     assert refusal(tmp_path / "c") == FOREIGN.format(tmp_path / "c")

@@ -18,8 +18,10 @@ from small_training import one_thread
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from halfstep import index, sealed, sharded
-from halfstep.sealed import MANIFEST, CheckpointError, digest
+from halfstep.checkpoint import atomic_directory
+from halfstep.checkpoint import dcp_metadata as checkpoint_dcp_metadata
+from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError, digest
+from halfstep.session import fsdp_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +38,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a sound directory."""
     path = tmp_path_factory.mktemp("original") / "c"
     with one_thread():
-        sharded.save(trained(), path, {"step": 1})
+        fsdp_checkpoint.save(trained(), path, {"step": 1})
     return path
 
 
@@ -48,7 +50,7 @@ def kept(original: Path, tmp_path: Path) -> Path:
 
 def test_index_is_torchs(original: Path) -> None:
     """Law: what is read as data is what torch reads by running it."""
-    found = index.read(original / INDEX)
+    found = checkpoint_dcp_metadata.read(original / INDEX)
     right = FileSystemReader(original).read_metadata()
     for entry in right.state_dict_metadata.values():
         properties = getattr(entry, "properties", None)
@@ -203,7 +205,7 @@ def test_enumeration_by_name(tmp_path: Path) -> None:
     found = b"\x80\x04" + call + _text("TORCH_CONTIGUOUS_FORMAT") + b"\x86R."
     data.write_bytes(found)
     with pytest.raises(CheckpointError, match="getattr in place of Metadata"):
-        index.read(data)
+        checkpoint_dcp_metadata.read(data)
     assert pickle.loads(found).value == 0  # noqa: S301 -- our own
 
 
@@ -216,11 +218,11 @@ def test_code_in_a_tensor(kept: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="torch.distributed is"):
         dcp.save({"rest": rest}, checkpoint_id=kept)
     files = {path.name: digest(path) for path in kept.iterdir()}
-    sealed.appear(
+    atomic_directory.appear(
         kept,
         shutil.copytree(kept, tmp_path / "part"),
         {
-            "format": sealed.SHARDED,
+            "format": atomic_directory.SHARDED,
             "files": files,
             "notes": {},
         },

@@ -24,14 +24,15 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import halfstep as hs
-from halfstep import sharded
-from halfstep.sharded import fsdp_policy, whole
+from halfstep.session import fsdp_checkpoint
+from halfstep.session.fsdp import fsdp_policy
+from halfstep.session.fsdp_checkpoint import whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from halfstep.session import Session
+    from halfstep.session.session import Session
 
 KINDS = ("O1 bf16", "O2 bf16")
 NAMES = ("sgd", "adamw")
@@ -89,7 +90,7 @@ def saves(kind: str, name: str) -> dict[str, Any]:
     """Train in parts, save, and go on."""
     session = build(kind, name, parts=True)
     train(session, BEFORE, dist.get_rank())
-    sharded.save(session, shared() / f"{kind} {name}")
+    fsdp_checkpoint.save(session, shared() / f"{kind} {name}")
     at = copy.deepcopy(content(session))
     train(session, AFTER, dist.get_rank())
     return {"at": at, "end": content(session)}
@@ -99,7 +100,7 @@ def loads(kind: str, name: str, source: str) -> dict[str, Any]:
     """Load what others have saved, into other weights, and go on."""
     session = build(kind, name, parts=True, seed=1)
     train(session, (7,), dist.get_rank())
-    sharded.load(session, shared() / source)
+    fsdp_checkpoint.load(session, shared() / source)
     at = copy.deepcopy(content(session))
     train(session, AFTER, dist.get_rank())
     return {"at": at, "end": content(session)}
@@ -132,12 +133,12 @@ def refused(word: str) -> dict[str, Any]:
     before = copy.deepcopy(content(session))
     try:
         if word == "over another":
-            sharded.save(session, shared() / "O2 bf16 adamw")
+            fsdp_checkpoint.save(session, shared() / "O2 bf16 adamw")
         elif word == "as a Stateful":
             dcp.load({"app": session}, checkpoint_id=shared() / "stateful")
         else:
             places = {"not ours": "foreign", "not whole": "nowhere"}
-            sharded.load(session, shared() / places.get(word, "O2 bf16 adamw"))
+            fsdp_checkpoint.load(session, shared() / places.get(word, "O2 bf16 adamw"))
     except hs.UserError as error:
         said = str(error).replace(str(shared()), "FOLDER")
         return {"said": said, "untouched": same(content(session), before)}
@@ -197,7 +198,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for form, name in UNSHARDED:
             session = build("O2 bf16", name, parts=False, form=form)
             train(session, BEFORE, None)
-            sharded.save(session, common / f"whole {form} {name}")
+            fsdp_checkpoint.save(session, common / f"whole {form} {name}")
     return common
 
 
@@ -253,7 +254,7 @@ def test_loaded_whole(
     """Law: what two ranks saved, one process without shards goes on with."""
     saved = agreed(two, f"saves {run}")
     session = build("O2 bf16", run[1], parts=False, seed=1, form=form)
-    sharded.load(session, folder / " ".join(run))
+    fsdp_checkpoint.load(session, folder / " ".join(run))
     found = content(session)
     if form == "kahan":
         # 16 bits of significand, rounded to nearest: 2**-17 of each weight.
@@ -277,7 +278,7 @@ def test_whole_to_whole(folder: Path, form: str, name: str) -> None:
     sessions = [build("O2 bf16", name, parts=False, seed=s, form=form) for s in (0, 1)]
     straight, resumed = sessions
     train(straight, BEFORE, None)
-    sharded.load(resumed, folder / f"whole {form} {name}")
+    fsdp_checkpoint.load(resumed, folder / f"whole {form} {name}")
     for session in sessions:
         train(session, AFTER, None)
     assert same(resumed.state_dict(), straight.state_dict())

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import late
-from halfstep.scaler import LossScaler, ScaleRule
+from halfstep._torch import async_read
+from halfstep.scaling import LossScaler, ScaleRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Step = Callable[[float], bool]
 
 
-LOGGER = "halfstep.scaler.skip_log"
+LOGGER = "halfstep.scaling.skip_log"
 
 
 def loss_of(model: nn.Module, factor: float) -> Tensor:
@@ -174,7 +174,7 @@ def test_the_place_is_named() -> None:
         session.backward((out - out.detach()).log().mean())
 
 
-class Slow(late.Late):
+class Slow(async_read.Late):
     """What a GPU does: numbers come `LAG` sendings late."""
 
     def __init__(self) -> None:
@@ -188,14 +188,14 @@ class Slow(late.Late):
     def send(self, values: Any) -> list[float] | None:
         """Queue them."""
         self.queue.append([number for v in values for number in v.flatten().tolist()])
-        return self.queue.pop(0) if len(self.queue) > late.LAG else None
+        return self.queue.pop(0) if len(self.queue) > async_read.LAG else None
 
 
 @pytest.fixture(name="slow")
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let numbers come late, and nothing else be known of them."""
-    monkeypatch.setattr("halfstep.scaler.collapse.Late", Slow)
-    monkeypatch.setattr(late, "on_host", lambda _: False)
+    monkeypatch.setattr("halfstep.scaling.collapse.Late", Slow)
+    monkeypatch.setattr(async_read, "on_host", lambda _: False)
 
 
 @pytest.mark.usefixtures("slow")
@@ -225,7 +225,7 @@ def test_late_losses(number: int) -> None:
     scaler = LossScaler(ScaleRule())
     for micro in range(3):
         scaler.begin(torch.tensor(math.inf if micro == number else 1.0))
-    for _ in range(late.LAG):
+    for _ in range(async_read.LAG):
         scaler.update(torch.tensor(0.0))
     with pytest.warns(UserWarning, match=r"^the loss is inf before .*first_bad"):
         scaler.update(torch.tensor(0.0))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep import stale
-from halfstep.cast_cache import CastCache
-from halfstep.casting import autocast
+from halfstep.casting import torch_cache
+from halfstep.casting.autocast_mode import autocast
+from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,7 +233,7 @@ def test_the_cache_is_for_one_dtype(others: list[ThreadPoolExecutor]) -> None:
         close_in(first, same)
         with autocast("cpu", FP16):
             assert flag()
-    assert not stale._open
+    assert not torch_cache._open
     assert flag()
 
 
@@ -282,4 +282,4 @@ def test_no_thread_gets_a_wrong_cast(steps: list[tuple[int, str]]) -> None:
         for number, stack in enumerate(opened):
             while stack:
                 threads[number].submit(do, number, "close").result()
-    assert not stale._open
+    assert not torch_cache._open

@@ -10,11 +10,11 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 import torch
 
-from halfstep.stats import (
+from halfstep.numerics.local_tensor import dense
+from halfstep.scaling.step_report import (
     Culprit,
     StepReport,
     culprits_of,
-    dense,
     non_finite,
     seen_later,
 )

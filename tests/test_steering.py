@@ -8,13 +8,13 @@ import pytest
 from torch import nn
 from torch.library import Library
 
-from halfstep import optable, steering
+from halfstep.casting import dispatch_table
+from halfstep.casting.active_context import Row
+from halfstep.casting.dispatch_table import check, rows_for, unmatched
 from halfstep.errors import UserError
-from halfstep.gate import Row
-from halfstep.optable import FOLLOW, FP32, LEAN, LOW, NAMED, PROMOTE, TABLES
-from halfstep.policy import CATEGORIES, KEEP, TORCH, Policy, decide
+from halfstep.policy import CATEGORIES, KEEP, TORCH, Policy, decide, op_tables
 from halfstep.policy import LEAN as LEAN_ONLY
-from halfstep.steering import check, rows_for, unmatched
+from halfstep.policy.op_tables import FOLLOW, FP32, LEAN, LOW, NAMED, PROMOTE, TABLES
 
 DEVICES = pytest.mark.parametrize("device", TABLES)
 
@@ -24,7 +24,7 @@ def parse(*words: str) -> Policy:
     return Policy.parse(" + ".join(words))
 
 
-def word(table: dict[str, optable.Row], op: str) -> str:
+def word(table: dict[str, op_tables.Row], op: str) -> str:
     """Return an operation's category in a table."""
     return table[op].category if op in table else KEEP
 
@@ -148,7 +148,7 @@ def test_what_matched_nothing() -> None:
 def test_each_is_told_once() -> None:
     """Law: over all regions with a policy, a rule is told of once."""
     policy = parse("torch", "op:erfinv=low", "op:acosh=low")
-    steering.matches(policy).add(1)
+    dispatch_table.matches(policy).add(1)
     assert "'op:erfinv=low' matched nothing" in unmatched(policy)
     assert unmatched(policy) == ""
 
@@ -156,8 +156,10 @@ def test_each_is_told_once() -> None:
 def test_matches_are_the_policys() -> None:
     """Law: equal policies share what has matched; others do not."""
     first, second = parse("torch", "op:asinh=low"), parse("torch", "op:asinh=low")
-    assert steering.matches(first) is steering.matches(second)
-    assert steering.matches(first) is not steering.matches(parse("torch", "op:mm=low"))
+    assert dispatch_table.matches(first) is dispatch_table.matches(second)
+    assert dispatch_table.matches(first) is not dispatch_table.matches(
+        parse("torch", "op:mm=low")
+    )
 
 
 # What is refused

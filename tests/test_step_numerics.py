@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import machine
-from halfstep.scaler import ScaleRule
+from halfstep.machine import hardware
+from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from halfstep.diagnosis import Diagnosis
+    from halfstep.diagnostics.step_diagnosis import Diagnosis
 
 pytestmark = pytest.mark.filterwarnings("ignore:level O. with dtype fp16")
 RULE = "non-finite numbers"
@@ -31,7 +31,7 @@ RULE_OF_SCALE = ScaleRule(init_scale=2.0**8)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant rates: to measure them is not what is tested here."""
     rates = {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}
-    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
 
 
 class Net(nn.Module):

@@ -13,9 +13,9 @@ import torch
 from scale_loop import CLEAN, NETS, RULE, Block, Loop, plain, training
 from torch import Tensor, nn
 
-from halfstep.scaler.measured import Measured
-from halfstep.scaler.rule import ScaleState
-from halfstep.scaler.strategy import Backoff
+from halfstep.scaling.loss_scale import ScaleState
+from halfstep.scaling.measured_strategy import Measured
+from halfstep.scaling.strategies import Backoff
 
 
 def gradients_at(loop: Loop, scale: float) -> list[Tensor]:

@@ -19,9 +19,9 @@ from scale_loop import CLEAN, NETS, RULE
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from halfstep.scaler.measured import Measured
-from halfstep.scaler.rule import ScaleState
-from halfstep.scaler.strategy import Strategy, strategy
+from halfstep.scaling.loss_scale import ScaleState
+from halfstep.scaling.measured_strategy import Measured
+from halfstep.scaling.strategies import Strategy, strategy
 
 SIZES = 1.0, 2.0**12
 """Of each rank's loss: a rank left alone would choose its own scale."""

@@ -16,10 +16,11 @@ from scale_loop import NoWaiting
 from torch import Tensor
 
 import halfstep as hs
-from halfstep import late, tensor_counts
+from halfstep._torch import async_read
 from halfstep.errors import UserError
-from halfstep.formats import BF16, FP16, FP32, FloatFormat
-from halfstep.tensor_stats import TensorStats, measure, merged
+from halfstep.numerics import tensor_counts
+from halfstep.numerics.formats import BF16, FP16, FP32, FloatFormat
+from halfstep.numerics.tensor_stats import TensorStats, measure, merged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,14 +204,14 @@ def test_without_bincount(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: where reading the largest bin would wait, the same is counted."""
     drawn = torch.randn(999)
     found = [measure(drawn.to(dtype)).data() for dtype in WIDTHS]
-    monkeypatch.setattr(late, "on_host", lambda _: False)
+    monkeypatch.setattr(async_read, "on_host", lambda _: False)
     assert [measure(drawn.to(dtype)).data() for dtype in WIDTHS] == found
 
 
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_nothing_waits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: neither measuring nor merging reads a number; the first property does."""
-    monkeypatch.setattr(late, "on_host", lambda _: False)
+    monkeypatch.setattr(async_read, "on_host", lambda _: False)
     with NoWaiting():  # type: ignore[no-untyped-call]
         stats = measure(torch.randn(50).to(dtype))
         both = stats.merge(stats)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import NUMERIC
 
-from halfstep import machine
+from halfstep.machine import hardware
 
 TESTS = Path(__file__).parent
 CLOCKS = re.compile(r"\b(perf_counter|monotonic|process_time)(_ns)?\(\)|getrusage\(")
@@ -36,5 +36,5 @@ def test_numeric_files_are_there() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_no_format_is_slow_here(dtype: str) -> None:
     """Law: whatever CPU the tests run on, no format is called slow, nor worth less."""
-    assert machine.emulation_warning(dtype) is None
-    assert machine.recommend("cpu").dtype == "bf16"
+    assert hardware.emulation_warning(dtype) is None
+    assert hardware.recommend("cpu").dtype == "bf16"

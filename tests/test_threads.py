@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep import casting, gate, stale
+from halfstep.casting import active_context, autocast_mode, torch_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,15 +74,15 @@ def test_opened_here_closed_there(name: str) -> None:
             [torch.is_autocast_enabled(device) for device in DEVICES],
             torch.get_autocast_dtype("cpu"),
             torch.is_autocast_cache_enabled(),
-            torch._C._dispatch_tls_is_dispatch_key_included(gate.KEY),
+            torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY),
             torch.mm(x, x).dtype,
         )
 
     ours = start_and_end(hs.autocast("cpu", torch.float16, **CONTEXTS[name]))
     assert ours == start_and_end(torch.autocast("cpu", torch.float16))
-    assert gate.current("cpu") is None
-    assert not stale._open
-    assert casting._patches._users == 0
+    assert active_context.current("cpu") is None
+    assert not torch_cache._open
+    assert autocast_mode._patches._users == 0
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
@@ -112,7 +112,7 @@ def test_closed_out_of_order() -> None:
     x.mm(x)
     outer.__exit__(None, None, None)
     inner.__exit__(None, None, None)
-    assert gate.current("cpu") is None
+    assert active_context.current("cpu") is None
     assert not torch.is_autocast_enabled("ipu")  # no policy's sign
     torch.set_autocast_enabled("cpu", False)  # noqa: FBT003 -- as torch's own leave it
     with torch.autocast("cpu", torch.float16):

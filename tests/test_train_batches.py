@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.train.batches import POOL, Epoch, epoch, ordered, share
+from halfstep.train.data.length_batches import POOL, Epoch, epoch, ordered, share
 
 lengths_lists = st.lists(st.integers(0, 60), max_size=200)
 sizes = st.integers(1, 40)

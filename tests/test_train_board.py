@@ -13,9 +13,9 @@ import pytest
 from small_training import small_and_measured, without_figures, write_letters
 
 from halfstep.errors import UserError
-from halfstep.train import board
-from halfstep.train.board import Board
 from halfstep.train.loop import Trainer
+from halfstep.train.output import tensorboard
+from halfstep.train.output.tensorboard import Board
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
@@ -151,10 +151,10 @@ def test_another_fault(tmp_path: Path) -> None:
 
 def test_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: without the library a run does not begin, and how to get it is told."""
-    board.check_installed()
-    monkeypatch.setattr(board, "find_spec", lambda name: None if name else sys)
+    tensorboard.check_installed()
+    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None if name else sys)
     with pytest.raises(UserError) as caught:
-        board.check_installed()
+        tensorboard.check_installed()
     assert str(caught.value) == (
         "--tensorboard needs the package tensorboard: install with pip install "
         "'halfstep[tensorboard]', or leave it out."

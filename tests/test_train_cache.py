@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train import cache, locks
+from halfstep.train.data import cache, file_lock
 
 DAY = 86400.0
 FACTS = {"of": "test", "size": 3}
@@ -192,7 +192,7 @@ def test_a_folder_that_is_a_file_is_refused(
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from halfstep.train import cache
+from halfstep.train.data import cache
 
 def build(folder):
     with Path(sys.argv[1]).open("a") as log:
@@ -269,7 +269,7 @@ def test_without_locks_entries_are_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         assert content(cache.made("rows", FACTS, write)) == WHOLE
         write(folder)
 
-    monkeypatch.setattr(locks.fcntl, "flock", no_lock)
+    monkeypatch.setattr(file_lock.fcntl, "flock", no_lock)
     assert content(cache.made("rows", FACTS, late)) == WHOLE
     assert [name for name in names() if ".part-" in name] == []
 

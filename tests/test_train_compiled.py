@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from halfstep.train.feed import Work
+    from halfstep.train.step_dataset import Work
 
 pytestmark = [
     pytest.mark.slow,  # the first batches take half a minute to compile

@@ -10,9 +10,8 @@ import pytest
 from small_training import letters, one_thread, same, small_and_measured
 from train_settings import OTHERS, TOGETHER
 
-from halfstep import checkpoint
+from halfstep.checkpoint import single
 from halfstep.errors import UserError
-from halfstep.train import page
 from halfstep.train.config import (
     BEST_BY,
     SETTINGS,
@@ -21,11 +20,12 @@ from halfstep.train.config import (
     resumed,
 )
 from halfstep.train.loop import Clock, Trainer
+from halfstep.train.output import html_report
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
-    from halfstep.train.feed import Work
-    from halfstep.train.folder import RunFolder
+    from halfstep.train.output.run_directory import RunFolder
+    from halfstep.train.step_dataset import Work
 
 COUNT = "must be from 1 to 2147483647."
 VAST = 99999999999999999999
@@ -309,16 +309,16 @@ def test_whole_numbers_are_numbers() -> None:
     assert resumed(TrainConfig().data_dict() | {"clip": 1, "lr": None}, {}).clip == 1
 
 
-def newest(folder: RunFolder) -> checkpoint.Checkpoint:
+def newest(folder: RunFolder) -> single.Checkpoint:
     """Return the last checkpoint of a run."""
-    return checkpoint.load(folder.checkpoint_path(folder.steps()[0]))
+    return single.load(folder.checkpoint_path(folder.steps()[0]))
 
 
 @pytest.fixture
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return settings of a run of a few steps, whose report is its lead alone."""
     small_and_measured(monkeypatch)
-    monkeypatch.setattr(page, "page", lambda told: told.lead)
+    monkeypatch.setattr(html_report, "page", lambda told: told.lead)
     source = tmp_path / "letters.json"
     source.write_text(json.dumps(letters(20, "de", "ab", lengths=(3, 9))))
     return {

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.errors import UserError
-from halfstep.train.data import Corpus, Split, _dev_counts, _drawn_splits, load
-from halfstep.train.store import open_store
+from halfstep.train.data.corpus import Corpus, Split, _dev_counts, _drawn_splits, load
+from halfstep.train.data.example_store import open_store
 
 LONGEST_MESSAGE = 35
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train.data import Corpus, Split, load
+from halfstep.train.data.corpus import Corpus, Split, load
 
 LONGEST_MESSAGE = 35
 

@@ -27,9 +27,10 @@ from small_training import (
     write_marked,
 )
 
-from halfstep import cli, distributed
+from halfstep import cli
+from halfstep.distributed import process_group
 from halfstep.train import evaluate
-from halfstep.train.folder import RunFolder
+from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,10 +135,10 @@ def process(folder: Path, *cases: str) -> None:
     if not cases:
         orders["again"] = command(folder, "O0")
         orders["resume"] = ["train", "--resume", "--out", str(folder / "O2")]
-    with pytest.MonkeyPatch.context() as patch, distributed.join("cpu") as world:
+    with pytest.MonkeyPatch.context() as patch, process_group.join("cpu") as world:
         small_dev_too(patch)
         # One process group for all: torchrun's store takes no second.
-        patch.setattr(distributed, "join", lambda _: contextlib.nullcontext(world))
+        patch.setattr(process_group, "join", lambda _: contextlib.nullcontext(world))
         for name, words in orders.items():
             out, err = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.train import data
+from halfstep.train.data import corpus as data_corpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,7 +154,7 @@ def test_index_misses_nothing(sentences: list[str]) -> None:
 def test_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: without a path, `load` returns these rows, labelled by their class."""
     monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path))
-    corpus = data.load(
+    corpus = data_corpus.load(
         None, task="classify", label_names=None, limit=None, dev_share=0.08, seed=0
     )
     assert corpus.name == "emotions"

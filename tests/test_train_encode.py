@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from small_corpora import classified, counting, letters_tokenizer, marked
 
 from halfstep.errors import UserError
-from halfstep.train import encode
-from halfstep.train.encode import Encoded, characters, encoded, tokens
-from halfstep.train.spans import IGNORED
+from halfstep.train.data import tokenized
+from halfstep.train.data.entity_tags import IGNORED
+from halfstep.train.data.tokenized import Encoded, characters, encoded, tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,7 +146,7 @@ def test_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: how many texts are cut at a time shows nowhere."""
     texts = [("ab" * n + "ca", [(2 * n, 2 * n + 1, "K")]) for n in range(7)]
     split = marked(tmp_path / "a.jsonl", texts, ["K"])
-    monkeypatch.setattr(encode, "_CHUNK", 3)
+    monkeypatch.setattr(tokenized, "_CHUNK", 3)
     tokenizer, calls = counting(letters_tokenizer("abc", 99))
     held = encoded(split, tokenizer, "ner")
     assert calls == [3, 3, 1]

@@ -13,10 +13,10 @@ from processes import group_of_one
 from small_corpora import classified
 from torch import nn
 
-from halfstep.distributed import World
-from halfstep.train.encode import Encoded
+from halfstep.distributed.process_group import World
+from halfstep.train.data.entity_tags import IGNORED
+from halfstep.train.data.tokenized import Encoded
 from halfstep.train.evaluate import EVAL_BATCH, baseline_accuracy, noted
-from halfstep.train.spans import IGNORED
 from halfstep.train.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -148,7 +148,8 @@ def test_each_example_once(
     whole, loss = ask(model, "classify", encoded)
     parts: list[torch.Tensor] = []
     monkeypatch.setattr(
-        "halfstep.distributed.total", lambda part: parts.append(part) or part
+        "halfstep.distributed.process_group.total",
+        lambda part: parts.append(part) or part,
     )
     calls = []
     for rank in range(size):

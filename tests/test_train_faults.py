@@ -17,8 +17,9 @@ from small_training import (
 from torch import nn
 
 import halfstep as hs
-from halfstep import cli, machine
-from halfstep.report import write_text
+from halfstep import cli
+from halfstep.machine import hardware
+from halfstep.reporting.table import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +49,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plant(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
     """Let the machine measure this rate for 16-bit formats, against 1 for fp32."""
     rates = {"fp32": 1.0, "bf16": rate, "fp16": rate}
-    monkeypatch.setattr(machine, "gemm_rates", lambda *_, **__: rates)
+    monkeypatch.setattr(hardware, "gemm_rates", lambda *_, **__: rates)
 
 
 def test_a_run_goes_on_at_the_level_it_began(

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from small_training import same
 from torch.utils.data import get_worker_info
 
-from halfstep.distributed import World
-from halfstep.train.encode import Encoded
-from halfstep.train.feed import Hiding, Order, Steps, Work, feed, padded_share
+from halfstep.distributed.process_group import World
+from halfstep.train.data.tokenized import Encoded
+from halfstep.train.step_dataset import Hiding, Order, Steps, Work, feed, padded_share
 from halfstep.train.tasks import Objective
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from halfstep.train.encode import Encoded
-from halfstep.train.findings import cut_texts, data_findings
+from halfstep.train.data.tokenized import Encoded
+from halfstep.train.data_checks import cut_texts, data_findings
 
 
 def texts(*lengths: int, inexact: int = 0) -> Encoded:

@@ -13,12 +13,12 @@ import pytest
 from train_settings import OTHERS, TOGETHER, parse
 
 from halfstep import cli
+from halfstep.diagnostics.probe import MODES as MODES_OF_PROBES
 from halfstep.errors import UserError
-from halfstep.master import form as forms
+from halfstep.masters import encoding as forms
 from halfstep.policy import Policy
-from halfstep.probe import MODES as MODES_OF_PROBES
-from halfstep.report import Table
-from halfstep.train import plan, text
+from halfstep.reporting.table import Table
+from halfstep.train import model, plan
 from halfstep.train.config import (
     BEST_BY,
     MASTERS,
@@ -28,9 +28,9 @@ from halfstep.train.config import (
     called,
     resumed,
 )
+from halfstep.train.config_file import MODES, read_file, write_resolved
+from halfstep.train.data.example_store import READERS
 from halfstep.train.flags import HELP, epilog
-from halfstep.train.settings import MODES, read_file, write_resolved
-from halfstep.train.store import READERS
 
 TEXTS = {name: text for texts in HELP.values() for name, text in texts.items()}
 # One a setting, so that no setting is found in a file alone; --help, --config, modes.
@@ -97,16 +97,16 @@ def said_numbers(name: str) -> list[float]:
 
 def test_numbers_in_help_are_those_of_the_plan() -> None:
     """Law: help says what a default comes to with the numbers that the plan takes."""
-    assert list(text.SIZES) == ["tiny", "small"]
+    assert list(model.SIZES) == ["tiny", "small"]
     shapes = [
         size[key]
-        for size in text.SIZES.values()
+        for size in model.SIZES.values()
         for key in ("num_hidden_layers", "hidden_size")
     ]
     rates, masks = plan._LR_SCRATCH, plan._MASK_SCRATCH
     wanted: dict[str, list[float]] = {
         "model": shapes,
-        "dropout": [text.DROPOUT],
+        "dropout": [model.DROPOUT],
         "mask_tokens": [masks["classify"], masks["ner"], 0],
         "epochs": [plan._EPOCHS_FEW, plan._FEW_EXAMPLES, plan._EPOCHS_MANY],
         "lr": [rates["classify"], rates["ner"], plan._LR_TUNE],

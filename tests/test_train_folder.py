@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from halfstep import checkpoint, sealed
+from halfstep.checkpoint import atomic_directory, single
 from halfstep.errors import UserError
-from halfstep.train import launch
+from halfstep.train import torchrun
 from halfstep.train.config import TrainConfig
-from halfstep.train.folder import RunFolder
+from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,7 +73,7 @@ def test_begin(tmp_path: Path) -> None:
     folder.begin({"seed": 3, "data": None}, overwrite=False)
     assert tree(folder.path).keys() == {"config.json", "launch.json", "checkpoints"}
     assert folder.settings() == {"seed": 3, "data": None}
-    assert launch.read(folder.path / "launch.json") == launch.identity()
+    assert torchrun.read(folder.path / "launch.json") == torchrun.identity()
     assert folder.records() == []
     assert folder.steps() == []
     assert not folder.has_checkpoint()
@@ -88,7 +88,7 @@ def test_names_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         if path == tmp_path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(sealed, "flush", flush)
+    monkeypatch.setattr(atomic_directory, "flush", flush)
     RunFolder(tmp_path / "run").begin({}, overwrite=False)
     assert seen == [tmp_path / "run", tmp_path]
 
@@ -116,7 +116,7 @@ def test_what_is_bare_is_no_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.begin({"seed": 1}, overwrite=False)
     assert tree(tmp_path).keys() == {"config.json", "launch.json", "checkpoints"}
-    assert launch.read(tmp_path / "launch.json") == launch.identity()
+    assert torchrun.read(tmp_path / "launch.json") == torchrun.identity()
 
 
 def test_overwrite(folder: RunFolder) -> None:
@@ -136,7 +136,7 @@ def test_overwrite(folder: RunFolder) -> None:
     folder.begin({"seed": 2}, overwrite=True)
     assert tree(root) == {
         "config.json": b'{\n "seed": 2\n}',
-        "launch.json": json.dumps(launch.identity()).encode(),
+        "launch.json": json.dumps(torchrun.identity()).encode(),
         "checkpoints": None,
         "notes.txt": b"old",
         ".hidden": b"old",
@@ -238,7 +238,7 @@ def test_rewind_sets_checkpoints_aside(folder: RunFolder) -> None:
         aside = {f"damaged-{name}" for name in called([2, 3])}
         assert names(folder) == called([1]) | aside
         last = folder.path / "checkpoints" / "damaged-step-00000003"
-        assert checkpoint.load(last).notes == {"step": 3, "turn": content}
+        assert single.load(last).notes == {"step": 3, "turn": content}
 
 
 def test_rewind_sweeps(folder: RunFolder) -> None:
@@ -265,7 +265,7 @@ def test_rewind_keeps_the_only_copy(folder: RunFolder) -> None:
         path.rename(path.with_name(f".{path.name}.old-99"))
     folder.rewind(1)
     assert names(folder) == called([1]) | {"damaged-step-00000002"}
-    assert checkpoint.load(folder.checkpoint_path(1)).state == {"step": 1}
+    assert single.load(folder.checkpoint_path(1)).state == {"step": 1}
 
 
 # Checkpoints
@@ -290,7 +290,7 @@ def test_save_replaces(folder: RunFolder) -> None:
     for turn in (1, 2):
         save(folder, 2, turn=turn)
         assert names(folder) == called([2])
-        loaded = checkpoint.load(folder.checkpoint_path(2))
+        loaded = single.load(folder.checkpoint_path(2))
         assert (loaded.state, loaded.notes) == ({"step": 2}, {"step": 2, "turn": turn})
         assert torch.equal(loaded.weights["w"], torch.tensor(2.0))
 
@@ -324,15 +324,15 @@ def test_a_crash_while_writing(
 
 def test_newest(folder: RunFolder) -> None:
     """Law: the newest is loaded; one that is damaged is named, the one before used."""
-    assert folder.newest(checkpoint.load) is None
+    assert folder.newest(single.load) is None
     for step in (1, 2, 10):
         save(folder, step)
-    found = folder.newest(checkpoint.load)
+    found = folder.newest(single.load)
     assert found is not None
     assert (found[0].state, found[1]) == ({"step": 10}, [])
     state = folder.checkpoint_path(10) / "state.pt"
     state.write_bytes(b"")
-    found = folder.newest(checkpoint.load)
+    found = folder.newest(single.load)
     assert found is not None
     assert found[0].state == {"step": 2}
     assert len(found[1]) == 1
@@ -346,7 +346,7 @@ def test_newest_after_a_killed_replacement(folder: RunFolder) -> None:
     save(folder, 1)
     path = folder.checkpoint_path(1)
     path.rename(path.with_name(f".{path.name}.old-99"))
-    found = folder.newest(checkpoint.load)
+    found = folder.newest(single.load)
     assert found is not None
     assert (found[0].state, found[1]) == ({"step": 1}, [])
     assert names(folder) == called([1])
@@ -377,7 +377,7 @@ def test_newest_that_cannot_be_restored(
     before = tree(folder.path)
     with monkeypatch.context() as patch:
         refusing(patch, ".old-")
-        for use in (lambda: folder.newest(checkpoint.load), lambda: folder.rewind(1)):
+        for use in (lambda: folder.newest(single.load), lambda: folder.rewind(1)):
             with pytest.raises(UserError) as caught:
                 use()
             assert str(caught.value).endswith(
@@ -385,21 +385,21 @@ def test_newest_that_cannot_be_restored(
                 "whole; mend that, then go on with --resume."
             )
             assert tree(folder.path) == before
-    found = folder.newest(checkpoint.load)
+    found = folder.newest(single.load)
     assert found is not None
     assert found[0].state == {"step": 2}
 
 
 def silent(monkeypatch: pytest.MonkeyPatch, number: int, *steps: int) -> None:
     """Let the disk give nothing of some checkpoints."""
-    original = sealed.digest
+    original = atomic_directory.digest
 
-    def digest(path: Path) -> sealed.Facts:
+    def digest(path: Path) -> atomic_directory.Facts:
         if path.parent.name in called(steps):
             raise OSError(number, os.strerror(number), str(path))
         return original(path)
 
-    monkeypatch.setattr(sealed, "digest", digest)
+    monkeypatch.setattr(atomic_directory, "digest", digest)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
@@ -414,7 +414,7 @@ def test_none_can_be_read(
     with monkeypatch.context() as patch:
         silent(patch, number, 1)
         with pytest.raises(UserError) as caught:
-            folder.newest(checkpoint.load)
+            folder.newest(single.load)
         assert str(caught.value).startswith(
             f"no checkpoint in {folder.path / 'checkpoints'} can be used now "
             "(step-00000002, step-00000001); mend the disk, then --resume again. Of "
@@ -521,10 +521,10 @@ def test_the_disk_goes_while_it_is_written_to(
 def test_checkpoints_that_are_lost(folder: RunFolder) -> None:
     """Law: metrics of two evaluations and no checkpoint: the run is not begun anew."""
     folder.log({"step": 1, "event": "eval"})
-    assert folder.newest(checkpoint.load) is None
+    assert folder.newest(single.load) is None
     folder.log({"step": 2, "event": "eval"})
     with pytest.raises(UserError) as caught:
-        folder.newest(checkpoint.load)
+        folder.newest(single.load)
     assert str(caught.value) == (
         f"{folder.path / 'checkpoints'} has lost its checkpoints: metrics.jsonl tells "
         "of 2 evaluations. Restore them, or start anew with another --out."
@@ -542,7 +542,7 @@ def test_prune(folder: RunFolder, keep: int, best: int, kept: set[int]) -> None:
     folder.prune(keep)
     assert names(folder) == called(kept)
     for step in kept:
-        assert checkpoint.load(folder.checkpoint_path(step)).state == {"step": step}
+        assert single.load(folder.checkpoint_path(step)).state == {"step": step}
 
 
 def test_prune_and_damage(folder: RunFolder) -> None:
@@ -594,8 +594,12 @@ def test_publish_model(folder: RunFolder) -> None:
 
 def unsealed(folder: RunFolder) -> dict[str, bytes | None]:
     """Return what is in the model's folder beside its manifest, which fits it."""
-    sealed.verify(folder.model, sealed.read(folder.model, sealed.MODEL))
-    return {k: v for k, v in tree(folder.model).items() if k != sealed.MANIFEST}
+    atomic_directory.verify(
+        folder.model, atomic_directory.read(folder.model, atomic_directory.MODEL)
+    )
+    return {
+        k: v for k, v in tree(folder.model).items() if k != atomic_directory.MANIFEST
+    }
 
 
 def model_of(text: str) -> SimpleNamespace:
@@ -615,7 +619,7 @@ def test_a_model_that_gets_no_name(
     folder.publish_model(model_of("old"), model_of("old"))
     before = tree(folder.path)
     with monkeypatch.context() as patch:
-        refusing(patch, sealed.beside(folder.model).name, once=True)
+        refusing(patch, atomic_directory.beside(folder.model).name, once=True)
         with pytest.raises(UserError, match="model could not be written: Input/output"):
             folder.publish_model(model_of("new"), model_of("new"))
     assert tree(folder.path) == before

@@ -17,9 +17,9 @@ import pytest
 import torch
 from processes import ONE_THREAD
 
-from halfstep import checkpoint
+from halfstep.checkpoint import single
 from halfstep.errors import UserError
-from halfstep.train.folder import RunFolder
+from halfstep.train.output.run_directory import RunFolder
 
 unix = pytest.mark.skipif(sys.platform == "win32", reason="no limits there")
 
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_is_too_large(ran: tuple[Path, list[Any]], word: str) 
             f"{LEFT}"
         )
         assert unchanged, limit
-        newest = folder.newest(checkpoint.load)
+        newest = folder.newest(single.load)
         assert newest is not None
         assert newest[1] == []
         assert torch.equal(newest[0].weights["w"], torch.ones(NUMBERS))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from halfstep import checkpoint, sealed
+from halfstep.checkpoint import atomic_directory, single
 from halfstep.errors import UserError
-from halfstep.train.folder import RunFolder
+from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +116,7 @@ def says(*, again: bool, **facts: object) -> Callable[[Path], None]:
         manifest = json.loads((path / MANIFEST).read_text()) | facts
         manifest = {k: v for k, v in manifest.items() if v is not None}
         if again:
-            manifest["seal"] = sealed.seal(manifest)
+            manifest["seal"] = atomic_directory.seal(manifest)
         (path / MANIFEST).write_text(json.dumps(manifest))
 
     return damage
@@ -209,7 +209,10 @@ DAMAGES: dict[str, Damage] = {
     "seal gone": (says(again=False, seal=None), SEAL),
     "notes altered": (says(again=False, notes={"step": 3}), SEAL),
     "notes gone": (says(again=True, notes=None), HERE),
-    "format sharded": (says(again=True, format=sealed.SHARDED), "says it is a"),
+    "format sharded": (
+        says(again=True, format=atomic_directory.SHARDED),
+        "says it is a",
+    ),
     "files gone": (says(again=True, files=None), HERE),
     "files outside": (says(again=True, files={"../x": {}}), HERE),
     "files none": (says(again=True, files={}), "names others"),
@@ -242,7 +245,7 @@ def tree(root: Path) -> dict[str, bytes | None]:
     }
 
 
-def numbers(found: checkpoint.Checkpoint) -> tuple[list[float], list[float], Any]:
+def numbers(found: single.Checkpoint) -> tuple[list[float], list[float], Any]:
     """Return what a checkpoint of `folder` holds, to compare."""
     return found.weights["w"].tolist(), found.state["s"].tolist(), found.notes
 
@@ -253,11 +256,11 @@ def test_the_newest_is_damaged(folder: RunFolder, name: str) -> None:
 
     Nothing is changed, and going back keeps what is damaged, under another name.
     """
-    before = numbers(checkpoint.load(folder.checkpoint_path(1)))
+    before = numbers(single.load(folder.checkpoint_path(1)))
     damage, fault = DAMAGES[name]
     damage(folder.checkpoint_path(2))
     kept = tree(folder.path)
-    found = folder.newest(checkpoint.load)
+    found = folder.newest(single.load)
     assert found is not None
     assert numbers(found[0]) == before
     assert len(found[1]) == 1
@@ -289,7 +292,7 @@ def test_all_are_damaged(folder: RunFolder, name: str) -> None:
     truncate(STATE, lambda _: 0)(folder.checkpoint_path(1))
     kept = tree(folder.path)
     with pytest.raises(UserError) as caught:
-        folder.newest(checkpoint.load)
+        folder.newest(single.load)
     line = str(caught.value)
     assert line.startswith(
         f"no checkpoint in {folder.path / 'checkpoints'} is whole (step-00000002, "
@@ -338,4 +341,4 @@ def test_checkpoints_are_a_file(folder: RunFolder) -> None:
     shutil.rmtree(path)
     path.write_text("x")
     assert folder.steps() == []
-    assert folder.newest(checkpoint.load) is None
+    assert folder.newest(single.load) is None

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from halfstep.errors import UserError
-from halfstep.train.groups import SHARE, depth_of, freeze, groups
+from halfstep.train.param_groups import SHARE, depth_of, freeze, groups
 
 DECAY = 0.5
 WEIGHT_DECAY = 0.01

@@ -22,7 +22,7 @@ from small_training import (
 from transformers import BertConfig, BertForSequenceClassification
 
 from halfstep import cli
-from halfstep.train import text
+from halfstep.train import model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ def _small_and_measured() -> Iterator[None]:
 
 def bert(folder: Path) -> Path:
     """Write a tiny BERT and its tokenizer, as transformers writes them."""
-    tokenizer = text.character_tokenizer(lambda _: Counter("abcdefxy" * 2), 32)
+    tokenizer = model.character_tokenizer(lambda _: Counter("abcdefxy" * 2), 32)
     config = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=16,

@@ -12,10 +12,10 @@ from calls import calls_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.train.judge_entities import judge, mistakes
+from halfstep.train.metrics.entities import judge, mistakes
 
 if TYPE_CHECKING:
-    from halfstep.train.judged import Judged
+    from halfstep.train.metrics.result import Judged
 
 Entities = list[tuple[int, int, int]]
 Texts = list[Entities]

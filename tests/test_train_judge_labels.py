@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep.train.judge_labels import judge, mistakes
+from halfstep.train.metrics.labels import judge, mistakes
 
 LABELS = ("a", "b", "c")
 pairs = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1)

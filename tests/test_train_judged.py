@@ -1,4 +1,4 @@
-"""The laws of `halfstep.train.judged`: what was found, as a table and as data."""
+"""`halfstep.train.metrics.result`: what was found, as a table and as data."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.report import Table
-from halfstep.train.judge_labels import judge
-from halfstep.train.judged import Judged, apart, most_mistaken, words_of
+from halfstep.reporting.table import Table
+from halfstep.train.metrics.labels import judge
+from halfstep.train.metrics.result import Judged, apart, most_mistaken, words_of
 
 FOUND = Judged(
     loss=0.25,

@@ -23,7 +23,7 @@ import pytest
 from processes import ONE_THREAD
 from small_training import timeless, write_letters
 
-from halfstep.train.folder import RunFolder
+from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train import launch, locks
-from halfstep.train.folder import RunFolder
+from halfstep.train import torchrun
+from halfstep.train.data import file_lock
+from halfstep.train.output.run_directory import RunFolder
 
 unix = pytest.mark.skipif(sys.platform == "win32", reason="no locks there")
 
@@ -28,7 +29,7 @@ NAMED = HERE | {"run_id": "mine"}
 HOLD = """
 import sys
 from pathlib import Path
-from halfstep.train.launch import Claim
+from halfstep.train.torchrun import Claim
 claim = Claim(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -74,15 +75,15 @@ def refused(path: Path, process: int) -> None:
 def test_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: it names the launch and the process that started this one; JSON keeps it."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    found = launch.identity()
+    found = torchrun.identity()
     assert found.keys() == HERE.keys()
     assert found["run_id"] is None
     assert str(found["agent"]).split(" ")[-1] == str(os.getppid())
     assert json.loads(json.dumps(found)) == found
-    assert launch.identity() == found
+    assert torchrun.identity() == found
     for name, told in (("none", None), ("", None), ("mine", "mine")):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
-        assert launch.identity() == found | {"run_id": told}
+        assert torchrun.identity() == found | {"run_id": told}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell")
@@ -98,7 +99,7 @@ def test_when_the_agent_began(tmp_path: Path) -> None:
     ).stdout
     assert ") S 1 (a b" in said
     stat = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-    assert launch.identity()["agent_began"] == stat[19]
+    assert torchrun.identity()["agent_began"] == stat[19]
 
 
 @pytest.mark.parametrize(
@@ -127,18 +128,18 @@ def test_same(
     expected: bool,
 ) -> None:
     """Law: one launch is one name and one agent; on two machines a name is needed."""
-    assert launch.same(begun, here) is expected
+    assert torchrun.same(begun, here) is expected
 
 
 def test_read(tmp_path: Path) -> None:
     """Law: an identity that was written is read; anything else is none."""
     path = tmp_path / "launch.json"
-    assert launch.read(path) is None
+    assert torchrun.read(path) is None
     for text in ("", "{", "[]", "3", "{}", '{"run_id": 1}', '{"agent": "a"}'):
         path.write_text(text)
-        assert launch.read(path) is None, text
-    path.write_text(json.dumps(launch.identity()))
-    assert launch.read(path) == launch.identity()
+        assert torchrun.read(path) is None, text
+    path.write_text(json.dumps(torchrun.identity()))
+    assert torchrun.read(path) == torchrun.identity()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_restarted(
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     if count is not None:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-    assert launch.restarted() is expected
+    assert torchrun.restarted() is expected
 
 
 @pytest.mark.parametrize(
@@ -182,11 +183,11 @@ def test_started_again(
     expected: bool,
 ) -> None:
     """Law: a failure on any machine restarts all; each knows what it had begun."""
-    monkeypatch.setattr(launch, "identity", lambda: NAMED)
+    monkeypatch.setattr(torchrun, "identity", lambda: NAMED)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
-    assert launch.started_again(NAMED | begun) is expected
-    assert not launch.started_again(None)
+    assert torchrun.started_again(NAMED | begun) is expected
+    assert not torchrun.started_again(None)
 
 
 @pytest.mark.parametrize(("count", "expected"), [("0", False), ("1", True)])
@@ -199,12 +200,12 @@ def test_without_a_name(
     expected: bool,
 ) -> None:
     """Law: where torchrun was given no name, its count alone tells."""
-    monkeypatch.setattr(launch, "identity", lambda: HERE)
+    monkeypatch.setattr(torchrun, "identity", lambda: HERE)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
     monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
     if machines is not None:
         monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
-    assert launch.started_again(dict(HERE)) is expected
+    assert torchrun.started_again(dict(HERE)) is expected
 
 
 def test_resumes_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +225,7 @@ def test_resumes_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         named.begin({"seed": 1}, overwrite=False)
         assert named.resumes_after_restart()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    began = launch.identity() | {"agent": "elsewhere 1"}
+    began = torchrun.identity() | {"agent": "elsewhere 1"}
     (folder.path / "launch.json").write_text(json.dumps(began))
     assert not folder.resumes_after_restart()
 
@@ -273,7 +274,7 @@ def test_a_child_does_not_hold(tmp_path: Path) -> None:
     """Law: a child that outlives the program keeps nobody out."""
     ready, told = os.pipe()
     wait, end = os.pipe()
-    claim = launch.Claim(tmp_path)
+    claim = torchrun.Claim(tmp_path)
     child = os.fork()
     if child == 0:
         os.close(end)
@@ -283,7 +284,7 @@ def test_a_child_does_not_hold(tmp_path: Path) -> None:
     try:
         os.read(ready, 1)
         # What the end of the program would do, with no unlocking.
-        launch._let_go()
+        torchrun._let_go()
         with RunFolder(tmp_path).held():
             pass
     finally:
@@ -303,11 +304,11 @@ def test_without_locks(
     def no_lock(*_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(locks.fcntl, "flock", no_lock)
+    monkeypatch.setattr(file_lock.fcntl, "flock", no_lock)
     path = tmp_path / "run"
     with RunFolder(path).held(), RunFolder(path).held():
         assert not list(path.iterdir())
-        assert not launch._handles
+        assert not torchrun._handles
     assert not list(path.iterdir())
     (path / ".lock").write_text("of before")
     with RunFolder(path).held():

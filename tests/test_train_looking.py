@@ -17,13 +17,14 @@ from small_training import (
 )
 from torch.profiler import profile as watch
 
-from halfstep import formats, levels
-from halfstep.doctor.facts import ProfileFacts
-from halfstep.profiling import timeline
-from halfstep.profiling.result import Profile
-from halfstep.train import looking
-from halfstep.train.clock import Clock
+from halfstep.diagnostics.doctor.run_record import ProfileFacts
+from halfstep.diagnostics.profiling import timeline
+from halfstep.diagnostics.profiling.profile_result import Profile
+from halfstep.numerics import formats
+from halfstep.policy import levels
+from halfstep.train import profile_step
 from halfstep.train.run import run
+from halfstep.train.timers import Clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def test_looking_changes_nothing(
     """Law: weights, checkpoints and records are those of a run without, to the bit."""
     told = settings(tmp_path, level=level, dtype=dtype, seed=3)
     run({**told, "out": str(tmp_path / "looked")})
-    monkeypatch.setattr(looking, "due", lambda *_: False)
+    monkeypatch.setattr(profile_step, "due", lambda *_: False)
     run({**told, "out": str(tmp_path / "plain")})
     assert (tmp_path / "looked" / "profile.json").exists()
     assert not (tmp_path / "plain" / "profile.json").exists()
@@ -80,11 +81,13 @@ def test_what_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 def test_which_step_is_due() -> None:
     """Law: one step of a run, on a CPU, and none while somebody else profiles."""
     gpu = SimpleNamespace(type="cuda")
-    assert [n for n in range(1, 51) if looking.due(n, 50, CPU)] == [looking.LOOKED_AT]
-    assert [n for n in range(1, 8) if looking.due(n, 7, CPU)] == [7]
-    assert not looking.due(looking.LOOKED_AT, 50, gpu)  # type: ignore[arg-type]
+    assert [n for n in range(1, 51) if profile_step.due(n, 50, CPU)] == [
+        profile_step.LOOKED_AT
+    ]
+    assert [n for n in range(1, 8) if profile_step.due(n, 7, CPU)] == [7]
+    assert not profile_step.due(profile_step.LOOKED_AT, 50, gpu)  # type: ignore[arg-type]
     with watch():
-        assert not looking.due(looking.LOOKED_AT, 50, CPU)
+        assert not profile_step.due(profile_step.LOOKED_AT, 50, CPU)
 
 
 def test_a_step_that_cannot_be_read(
@@ -121,10 +124,10 @@ def test_a_step_is_made_once(monkeypatch: pytest.MonkeyPatch, begins: bool) -> N
         message = "broken"
         raise RuntimeError(message)
 
-    monkeypatch.setattr(looking, "watched", watched)
+    monkeypatch.setattr(profile_step, "watched", watched)
     choice: Any = SimpleNamespace(level=levels.O1, format=formats.BF16)
     with pytest.warns(UserWarning, match="RuntimeError: broken"):
-        found = looking.looked(made, Clock(), choice)
+        found = profile_step.looked(made, Clock(), choice)
     assert (found, steps) == ((7, None), [7])
 
 
@@ -132,4 +135,4 @@ def test_a_step_that_fails_is_not_hushed_up() -> None:
     """Law: an error of the step itself ends it, as it would without the profiler."""
     choice: Any = SimpleNamespace(level=levels.O1, format=formats.BF16)
     with pytest.raises(ZeroDivisionError):
-        looking.looked(lambda: 1 / 0, Clock(), choice)
+        profile_step.looked(lambda: 1 / 0, Clock(), choice)

@@ -21,13 +21,14 @@ from small_training import (
 from torch import nn
 
 from halfstep.errors import UserError
-from halfstep.train import batches, encode, text
+from halfstep.train import model
 from halfstep.train.config import TrainConfig
-from halfstep.train.data import load
-from halfstep.train.encode import Encoded
-from halfstep.train.feed import Hiding
-from halfstep.train.groups import SHARE, groups
+from halfstep.train.data import length_batches, tokenized
+from halfstep.train.data.corpus import load
+from halfstep.train.data.tokenized import Encoded
+from halfstep.train.param_groups import SHARE, groups
 from halfstep.train.run import pick_device, run
+from halfstep.train.step_dataset import Hiding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,9 +164,9 @@ def test_first_loss_by_hand(settings: dict[str, Any]) -> None:
         seed=5,
     )
     torch.manual_seed(5)
-    made = text.build(
+    made = model.build(
         "mini",
-        partial(encode.characters, corpus.train),
+        partial(tokenized.characters, corpus.train),
         corpus.labels,
         head="SequenceClassification",
         max_length=128,
@@ -173,7 +174,7 @@ def test_first_loss_by_hand(settings: dict[str, Any]) -> None:
     )
     ids = [made.tokenizer(each)["input_ids"] for each in corpus.train.texts()]
     lengths = torch.tensor([len(each) for each in ids]).numpy()
-    first = batches.epoch(lengths, 16, seed=5, number=0)[0]
+    first = length_batches.epoch(lengths, 16, seed=5, number=0)[0]
     truth = corpus.train.labels()
     losses = []
     for index in first.tolist():  # one at a time: no padding

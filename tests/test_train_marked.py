@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from marked_files import brief, refusal, texts_of
 
 from halfstep.errors import UserError
-from halfstep.train.tags import FORMATS, Marked, Span, read
+from halfstep.train.data.tagged_text import FORMATS, Marked, Span, read
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,10 @@ from small_training import (
     write_letters,
 )
 
-from halfstep.train.groups import SHARE
+from halfstep.train.config_file import read_file
 from halfstep.train.loop import Trainer
+from halfstep.train.param_groups import SHARE
 from halfstep.train.run import run
-from halfstep.train.settings import read_file
 from halfstep.train.tasks import Objective
 
 if TYPE_CHECKING:

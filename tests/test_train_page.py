@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep import report_page
-from halfstep.report import Table
-from halfstep.report_page import Card
-from halfstep.train.judged import Judged
-from halfstep.train.page import Told, page, where_it_ran
+from halfstep.reporting import html as reporting_html
+from halfstep.reporting.html import Card
+from halfstep.reporting.table import Table
+from halfstep.train.metrics.result import Judged
+from halfstep.train.output.html_report import Told, page, where_it_ran
 
 MARK = "<script>alert('&')</script>"
 PARTS = {
@@ -245,7 +245,7 @@ def test_short_runs_keep_half_of_their_steps(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: of a run of few steps no more than half is left out."""
-    monkeypatch.setattr(report_page.Chart, "svg", lambda _: "")
+    monkeypatch.setattr(reporting_html.Chart, "svg", lambda _: "")
     records = [step(i) for i in range(1, count + 1)]
     html = page(told(records=records))
     left_out = min(10, count // 2)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from halfstep.choice import choose
-from halfstep.distributed import World
+from halfstep.distributed.process_group import World
 from halfstep.errors import UserError
-from halfstep.train import parallel
+from halfstep.machine.recommendation import choose
+from halfstep.train import parallelize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ def _two_processes() -> Iterator[None]:
 def lay_out(model: nn.Module, world: World = TWO, **more: Any) -> None:
     """Lay a model out at O0."""
     settings = {"parallel": "ddp", "recompute": False, "compiled": False}
-    parallel.lay_out(model, choose("O0", "auto", "cpu"), world, **(settings | more))
+    parallelize.lay_out(model, choose("O0", "auto", "cpu"), world, **(settings | more))
 
 
 class Block(nn.Module):

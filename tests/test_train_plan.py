@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from small_corpora import split_of
 from torch import nn
 
-from halfstep.distributed import World
-from halfstep.train import text
+from halfstep.distributed.process_group import World
+from halfstep.train import model
 from halfstep.train.config import TrainConfig
-from halfstep.train.data import Corpus, Split, load
+from halfstep.train.data.corpus import Corpus, Split, load
 from halfstep.train.plan import Plan, rate_factor, resolve, resolved
 
 if TYPE_CHECKING:
@@ -213,8 +213,8 @@ def test_the_dropout_is_that_of_the_network(
 ) -> None:
     """Law: a network from scratch, told nothing, drops what the plan says."""
     shape = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
-    monkeypatch.setitem(text.SIZES, "mini", shape | {"intermediate_size": 8})
-    made = text.build(
+    monkeypatch.setitem(model.SIZES, "mini", shape | {"intermediate_size": 8})
+    made = model.build(
         "mini",
         lambda clean: Counter(clean("xy")),
         ("a", "b"),

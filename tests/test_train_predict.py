@@ -20,11 +20,11 @@ from small_training import (
 )
 
 from halfstep.errors import UserError
+from halfstep.train import model
 from halfstep.train import predict as predicting
-from halfstep.train import text
-from halfstep.train.data import load
+from halfstep.train.data.corpus import load
 from halfstep.train.evaluate import EVAL_BATCH
-from halfstep.train.folder import RunFolder
+from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.predict import Entities, Entity, Label, Predictions, Predictor
 from halfstep.train.run import run
 
@@ -102,7 +102,7 @@ def tagger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
     tokenizer = letters_tokenizer("abc", 8)
     with pytest.MonkeyPatch.context() as patch:
         small_and_measured(patch)
-        network = text.build(
+        network = model.build(
             "mini",
             lambda _: dict.fromkeys("abc", 2),  # type: ignore[arg-type]
             ("O", "B-PER", "I-PER"),

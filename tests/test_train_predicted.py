@@ -12,7 +12,7 @@ import pytest
 
 from halfstep.errors import UserError
 from halfstep.train.predict import Entities, Entity, Label, Predictions
-from halfstep.train.predicted import lines, tables, write
+from halfstep.train.predictions import lines, tables, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,19 +16,19 @@ from small_training import (
     write_letters,
 )
 
-from halfstep import checkpoint
-from halfstep.scaler import LossScaleCollapse
-from halfstep.tensor_stats import TensorStats
-from halfstep.train.folder import RunFolder
+from halfstep.checkpoint import single
+from halfstep.numerics.tensor_stats import TensorStats
+from halfstep.scaling import LossScaleCollapse
 from halfstep.train.loop import Trainer
+from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from halfstep.train.feed import Work
     from halfstep.train.result import Result
+    from halfstep.train.step_dataset import Work
 
 STEPS = 12
 
@@ -64,7 +64,7 @@ def test_nothing_changes(settings: dict[str, Any], tmp_path: Path, mode: str) ->
     assert len(records[0]) == STEPS
     assert records[0] == records[1]
     states = [
-        checkpoint.load(each.folder.checkpoint_path(STEPS)) for each in (bare, probed)
+        single.load(each.folder.checkpoint_path(STEPS)) for each in (bare, probed)
     ]
     assert same(states[0].weights, states[1].weights)
     assert same(states[0].state, states[1].state)

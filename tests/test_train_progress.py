@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.train.progress import progress
+from halfstep.train.output.progress import progress
 
 NUMBERS = r"loss 1\.2346  lr 5\.00e-04  skipped 2  1234 examples/s"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.train import quick
+from halfstep.train import fast_dropout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,16 +56,16 @@ def _bounds(count: int, chance: float) -> tuple[int, int]:
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_as_many_are_kept_as_a_binomial_allows(p: float) -> None:
     """Law: the count of kept elements lies within exact binomial bounds."""
-    steps = round(p * quick.STEPS)
-    kept = int(quick.dropout(torch.ones(DRAWS), p).count_nonzero())
-    low, high = _bounds(DRAWS, 1 - steps / quick.STEPS)
+    steps = round(p * fast_dropout.STEPS)
+    kept = int(fast_dropout.dropout(torch.ones(DRAWS), p).count_nonzero())
+    low, high = _bounds(DRAWS, 1 - steps / fast_dropout.STEPS)
     assert low <= kept <= high
 
 
 @pytest.mark.parametrize("apart", [1, 2, 3, 4, 8])
 def test_neighbours_are_independent(apart: int) -> None:
     """Law: elements near each other are dropped together as seldom as by chance."""
-    dropped = quick.dropout(torch.ones(DRAWS), 0.5) == 0
+    dropped = fast_dropout.dropout(torch.ones(DRAWS), 0.5) == 0
     # Disjoint pairs, so that their count is binomial itself.
     pairs = dropped[: DRAWS // (2 * apart) * 2 * apart].view(-1, 2, apart)
     together = int((pairs[:, 0] & pairs[:, 1]).sum())
@@ -81,11 +81,11 @@ def test_gradients_are_mask_times_scale(dtype: torch.dtype, inplace: bool) -> No
     x = torch.randn(33, 7, dtype=dtype)
     x[x == 0] = 1
     leaf = x.clone().requires_grad_()
-    y = quick.dropout(leaf * 1, p, inplace=inplace)
+    y = fast_dropout.dropout(leaf * 1, p, inplace=inplace)
     above = torch.randn(33, 7, dtype=dtype)
     y.backward(above)
     mask = y != 0
-    scale = quick.STEPS / (quick.STEPS - round(p * quick.STEPS))
+    scale = fast_dropout.STEPS / (fast_dropout.STEPS - round(p * fast_dropout.STEPS))
     assert 0 < mask.sum() < mask.numel()
     assert torch.equal(y, x * mask * scale)
     assert torch.equal(leaf.grad, above * scale * mask)
@@ -95,7 +95,7 @@ def test_gradients_are_mask_times_scale(dtype: torch.dtype, inplace: bool) -> No
 def test_in_place_writes_where_it_was_asked_to(inplace: bool) -> None:
     """Law: the operand is written if and only if `inplace` says so."""
     x = torch.ones(64)
-    y = quick.dropout(x, 0.5, inplace=inplace)
+    y = fast_dropout.dropout(x, 0.5, inplace=inplace)
     assert (y.data_ptr() == x.data_ptr()) == inplace
     assert bool((x == 1).all()) != inplace
 
@@ -106,7 +106,7 @@ def test_a_seed_gives_the_masks_again() -> None:
 
     def draw(seed: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(seed)
-        return quick.dropout(x, 0.5), quick.dropout(x, 0.5)
+        return fast_dropout.dropout(x, 0.5), fast_dropout.dropout(x, 0.5)
 
     first, second = draw(3)
     again, then = draw(3)
@@ -121,7 +121,7 @@ def test_what_16_bits_cannot_tell_is_left_to_torch(p: float) -> None:
     """Law: where no multiple of 1/65536 is near but 0 and 1, torch itself draws."""
     x = torch.randn(100)
     torch.manual_seed(5)
-    ours = quick.dropout(x, p)
+    ours = fast_dropout.dropout(x, p)
     torch.manual_seed(5)
     assert torch.equal(ours, functional.dropout(x, p))
 
@@ -129,7 +129,7 @@ def test_what_16_bits_cannot_tell_is_left_to_torch(p: float) -> None:
 def test_recomputation_draws_the_masks_again() -> None:
     """Law: under torch.utils.checkpoint the gradients are those without it."""
     net = _net()
-    assert quick.quicken(net) == 1
+    assert fast_dropout.quicken(net) == 1
     x = torch.randn(16, 8)
 
     def gradients(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -144,7 +144,7 @@ def test_recomputation_draws_the_masks_again() -> None:
 def test_evaluation_is_the_identity() -> None:
     """Law: in evaluation a quick dropout returns its operand and draws nothing."""
     layer = nn.Sequential(nn.Dropout(0.5))
-    quick.quicken(layer)
+    fast_dropout.quicken(layer)
     x = torch.randn(50)
     before = torch.get_rng_state()
     assert layer.eval()(x) is x
@@ -155,8 +155,8 @@ def test_evaluation_is_the_identity() -> None:
 def test_state_is_unchanged() -> None:
     """Law: quicken changes no state, what is saved loads either way, twice is once."""
     plain, quickened = _net(), _net()
-    assert quick.quicken(quickened) == 1
-    assert quick.quicken(quickened) == 0
+    assert fast_dropout.quicken(quickened) == 1
+    assert fast_dropout.quicken(quickened) == 0
     ours, theirs = quickened.state_dict(), plain.state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -172,7 +172,7 @@ def test_subclasses_of_dropout_are_left_alone() -> None:
         pass
 
     model = nn.Sequential(Own(0.5), nn.Dropout1d(0.5))
-    assert quick.quicken(model) == 0
+    assert fast_dropout.quicken(model) == 0
     assert [type(each) for each in model] == [Own, nn.Dropout1d]
 
 
@@ -208,7 +208,7 @@ def test_attention_without_dropout_is_torchs(masked: str) -> None:
         mask[1, :, :, 3:] = False
         if masked == "a row":
             mask[0, :, 2] = False
-    shares = quick._shares(query, key, mask, 0.5)
+    shares = fast_dropout._shares(query, key, mask, 0.5)
     theirs = functional.scaled_dot_product_attention(query, key, value, mask, scale=0.5)
     # Two sums of five products each and a softmax, of numbers near one.
     bound = 64 * torch.finfo(torch.float64).eps
@@ -224,7 +224,7 @@ def test_attention_at_no_dropout_is_torchs_to_the_bit() -> None:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         if change:
-            assert quick.quicken(model) > 0
+            assert fast_dropout.quicken(model) > 0
         tokens = torch.arange(48).remainder(32).view(4, 12)
         loss = model(input_ids=tokens, labels=torch.tensor([0, 1, 0, 1])).loss
         loss.backward()
@@ -234,9 +234,9 @@ def test_attention_at_no_dropout_is_torchs_to_the_bit() -> None:
 
 def _attention(*operands: Tensor, mask: Tensor | None = None, p: float = 0.3) -> Tensor:
     """Return quick attention, with the same drops at each call."""
-    quick._install()
+    fast_dropout._install()
     torch.manual_seed(7)
-    with quick._wanted:
+    with fast_dropout._wanted:
         return functional.scaled_dot_product_attention(*operands, mask, p, scale=0.4)
 
 
@@ -252,7 +252,7 @@ def test_attention_drops_shares() -> None:
     query, key, value = _operands(torch.float64)
     ours = _attention(query, key, value, p=0.5)
     torch.manual_seed(7)
-    shares = quick.dropout(quick._shares(query, key, None, 0.4), 0.5)
+    shares = fast_dropout.dropout(fast_dropout._shares(query, key, None, 0.4), 0.5)
     torch.testing.assert_close(ours, shares @ value)
     torch.manual_seed(7)
     theirs = functional.scaled_dot_product_attention(
@@ -324,16 +324,16 @@ def test_eager_attention_is_not_marked() -> None:
     eager, sdpa = _bert("eager"), _bert()
     dropouts = sum(type(each) is nn.Dropout for each in eager.modules())
     # Its attention keeps a dropout module of its own, which "sdpa" never calls.
-    assert quick.quicken(eager) == dropouts
+    assert fast_dropout.quicken(eager) == dropouts
     # transformers 4 has a class of its own for "sdpa" there, which no table serves.
     layers = 2 if int(transformers.__version__.partition(".")[0]) >= 5 else 0
-    assert quick.quicken(sdpa) == dropouts + layers
+    assert fast_dropout.quicken(sdpa) == dropouts + layers
 
 
 def test_a_tiny_bert_learns_and_its_export_says_sdpa(tmp_path: Path) -> None:
     """Law: a quick model learns, and what it saves is what transformers expects."""
     model = _bert()
-    assert quick.quicken(model) > 0
+    assert fast_dropout.quicken(model) > 0
     tokens = torch.randint(2, 32, (32, 8))
     labels = torch.arange(32) % 2
     tokens[:, 0] = labels

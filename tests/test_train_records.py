@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train.folder import RunFolder
+from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,13 +20,13 @@ from torch import Tensor
 
 import halfstep as hs
 from halfstep import LossScaleCollapse
-from halfstep.bad_op import BadOp
-from halfstep.scaler.past import Losses
-from halfstep.train import replayed
-from halfstep.train.feed import Work
+from halfstep.nonfinite.origin import BadOp
+from halfstep.scaling.step_history import Losses
+from halfstep.train import replay_step
 from halfstep.train.loop import Trainer
 from halfstep.train.run import run
-from halfstep.train.stopping import Diverged
+from halfstep.train.signals import Diverged
+from halfstep.train.step_dataset import Work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,8 +104,8 @@ def test_a_step_that_failed_is_told(
         assert bad.module.endswith("output.dense")
         assert bad.op == "mul"
         assert bad.reproduced
-    monkeypatch.setattr(replayed, "MOST", 0)
-    monkeypatch.setattr(replayed.Watcher, "due", lambda *_, **__: False)
+    monkeypatch.setattr(replay_step, "MOST", 0)
+    monkeypatch.setattr(replay_step.Watcher, "due", lambda *_, **__: False)
     out = {"out": settings["out"] + "2"}
     alone = run(settings | more | out).folder.records()
     keep = ("step", "loss", "scale", "skipped", "grad_norm")
@@ -186,13 +186,13 @@ def test_a_resumed_run_is_not_young(
         monkeypatch.setattr(Trainer, "train_step", step)
         given = {"out": given["out"]}
     spoil(monkeypatch, *range(cut_at + 3, 99), factor=1e6)
-    histories, find = [], replayed.found
+    histories, find = [], replay_step.found
 
     def found(*args: Any, losses: Losses, **more: Any) -> BadOp | None:
         histories.append(losses)
         return find(*args, losses=losses, **more)
 
-    monkeypatch.setattr(replayed, "found", found)
+    monkeypatch.setattr(replay_step, "found", found)
     with pytest.raises(LossScaleCollapse) as caught:
         run(given, resume=resumed)
     assert all(math.isnan(losses.first) == resumed for losses in histories)
@@ -203,7 +203,7 @@ def test_a_resumed_run_is_not_young(
 
 def test_losses_of_a_resumed_run() -> None:
     """Law: all steps count; a loss from the middle is not taken for the first."""
-    watcher = replayed.Watcher()
+    watcher = replay_step.Watcher()
     for loss in (0.1, 0.3):
         watcher.due({"skipped": False, "loss": loss}, moves=True)
     begun, resumed = watcher.history(2), watcher.history(500)
@@ -222,7 +222,7 @@ def test_a_replay_that_fails_ends_no_run(
         message = "out of memory"
         raise RuntimeError(message)
 
-    monkeypatch.setattr(replayed, "first_bad", full)
+    monkeypatch.setattr(replay_step, "first_bad", full)
     with pytest.warns(UserWarning, match="step 4 failed, and could not .* of memory"):
         result = run(settings | {"level": "O0", "epochs": 1})
     assert not events(settings)
@@ -248,7 +248,7 @@ def test_the_sum_of_micro_batches_is_looked_at(level: str, *, told: bool) -> Non
             return (session.model(part["x"]) * 3e4).float().sum()
 
     seeded: list[int] = []
-    bad = replayed.found(
+    bad = replay_step.found(
         session,
         work,
         loss_of,
@@ -267,7 +267,7 @@ def test_the_sum_of_micro_batches_is_looked_at(level: str, *, told: bool) -> Non
 
 def test_when_a_step_is_run_again() -> None:
     """Law: once in a row of skips; at once where no smaller scale can help."""
-    watcher = replayed.Watcher()
+    watcher = replay_step.Watcher()
     good, skip = {"skipped": False, "loss": 1.0}, {"skipped": True, "loss": 1.0}
     rows = [skip] * 7 + [good] + [skip] * 5 + [good]
     due = [watcher.due(row, moves=True) for row in rows]

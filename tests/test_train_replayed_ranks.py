@@ -22,8 +22,8 @@ from small_training import (
 )
 from test_train_replayed import spoil
 
-from halfstep import distributed
-from halfstep.train import replayed, text
+from halfstep.distributed import process_group
+from halfstep.train import model, replay_step
 from halfstep.train.run import run
 
 BAD = (4, 5, 7)
@@ -38,17 +38,17 @@ CASES: dict[str, dict[str, Any]] = {
 def process(folder: Path) -> None:
     """Train each case, with a fault in the second process alone."""
     source = folder / "letters.json"
-    with pytest.MonkeyPatch.context() as patch, distributed.join("cpu") as world:
+    with pytest.MonkeyPatch.context() as patch, process_group.join("cpu") as world:
         small_and_measured(patch)
         without_figures(patch)
         # Two layers: blocks are split apart from what is around them.
-        shape = text.SIZES["mini"] | {"num_hidden_layers": 2}  # type: ignore[operator]
-        patch.setitem(text.SIZES, "duo", shape)
-        patch.setattr(distributed, "join", lambda _: contextlib.nullcontext(world))
+        shape = model.SIZES["mini"] | {"num_hidden_layers": 2}  # type: ignore[operator]
+        patch.setitem(model.SIZES, "duo", shape)
+        patch.setattr(process_group, "join", lambda _: contextlib.nullcontext(world))
         spoil(patch, *(BAD if world.rank else ()), factor=math.inf)
         for watched in (True, False):
             if not watched:
-                patch.setattr(replayed.Watcher, "due", lambda *_, **__: False)
+                patch.setattr(replay_step.Watcher, "due", lambda *_, **__: False)
             for case, settings in CASES.items():
                 out = folder / f"{case}{'' if watched else ' unwatched'}"
                 more = {"parallel": "fsdp2", "model": "duo", "epochs": 1}

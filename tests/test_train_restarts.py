@@ -22,7 +22,7 @@ from small_training import (
 )
 
 from halfstep import cli
-from halfstep.train.folder import RunFolder
+from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,8 +26,8 @@ from small_training import (
     write_letters,
 )
 
-from halfstep.train.folder import RunFolder
 from halfstep.train.loop import Trainer
+from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
@@ -44,9 +44,14 @@ SPOILT = 3  # the step that overflows in every run with a moving scale
 # of its file not on disk.
 MOMENTS = {
     "in a step": ("train.loop", "Trainer.train_step", 8, "before"),
-    "in a line of metrics": ("train.folder", "records.add", 11, "torn"),
-    "in saving": ("train.folder", "checkpoint.save", 2, "before"),
-    "before the summary": ("train.folder", "RunFolder.write", 2, "before"),
+    "in a line of metrics": ("train.output.run_directory", "jsonl.add", 11, "torn"),
+    "in saving": ("train.output.run_directory", "single.save", 2, "before"),
+    "before the summary": (
+        "train.output.run_directory",
+        "RunFolder.write",
+        2,
+        "before",
+    ),
 }
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from small_training import one_thread, small_and_measured, without_figures
 
-from halfstep import checkpoint, cli, sealed
-from halfstep.train import saving, text
-from halfstep.train.folder import RunFolder
+from halfstep import cli
+from halfstep.checkpoint import atomic_directory, single
+from halfstep.train import checkpointing, model
+from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
@@ -128,9 +129,9 @@ def test_damaged_checkpoints(
 
 def test_foreign_checkpoint(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: a sound checkpoint of something else is refused."""
-    notes = sealed.read(last(copy))["notes"]
+    notes = atomic_directory.read(last(copy))["notes"]
     foreign = {"w": torch.ones(2)}, {"epoch": 3}, notes | {"fingerprint": "other"}
-    checkpoint.save(last(copy), *foreign, replace=True)
+    single.save(last(copy), *foreign, replace=True)
     assert refused(copy, capsys) == OTHER_DATA
 
 
@@ -165,12 +166,14 @@ def test_notes_of_another(
 
 def rewrite(path: Path, name: str, value: object) -> None:
     """Change a note of a checkpoint, and seal it, as whoever knows the format can."""
-    manifest = sealed.read(path)
+    manifest = atomic_directory.read(path)
     manifest["notes"][name] = value
     if value is MISSING:
         del manifest["notes"][name]
-    manifest["seal"] = sealed.seal(manifest)
-    (path / sealed.MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    manifest["seal"] = atomic_directory.seal(manifest)
+    (path / atomic_directory.MANIFEST).write_text(
+        json.dumps(manifest), encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("name", ["step", "best_step", "waited", "processes"])
@@ -185,15 +188,15 @@ def test_negative_notes(
 def test_notes_before_a_score(copy: Path) -> None:
     """Law: notes as a run writes them before its first evaluation are taken."""
     rewrite(last(copy), "best_score", None)
-    notes = saving._checked_notes(last(copy))
-    assert saving.standing_of(notes).best_score is None
+    notes = checkpointing._checked_notes(last(copy))
+    assert checkpointing.standing_of(notes).best_score is None
 
 
 def test_another_model(
     copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: a checkpoint does not fit a model of another shape."""
-    monkeypatch.setitem(text.SIZES["mini"], "intermediate_size", 96)
+    monkeypatch.setitem(model.SIZES["mini"], "intermediate_size", 96)
     line = refused(copy, capsys)
     assert "the state holds shape (" in line
     assert line.endswith("; build the model that was saved.")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import UserError
-from halfstep.train.rows import Columns, Row, is_number, read
+from halfstep.train.data.labelled_text import Columns, Row, is_number, read
 
 texts = st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), min_size=1

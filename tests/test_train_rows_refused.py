@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train.rows import Columns, read
+from halfstep.train.data.labelled_text import Columns, read
 
 LONGEST_MESSAGE = 35
 

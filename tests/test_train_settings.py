@@ -15,7 +15,7 @@ from train_settings import OTHERS, TOGETHER, parse
 
 from halfstep.errors import UserError
 from halfstep.train.config import BEST_BY, SETTINGS, TrainConfig
-from halfstep.train.settings import MODES, read_file, write_resolved
+from halfstep.train.config_file import MODES, read_file, write_resolved
 
 MOST_WORDS = 35
 OPEN = {"exclude_min": True}

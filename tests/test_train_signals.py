@@ -21,8 +21,8 @@ from small_training import (
     write_letters,
 )
 
-from halfstep import sealed
-from halfstep.train.folder import RunFolder
+from halfstep.checkpoint import atomic_directory
+from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def test_the_step_is_finished_and_saved(
         f"checkpoint is saved: go on with --resume --out {folder.path}\n"
     )
     path = folder.checkpoint_path(step)
-    sealed.verify(path, sealed.read(path))
+    atomic_directory.verify(path, atomic_directory.read(path))
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 

@@ -22,8 +22,8 @@ from small_training import (
 from torch import Tensor
 
 from halfstep import LossScaleCollapse
-from halfstep.train import page
 from halfstep.train.loop import Trainer
+from halfstep.train.output import html_report
 from halfstep.train.plan import rate_factor
 from halfstep.train.run import run
 
@@ -143,13 +143,13 @@ def test_the_report_speaks_of_the_whole_run(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: steps that were skipped after the best checkpoint count in the findings."""
-    told: list[page.Told] = []
+    told: list[html_report.Told] = []
 
-    def keep(one: page.Told) -> str:
+    def keep(one: html_report.Told) -> str:
         told.append(one)
         return "<html></html>"
 
-    monkeypatch.setattr(page, "page", keep)
+    monkeypatch.setattr(html_report, "page", keep)
     # At this rate nothing is learned, so the first evaluation is the best.
     more = {"lr": 1e-12, "eval_every": 2, "best_by": "accuracy"}
     poison(monkeypatch, 4, 6, 8, 10, 11)

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.train.spans import IGNORED, decode, spans_of, tag_names, tag_tokens
+from halfstep.train.data.entity_tags import (
+    IGNORED,
+    decode,
+    spans_of,
+    tag_names,
+    tag_tokens,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
-from halfstep.train.stopping import Stop, Stopped, listening
+from halfstep.train.signals import Stop, Stopped, listening
 
 START = """
 import os, signal
 from types import SimpleNamespace
-from halfstep.train import stopping
-from halfstep.train.stopping import Stop, listening
+from halfstep.train import signals as stopping
+from halfstep.train.signals import Stop, listening
 
 now = 5.0
 stopping.time = SimpleNamespace(monotonic=lambda: now)

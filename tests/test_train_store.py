@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import UserError
-from halfstep.train import cache, rows, store, tags
-from halfstep.train.data import Corpus, load
-from halfstep.train.store import Store, open_store
+from halfstep.train.data import cache, example_store, labelled_text, tagged_text
+from halfstep.train.data.corpus import Corpus, load
+from halfstep.train.data.example_store import Store, open_store
 
 texts = st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), min_size=1
@@ -62,7 +62,7 @@ def test_a_store_holds_what_its_reader_reads(
 ) -> None:
     """Law: text, label, file and line of each row are those that the reader gives."""
     path = lines(name, [*found])
-    read = [(row.text, row.label_word, row.where) for row in rows.read(path)]
+    read = [(row.text, row.label_word, row.where) for row in labelled_text.read(path)]
     made = open_store(path, "classify", None)
     assert held(made) == read
     assert len(made) == len(found)
@@ -72,7 +72,7 @@ def test_a_store_holds_what_its_reader_reads(
 
 def test_many_rows_are_written_in_pieces() -> None:
     """Law: nothing is lost, doubled or moved where one piece ends."""
-    count = 2 * store._CHUNK + 1
+    count = 2 * example_store._CHUNK + 1
     path = lines(
         "a.jsonl", [[f"t{n}" + "\u597d" * (n % 5), n % 7] for n in range(count)]
     )
@@ -95,7 +95,7 @@ def marked(kept: Store) -> list[tuple[str, list[tuple[int, int, str]], str]]:
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_a_store_holds_the_entities_of_each_text(name: str) -> None:
     """Law: text, entities and place of each row are those that the reader gives."""
-    count = 2 * store._CHUNK + 1
+    count = 2 * example_store._CHUNK + 1
     values = [
         {
             "text": "so good a day",
@@ -106,7 +106,7 @@ def test_a_store_holds_the_entities_of_each_text(name: str) -> None:
     path = lines(name, [*values])
     read = [
         (m.text, [(s.start, s.end, s.kind) for s in m.spans], m.where)
-        for m in tags.read(path)
+        for m in tagged_text.read(path)
     ]
     made = open_store(path, "ner", None)
     assert marked(made) == read
@@ -167,7 +167,7 @@ def test_the_key_is_not_that_of_lines_left_out() -> None:
 def test_a_known_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: content decides, not the name; a suffix of another format is another."""
     first = open_store(lines("a.jsonl", [["x", "a"]]), "classify", None)
-    monkeypatch.delattr(rows, "read")
+    monkeypatch.delattr(labelled_text, "read")
     again = open_store(Path("a.jsonl").rename("b.jsonl"), "classify", None)
     assert (again.key, again.where(0)) == (first.key, "b.jsonl line 1")
     with pytest.raises(AttributeError):
@@ -179,13 +179,13 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 ) -> None:
     """Law: no store holds the rows of one content under the name of another."""
     path = lines("a.jsonl", [["x", "a"]])
-    read = rows.read
+    read = labelled_text.read
 
     def change(path: Path, **more: Any) -> object:
         lines("a.jsonl", [["y", "a"]])
         return read(path, **more)
 
-    monkeypatch.setattr(rows, "read", change)
+    monkeypatch.setattr(labelled_text, "read", change)
     with pytest.raises(UserError) as caught:
         open_store(path, "classify", None)
     assert str(caught.value) == (
@@ -195,8 +195,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
 def test_too_many_labels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a column that is no label is refused at its first row too many."""
-    monkeypatch.setattr(store, "MOST_WORDS", 3)
-    monkeypatch.setattr(store, "MOST_KINDS", 3)
+    monkeypatch.setattr(example_store, "MOST_WORDS", 3)
+    monkeypatch.setattr(example_store, "MOST_KINDS", 3)
     path = lines("a.jsonl", [[f"t{n}", f"w{n % 4}"] for n in range(9)])
     with pytest.raises(UserError) as caught:
         open_store(path, "classify", None)
@@ -268,8 +268,8 @@ def test_a_damaged_store_is_read_anew() -> None:
 OPEN = """
 import sys, time
 from pathlib import Path
-from halfstep.train import rows
-from halfstep.train.store import open_store
+from halfstep.train.data import labelled_text as rows
+from halfstep.train.data.example_store import open_store
 
 read = rows.read
 
@@ -339,7 +339,7 @@ def test_a_table_without_header_is_known(
 ) -> None:
     """Law: only a table has a header, and it names text and label."""
     Path(name).write_text(content, encoding="utf-8")
-    assert rows.is_headless(Path(name)) is headless
+    assert labelled_text.is_headless(Path(name)) is headless
 
 
 def splits(

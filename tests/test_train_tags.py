@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from marked_files import brief, refusal, texts_of
 
 from halfstep.errors import UserError
-from halfstep.train.tags import InvalidTagsError, Marked, Span, read
+from halfstep.train.data.tagged_text import InvalidTagsError, Marked, Span, read
 
 COLUMNS = (".bmes", ".bio", ".bioes", ".conll", ".iob", ".txt")
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from halfstep.errors import UserError
-from halfstep.train.encode import Encoded
-from halfstep.train.spans import IGNORED
+from halfstep.train.data.entity_tags import IGNORED
+from halfstep.train.data.tokenized import Encoded
 from halfstep.train.tasks import TASKS, Objective, as_given, balanced, best_tags
 
 LABELS = ("a", "b", "c")

@@ -23,9 +23,9 @@ from transformers import (
 from transformers.utils import logging
 
 from halfstep.errors import UserError
-from halfstep.train import encode as encoding
-from halfstep.train import text
-from halfstep.train.encode import Encoded
+from halfstep.train import model
+from halfstep.train.data import tokenized as encoding
+from halfstep.train.data.tokenized import Encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -84,19 +84,19 @@ def never(clean: object) -> Counter[str]:
 
 def character_tokenizer(texts: Sequence[str], longest: int) -> Any:
     """Return a tokenizer of the characters of some texts."""
-    return text.character_tokenizer(counting(texts), longest)
+    return model.character_tokenizer(counting(texts), longest)
 
 
-def scratch(name: str, texts: Sequence[str], **words: Any) -> text.Network:
+def scratch(name: str, texts: Sequence[str], **words: Any) -> model.Network:
     """Return a model from scratch, or a refusal, for two classes."""
     given = {"head": HEAD, "max_length": 8, "dropout": None} | words
-    return text.build(name, counting(texts), LABELS, **given)
+    return model.build(name, counting(texts), LABELS, **given)
 
 
-def fetched(name: str | Path, **words: Any) -> text.Network:
+def fetched(name: str | Path, **words: Any) -> model.Network:
     """Return a model from a folder, for two classes."""
     given = {"head": HEAD, "max_length": 128, "dropout": None} | words
-    return text.build(str(name), never, LABELS, **given)
+    return model.build(str(name), never, LABELS, **given)
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -108,15 +108,15 @@ def word_pieces() -> Any:
     """Return a WordPiece tokenizer of twelve pieces."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    pieces = [*text.SPECIAL, "play", "##ing", "##ed", "good", "bad", "un", "##good"]
+    pieces = [*model.SPECIAL, "play", "##ing", "##ed", "good", "bad", "un", "##good"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    core = Tokenizer(models.WordPiece(vocabulary, unk_token=text.SPECIAL[UNKNOWN]))
+    core = Tokenizer(models.WordPiece(vocabulary, unk_token=model.SPECIAL[UNKNOWN]))
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", START), ("[SEP]", END)]
     )
     roles = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    special = dict(zip(roles, text.SPECIAL, strict=True))
+    special = dict(zip(roles, model.SPECIAL, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)  # type: ignore[no-untyped-call]
 
 
@@ -243,7 +243,7 @@ def test_padding_has_positions(length: int) -> None:
     made = scratch("tiny", ["ab" * 20], max_length=length)
     encoded = Encoded.build(encode(made.tokenizer, ["ab" * 20, "a"]), [0, 1])
     assert max(encoded.lengths) == length
-    multiple = text.PAD_MULTIPLE
+    multiple = model.PAD_MULTIPLE
     inputs = encoded.collate(np.arange(2), made.tokenizer.pad_token_id, multiple)
     inputs.pop("labels")
     assert made.model(**inputs).logits.shape == (2, 2)
@@ -287,7 +287,7 @@ def test_no_longer_than_the_positions(bert: Path, asked: int, length: int) -> No
     made = fetched(bert, max_length=asked)
     encoded = Encoded.build(encode(made.tokenizer, ["good bad " * 40]), [0])
     assert encoded.lengths.tolist() == [length]
-    multiple = text.PAD_MULTIPLE
+    multiple = model.PAD_MULTIPLE
     inputs = encoded.collate(np.arange(1), made.tokenizer.pad_token_id, multiple)
     inputs.pop("labels")
     assert made.model(**inputs).logits.shape == (1, 2)
@@ -305,11 +305,11 @@ def test_heads(bert: Path) -> None:
 
 def test_what_is_missing_is_told(bert: Path) -> None:
     """Law: loading names the weights that begin at random, and no others."""
-    *_, missing = text.load(bert, HEAD)
+    *_, missing = model.load(bert, HEAD)
     assert missing == ["classifier.bias", "classifier.weight"]
     made = fetched(bert)
     made.model.save_pretrained(bert)  # type: ignore[operator]
-    assert text.load(bert, HEAD)[2] == []
+    assert model.load(bert, HEAD)[2] == []
 
 
 def test_unknown_name() -> None:

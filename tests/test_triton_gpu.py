@@ -11,10 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 from triton_cases import ADAM, BF16, CASES, CLOCK, WEIGHTS, item_of, moved, same
 
 from halfstep.errors import UserError
-from halfstep.master import triton_kernels as tk
+from halfstep.masters import triton_kernels as tk
 
 if TYPE_CHECKING:
-    from halfstep.master.arithmetic import Adam, Item
+    from halfstep.masters.update_rules import Adam, Item
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -21,10 +21,10 @@ from processes import ONE_THREAD
 from triton_cases import ADAM, BF16, CASES, CLOCK, item_of
 
 from halfstep.errors import UserError
-from halfstep.master import triton_kernels as tk
+from halfstep.masters import triton_kernels as tk
 
 if TYPE_CHECKING:
-    from halfstep.master.arithmetic import Item, Rule
+    from halfstep.masters.update_rules import Item, Rule
 
 PROGRAM = """
 import json
@@ -36,7 +36,7 @@ COMPILE = """
 import inspect, json, re, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from halfstep.master import triton_code
+from halfstep.masters import triton_jit as triton_code
 
 TYPES = {"table": "*i64", "rows": "i32", "sums": "*fp64"}
 numbered = "constants" in inspect.signature(ASTSource).parameters
@@ -122,7 +122,7 @@ def test_triton_is_not_imported() -> None:
     """Law: without CUDA nothing imports Triton, and no device is available."""
     program = """
 import sys, torch
-from halfstep.master import triton_kernels as tk
+from halfstep.masters import triton_kernels as tk
 tk.describe()
 print(int(tk.available(torch.device("cpu")) or "triton" in sys.modules))
 """

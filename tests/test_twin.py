@@ -10,11 +10,11 @@ from checked_nets import Net, batch, loss
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from halfstep.choice import choose
+from halfstep._torch.rng_state import RandomState
+from halfstep.diagnostics.preflight.model_copy import Twin
+from halfstep.machine.recommendation import choose
+from halfstep.numerics.exponents import count
 from halfstep.policy import LEAN
-from halfstep.preflight.twin import Twin
-from halfstep.random_state import RandomState
-from halfstep.scaler.exponents import count
 
 
 def twin(level: str, dtype: str) -> Twin:

@@ -18,8 +18,9 @@ from slow_programs import FAST, ON_A_GPU, PROGRAMS, Program
 from small_training import one_thread
 
 import halfstep as hs
-from halfstep import diagnosis, machine
-from halfstep.profiling.result import Profile
+from halfstep.diagnostics import step_diagnosis
+from halfstep.diagnostics.profiling.profile_result import Profile
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,15 +48,17 @@ def _quiet() -> Iterator[None]:
     gc.unfreeze()
 
 
-def judged(program: Program, patch: pytest.MonkeyPatch) -> hs.diagnosis.Diagnosis:
+def judged(
+    program: Program, patch: pytest.MonkeyPatch
+) -> hs.diagnostics.step_diagnosis.Diagnosis:
     """Return what the doctor finds in a program, on the machine it is meant for."""
     here = dataclasses.replace(
-        machine.capabilities(), instruction_sets=("AVX512-BF16", "AMX-BF16")
+        hardware.capabilities(), instruction_sets=("AVX512-BF16", "AMX-BF16")
     )
-    patch.setattr(machine, "capabilities", lambda: here)
+    patch.setattr(hardware, "capabilities", lambda: here)
     torch.manual_seed(0)
     running = program.start()  # on rates of which no session warns
-    patch.setattr(machine, "gemm_rates", lambda *_, **__: program.rates)
+    patch.setattr(hardware, "gemm_rates", lambda *_, **__: program.rates)
     return hs.diagnose(
         running.step, batches=running.batches, profiled=PROFILED, **running.live
     )
@@ -64,7 +67,7 @@ def judged(program: Program, patch: pytest.MonkeyPatch) -> hs.diagnosis.Diagnosi
 def recorded(name: str, patch: pytest.MonkeyPatch) -> None:
     """Let a program's steps take what was recorded, and make none."""
     found = Profile.from_data(json.loads(RECORDED.read_text(encoding="utf-8"))[name])
-    patch.setattr(diagnosis, "profile", lambda *_, **__: found)
+    patch.setattr(step_diagnosis, "profile", lambda *_, **__: found)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -118,7 +121,7 @@ def record() -> None:
     found = {}
     for name, program in PROGRAMS.items():
         with pytest.MonkeyPatch.context() as patch, one_thread():
-            patch.setattr(machine, "gemm_rates", lambda *_, **__: FAST)
+            patch.setattr(hardware, "gemm_rates", lambda *_, **__: FAST)
             profile = judged(program, patch).profile
         spent, rows = 0.0, []
         for row in profile.rows:

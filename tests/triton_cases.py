@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.master import kahan, split, stochastic
-from halfstep.master import triton_kernels as tk
-from halfstep.master.arithmetic import Adam, Item, Rule, Sgd
+from halfstep.masters import kahan_codec, split_codec, stochastic_codec
+from halfstep.masters import triton_kernels as tk
+from halfstep.masters.update_rules import Adam, Item, Rule, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,10 +79,10 @@ def item_of(
     weight, extra = torch.empty(numel, dtype=dtypes[0]), None
     if form == "split":
         extra = torch.empty(numel, dtype=torch.int16)
-        split.encode_(truth, weight, extra)
+        split_codec.encode_(truth, weight, extra)
     elif form == "kahan":
         extra = torch.empty(numel, dtype=BF16)
-        kahan.encode_(truth, weight, extra)
+        kahan_codec.encode_(truth, weight, extra)
     else:
         extra = truth.clone() if form == "fp32" else None
         weight.copy_(truth)
@@ -144,9 +144,9 @@ def truth_of(item: Item, form: str) -> Tensor:
     """Return an item's truth, as torch's operations decode it."""
     truth = item.weight.float() if item.extra is None else item.extra.float()
     if form == "split":
-        split.decode_(item.weight, item.extra, truth)
+        split_codec.decode_(item.weight, item.extra, truth)
     elif form == "kahan":
-        kahan.decode_(item.weight, item.extra, truth)
+        kahan_codec.decode_(item.weight, item.extra, truth)
     return truth
 
 
@@ -184,8 +184,8 @@ def adam(rule: Adam, item: Item, g: Tensor, w: Tensor) -> tuple[Tensor, list[Ten
 
 def oracle(item: Item, rule: Rule, form: str, inverse: Tensor) -> None:
     """Update an item with one operation of torch after the other."""
-    words = [stochastic.key(*CLOCK, item.index, stream) for stream in (0, 1)]
-    drawn = [stochastic.random16(word, len(item.weight), CPU) for word in words]
+    words = [stochastic_codec.key(*CLOCK, item.index, stream) for stream in (0, 1)]
+    drawn = [stochastic_codec.random16(word, len(item.weight), CPU) for word in words]
     for_weight, *for_states = (*drawn[0], *drawn[1])
     w, g = truth_of(item, form), item.gradient.float() * inverse
     g = -g if rule.maximize else g
@@ -195,15 +195,15 @@ def oracle(item: Item, rule: Rule, form: str, inverse: Tensor) -> None:
         w, new = adam(rule, item, g, w)
     for state, value, sixteen in zip(item.states, new, for_states, strict=False):
         if state.dtype == BF16:
-            stochastic.round_(value, state, sixteen)
+            stochastic_codec.round_(value, state, sixteen)
         else:
             state.copy_(value)
     if form == "split":
-        split.encode_(w, item.weight, item.extra)
+        split_codec.encode_(w, item.weight, item.extra)
     elif form == "kahan":
-        kahan.encode_(w, item.weight, item.extra)
+        kahan_codec.encode_(w, item.weight, item.extra)
     elif form == "stochastic":
-        stochastic.round_(w, item.weight, for_weight)
+        stochastic_codec.round_(w, item.weight, for_weight)
     else:
         item.weight.copy_(w)
         if item.extra is not None:
@@ -256,7 +256,7 @@ def check_split(device: torch.device) -> None:
     master = torch.cat([high | part for part in (low, *edges)]).view(FP32)
     weight = torch.empty(len(master), dtype=BF16)
     extra = torch.empty(len(master), dtype=torch.int16)
-    split.encode_(master, weight, extra)
+    split_codec.encode_(master, weight, extra)
     item = Item(weight, torch.zeros_like(weight), extra, (), None, first=True, index=0)
     ours = moved(item, device)
     one = torch.ones((), device=device)

@@ -11,59 +11,70 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from halfstep import checkpoint, formats, levels, machine, policy, scaler, sharded
-    from halfstep.cast_cache import CastCache
-    from halfstep.casting import autocast
-    from halfstep.diagnosis import diagnose
-    from halfstep.errors import UserError
-    from halfstep.functions import (
+    from halfstep import checkpoint, machine, policy
+    from halfstep import scaling as scaler
+    from halfstep.casting.autocast_mode import autocast
+    from halfstep.casting.custom_functions import (
         custom_bwd,
         custom_fwd,
         full_precision,
         low_precision,
         promote,
     )
-    from halfstep.grad_scaler import GradScaler
-    from halfstep.master import MasterWeights
-    from halfstep.mismatch import DtypeMismatch
-    from halfstep.policy import Decision, Policy, Rule
-    from halfstep.preflight import check
-    from halfstep.preparing import prepare
-    from halfstep.probe import Probe
-    from halfstep.replay import first_bad
-    from halfstep.scaler import LossScaleCollapse
-    from halfstep.session import Session
-    from halfstep.stats import StepReport
-    from halfstep.tensor_stats import TensorStats
+    from halfstep.casting.dtype_mismatch import DtypeMismatch
+    from halfstep.casting.weight_cache import CastCache
+    from halfstep.diagnostics.preflight import check
+    from halfstep.diagnostics.probe import Probe
+    from halfstep.diagnostics.replay import first_bad
+    from halfstep.diagnostics.step_diagnosis import diagnose
+    from halfstep.errors import UserError
+    from halfstep.masters import MasterWeights
+    from halfstep.numerics import formats
+    from halfstep.numerics.tensor_stats import TensorStats
+    from halfstep.policy import Decision, Policy, Rule, levels
+    from halfstep.scaling import LossScaleCollapse
+    from halfstep.scaling.grad_scaler import GradScaler
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session import fsdp_checkpoint as sharded
+    from halfstep.session.factory import prepare
+    from halfstep.session.session import Session
 
 __version__ = "0.1.0"
 
 _ROOM_OF = {
-    "CastCache": "cast_cache",
+    "CastCache": "casting.weight_cache",
     "Decision": "policy",
-    "DtypeMismatch": "mismatch",
-    "GradScaler": "grad_scaler",
-    "LossScaleCollapse": "scaler",
-    "MasterWeights": "master",
+    "DtypeMismatch": "casting.dtype_mismatch",
+    "GradScaler": "scaling.grad_scaler",
+    "LossScaleCollapse": "scaling",
+    "MasterWeights": "masters",
     "Policy": "policy",
-    "Probe": "probe",
+    "Probe": "diagnostics.probe",
     "Rule": "policy",
-    "Session": "session",
-    "StepReport": "stats",
-    "TensorStats": "tensor_stats",
+    "Session": "session.session",
+    "StepReport": "scaling.step_report",
+    "TensorStats": "numerics.tensor_stats",
     "UserError": "errors",
-    "autocast": "casting",
-    "check": "preflight",
-    "custom_bwd": "functions",
-    "custom_fwd": "functions",
-    "diagnose": "diagnosis",
-    "first_bad": "replay",
-    "full_precision": "functions",
-    "low_precision": "functions",
-    "prepare": "preparing",
-    "promote": "functions",
+    "autocast": "casting.autocast_mode",
+    "check": "diagnostics.preflight",
+    "custom_bwd": "casting.custom_functions",
+    "custom_fwd": "casting.custom_functions",
+    "diagnose": "diagnostics.step_diagnosis",
+    "first_bad": "diagnostics.replay",
+    "full_precision": "casting.custom_functions",
+    "low_precision": "casting.custom_functions",
+    "prepare": "session.factory",
+    "promote": "casting.custom_functions",
 }
-_ROOMS = ("checkpoint", "formats", "levels", "machine", "policy", "scaler", "sharded")
+_ROOMS = {
+    "checkpoint": "checkpoint",
+    "formats": "numerics.formats",
+    "levels": "policy.levels",
+    "machine": "machine",
+    "policy": "policy",
+    "scaler": "scaling",
+    "sharded": "session.fsdp_checkpoint",
+}
 
 __all__ = [
     "CastCache",
@@ -107,7 +118,7 @@ if not TYPE_CHECKING:  # a type checker must still see a misspelt name
             room = import_module(f"halfstep.{_ROOM_OF[name]}")
             value: object = getattr(room, name)
         elif name in _ROOMS:
-            value = import_module(f"halfstep.{name}")
+            value = import_module(f"halfstep.{_ROOMS[name]}")
         else:
             message = f"module 'halfstep' has no attribute {name!r}"
             raise AttributeError(message)

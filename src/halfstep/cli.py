@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
-from halfstep.parser import Parser, complain
+from halfstep.reporting.argument_parser import Parser, complain
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from halfstep.report import Table
+    from halfstep.reporting.table import Table
 
 _STANDARD_OUTPUT = Path("-")
 _EPILOG = """\
@@ -75,9 +75,9 @@ def run(words: Sequence[str] | None = None) -> int:
 
 def _outcome(error: Exception) -> int | None:
     """Return the exit status of an error that is an outcome; None for a defect."""
-    from halfstep.distributed import PeerLost
-    from halfstep.scaler import LossScaleCollapse
-    from halfstep.train.stopping import Diverged, Stopped
+    from halfstep.distributed.process_group import PeerLost
+    from halfstep.scaling import LossScaleCollapse
+    from halfstep.train.signals import Diverged, Stopped
 
     if isinstance(error, Stopped):
         return error.status
@@ -143,7 +143,7 @@ def _print_and_write(
     json_file: Path | None,
 ) -> None:
     """Print text, and write the same as data; data alone if both go to one place."""
-    from halfstep.report import terminal_width
+    from halfstep.reporting.table import terminal_width
 
     if json_file != _STANDARD_OUTPUT:
         print(text(terminal_width()))
@@ -157,7 +157,7 @@ def _print_and_write(
 
 
 def _write(text: str, path: Path, flag: str) -> None:
-    from halfstep.report import write_text
+    from halfstep.reporting.table import write_text
 
     # A name in a file of JSON may hold half of a surrogate pair, which UTF-8 has not.
     text = text.encode(errors="backslashreplace").decode()
@@ -197,10 +197,12 @@ def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its typ
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from halfstep.train import installed
+    from halfstep.train import dependencies
     from halfstep.train.flags import typed
 
-    installed.check("halfstep train", installed.TO_TRAIN)  # the next import needs some
+    dependencies.check(
+        "halfstep train", dependencies.TO_TRAIN
+    )  # the next import needs some
     from halfstep.train.run import run as train
 
     # One process of many must not print what the first already does.
@@ -244,24 +246,24 @@ def _add_predict(commands: Any) -> None:  # noqa: ANN401
 
 
 def _predict(arguments: argparse.Namespace) -> None:
-    from halfstep.train import installed
+    from halfstep.train import dependencies
 
-    installed.check("halfstep predict", installed.TO_PREDICT)
-    from halfstep.train import predicted
+    dependencies.check("halfstep predict", dependencies.TO_PREDICT)
+    from halfstep.train import predictions
     from halfstep.train.predict import Predictor
 
     predictor = Predictor(arguments.run)
     notes: tuple[str, ...] = ()
     if arguments.texts == ["-"]:
-        found = predictor.predict(predicted.lines(sys.stdin.buffer))
+        found = predictor.predict(predictions.lines(sys.stdin.buffer))
     else:
-        texts, notes = predicted.given(arguments.texts)
+        texts, notes = predictions.given(arguments.texts)
         found = predictor.predict(texts)
     if arguments.json:
         direct = arguments.json == _STANDARD_OUTPUT
-        predicted.write(found, None if direct else arguments.json, notes)
+        predictions.write(found, None if direct else arguments.json, notes)
     else:
-        _show(predicted.tables(found, predictor.outputs, notes), None)
+        _show(predictions.tables(found, predictor.outputs, notes), None)
 
 
 def _add_doctor(commands: Any) -> None:  # noqa: ANN401
@@ -284,9 +286,9 @@ def _add_doctor(commands: Any) -> None:  # noqa: ANN401
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from halfstep.doctor import examination, files, page, text
+    from halfstep.diagnostics.doctor import examination, html_report, run_reader, text
 
-    facts = files.read(arguments.run)
+    facts = run_reader.read(arguments.run)
     found = examination(facts)
     _print_and_write(
         lambda width: text.text(facts, found, width or text.WIDTH),
@@ -294,7 +296,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
         arguments.json,
     )
     if arguments.html:
-        _write(page.page(facts, found), arguments.html, "--html")
+        _write(html_report.page(facts, found), arguments.html, "--html")
 
 
 def _add_bench(commands: Any) -> None:  # noqa: ANN401
@@ -340,9 +342,9 @@ def _add_env(commands: Any) -> None:  # noqa: ANN401
 
 
 def _env(arguments: argparse.Namespace) -> None:
-    from halfstep import machine
+    from halfstep.machine import hardware
 
-    _show(machine.tables(refresh=arguments.refresh), arguments.json)
+    _show(hardware.tables(refresh=arguments.refresh), arguments.json)
 
 
 def _add_levels(commands: Any) -> None:  # noqa: ANN401
@@ -356,6 +358,6 @@ def _add_levels(commands: Any) -> None:  # noqa: ANN401
 
 
 def _levels(arguments: argparse.Namespace) -> None:
-    from halfstep import levels
+    from halfstep.policy import levels
 
     _show([levels.table()], arguments.json)

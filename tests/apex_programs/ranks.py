@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfstep import distributed
 from halfstep.compat.apex import amp
 from halfstep.compat.apex.parallel import DistributedDataParallel
+from halfstep.distributed import process_group
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
@@ -68,7 +68,7 @@ def train(level: str) -> dict[str, Any]:
 
 def main() -> None:
     """Run all levels."""
-    with distributed.join("cpu"):
+    with process_group.join("cpu"):
         found = {level: train(level) for level in LEVELS}
         if dist.get_rank() == 0:
             sys.stdout.write(json.dumps(found) + "\n")

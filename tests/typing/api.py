@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.bad_op import BadOp
 from halfstep.checkpoint import Checkpoint, CheckpointError
-from halfstep.finding import Finding
-from halfstep.formats import FloatFormat, cast_floating
-from halfstep.levels import Level
+from halfstep.diagnostics.preflight import CheckReport
 from halfstep.machine import Capabilities, Recommendation
-from halfstep.preflight import CheckReport
-from halfstep.report import Table
+from halfstep.nonfinite.origin import BadOp
+from halfstep.numerics.formats import FloatFormat, cast_floating
+from halfstep.policy.levels import Level
+from halfstep.reporting.finding import Finding
+from halfstep.reporting.table import Table
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep import formats, machine
 from halfstep.bench import journal, measure
 from halfstep.bench.loops import Loop, PlainLoop, SessionLoop
-from halfstep.preparing import prepare
-from halfstep.report import Cell, Table
+from halfstep.machine import hardware
+from halfstep.numerics import formats
+from halfstep.reporting.table import Cell, Table
+from halfstep.session.factory import prepare
 
 if TYPE_CHECKING:
     import argparse
@@ -232,7 +233,7 @@ def peak(task: dict[str, Any]) -> dict[str, Any]:
     for _ in range(2):
         loop.step(batches)
     measure.wait(work.device)
-    return {"peak_bytes": machine.peak_memory(work.device)}
+    return {"peak_bytes": hardware.peak_memory(work.device)}
 
 
 if __name__ == "__main__":

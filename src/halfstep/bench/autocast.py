@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
-from halfstep import formats, kernels, steering
 from halfstep.bench import measure
-from halfstep.bench.operations import Call, Ruled, ruled_operations, stock_operations
-from halfstep.casting import autocast
-from halfstep.policy import Policy
-from halfstep.report import Cell, Table
+from halfstep.bench.op_cases import Call, Ruled, ruled_operations, stock_operations
+from halfstep.casting import dispatch_kernels, dispatch_table
+from halfstep.casting.autocast_mode import autocast
+from halfstep.numerics import formats
+from halfstep.policy.rules import Policy
+from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
     import argparse
@@ -211,7 +212,9 @@ def _region_table(place: Place, notes: tuple[str, ...]) -> Table:
 def _ruled_times(ruled: Ruled, place: Place, what: str) -> measure.Times:
     """Let four contenders run one operation: see `_rule_tables`."""
     policy = f"torch + {ruled.rule}"
-    kernels.install(steering.rows_for(Policy.parse(policy), place.device))
+    dispatch_kernels.install(
+        dispatch_table.rows_for(Policy.parse(policy), place.device)
+    )
     calls = _calls(ruled.by_hand, place)
     stock = partial(_inside, place.torchs(), ruled.call, calls, place)
     by_hand = partial(_inside, place.torchs(), ruled.by_hand, calls, place)

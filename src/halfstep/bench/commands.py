@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from halfstep.bench import flags
 from halfstep.bench.flags import FORMS, OPTIMIZERS, PEERS, RULES, WIRES
-from halfstep.train import installed
+from halfstep.train import dependencies
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from halfstep.report import Table
+    from halfstep.reporting.table import Table
 
 
 __all__ = ["BENCHES", "FORMS", "OPTIMIZERS", "PEERS", "RULES", "WIRES", "Bench"]
@@ -38,7 +38,7 @@ class Bench:
 
 
 def _train(arguments: argparse.Namespace) -> list[Table]:
-    installed.check("halfstep bench train", installed.TO_TRAIN)
+    dependencies.check("halfstep bench train", dependencies.TO_TRAIN)
     from halfstep.bench import train
 
     return train.tables(arguments)
@@ -69,9 +69,9 @@ def _scaler(arguments: argparse.Namespace) -> list[Table]:
 
 
 def _traces(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import traces
+    from halfstep.bench import scale_traces
 
-    return traces.tables(arguments)
+    return scale_traces.tables(arguments)
 
 
 def _recipe(arguments: argparse.Namespace) -> list[Table]:
@@ -87,23 +87,23 @@ def _optimizer(arguments: argparse.Namespace) -> list[Table]:
 
 
 def _ner(arguments: argparse.Namespace) -> list[Table]:
-    installed.check("halfstep bench ner", installed.TO_TRAIN)
-    from halfstep.bench import entities
+    dependencies.check("halfstep bench ner", dependencies.TO_TRAIN)
+    from halfstep.bench import ner
 
-    return entities.tables(arguments)
+    return ner.tables(arguments)
 
 
 def _quality(arguments: argparse.Namespace) -> list[Table]:
-    installed.check("halfstep bench quality", installed.TO_TRAIN)
-    from halfstep.bench import quality
+    dependencies.check("halfstep bench quality", dependencies.TO_TRAIN)
+    from halfstep.bench import accuracy
 
-    return quality.tables(arguments)
+    return accuracy.tables(arguments)
 
 
 def _wire(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import wire
+    from halfstep.bench import comm_bytes
 
-    return wire.tables(arguments)
+    return comm_bytes.tables(arguments)
 
 
 def _add_probe(parser: argparse.ArgumentParser) -> None:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import formats
 from halfstep.bench import journal, measure
 from halfstep.bench.loops import Loop, PlainLoop, SessionLoop
 from halfstep.errors import UserError
-from halfstep.preparing import prepare
-from halfstep.report import Cell, Table
+from halfstep.numerics import formats
+from halfstep.reporting.table import Cell, Table
+from halfstep.session.factory import prepare
 
 if TYPE_CHECKING:
     import argparse

@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
-from halfstep.report import Table
+from halfstep.reporting.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

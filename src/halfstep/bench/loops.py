@@ -14,9 +14,9 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from halfstep.casting import Region
-    from halfstep.session import Session
-    from halfstep.steered import Steered
+    from halfstep.casting.autocast_mode import Region
+    from halfstep.casting.policy_autocast import Steered
+    from halfstep.session.session import Session
 
 LossOf: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
 """From a model and a batch to the batch's mean loss."""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from halfstep import machine
 from halfstep.bench import journal
 from halfstep.errors import UserError
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     import argparse
@@ -137,7 +137,7 @@ def pick_device(word: str | None) -> str:
     if word == "cuda" and not torch.cuda.is_available():
         message = "--device cuda: torch sees no CUDA device here; use --device cpu."
         raise UserError(message)
-    return word or machine.capabilities().device
+    return word or hardware.capabilities().device
 
 
 def apart(module: str, task: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def apart(module: str, task: dict[str, Any]) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | machine.environment(),
+        env=os.environ | hardware.environment(),
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -177,7 +177,7 @@ def in_turn(rounds: int) -> str:
 
 def conditions(bench: str, device: str, arguments: argparse.Namespace) -> list[str]:
     """Return the notes that every table needs: when, where, and how to repeat it."""
-    facts = machine.capabilities()
+    facts = hardware.capabilities()
     processor = facts.gpus[0].name if device == "cuda" else facts.cpu
     today = time.strftime("%Y-%m-%d")
     threads = torch.get_num_threads()  # now: a flag may have changed it

@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from halfstep.bench import measure
-from halfstep.bench.updates import FORMS, KINDS, RULES, Rule, Update, Work, draw, make
+from halfstep.bench.update_cases import (
+    FORMS,
+    KINDS,
+    RULES,
+    Rule,
+    Update,
+    Work,
+    draw,
+    make,
+)
 from halfstep.errors import UserError
-from halfstep.report import Cell, Table
+from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
     import argparse

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.bench import encoder, journal, measure
-from halfstep.probe import Probe
-from halfstep.report import Cell, Table
+from halfstep.diagnostics.probe import Probe
+from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from halfstep.bench.encoder import Batch, Work
     from halfstep.bench.loops import Loop
-    from halfstep.probe import Event
+    from halfstep.diagnostics.probe import Event
 
 NONE, FLAGS, BETWEEN, FULL = "none", "flags", "between samples", "full"
 CONTENDERS = (NONE, FLAGS, BETWEEN, FULL)

@@ -16,9 +16,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from halfstep import machine
-from halfstep.bench import living, measure, peers
-from halfstep.report import Cell, Table
+from halfstep.bench import measure, recipe_loops, worker_process
+from halfstep.machine import hardware
+from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
     import argparse
@@ -57,7 +57,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         UserError: If cuda is asked for and there is none, or a contender fails.
     """
     device = measure.pick_device(arguments.device)
-    work = peers.Work(
+    work = recipe_loops.Work(
         device,
         arguments.dtype,
         arguments.layers,
@@ -66,7 +66,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         arguments.accumulate,
         arguments.optimizer,
     )
-    machine.gemm_rates(device)  # measured once, here, and not in some contender's time
+    hardware.gemm_rates(device)  # measured once, here, and not in some contender's time
     missing = {name: absent(name, work) for name in arguments.contenders}
     present = [name for name, why in missing.items() if why is None]
     with contextlib.ExitStack() as stack:
@@ -98,7 +98,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         "pure: weights, gradients and updates in 16 bits, no masters, no loss scale",
         f"peak: {_PEAK[device]}",
         f"loss: of the last micro-batch of {steps} steps; same weights and batches",
-        "a process each, with " + _shown(living.IDLE),
+        "a process each, with " + _shown(worker_process.IDLE),
         *(f"{name} refused: {text}" for name, text in refusals.items()),
         *unmeasured(times, why_not),
         *versions(present),
@@ -107,9 +107,9 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     return [Table("Mixed precision recipe", _COLUMNS, tuple(rows), notes)]
 
 
-def absent(name: str, work: peers.Work) -> str | None:
+def absent(name: str, work: recipe_loops.Work) -> str | None:
     """Return why a contender cannot run here; None if it can."""
-    contender = peers.CONTENDERS[name]
+    contender = recipe_loops.CONTENDERS[name]
     if contender.package and find_spec(contender.package) is None:
         return "not installed"
     if contender.kept and work.device != "cpu":
@@ -121,11 +121,11 @@ def absent(name: str, work: peers.Work) -> str | None:
     return None
 
 
-def start(name: str, work: peers.Work) -> living.Living:
+def start(name: str, work: recipe_loops.Work) -> worker_process.Living:
     """Start a contender's process."""
-    environment = _kept_in(os.environ) if peers.CONTENDERS[name].kept else {}
+    environment = _kept_in(os.environ) if recipe_loops.CONTENDERS[name].kept else {}
     task = asdict(work) | {"contender": name}
-    return living.Living(name, "halfstep.bench.peers", task, environment)
+    return worker_process.Living(name, "halfstep.bench.recipe_loops", task, environment)
 
 
 def _kept_in(environment: Mapping[str, str]) -> dict[str, str]:
@@ -134,7 +134,7 @@ def _kept_in(environment: Mapping[str, str]) -> dict[str, str]:
     return {"GLIBC_TUNABLES": f"{there}:{KEPT}" if there else KEPT}
 
 
-def warm_up(started: Mapping[str, living.Living]) -> dict[str, str]:
+def warm_up(started: Mapping[str, worker_process.Living]) -> dict[str, str]:
     """Let each contender take its first steps; return who refuses, and the words."""
     refusals = {}
     for name, process in started.items():
@@ -184,7 +184,7 @@ def unmeasured(times: measure.Times, why_not: Mapping[str, str]) -> list[str]:
 
 def versions(names: Iterable[str]) -> list[str]:
     """Return a note on which peers were measured, if any were."""
-    packages = {peers.CONTENDERS[name].package for name in names}
+    packages = {recipe_loops.CONTENDERS[name].package for name in names}
     shown = [_version(package) for package in sorted(filter(None, packages))]
     return [", ".join(shown)] if shown else []
 

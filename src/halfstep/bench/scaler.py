@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from halfstep.bench import measure
-from halfstep.grad_scaler import GradScaler
-from halfstep.report import Cell, Table
+from halfstep.reporting.table import Cell, Table
+from halfstep.scaling.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
     import argparse

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import argparse
 
-    from halfstep.report import Cell, Table
+    from halfstep.reporting.table import Cell, Table
 
 CONTENDERS: dict[str, dict[str, Any]] = {
     "plain-fp32": {"loop": "plain", "amp": False},
@@ -38,19 +38,19 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     Raises:
         UserError: If a setting or the data cannot be used, or a contender fails.
     """
-    from halfstep.bench import journal, measure, quality
+    from halfstep.bench import accuracy, journal, measure
     from halfstep.train.config import TrainConfig
 
     settings = {
         key: getattr(arguments, key)
         for key in ("data", "limit", "seed", "epochs", "model")
     }
-    quality.read(TrainConfig(**settings))  # what is wrong with it shows now
+    accuracy.read(TrainConfig(**settings))  # what is wrong with it shows now
     found: dict[str, list[dict[str, Any]]] = {n: [] for n in arguments.contenders}
     for repeat in range(arguments.repeats):
         for name in measure.order(found, repeat):
             task = CONTENDERS[name] | settings
-            measured = measure.apart("halfstep.bench.contender", task)
+            measured = measure.apart("halfstep.bench.train_worker", task)
             journal.record(name, **measured)
             found[name].append(measured)
             measure.progress(
@@ -66,7 +66,7 @@ PARTS = ("tokenise", "input", "forward", "backward", "update", "rest")
 
 def _where(found: dict[str, list[dict[str, Any]]]) -> Table:
     """Return the milliseconds of a step, by what they went to."""
-    from halfstep.report import Table
+    from halfstep.reporting.table import Table
 
     rows: list[tuple[Cell, ...]] = []
     for name, runs in found.items():
@@ -89,8 +89,8 @@ def _where(found: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def _table(found: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> Table:
-    from halfstep import machine
-    from halfstep.report import Table
+    from halfstep.machine import hardware
+    from halfstep.reporting.table import Table
 
     def median(name: str, key: str) -> float:
         return statistics.median(float(run[key]) for run in found[name])
@@ -126,7 +126,7 @@ def _table(found: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> 
         "dev accuracy",
         "skipped",
     )
-    facts = machine.capabilities()
+    facts = hardware.capabilities()
     shown = ", ".join(f"{key} {value}" for key, value in settings.items())
     repeats = len(next(iter(found.values())))
     notes = (

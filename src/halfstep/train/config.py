@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from halfstep.errors import UserError
-from halfstep.train.rows import AS_NAMED, Columns
+from halfstep.train.data.labelled_text import AS_NAMED, Columns
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 _IN_WORDS = {

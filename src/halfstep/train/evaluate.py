@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep import distributed
-from halfstep.train.batches import ordered
+from halfstep.distributed import ddp, process_group
+from halfstep.train.data.length_batches import ordered
 from halfstep.train.tasks import Objective
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from halfstep.distributed import World
-    from halfstep.session import Session
-    from halfstep.train.data import Split
-    from halfstep.train.encode import Encoded
+    from halfstep.distributed.process_group import World
+    from halfstep.session.session import Session
+    from halfstep.train.data.corpus import Split
+    from halfstep.train.data.tokenized import Encoded
     from halfstep.train.tasks import Task
 
 EVAL_BATCH = 128
@@ -48,7 +48,7 @@ def noted(
         What `task.blank` made, filled in, on the CPU; and the mean cross-entropy of
         all targets in nats, without weights and smoothing.
     """
-    model: Any = distributed.bare(session.model)
+    model: Any = ddp.bare(session.model)
     made = task.blank(encoded, model.config.num_labels)
     sums = torch.zeros(2, dtype=torch.float64)
     batches = ordered(encoded.lengths, EVAL_BATCH)
@@ -69,8 +69,8 @@ def noted(
             sums += torch.tensor([float(loss), targets_here], dtype=torch.float64)
             task.note(made, encoded, indices, logits)
     model.train()
-    whole = distributed.total(made.to(world.device)).cpu()
-    summed, count = distributed.total(sums.to(world.device)).tolist()
+    whole = process_group.total(made.to(world.device)).cpu()
+    summed, count = process_group.total(sums.to(world.device)).tolist()
     return whole, summed / max(1.0, count)  # texts may be without any token
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.train.config import SETTINGS, called, kind_of
-from halfstep.train.settings import read_file
+from halfstep.train.config_file import read_file
 
 DESCRIPTION = (
     "Train a model that labels texts, or finds entities in them. Without flags: six "
@@ -211,7 +211,7 @@ def typed(arguments: argparse.Namespace) -> dict[str, Any]:
     given = read_file(words["config"]) if "config" in words else {}
     given |= {name: value for name, value in words.items() if name in SETTINGS}
     if given.get("policy", "").endswith(".toml"):
-        from halfstep.policy import Policy  # with torch, which no help needs
+        from halfstep.policy.rules import Policy  # with torch, which no help needs
 
         # The run must not depend on what becomes of the file.
         given["policy"] = str(Policy.load(given["policy"]))

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep import distributed
-from halfstep.probe import Probe
-from halfstep.report import count
-from halfstep.scaler import LossScaleCollapse
-from halfstep.train import looking, replayed, saving
-from halfstep.train.board import Board
-from halfstep.train.clock import Clock
+from halfstep.diagnostics.probe import Probe
+from halfstep.distributed import process_group
+from halfstep.reporting.table import count
+from halfstep.scaling import LossScaleCollapse
+from halfstep.train import checkpointing, profile_step, replay_step
 from halfstep.train.evaluate import noted
-from halfstep.train.feed import feed
-from halfstep.train.groups import SHARE
-from halfstep.train.job import Job, Standing
-from halfstep.train.judged import words_of
+from halfstep.train.metrics.result import words_of
+from halfstep.train.output.tensorboard import Board
+from halfstep.train.param_groups import SHARE
 from halfstep.train.plan import rate_factor
-from halfstep.train.stopping import Diverged, Stop, Stopped
+from halfstep.train.signals import Diverged, Stop, Stopped
+from halfstep.train.step_dataset import feed
+from halfstep.train.timers import Clock
+from halfstep.train.train_state import Job, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from halfstep.bad_op import BadOp
-    from halfstep.distributed import World
-    from halfstep.report import Table
-    from halfstep.session import Session
-    from halfstep.train.feed import Work
-    from halfstep.train.folder import RunFolder
-    from halfstep.train.judged import Judged
-    from halfstep.train.progress import Progress
+    from halfstep.distributed.process_group import World
+    from halfstep.nonfinite.origin import BadOp
+    from halfstep.reporting.table import Table
+    from halfstep.session.session import Session
+    from halfstep.train.metrics.result import Judged
+    from halfstep.train.output.progress import Progress
+    from halfstep.train.output.run_directory import RunFolder
+    from halfstep.train.step_dataset import Work
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -93,7 +93,7 @@ class Trainer:
         self.places = 0
         """Tokens of this process since then, without and with padding."""
         self._asked = 0
-        self._failures = replayed.Watcher()
+        self._failures = replay_step.Watcher()
         self._last: Work | None = None
 
     def open(self, *, tensorboard: bool, probe: str) -> None:
@@ -194,7 +194,7 @@ class Trainer:
 
     def _again(self, work: Work, scale: float, *, failed: bool) -> BadOp | None:
         """Run a step again, and write down what was bad in it."""
-        bad = replayed.found(
+        bad = replay_step.found(
             self.session,
             work,
             self._loss,
@@ -214,9 +214,9 @@ class Trainer:
     def _taken(self, work: Work, clock: Clock) -> dict[str, Any]:
         """Make a step; of one early in the run, write down where its time went."""
         total, device = self.job.plan.total_steps, self.world.device
-        if not (self.world.leads and looking.due(work.number, total, device)):
+        if not (self.world.leads and profile_step.due(work.number, total, device)):
             return self.train_step(work, clock)
-        record, found = looking.looked(
+        record, found = profile_step.looked(
             lambda: self.train_step(work, clock), clock, self.session.choice
         )
         if found is not None:
@@ -295,7 +295,7 @@ class Trainer:
         """Return a sum over all processes; learn on the way who is asked to stop."""
         asked = [float(self.stop.signal == number) for number in _SIGNALS]
         told = torch.cat([summed[None], torch.tensor(asked, device=summed.device)])
-        total, *votes = distributed.total(told).tolist()
+        total, *votes = process_group.total(told).tolist()
         for number, vote in zip(_SIGNALS, votes, strict=True):
             if vote and not self._asked:
                 self._asked = number
@@ -330,7 +330,7 @@ class Trainer:
             self.standing.best_step, self.standing.best_score = number, score
         self.standing.waited = 0 if better else self.standing.waited + 1
         # Processors of several kinds may differ in a last digit, and so in a decision.
-        self.standing = distributed.same_everywhere(self.standing)
+        self.standing = process_group.same_everywhere(self.standing)
         better = self.standing.best_step == number
         scores = {f"dev_{key}": value for key, value in judged.scores.items()}
         told = {"dev_loss": judged.loss, **scores, "classes": judged.classes()}
@@ -388,11 +388,13 @@ class Trainer:
 
     def _save(self) -> None:
         began = time.perf_counter()
-        saving.save(self.session, self.standing, self.job, self.folder, self.world)
+        checkpointing.save(
+            self.session, self.standing, self.job, self.folder, self.world
+        )
         self.seconds["save"] += time.perf_counter() - began
 
     def load_best(self) -> None:
         """Put the weights of the best checkpoint into the model."""
         best = self.standing.best_step
         if best not in {0, self.standing.step}:
-            saving.load(self.session, self.folder.checkpoint_path(best))
+            checkpointing.load(self.session, self.folder.checkpoint_path(best))

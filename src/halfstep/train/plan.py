@@ -9,15 +9,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from halfstep import levels
-from halfstep.train import text
-from halfstep.train.feed import Order
+from halfstep.policy import levels
+from halfstep.train import model
+from halfstep.train.step_dataset import Order
 
 if TYPE_CHECKING:
-    from halfstep.distributed import World
-    from halfstep.levels import Level
+    from halfstep.distributed.process_group import World
+    from halfstep.policy.levels import Level
     from halfstep.train.config import TrainConfig
-    from halfstep.train.data import Corpus
+    from halfstep.train.data.corpus import Corpus
 
 _FEW_EXAMPLES = 5000
 _EPOCHS_FEW, _EPOCHS_MANY = 20, 3
@@ -72,7 +72,7 @@ def resolve(
         mask = _MASK_SCRATCH[corpus.task] if scratch else 0.0
     dropout = config.dropout
     if dropout is None and scratch:
-        dropout = text.DROPOUT
+        dropout = model.DROPOUT
     workers = config.workers
     if workers is None:
         workers = _WORKERS_GPU if world.device.type == "cuda" else 0

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep import sealed
+from halfstep.checkpoint import atomic_directory
 from halfstep.errors import UserError
-from halfstep.train import encode, spans, tasks, text
-from halfstep.train.batches import ordered
-from halfstep.train.encode import Encoded
+from halfstep.train import model as train_model
+from halfstep.train import tasks
+from halfstep.train.data import entity_tags, tokenized
+from halfstep.train.data.length_batches import ordered
+from halfstep.train.data.tokenized import Encoded
 from halfstep.train.evaluate import EVAL_BATCH
-from halfstep.train.folder import RunFolder
+from halfstep.train.output.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -104,10 +106,14 @@ class Predictor:
             raise UserError(message)
         settings = folder.settings()
         self.task = tasks.TASKS[settings.get("task", "classify")]
-        sealed.verify(folder.model, sealed.read(folder.model, sealed.MODEL))
+        atomic_directory.verify(
+            folder.model, atomic_directory.read(folder.model, atomic_directory.MODEL)
+        )
         try:
-            self._tokenizer, model, missing = text.load(folder.model, self.task.head)
-        except text.CodeError as error:
+            self._tokenizer, model, missing = train_model.load(
+                folder.model, self.task.head
+            )
+        except train_model.CodeError as error:
             message = f"{folder.model}: {error}"
             raise UserError(message) from error
         except UserError as error:
@@ -147,7 +153,7 @@ class Predictor:
     @torch.inference_mode()
     def _chunk(self, texts: list[str]) -> list[Label | Entities]:
         tagged = self.task.name == "ner"
-        made = encode.tokens(self._tokenizer, texts, offsets=tagged)
+        made = tokenized.tokens(self._tokenizer, texts, offsets=tagged)
         places = [offsets for _, offsets in made] if tagged else None
         encoded = Encoded.build([ids for ids, _ in made], offsets=places)
         cut = self._cut(texts, encoded)
@@ -197,7 +203,7 @@ class Predictor:
         kinds = [name.removeprefix("B-") for name in self.outputs[1::2]]
         return tuple(
             Entity(kinds[kind], start, end, item[start:end])
-            for start, end, kind in spans.spans_of(tags[: len(offsets)], offsets)
+            for start, end, kind in entity_tags.spans_of(tags[: len(offsets)], offsets)
         )
 
 

@@ -12,24 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep import machine, sharded
-from halfstep.doctor import examine, files
-from halfstep.doctor.page import cards
-from halfstep.master import form as forms
-from halfstep.report import Table
-from halfstep.train import page, saving
+from halfstep.diagnostics.doctor import examine, run_reader
+from halfstep.diagnostics.doctor.html_report import cards
+from halfstep.machine import hardware
+from halfstep.masters import encoding as forms
+from halfstep.reporting.table import Table
+from halfstep.session import fsdp_checkpoint
+from halfstep.train import checkpointing
+from halfstep.train.data_checks import data_findings
 from halfstep.train.evaluate import baseline_accuracy
-from halfstep.train.findings import data_findings
-from halfstep.train.folder import RunFolder, finite
-from halfstep.train.judged import words_of
+from halfstep.train.metrics.result import words_of
+from halfstep.train.output import html_report
+from halfstep.train.output.run_directory import RunFolder, finite
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from halfstep.train.config import TrainConfig
-    from halfstep.train.judged import Judged
     from halfstep.train.loop import Trainer
-    from halfstep.train.text import Network
+    from halfstep.train.metrics.result import Judged
+    from halfstep.train.model import Network
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def conclude(
     tables = [judged[final].table(f"Quality on {final}")]
     summary |= {name: one.data() for name, one in judged.items()}
     # Of a sharded model each process holds a part: all take part.
-    weights = {**sharded.whole(session.weights()), **ready.originals}
+    weights = {**fsdp_checkpoint.whole(session.weights()), **ready.originals}
 
     def write() -> None:
         folder = trainer.folder
@@ -93,13 +95,13 @@ def conclude(
         if config.data is None and config.task == "classify":
             beside = _beside(trainer, judged[final], summary)
             tables.append(beside)
-        summary["peak_memory_bytes"] = machine.peak_memory(trainer.world.device)
+        summary["peak_memory_bytes"] = hardware.peak_memory(trainer.world.device)
         model = portable(ready.network, weights)
         if ready.network.tokenizer.is_fast:
             # Its last call left its truncation there; what was cached made no call.
             ready.network.tokenizer.backend_tokenizer.no_truncation()
         folder.publish_model(model, ready.network.tokenizer)
-        told = page.Told(
+        told = html_report.Told(
             title=f"halfstep run: {trainer.job.corpus.name}",
             lead=_lead(trainer, judged[final], final, summary),
             settings=config.data_dict(),
@@ -111,13 +113,15 @@ def conclude(
             records=folder.records(),
             summary=summary,
             findings=data_findings(trainer, faults),
-            cards=cards(examine(replace(files.read(folder.path), padding=padding))),
+            cards=cards(
+                examine(replace(run_reader.read(folder.path), padding=padding))
+            ),
         )
-        folder.write("report.html", page.page(told))
+        folder.write("report.html", html_report.page(told))
         text = json.dumps(finite(summary), indent=1, allow_nan=False)
         folder.write("summary.json", text)
 
-    saving.first_alone(trainer.world, write)
+    checkpointing.first_alone(trainer.world, write)
     return Result(summary, tuple(tables), trainer.folder, trainer.examples)
 
 

@@ -15,50 +15,53 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep import distributed, formats, levels, machine
-from halfstep.choice import Choice, choose
-from halfstep.doctor import here
+from halfstep.diagnostics.doctor import environment
+from halfstep.distributed import process_group
 from halfstep.errors import UserError
-from halfstep.preparing import prepare
-from halfstep.report import count
+from halfstep.machine import hardware
+from halfstep.machine.recommendation import Choice, choose
+from halfstep.numerics import formats
+from halfstep.policy import levels
+from halfstep.reporting.table import count
+from halfstep.session.factory import prepare
 from halfstep.train import (
-    board,
-    encode,
-    groups,
-    installed,
-    parallel,
-    quick,
-    saving,
-    stopping,
+    checkpointing,
+    dependencies,
+    fast_dropout,
+    model,
+    parallelize,
+    param_groups,
+    signals,
     tasks,
-    text,
 )
 from halfstep.train.config import TrainConfig, resumed
-from halfstep.train.data import load
-from halfstep.train.feed import Hiding, Steps
-from halfstep.train.findings import left_out, repeats
-from halfstep.train.folder import RunFolder
-from halfstep.train.job import Job
+from halfstep.train.config_file import read_file, write_resolved
+from halfstep.train.data import tokenized
+from halfstep.train.data.corpus import load
+from halfstep.train.data_checks import left_out, repeats
+from halfstep.train.dry_run import rehearse
 from halfstep.train.loop import Trainer
+from halfstep.train.output import tensorboard
+from halfstep.train.output.progress import progress
+from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.plan import counting, resolve, resolved
-from halfstep.train.progress import progress
-from halfstep.train.rehearsal import rehearse
 from halfstep.train.result import Ready, Result, conclude
-from halfstep.train.settings import read_file, write_resolved
-from halfstep.train.stopping import Stopped
+from halfstep.train.signals import Stopped
+from halfstep.train.step_dataset import Hiding, Steps
 from halfstep.train.tasks import Objective
+from halfstep.train.train_state import Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from halfstep.distributed import World
-    from halfstep.session import Session
-    from halfstep.train.data import Corpus
-    from halfstep.train.encode import Encoded
+    from halfstep.distributed.process_group import World
+    from halfstep.session.session import Session
+    from halfstep.train.data.corpus import Corpus
+    from halfstep.train.data.tokenized import Encoded
+    from halfstep.train.model import Network
     from halfstep.train.plan import Plan
-    from halfstep.train.text import Network
 
 
 def run(
@@ -85,11 +88,11 @@ def run(
         Stopped: If a signal asked for it.
         PeerLost: If another process has ended.
     """
-    installed.check("halfstep train", installed.TO_TRAIN)
+    dependencies.check("halfstep train", dependencies.TO_TRAIN)
     folder = RunFolder(Path(given.get("out", TrainConfig.out)))
     config = _gone_on_with(folder, given) if resume else TrainConfig(**given)
     if config.tensorboard:
-        board.check_installed()
+        tensorboard.check_installed()
     device = pick_device(config.device)
     corpus = load(
         None if config.data is None else Path(config.data),
@@ -100,11 +103,11 @@ def run(
         seed=config.seed,
         columns=config.columns,
     )
-    with distributed.join(device) as world, _held(folder, world, check=check):
+    with process_group.join(device) as world, _held(folder, world, check=check):
         _check_same(corpus.fingerprint)
         if _restarted(folder, given, world):
             resume, overwrite = True, False
-        found = saving.resumed(folder, world) if resume else None
+        found = checkpointing.resumed(folder, world) if resume else None
         notes, faults = found or (None, [])
         ready = _ready(config, corpus, folder, world, notes)
         if check:
@@ -118,7 +121,7 @@ def run(
 
 def _check_same(fingerprint: str) -> None:
     """Refuse data that are not those of the first process: each reads its own copy."""
-    if distributed.same_everywhere(fingerprint) != fingerprint:
+    if process_group.same_everywhere(fingerprint) != fingerprint:
         message = (
             f"--data is not the same on {platform.node()} as on the first machine; "
             "copy it from there."
@@ -131,7 +134,7 @@ def _held(folder: RunFolder, world: World, *, check: bool) -> Iterator[None]:
     """Keep other programs out of the folder while the run lasts."""
     with contextlib.ExitStack() as stack:
         if not check:  # which writes nothing there
-            saving.first_alone(world, lambda: stack.enter_context(folder.held()))
+            checkpointing.first_alone(world, lambda: stack.enter_context(folder.held()))
         yield
 
 
@@ -154,7 +157,7 @@ def _restarted(folder: RunFolder, given: Mapping[str, Any], world: World) -> boo
             _gone_on_with(folder, given)
         return again
 
-    return bool(distributed.same_everywhere(saving.first_alone(world, ask)))
+    return bool(process_group.same_everywhere(checkpointing.first_alone(world, ask)))
 
 
 def _train(
@@ -173,7 +176,7 @@ def _train(
     for line in (*faults, *_opening(config, trainer, ready.network, notes)):
         shown.say(line)
     try:
-        with stopping.listening(trainer.stop):
+        with signals.listening(trainer.stop):
             trainer.fit(shown)
     except Stopped as stopped:
         return stopped
@@ -193,7 +196,7 @@ def pick_device(word: str) -> str:
     if word == "cuda" and not torch.cuda.is_available():
         message = "--device cuda: torch sees no CUDA device here; use --device cpu."
         raise UserError(message)
-    return machine.capabilities().device if word == "auto" else word
+    return hardware.capabilities().device if word == "auto" else word
 
 
 def _ready(
@@ -213,12 +216,12 @@ def _ready(
         notes: Of the checkpoint to go on from; None to begin.
     """
     if notes is not None:
-        saving.check_fits(notes, corpus.fingerprint)
+        checkpointing.check_fits(notes, corpus.fingerprint)
     task = tasks.TASKS[config.task]
     torch.manual_seed(config.seed)
-    network = text.build(
+    network = model.build(
         config.model,
-        partial(encode.characters, corpus.train),
+        partial(tokenized.characters, corpus.train),
         task.outputs(corpus.labels),
         head=task.head,
         max_length=config.max_length,
@@ -226,14 +229,14 @@ def _ready(
     )
     began = time.perf_counter()
     encoded = {
-        split: encode.encoded(getattr(corpus, split), network.tokenizer, config.task)
+        split: tokenized.encoded(getattr(corpus, split), network.tokenizer, config.task)
         for split in ("train", "dev", "test")
     }
     tokenise_seconds = time.perf_counter() - began
     plan = resolve(config, corpus, world, scratch=network.from_scratch)
     objective = _objective(config, corpus, encoded["train"])
     pad_id = network.tokenizer.pad_token_id
-    multiple = text.PAD_MULTIPLE if world.device.type == "cuda" else 1
+    multiple = model.PAD_MULTIPLE if world.device.type == "cuda" else 1
     steps = Steps(
         encoded["train"],
         plan.order,
@@ -245,12 +248,12 @@ def _ready(
     )
     longest = network.tokenizer.model_max_length
     job = Job(task, corpus, encoded, objective, steps, plan, pad_id, multiple, longest)
-    weights = here.weight_formats(network.model)
+    weights = environment.weight_formats(network.model)
     session, originals = _session(config, network, plan, notes, world)
     trainer = Trainer(session, job, world, folder)
     if notes is not None:
-        trainer.standing = saving.standing_of(notes)
-        saving.load(session, folder.checkpoint_path(trainer.standing.step))
+        trainer.standing = checkpointing.standing_of(notes)
+        checkpointing.load(session, folder.checkpoint_path(trainer.standing.step))
     return Ready(trainer, network, originals, weights, tokenise_seconds)
 
 
@@ -290,9 +293,9 @@ def _session(
         learn, and so have no masters: their values, by name.
     """
     model = network.model.to(world.device).train()
-    groups.freeze(model, config.frozen)
+    param_groups.freeze(model, config.frozen)
     if not config.compile:  # a compiler draws masks its own way
-        quick.quicken(model)
+        fast_dropout.quicken(model)
     choice = _choice(config, notes, world)
     originals = {}
     if choice.level.low_weights:
@@ -301,7 +304,7 @@ def _session(
             for name, param in model.named_parameters()
             if not param.requires_grad
         }
-    parallel.lay_out(
+    parallelize.lay_out(
         model,
         choice,
         world,
@@ -310,7 +313,7 @@ def _session(
         compiled=config.compile,
     )
     optimizer = torch.optim.AdamW(
-        groups.groups(model, config.weight_decay, config.layer_decay),
+        param_groups.groups(model, config.weight_decay, config.layer_decay),
         lr=plan.lr,
         fused=True,
     )
@@ -325,7 +328,7 @@ def _session(
         master=config.master,
         lost_updates_every=counting(config, choice.level, plan),
     )
-    session.model = parallel.wrapped(model, world, config.parallel)
+    session.model = parallelize.wrapped(model, world, config.parallel)
     return session, originals
 
 
@@ -338,7 +341,7 @@ def _choice(
     and its processes follow the first.
     """
     if notes is None:
-        return distributed.same_everywhere(
+        return process_group.same_everywhere(
             choose(config.level, config.dtype, world.device.type)
         )
     level, dtype = levels.parse(notes["level"]), formats.parse(notes["dtype"])
@@ -359,11 +362,11 @@ def _open(config: TrainConfig, ready: Ready, *, resume: bool, overwrite: bool) -
         if not path.exists():  # a run may be killed before it says so
             full = resolved(config, plan, choice.level.name, choice.format.name)
             write_resolved(path, full.data_dict())
-        folder.write("environment.json", here.text(plan.device, ready.weights))
+        folder.write("environment.json", environment.text(plan.device, ready.weights))
         folder.write("data.json", json.dumps(repeats(trainer.job.corpus)))
         trainer.open(tensorboard=config.tensorboard, probe=config.probe)
 
-    saving.first_alone(trainer.world, make)
+    checkpointing.first_alone(trainer.world, make)
 
 
 def _opening(

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from halfstep.errors import UserError
-from halfstep.report import count
-from halfstep.train import judge_entities, judge_labels, spans
-from halfstep.train.spans import IGNORED
+from halfstep.reporting.table import count
+from halfstep.train.data import entity_tags
+from halfstep.train.data.entity_tags import IGNORED
+from halfstep.train.metrics import entities
+from halfstep.train.metrics import labels as metrics_labels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from halfstep.report import Table
-    from halfstep.train.data import Split
-    from halfstep.train.encode import Encoded
-    from halfstep.train.judged import Judged
+    from halfstep.reporting.table import Table
+    from halfstep.train.data.corpus import Split
+    from halfstep.train.data.tokenized import Encoded
+    from halfstep.train.metrics.result import Judged
 
 
 class Task(Protocol):
@@ -100,13 +102,13 @@ class Classify:
     ) -> Judged:
         """Return accuracy, precision, recall, F1 and correlation."""
         del split, loss  # the logits tell it, without the rounding of a running sum
-        return judge_labels.judge(made, _truth(encoded), labels)
+        return metrics_labels.judge(made, _truth(encoded), labels)
 
     def mistakes(
         self, made: Tensor, encoded: Encoded, split: Split, labels: Sequence[str]
     ) -> Table:
         """Return the wrong guesses that the model was surest of."""
-        return judge_labels.mistakes(split.text, made, _truth(encoded), labels)
+        return metrics_labels.mistakes(split.text, made, _truth(encoded), labels)
 
 
 def _truth(encoded: Encoded) -> Tensor:
@@ -123,7 +125,7 @@ class Entities:
 
     def outputs(self, labels: Sequence[str]) -> tuple[str, ...]:
         """Return the tags of the kinds."""
-        return spans.tag_names(labels)
+        return entity_tags.tag_names(labels)
 
     def blank(self, encoded: Encoded, outputs: int) -> Tensor:
         """Return a place for the tag of each token. int32, shape (tokens,)."""
@@ -151,14 +153,14 @@ class Entities:
     ) -> Judged:
         """Return precision, recall and F1 of whole entities."""
         truth, guess = _both(made, encoded, split)
-        return judge_entities.judge(truth, guess, labels, loss)
+        return entities.judge(truth, guess, labels, loss)
 
     def mistakes(
         self, made: Tensor, encoded: Encoded, split: Split, labels: Sequence[str]
     ) -> Table:
         """Return texts whose entities were missed, invented or confused."""
         truth, guess = _both(made, encoded, split)
-        return judge_entities.mistakes(split.text, truth, guess, labels)
+        return entities.mistakes(split.text, truth, guess, labels)
 
 
 def best_tags(encoded: Encoded, indices: np.ndarray, logits: Tensor) -> np.ndarray:
@@ -169,7 +171,7 @@ def best_tags(encoded: Encoded, indices: np.ndarray, logits: Tensor) -> np.ndarr
         known = encoded.offsets[places[real]]
         real[real] = known[:, 0] < known[:, 1]
     scores = logits.float().cpu().numpy()[:, : real.shape[1]]
-    return spans.decode(scores, real)
+    return entity_tags.decode(scores, real)
 
 
 Spans = list[list[tuple[int, int, int]]]
@@ -179,7 +181,7 @@ def _both(made: Tensor, encoded: Encoded, split: Split) -> tuple[Spans, Spans]:
     """Return the entities of each text, as they are and as the model has them."""
     begins, tags = encoded.begins, made.numpy()
     guess = [
-        spans.spans_of(tags[begins[i] : begins[i + 1]], encoded.token_offsets(i))
+        entity_tags.spans_of(tags[begins[i] : begins[i + 1]], encoded.token_offsets(i))
         for i in range(len(encoded))
     ]
     return [split.spans(i) for i in range(len(encoded))], guess

@@ -18,7 +18,7 @@ from halfstep.compat.apex import (
     optimizers,
     parallel,
 )
-from halfstep.compat.apex.casts import Handle
+from halfstep.compat.apex.amp_handle import Handle
 from halfstep.compat.apex.scaling import AmpScaler
 from halfstep.compat.apex.state import STATE, AmpState, maybe_print
 

@@ -3,7 +3,7 @@
 In: `from halfstep.compat.apex import amp`. Out: what `from apex import amp` gave.
 """
 
-from halfstep.compat.apex.casts import (
+from halfstep.compat.apex.amp_handle import (
     float_function,
     half_function,
     promote_function,

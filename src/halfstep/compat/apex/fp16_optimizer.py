@@ -12,9 +12,9 @@ import torch
 
 from halfstep.compat.apex import masters as registry
 from halfstep.compat.apex.loss_scaler import DynamicLossScaler, LossScaler
-from halfstep.compat.apex.stash import Stash
+from halfstep.compat.apex.optimizer_state import Stash
 from halfstep.compat.apex.state import AmpError, say
-from halfstep.master import MasterWeights
+from halfstep.masters import MasterWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

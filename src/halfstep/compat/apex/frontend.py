@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from halfstep.compat.apex import masters as registry
 from halfstep.compat.apex import models as rooms
-from halfstep.compat.apex import properties, stash
-from halfstep.compat.apex.casts import Handle, devices_of, forget_if_evaluating
+from halfstep.compat.apex import optimizer_state, properties
+from halfstep.compat.apex.amp_handle import Handle, devices_of, forget_if_evaluating
 from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
 from halfstep.compat.apex.larc import LARC
 from halfstep.compat.apex.scaling import AmpScaler, rule_of
 from halfstep.compat.apex.state import STATE, AmpError, Properties, say
-from halfstep.master import MasterWeights
+from halfstep.masters import MasterWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +102,7 @@ def initialize(
         if masters is None and chosen.cast_model_type and optimizer.state:
             # Moments loaded before take the dtype of their parameters.
             optimizer.load_state_dict(optimizer.state_dict())
-        stash.attach(optimizer, masters)
+        optimizer_state.attach(optimizer, masters)
     if chosen.patch_torch_functions:
         _open(Handle(devices_of(tensors), registered=_registered()), nets)
     return models if optimizers is None else (models, optimizers)
@@ -190,7 +190,7 @@ def _check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
                 "amp.initialize gives it masters where opt_level has them."
             )
             raise AmpError(message)
-        if stash.is_attached(optimizer):
+        if optimizer_state.is_attached(optimizer):
             message = (
                 f"this {type(optimizer).__name__} went through amp.initialize before: "
                 "pass each optimizer once, and all of them in one call."
@@ -272,7 +272,9 @@ def scale_loss(
         yield loss
         return
     many = isinstance(optimizers, list | tuple)
-    stashes = [stash.of(each) for each in (optimizers if many else [optimizers])]
+    stashes = [
+        optimizer_state.of(each) for each in (optimizers if many else [optimizers])
+    ]
     scaler = _scaler(loss_id)
     scale = scaler.loss_scale()
     for one in stashes:
@@ -296,7 +298,7 @@ def scale_loss(
         scaler.settle()
 
 
-def _unscale(scaler: AmpScaler, stashes: list[stash.Stash]) -> None:
+def _unscale(scaler: AmpScaler, stashes: list[optimizer_state.Stash]) -> None:
     fresh = [one.collect() for one in stashes]
     gradients = [gradient for part in fresh for _, gradient in part]
     scaler.unscale_(gradients, stashes)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from halfstep.optable import FP32, LOW, PROMOTE
-from halfstep.policy import Policy, Rule
+from halfstep.policy.op_tables import FP32, LOW, PROMOTE
+from halfstep.policy.rules import Policy, Rule
 
 _HALF = """
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep import scaler
-from halfstep.scaler import ScaleRule
+from halfstep import scaling
+from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +27,7 @@ class LossScaler:
     dynamic = False
 
     def __init__(self, scale: float = 1) -> None:
-        self.core = scaler.LossScaler(ScaleRule.parse(scale))
+        self.core = scaling.LossScaler(ScaleRule.parse(scale))
 
     @property
     def loss_scale(self) -> float:
@@ -91,4 +91,4 @@ class DynamicLossScaler(LossScaler):
             scale_window,
             max_scale=_LARGEST,
         )
-        self.core = scaler.LossScaler(rule)
+        self.core = scaling.LossScaler(rule)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halfstep.formats import is_low
+from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from halfstep.compat.apex import masters
 from halfstep.compat.apex.fp16_utils import convert_network
 from halfstep.compat.apex.state import AmpError, refuse
-from halfstep.formats import is_low
+from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

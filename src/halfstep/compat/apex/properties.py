@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from halfstep import formats
 from halfstep.compat.apex.state import AmpError, Properties, refuse
+from halfstep.numerics import formats
 
 _FP32, _FP16 = torch.float32, torch.float16
 OFF = Properties(False, None, None, False, None, None, 1.0)  # noqa: FBT003

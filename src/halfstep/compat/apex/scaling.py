@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.scaler import LossScaler, ScaleRule
-from halfstep.stats import non_finite
+from halfstep.scaling import LossScaler, ScaleRule
+from halfstep.scaling.step_report import non_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from halfstep.compat.apex.stash import Stash
-    from halfstep.stats import Culprit
+    from halfstep.compat.apex.optimizer_state import Stash
+    from halfstep.scaling.step_report import Culprit
 
 FIRST_SCALE = 2.0**16
 

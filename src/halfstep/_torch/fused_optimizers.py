@@ -1,0 +1,61 @@
+"""torch's fused optimizers, whose kernel itself leaves everything alone on overflow.
+
+In: an optimizer and a flag on the device. Out: the step, taken or skipped, without
+waiting for the flag.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep._torch.async_read import moved
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def skips_inside(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether an optimizer's kernel looks at `found_inf` itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step(
+    optimizer: Any,
+    found_inf: Tensor,
+    grad_scale: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Step unless `found_inf` is 1; return what the optimizer's step returns.
+
+    Args:
+        optimizer: One that `skips_inside`.
+        found_inf: 0.0 or 1.0, shape (); kernels compare it with 1.
+        grad_scale: What the kernel divides the gradients by; None if nothing.
+        args: For the optimizer's step.
+        kwargs: For the optimizer's step.
+    """
+    before = len(optimizer.state)
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    try:
+        result = optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+    if len(optimizer.state) > before:
+        _clear(list(optimizer.state.values())[before:], found_inf)
+    return result
+
+
+def _clear(new: list[dict[str, Any]], found_inf: Tensor) -> None:
+    """Set momentum that a skipped step was the first to make to zero.
+
+    Why: fused SGD allocates it without filling it, and a kernel that then skips leaves
+    it so. The next step would add whatever lay in that memory. Dampening then counts
+    from the step after: on a GPU nobody can know in time that there is no momentum.
+    """
+    for state in new:
+        buffer = state.get("momentum_buffer")
+        if torch.is_tensor(buffer):
+            buffer.masked_fill_(moved(found_inf, buffer.device) > 0, 0)

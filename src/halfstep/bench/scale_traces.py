@@ -1,0 +1,346 @@
+"""`halfstep bench traces`: steps lost to overflow under each library's rule.
+
+In: flags. Out: a table for each trace. A trace is the largest gradient of each step,
+recorded from a training run or written down. Every rule is given the same trace: a step
+is lost if its largest gradient times the scale does not fit in fp16. Nothing is timed.
+
+The rules of other libraries are written here in their own words; ours is a LossScaler
+at work on a graph whose one 16-bit gradient is the trace's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
+
+from halfstep.bench import journal, measure
+from halfstep.reporting.table import Cell, Table
+from halfstep.scaling import LossScaleCollapse, LossScaler, ScaleRule
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator, Sequence
+
+LARGEST = 65520.0
+"""Half a unit above fp16's largest number, 65504: from here on it rounds to inf."""
+
+_COLUMNS = (
+    "rule",
+    "steps lost",
+    "steps to recover",
+    "last scale",
+    "binades unused",
+)
+_PEAK = 3.0  # 2**14 is its largest safe scale
+_SAFE = 2.0**14
+_WINDOW = 50
+_STUCK = 10  # steps in a row lost at one scale: no hysteresis is that patient
+
+
+def overflows(peak: float, scale: float) -> bool:
+    """Say whether the largest gradient of a step is not finite in fp16."""
+    return not abs(peak) * scale < LARGEST  # NaN is not
+
+
+def largest_safe_scale(peak: float) -> float:
+    """Return the largest power of two at which a gradient fits in fp16."""
+    return 2.0 ** (math.ceil(math.log2(LARGEST / peak)) - 1)
+
+
+# The rules of other libraries
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rule remembers from step to step."""
+
+    scale: float
+    clean: int = 0
+    """Steps without overflow since the scale last moved, or the last overflow."""
+    left: int = 1
+    """Overflows to bear before the scale backs off."""
+
+
+Rule: TypeAlias = "Callable[[Held, bool], Held | None]"
+"""From what was held, and whether the step overflowed, to what is held next; None: the
+library raises."""
+
+
+def torch_amp(held: Held, bad: bool) -> Held:
+    """Halve at each overflow, double after 2,000 clean steps in a row; no bounds."""
+    if bad:
+        return Held(_fp32(held.scale / 2))
+    if held.clean + 1 < 2000:  # noqa: PLR2004 -- torch's default
+        return replace(held, clean=held.clean + 1)
+    doubled = _fp32(held.scale * 2)
+    return Held(doubled if math.isfinite(doubled) else held.scale)
+
+
+def megatron(held: Held, bad: bool) -> Held:
+    """Bear one overflow, then halve at each, down to 1; double after 1,000 clean steps.
+
+    Only doubling makes it patient again.
+    """
+    if bad:
+        left = held.left - 1
+        scale = held.scale if left > 0 else max(_fp32(held.scale / 2), 1.0)
+        return Held(scale, left=left)
+    if held.clean + 1 < 1000:  # noqa: PLR2004 -- Megatron's default
+        return replace(held, clean=held.clean + 1)
+    return Held(_fp32(held.scale * 2), left=2)
+
+
+def deepspeed(held: Held, bad: bool, *, consecutive: bool = False) -> Held | None:
+    """Do as Megatron does, but raise instead of staying at 1.
+
+    Args:
+        held: Before the step.
+        bad: Whether it overflowed.
+        consecutive: Each clean step makes it patient again, not only doubling.
+    """
+    if bad and held.left > 1:
+        return Held(held.scale, left=held.left - 1)
+    if bad:
+        return Held(max(held.scale / 2, 1.0), left=1) if held.scale != 1 else None
+    left = 2 if consecutive else held.left
+    if held.clean + 1 < 1000:  # noqa: PLR2004 -- DeepSpeed's default
+        return Held(held.scale, held.clean + 1, left)
+    return Held(held.scale * 2, left=2)
+
+
+def _fp32(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
+# Rules at work
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A rule at work."""
+
+    first: float
+    """Its own first scale."""
+    play: Callable[[Sequence[float], float], Iterator[float]]
+    """From peaks and first scale to the scale of each step, and after all of them the
+    next one; it ends early where the library raises."""
+
+
+def play_theirs(
+    rule: Rule, left: int, peaks: Sequence[float], first: float
+) -> Iterator[float]:
+    """Run another library's rule; `left` overflows are borne before the first move."""
+    held = Held(first, left=left)
+    for peak in peaks:
+        yield held.scale
+        after = rule(held, overflows(peak, held.scale))
+        if after is None:
+            return
+        held = after
+    yield held.scale
+
+
+def play_ours(rule: ScaleRule, peaks: Sequence[float], first: float) -> Iterator[float]:
+    """Run our LossScaler, its strategy included."""
+    scaler = LossScaler(rule)
+    scaler.state = replace(scaler.state, scale=torch.tensor(first))
+    weight = torch.ones((), requires_grad=True)
+    for peak in peaks:
+        loss = weight.half().float() * peak
+        scaler.begin(loss)
+        yield scaler.state.scale.item()
+        (gradient,) = torch.autograd.grad(scaler.scale(loss), weight)
+        try:
+            scaler.update(scaler.unscale_([gradient]))
+        except LossScaleCollapse:
+            return
+    yield scaler.state.scale.item()
+
+
+def _ours(rule: ScaleRule) -> Contender:
+    return Contender(rule.init_scale, partial(play_ours, rule))
+
+
+def _theirs(rule: Rule, first: float, left: int) -> Contender:
+    return Contender(first, partial(play_theirs, rule, left))
+
+
+CONTENDERS = {
+    "torch.amp": _theirs(torch_amp, 2.0**16, 1),
+    "Megatron": _theirs(megatron, 2.0**32, 2),
+    "DeepSpeed": _theirs(deepspeed, 2.0**16, 2),
+    "DeepSpeed, consecutive": _theirs(partial(deepspeed, consecutive=True), 2.0**16, 2),
+    "halfstep": _ours(ScaleRule()),
+    "halfstep, hysteresis 2": _ours(ScaleRule(hysteresis=2)),
+    "halfstep, hysteresis 2, clean": _ours(ScaleRule(hysteresis=2, refill="clean")),
+    "halfstep, measured": _ours(ScaleRule.parse("measured")),
+    "halfstep, logmax": _ours(ScaleRule.parse("logmax")),
+}
+"""Name -> rule, each with its library's own numbers."""
+
+
+# Traces
+
+
+@dataclass(frozen=True)
+class Trace:
+    """How large gradients were."""
+
+    name: str
+    peaks: Sequence[float]
+    """Largest |gradient| of each step, unscaled; NaN where it was not finite."""
+    level: Sequence[float]
+    """The same without what is out of the ordinary: it says which scale is right."""
+    first: float | None = _SAFE
+    """Scale that every rule begins with; None leaves each its own."""
+
+
+def written_down(steps: int) -> list[Trace]:
+    """Return the shapes that loss scales have to live with."""
+    flat = [_PEAK] * steps
+    at = steps // 10
+    growth = [_PEAK * 2 ** (step / 500) for step in range(steps)]
+    decay = [_PEAK / 2 ** (step / 500) for step in range(steps)]
+    # 51: a rule that looks every 100 steps shall not meet all of them, or none.
+    spikes = [_PEAK * (8 if step % 51 == 50 else 1) for step in range(steps)]  # noqa: PLR2004
+    nan = math.nan
+    return [
+        Trace("cold start from 2**32", flat, flat, 2.0**32),
+        Trace("cold start from 2**16", flat, flat, 2.0**16),
+        Trace("one bad batch", [*flat[:at], nan, *flat[at + 1 :]], flat),
+        Trace("three bad batches", [*flat[:at], nan, nan, nan, *flat[at + 3 :]], flat),
+        Trace("gradients double every 500 steps", growth, growth),
+        Trace("gradients halve every 500 steps", decay, decay),
+        Trace("8 times as large every 51 steps", spikes, flat),
+        Trace("NaN for ever", [*flat[:at], *[nan] * (steps - at)], flat),
+    ]
+
+
+def record(steps: int, reduction: str) -> Trace:
+    """Train a small classifier in fp16 autocast; return its 16-bit gradients' peaks.
+
+    It trains at a scale too low to overflow, so that no rule has a hand in the trace.
+
+    Args:
+        steps: How many.
+        reduction: Of the loss over a batch, "mean" or "sum".
+    """
+    torch.manual_seed(0)
+    teacher = torch.randn(32, 10)
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)
+    )
+    batch, scale = 32, 2.0**6
+    lr = 0.05 / (batch if reduction == "sum" else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    seen: list[Tensor] = []
+
+    def see(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append(gradient.abs().amax()))  # type: ignore[no-untyped-call]
+
+    for module in model:
+        module.register_forward_hook(see)
+    peaks = []
+    for _ in range(steps):
+        inputs = torch.randn(batch, 32)
+        with torch.autocast("cpu", torch.float16):
+            outputs = model(inputs)
+        labels = (inputs @ teacher).argmax(1)
+        loss = F.cross_entropy(outputs.float(), labels, reduction=reduction)
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        # Under autocast a weight's gradient was a 16-bit number too.
+        seen += [gradient.abs().amax() for gradient in gradients]
+        peaks.append(torch.stack([each.float() for each in seen]).amax().item() / scale)
+        seen.clear()
+        torch._foreach_div_(gradients, scale)
+        optimizer.step()
+        optimizer.zero_grad()
+    level = [
+        max(peaks[max(step - _WINDOW, 0) : step + _WINDOW]) for step in range(steps)
+    ]
+    return Trace(f"recorded, loss: {reduction} of {batch}", peaks, level, first=None)
+
+
+# What became of a trace
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rule made of a trace."""
+
+    lost: int
+    """Steps that overflowed."""
+    recovery: int | None
+    """Longest run of steps, lost or not, outside half to all of the largest safe
+    scale; None if it is there at the end."""
+    last: str
+    """The scale after the last step, or how it ended."""
+    unused: float
+    """Mean of the binades between the scale and the largest safe one, over the steps
+    that were not lost; NaN if all were, inf if the scale was 0."""
+
+
+def replay(trace: Trace, contender: Contender) -> Outcome:
+    """Let a rule live through a trace."""
+    first = contender.first if trace.first is None else trace.first
+    scales = list(contender.play(trace.peaks, first))
+    used = scales[: len(trace.peaks)]
+    raised = len(scales) == len(used)
+    lost = [overflows(p, s) for p, s in zip(trace.peaks, used, strict=False)]
+    safe = [largest_safe_scale(level) for level in trace.level]
+    right = [high / 2 <= s <= high for s, high in zip(used, safe, strict=False)]
+    off = [len(list(run)) for good, run in groupby(right) if not good]
+    unused = [
+        math.log2(high / s) if s else math.inf
+        for s, high, bad in zip(used, safe, lost, strict=False)
+        if not bad
+    ]
+    return Outcome(
+        sum(lost),
+        None if raised or not right[-1] else max(off, default=0),
+        "raises" if raised else _told(scales[-1], used, lost),
+        sum(unused) / len(unused) if unused else math.nan,
+    )
+
+
+def _told(last: float, used: list[float], lost: list[bool]) -> str:
+    """Return a scale in words, with what is wrong with it."""
+    if last == 0:
+        return "0.0"
+    if all(lost[-_STUCK:]) and set(used[-_STUCK:]) == {last}:
+        return f"stuck at {last:g}"
+    return f"2**{math.log2(last):g}"
+
+
+def tables(arguments: argparse.Namespace) -> list[Table]:
+    """Replay each trace under each rule."""
+    steps: int = arguments.steps
+    traces = [*written_down(steps), record(steps, "mean"), record(steps, "sum")]
+    found = []
+    for trace in traces:
+        rows: list[tuple[Cell, ...]] = []
+        for name, contender in CONTENDERS.items():
+            outcome = replay(trace, contender)
+            journal.record(f"{trace.name}: {name}", **asdict(outcome))
+            rows.append(
+                (name, outcome.lost, outcome.recovery, outcome.last, outcome.unused)
+            )
+        found.append(Table(trace.name, _COLUMNS, tuple(rows), digits=2))
+        measure.progress(f"{trace.name}: done")
+    notes = (
+        "steps lost: the largest gradient times the scale does not fit in fp16",
+        "steps to recover: longest stretch with the scale not right; -: it ends so",
+        "right: the largest power of two that is safe for the trace, or half of it",
+        "binades unused: mean of log2(largest safe scale / scale), steps lost left out",
+        "first scale: 2**14, which is safe, but in cold starts; recorded: each its own",
+        f"torch {torch.__version__}; halfstep bench traces --steps {steps}",
+    )
+    return [*found[:-1], replace(found[-1], notes=notes)]

@@ -1,0 +1,1 @@
+"""Eager autocast: contexts, kernels, module rules, casts of weights."""

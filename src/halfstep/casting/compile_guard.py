@@ -1,0 +1,121 @@
+"""A sign for torch.compile: which policy was in force when it compiled.
+
+In: a policy. Out: a state of torch that differs from one policy to the next, so that
+code compiled under one is not run under another.
+
+Before it runs compiled code, torch compares autocast's state, for all types of device,
+with that at compile time, also where another process compiled it and left it on disk;
+of a policy it knows nothing. So the policy's number stands in the state of four device
+types that no tensor here is on. It is made from the policy's text: 28560 there are.
+
+A version of torch may lack some of these types, hence the candidates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from itertools import islice
+from typing import Any
+
+import torch
+
+from halfstep.policy import op_tables
+from halfstep.policy.rules import TORCH, Policy
+
+_CANDIDATES = ("ipu", "maia", "mtia", "hpu", "mps", "xpu", "xla")
+_PLACES = 4
+_DIGITS = (
+    *(None, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.complex64, torch.complex128),
+)
+
+
+def _is_spare(device: str) -> bool:
+    """Say whether torch keeps autocast's state of a type that nothing here is on."""
+    if not torch.amp.is_autocast_available(device):
+        return False
+    machine = {"mps": torch.backends.mps, "xpu": torch.xpu}.get(device)
+    return machine is None or not machine.is_available()
+
+
+_SPARE = tuple(islice(filter(_is_spare, _CANDIDATES), _PLACES))
+_DEFAULT = {device: torch.get_autocast_dtype(device) for device in _SPARE}
+_MOST = len(_DIGITS) ** len(_SPARE) - 1
+
+_numbers: dict[Policy, int] = {}
+
+
+class _Thread(threading.local):
+    """The number that a thread shows; 0 where no policy is in force."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+_thread = _Thread()
+
+
+def show(policy: Policy) -> int:
+    """Let torch's state tell a policy; return what `restore` takes."""
+    before = _thread.number
+    if policy == TORCH:
+        restore(0)
+    else:
+        restore(_number(policy))
+    return before
+
+
+def shown() -> int:
+    """Return what `restore` takes to show the same policy again."""
+    return _thread.number
+
+
+def _number(policy: Policy) -> int:
+    """Return a policy's number, from 1 on: the same in every process."""
+    if policy not in _numbers:
+        # Another version of halfstep may have other tables.
+        text = f"{policy} {op_tables.NAMED[policy.base]}"
+        digest = hashlib.sha256(text.encode()).digest()
+        number = int.from_bytes(digest[:8], "big") % _MOST
+        while number in _numbers.values():
+            number = (number + 1) % _MOST
+        _numbers[policy] = number
+    return 1 + _numbers[policy]
+
+
+def restore(number: int) -> None:
+    """Let torch's state tell the policy with a number again."""
+    if number == _thread.number:
+        return
+    _thread.number = number
+    for device in _SPARE:
+        number, digit = divmod(number, len(_DIGITS))
+        dtype = _DIGITS[digit]
+        torch.set_autocast_enabled(device, dtype is not None)
+        torch.set_autocast_dtype(device, dtype or _DEFAULT[device])
+
+
+def plain_backward() -> Any:  # noqa: ANN401 -- whatever torch has there
+    """Let torch.compile cast backward passes, in this thread, as eager code does.
+
+    Why: it traces them under the autocast of the region around the compiled function,
+    and so multiplies in 16 bits the gradients of what a rule keeps in fp32.
+
+    Returns:
+        What to give to `restore_backward`.
+    """
+    config: Any = sys.modules.get("torch._functorch.config")
+    setting = getattr(config, "backward_pass_autocast", None)
+    if setting == "same_as_forward":
+        config.backward_pass_autocast = "off"  # noqa: S105 -- no password
+        return setting
+    return None
+
+
+def restore_backward(setting: Any) -> None:  # noqa: ANN401
+    """Restore torch's setting for compiled backward passes."""
+    if setting is not None:
+        sys.modules["torch._functorch.config"].backward_pass_autocast = setting  # type: ignore[attr-defined]

@@ -1,0 +1,122 @@
+"""Regions with a policy inside what `torch.compile` traces.
+
+In: the settings of a region. Out: operations in the graph that put the policy in force
+while the graph is traced further, or run. Compiled code holds only its decisions.
+
+torch.compile knows torch's own regions alone. What else a region does must be an
+operation: these two take no tensor and return none, so that they leave no trace.
+A region made outside cannot be opened inside: there torch.compile gives up, and runs
+the function as it is, or refuses it under `fullgraph=True`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._guards import TracingContext
+from torch.amp.autocast_mode import autocast as torch_autocast
+from torch.fx.node import has_side_effect
+from torch.library import Library
+
+from halfstep._torch.dynamo import untraced
+from halfstep.casting import (
+    active_context,
+    compile_guard,
+    dispatch_kernels,
+    dispatch_table,
+    recompute,
+)
+from halfstep.casting.active_context import Frame
+from halfstep.errors import UserError
+from halfstep.policy.rules import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Settings = tuple[str, torch.dtype | None, bool, bool | None]
+
+
+def traced(
+    settings: Settings, policy: Policy | str | None, *, record: bool, modules: bool
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a region for traced code.
+
+    Args:
+        settings: torch's four arguments.
+        policy: None: that of the region around.
+        record: Refused; so is the next.
+        modules: The policy speaks of modules.
+
+    Raises:
+        UserError: If it cannot be traced.
+    """
+    if record or modules:
+        message = (
+            "autocast(record=True) and autocast(model=...) cannot be traced by "
+            "torch.compile; open such a region around the compiled function."
+        )
+        raise UserError(message)
+    if policy is None:
+        return torch_autocast(*settings)
+    return _steered(settings, str(policy))
+
+
+@contextlib.contextmanager
+def _steered(settings: Settings, word: str) -> Iterator[None]:
+    device = settings[0]
+    with torch_autocast(*settings):
+        torch.ops.halfstep.open_region(device, word)
+        try:
+            yield
+        finally:
+            torch.ops.halfstep.close_region(device)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.before: list[tuple[active_context.Pushed, int | None]] = []
+
+
+_thread = _Thread()
+_library = Library("halfstep", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _open(device: str, word: str) -> None:
+    policy = Policy.parse(word)
+    dispatch_table.check(policy, device, model=None)
+    rows = dispatch_table.rows_for(policy, device)
+    dispatch_kernels.install(rows)
+    frame = Frame(policy, rows, None, dispatch_table.matches(policy))
+    # Not while this is traced: the sign then stands for the region around.
+    shown = compile_guard.show(policy) if TracingContext.try_get() is None else None
+    _thread.before.append((recompute.push(device, frame), shown))
+
+
+def _close(_: str) -> None:
+    pushed, shown = _thread.before.pop()
+    recompute.pop(pushed)
+    if shown is not None:
+        compile_guard.restore(shown)
+
+
+def _define() -> None:
+    for name, arguments, run in (
+        ("open_region", "str device, str word", _open),
+        ("close_region", "str device", _close),
+    ):
+        _library.define(f"{name}({arguments}) -> ()")  # type: ignore[no-untyped-call]
+        # Where torch.compile has given up it would try these next.
+        kernel = untraced(run)
+        _library.impl(name, kernel, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+        # Under a dispatch mode, as in tracing, torch restores a thread's dispatcher
+        # state after an operation, but for what happens before it takes note of it.
+        _library.impl(name, kernel, "PythonTLSSnapshot")  # type: ignore[no-untyped-call]
+        packet = getattr(torch.ops.halfstep, name)
+        has_side_effect(packet)
+        has_side_effect(packet.default)
+
+
+_define()

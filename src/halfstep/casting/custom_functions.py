@@ -1,0 +1,393 @@
+"""What a user's own functions and operators do under autocast.
+
+In: an autograd.Function's methods, a Python function, or a registered operator. Out:
+the same, which follows the region that it is called in: `custom_fwd` and `custom_bwd`
+for the first, `low_precision`, `full_precision` and `promote` for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _autocast_supported_devices,
+    _dispatch_key_for_device,
+    _ExcludeDispatchKeyGuard,
+    _parse_dispatch_key,
+)
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.amp.autocast_mode import autocast as torch_autocast
+from torch.amp.autocast_mode import custom_bwd as torch_custom_bwd
+from torch.amp.autocast_mode import custom_fwd as torch_custom_fwd
+from torch.library import Library
+
+from halfstep.casting import active_context, recompute
+from halfstep.errors import UserError
+from halfstep.numerics.formats import cast_floating
+from halfstep.policy import decision
+from halfstep.policy.op_tables import FP32, LOW, PROMOTE
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_Operator: TypeAlias = (
+    str | CustomOpDef | OpOverloadPacket[..., Any] | OpOverload[..., Any]
+)
+
+_REGISTERED: dict[str, Library] = {}
+"""Operator -> what holds its casting kernels; torch drops them with the object."""
+
+
+# An autograd.Function's methods
+
+
+@dataclass
+class _Box:
+    """What torch's code marks in place of a ctx, or passes on without a cast."""
+
+    output: object = None
+    """Of forward."""
+    recording: bool = False
+    """Whether autograd records around `setup_context`."""
+
+
+@overload
+def custom_fwd(
+    fwd: Callable[P, R], *, device_type: str, cast_inputs: torch.dtype | None = None
+) -> Callable[P, R]: ...
+@overload
+def custom_fwd(
+    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None,
+    *,
+    device_type: str,
+    cast_inputs: torch.dtype | None = None,
+) -> Callable[..., Any]:
+    """Decorate `forward`, and `setup_context` where there is one, of a Function.
+
+    Why: torch's decorator takes the first argument for the ctx. Where a Function has
+    a `setup_context`, `forward` gets none: the first tensor is marked in its place,
+    and backward fails. Here both styles work, the classic one through torch's code.
+
+    Decorate `setup_context` with the same arguments as `forward`: it gets the inputs
+    as forward saw them, and the output as it is. The cast of inputs is recorded, so
+    that second derivatives reach the inputs through what the ctx saves.
+
+    Args:
+        fwd: The method; None returns the decorator.
+        device_type: "cpu", "cuda", ...
+        cast_inputs: Under autocast, floating inputs on that device, fp64 apart, are
+            cast to it and forward runs with autocast off. Default None: inputs as
+            they are, autocast as it is.
+
+    Raises:
+        ValueError: If `device_type` is no str.
+    """
+
+    def decorate(method: Callable[..., Any] | None) -> Callable[..., Any]:
+        decorated: Callable[..., Any] = torch_custom_fwd(
+            method, device_type=device_type, cast_inputs=cast_inputs
+        )
+        return decorated
+
+    classic = decorate(fwd)
+    if fwd is None:
+        return functools.partial(
+            custom_fwd, device_type=device_type, cast_inputs=cast_inputs
+        )
+
+    def without_ctx(_: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return fwd(*args, **kwargs)
+
+    ctxless = decorate(without_ctx)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        # Duck-typed: who tests a forward alone hands in a stand-in for the ctx.
+        if args and hasattr(args[0], "save_for_backward"):
+            args[0]._restored_policy = recompute.capture()  # noqa: SLF001
+            return classic(*args, **kwargs)
+        return ctxless(_Box(), *args, **kwargs)
+
+    def unboxed(ctx: object, inputs: object, box: _Box) -> Any:  # noqa: ANN401
+        with torch.set_grad_enabled(box.recording):
+            return fwd(ctx, inputs, box.output)
+
+    boxed = decorate(unboxed)
+
+    def setup_context(ctx: Any, inputs: object, output: object) -> Any:  # noqa: ANN401
+        # torch's code casts what it can look into; the output is not to be cast.
+        box = _Box(output, recording=torch.is_grad_enabled())
+        ctx._restored_policy = recompute.capture()  # noqa: SLF001
+        with torch.enable_grad():
+            return boxed(ctx, inputs, box)
+
+    is_setup = getattr(fwd, "__name__", "") == "setup_context"
+    return functools.wraps(fwd)(setup_context if is_setup else forward)
+
+
+@overload
+def custom_bwd(bwd: Callable[P, R], *, device_type: str) -> Callable[P, R]: ...
+@overload
+def custom_bwd(
+    bwd: None = None, *, device_type: str
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def custom_bwd(
+    bwd: Callable[..., Any] | None = None, *, device_type: str
+) -> Callable[..., Any]:
+    """Decorate `backward` of a Function: it runs in the region that forward ran in.
+
+    Args:
+        bwd: The method; None returns the decorator.
+        device_type: The same as for `custom_fwd`.
+
+    Raises:
+        ValueError: If `device_type` is no str.
+        RuntimeError: When backward runs, if `setup_context` was not decorated.
+    """
+    classic = torch_custom_bwd(bwd, device_type=device_type)
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+
+    @functools.wraps(bwd)
+    def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if args:
+            _check_marked(args[0])
+        restored = getattr(args[0] if args else None, "_restored_policy", None)
+        with contextlib.nullcontext() if restored is None else restored():
+            return classic(*args, **kwargs)
+
+    return backward
+
+
+def _check_marked(ctx: object) -> None:
+    """Raise if `setup_context` left no mark; a classic forward is torch's to judge."""
+    if hasattr(ctx, "_fwd_used_autocast"):
+        return
+    function = getattr(ctx, "_forward_cls", torch.autograd.Function)
+    if function.setup_context is not torch.autograd.Function.setup_context:
+        name = function.__name__
+        message = (
+            f"{name}.backward does not know the region that forward ran in: decorate "
+            f"{name}.setup_context with @custom_fwd, as {name}.forward is."
+        )
+        raise RuntimeError(message)
+
+
+# Functions and operators
+
+
+def low_precision(target: T) -> T:
+    """Let a function, or a registered operator, run in autocast's 16-bit dtype.
+
+    Why: `torch.library.register_autocast` casts to one dtype fixed beforehand, even
+    in a region of another, and refuses keyword arguments.
+
+    A function: while autocast is on for the device of a floating tensor among the
+    arguments, nested ones too, each such tensor is cast and the function runs with
+    autocast off. Otherwise it is called untouched. Float64, integer, bool and complex
+    tensors stay as they are, and so does what is no argument: cast `self.weight`
+    yourself. A list or mapping with tensors to cast is passed as a copy.
+
+    An operator: the same, registered for all its overloads and all device types, for
+    the whole process; a later choice replaces it. Overloads that write into an
+    argument or return a view of one run as called: a cast copy would break both.
+
+    Args:
+        target: A function, method, staticmethod or classmethod; or an operator as
+            `torch.ops.ns.name`, an overload of it, what `@torch.library.custom_op`
+            returns, or "ns::name".
+
+    Returns:
+        The function wrapped; an operator as it was given.
+
+    Raises:
+        UserError: If it is neither, or the operator is torch's own, is not registered
+            or has no overload that can take copies.
+    """
+    return _treat(target, LOW)
+
+
+def full_precision(target: T) -> T:
+    """Let a function, or a registered operator, run in fp32 under autocast.
+
+    Otherwise as `low_precision`.
+    """
+    return _treat(target, FP32)
+
+
+def promote(target: T) -> T:
+    """Let a function, or a registered operator, run in its widest operand's dtype.
+
+    Why: operands of several dtypes are an error in most kernels. A mix of bf16 and
+    fp16 runs in fp32, which holds both, and so does the one of them that is not
+    autocast's. Otherwise as `low_precision`.
+    """
+    return _treat(target, PROMOTE)
+
+
+def _treat(target: T, category: str) -> T:
+    if isinstance(target, str | OpOverload | OpOverloadPacket | CustomOpDef):
+        _register(_overloads(target), category)
+        return target
+    if isinstance(target, staticmethod | classmethod):
+        return cast("T", type(target)(_wrap(target.__func__, category)))
+    if not callable(target) or isinstance(target, type | nn.Module):
+        given = target if isinstance(target, type) else type(target)
+        message = (
+            f"{given.__name__} is neither a function nor an operator: decorate the "
+            "forward of a module, or name an operator as 'namespace::name'."
+        )
+        raise UserError(message)
+    return cast("T", _wrap(target, category))
+
+
+def _wrap(function: Callable[P, R], category: str) -> Callable[P, R]:
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        found = {tensor.device.type for tensor in _floating((args, kwargs))}
+        regions = [device for device in sorted(found) if _is_on(device)]
+        outside: Callable[..., R] = function
+        for device in regions:
+            args, kwargs = _cast(args, kwargs, category, device)
+            outside = torch_autocast(device, enabled=False)(outside)
+        return outside(*args, **kwargs)
+
+    return run
+
+
+def _is_on(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _overloads(target: _Operator) -> list[OpOverload[..., Any]]:
+    if isinstance(target, OpOverload):
+        return [target]
+    if isinstance(target, CustomOpDef):
+        target = target._qualname  # noqa: SLF001 -- torch has no other name for it
+    if isinstance(target, str):
+        namespace, _, name = target.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if not isinstance(packet, OpOverloadPacket):
+            message = (
+                f"op {target!r} is not registered: import what registers it, and write "
+                "its name as 'namespace::name'."
+            )
+            raise UserError(message)
+        target = packet
+    names: list[str] = target.overloads()  # type: ignore[no-untyped-call]
+    return [getattr(target, name) for name in names]
+
+
+def _register(overloads: list[OpOverload[..., Any]], category: str) -> None:
+    """Register casting kernels at the autocast keys of all device types."""
+    name = overloads[0]._schema.name  # noqa: SLF001 -- the name without overload
+    namespace, _, short = name.partition("::")
+    if namespace == "aten":
+        message = (
+            f"op '{name}' is torch's own, not a custom operator: use a policy rule: "
+            f"'op:{short}={category}'."
+        )
+        raise UserError(message)
+    castable = [each for each in overloads if _takes_copies(each)]
+    if not castable:
+        message = (
+            f"op '{name}' writes into an argument or returns a view of one, which a "
+            "cast copy would break: register an operator that returns a new tensor."
+        )
+        raise UserError(message)
+    for operator in castable:
+        # The old kernels must go first: torch warns of a kernel that hides another.
+        _REGISTERED.pop(str(operator), None)
+        library = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        for device in _devices():
+            key = f"Autocast{_dispatch_key_for_device(device)}"
+            kernel = _kernel(operator, category, device, key)
+            library.impl(operator, kernel, key)  # type: ignore[no-untyped-call]
+        _REGISTERED[str(operator)] = library
+
+
+def _devices() -> list[str]:
+    """Return the device types that have autocast."""
+    # Without a backend, its key is where policies cast.
+    return [d for d in _autocast_supported_devices() if d != active_context.NO_BACKEND]
+
+
+def _takes_copies(operator: OpOverload[..., Any]) -> bool:
+    """Say whether an overload neither writes into an argument nor returns a view."""
+    arguments = operator._schema.arguments  # noqa: SLF001
+    return all(argument.alias_info is None for argument in arguments)
+
+
+def _kernel(
+    operator: OpOverload[..., Any], category: str, device: str, key: str
+) -> Callable[..., Any]:
+    keys = DispatchKeySet(cast("DispatchKey", _parse_dispatch_key(key)))
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        args, kwargs = _cast(args, kwargs, category, device)
+        with _ExcludeDispatchKeyGuard(keys):
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+# Nested values
+
+
+def _cast(
+    args: tuple[Any, ...], kwargs: dict[str, Any], category: str, device: str
+) -> tuple[Any, Any]:
+    """Return arguments with the floating tensors on a device cast for a category."""
+    found = _floating([*args, *kwargs.values()])
+    dtypes = [tensor.dtype for tensor in found if tensor.device.type == device]
+    dtype = decision.cast_to(category, dtypes, torch.get_autocast_dtype(device))
+    if dtype is None or set(dtypes) == {dtype}:
+        return args, kwargs
+    return (
+        tuple(_cast_on(value, device, dtype) for value in args),
+        {name: _cast_on(value, device, dtype) for name, value in kwargs.items()},
+    )
+
+
+def _floating(value: object) -> list[Tensor]:
+    """Return the floating tensors in a nested value."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, MutableMapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _floating(item)]
+    return []
+
+
+def _cast_on(value: Any, device: str, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    """Return `value` with the floating tensors on a device in `dtype`.
+
+    What holds no floating tensor stays the same object, for a function may write into
+    it; so do dataclasses: one may be the `self` of a method.
+    """
+    if isinstance(value, Tensor):
+        return cast_floating(value, dtype) if value.device.type == device else value
+    if not _floating(value):
+        return value
+    if isinstance(value, list | tuple):
+        items = [_cast_on(item, device, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    twin = copy.copy(value)
+    # One by one: transformers' ModelOutput refuses `update`.
+    for key, item in value.items():
+        twin[key] = _cast_on(item, device, dtype)
+    return twin

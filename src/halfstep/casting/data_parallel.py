@@ -1,0 +1,70 @@
+"""Contexts carried into the threads of `nn.DataParallel`.
+
+In: replicas about to run, one thread each. Out: the same replicas, which run under the
+context of the thread that called them.
+
+Why: torch tells its threads that autocast is on, but not in which dtype, so that a
+bf16 context becomes fp16 there; and it knows nothing of a policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.autocast_mode import autocast as torch_autocast
+from torch.nn import parallel
+
+from halfstep._torch.patches import attribute
+from halfstep.casting import recompute, torch_cache
+from halfstep.casting.dispatch_kernels import KEYS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def _carrying(torchs: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    @functools.wraps(torchs)
+    def parallel_apply(
+        modules: Sequence[Callable[..., Any]],
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> list[Any]:
+        runs = carried(modules) if torch_cache.inside() else modules
+        return torchs(runs, *args, **kwargs)
+
+    return parallel_apply
+
+
+PATCHES = tuple(
+    attribute(owner, "parallel_apply", _carrying)
+    for owner in (parallel, sys.modules[parallel.DataParallel.__module__])
+)
+"""For `nn.parallel.parallel_apply`, and for where `nn.DataParallel` finds it."""
+
+
+def carried(modules: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """Return callables that run in another thread as they would in this one."""
+    on = {
+        device: torch.get_autocast_dtype(device)
+        for device in KEYS
+        if torch.is_autocast_enabled(device)
+    }
+    cache = torch.is_autocast_cache_enabled()
+    policy = recompute.capture()
+
+    def carry(module: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            with contextlib.ExitStack() as contexts:
+                for device, dtype in on.items():
+                    context = torch_autocast(device, dtype, cache_enabled=cache)
+                    contexts.enter_context(context)
+                contexts.enter_context(policy())
+                return module(*args, **kwargs)
+
+        return run
+
+    return [carry(module) for module in modules]

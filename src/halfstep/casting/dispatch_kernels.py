@@ -1,0 +1,357 @@
+"""Python kernels for the operations that a policy decides about.
+
+In: operations. Out: inside a context with a policy, torch's dispatcher asks the frame
+in force how each of them runs, wherever it is called: in C++ composites, in other
+threads that the context was carried to, in a recomputation.
+
+They stand at a dispatch key of their own, in front of torch's autocast keys, which a
+thread includes only while such a context is open in it (`active_context.push`).
+Nothing else reaches them: neither plain `torch.autocast` nor another thread pays for
+them or waits for them. None of them calls torch's cast or takes its lock; what a policy
+leaves to torch is handed on by the dispatcher, which lets go of the interpreter's lock
+first.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from itertools import compress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.library import Library
+
+from halfstep.casting import active_context
+from halfstep.policy import op_tables
+from halfstep.policy.decision import cast_to
+from halfstep.policy.rules import KEEP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from halfstep.casting.active_context import Frame, Row
+    from halfstep.casting.weight_cache import CastCache
+
+Call: TypeAlias = "Callable[..., Any]"
+
+KEYS = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "mps": "AutocastMPS",
+    "xpu": "AutocastXPU",
+}
+"""Device type -> the dispatch key at which torch casts."""
+_OWN = active_context.KEY.name
+"""The dispatch key at which these kernels stand."""
+
+_ORDER = ("cuda", "mps", "xpu", "cpu")
+"""Device types as the dispatcher comes to their autocast keys."""
+
+_WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "norm.Scalar": ("norm.ScalarOpt_dtype", (2,)),
+    "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", (False,)),
+}
+"""Reductions without a dtype argument -> the overload that has one, and the last
+arguments where they are left out, for it has no defaults."""
+
+_WIDE_WEIGHTS = {("cpu", "layer_norm"), ("cpu", "native_layer_norm")}
+"""Device, operation -> torch's kernel takes 16-bit data beside weights of fp32, from
+the third argument on: casting those costs time, and digits of the result."""
+
+_lock = threading.Lock()
+_installed: dict[str, Library] = {}
+"""Operation -> what holds its kernel."""
+_ready: dict[int, Mapping[str, Row]] = {}
+"""Identity -> rows that all have a kernel: contexts ask at each entry."""
+
+
+def install(names: Iterable[str]) -> None:
+    """Give operations a kernel, once for the process.
+
+    Args:
+        names: aten's ("softmax.int") or other libraries' ("ns::name"); or rows that
+            never change.
+    """
+    if _ready.get(id(names)) is names:
+        return
+    with _lock:
+        for name in names:
+            if name not in _installed:
+                _installed[name] = _register(name)
+        if isinstance(names, Mapping):
+            _ready[id(names)] = names
+
+
+def overload_of(name: str) -> torch._ops.OpOverload:
+    """Return the operation that a name means."""
+    namespace, _, rest = name.rpartition("::")
+    packet, _, overload = rest.partition(".")
+    found: torch._ops.OpOverload = getattr(
+        getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default"
+    )
+    return found
+
+
+def _register(name: str) -> Library:
+    """Put a kernel for an operation at our key."""
+    op = overload_of(name)
+    pass_on = passing_on(op)
+    takes = _tensor_places(op, numbers=False)
+    has_lists = re.search(r"Tensor\??\[", str(op._schema)) is not None  # noqa: SLF001
+    runs = {device: runner(device, name, op) for device in KEYS}
+
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if has_lists or not _NUMBERS.isdisjoint(map(type, compress(args, takes))):
+            args = tuple(map(_with_tensors, args, takes))
+        contexts = active_context.casting()
+        if len(contexts) > 1:
+            contexts = _on_devices_of(args, contexts)
+        if not contexts:
+            return pass_on(keyset, *args, **kwargs)
+        device, frame = contexts[0]
+        row = frame.plan.get(name)
+        if row is None or (
+            row.rule is not None and not _is_any_on((*args, *kwargs.values()), device)
+        ):
+            return pass_on(keyset, *args, **kwargs)
+        if row.rule is not None:
+            frame.matched.add(row.rule)
+        if frame.recorder is not None:
+            if row.stock:
+                chosen = partial(pass_on, keyset, *args, **kwargs)
+            else:
+                chosen = partial(runs[device], frame, row, args, kwargs)
+            return frame.recorder.observe(name, frame, chosen, (args, kwargs))
+        if row.stock:
+            return pass_on(keyset, *args, **kwargs)
+        return runs[device](frame, row, args, kwargs)
+
+    library = Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        # Where torch registers a kernel of its own at the key, ours is the one to run.
+        warnings.simplefilter("ignore", UserWarning)
+        spelt = name.rpartition("::")[2]
+        registrar: Any = library.m
+        registrar.impl(spelt, _OWN, _skipped_by_dynamo(kernel), True)  # noqa: FBT003 -- with the keyset
+    return library
+
+
+def _skipped_by_dynamo(kernel: Call) -> Call:
+    """Keep torch.compile from compiling a function of ours, and what that calls.
+
+    Why: what it leaves to eager code calls our kernels, and it would try them next.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
+    skip = frames._FrameAction.SKIP  # noqa: SLF001
+    strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001
+    frames.set_code_exec_strategy(kernel.__code__, strategy)
+    return kernel
+
+
+def _on_devices_of(
+    args: tuple[Any, ...], contexts: list[tuple[str, Frame]]
+) -> list[tuple[str, Frame]]:
+    """Return the contexts that operands concern; that of the highest key is first."""
+    found = [each for each in contexts if _is_any_on(args, each[0])]
+    return sorted(found, key=lambda each: _ORDER.index(each[0]))
+
+
+def _is_any_on(values: Iterable[Any], device: str) -> bool:
+    """Say whether a tensor among arguments is on a device."""
+    return any(
+        value.device.type == device
+        if isinstance(value, Tensor)
+        else isinstance(value, list | tuple) and _is_any_on(value, device)
+        for value in values
+    )
+
+
+def passing_on(op: torch._ops.OpOverload) -> Call:
+    """Return the function that hands an operation on to the keys below ours.
+
+    What it calls inside is still cast, unlike under `runner`.
+    """
+    below = torch._C._dispatch_keyset_full_after(active_context.KEY)  # noqa: SLF001
+    excluded = DispatchKeySet(active_context.KEY)
+    takes = _tensor_places(op, numbers=True)
+    redispatch = op._handle.redispatch_boxed  # noqa: SLF001 -- spares a call
+
+    def pass_on(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if not _NUMBERS.isdisjoint(map(type, compress(args, takes))):
+            # `x.add_(1)`: only a call from the top takes a number for a tensor.
+            with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
+                return op(*args, **kwargs)
+        return redispatch(keyset & below, *args, **kwargs)
+
+    return pass_on
+
+
+_NUMBERS = frozenset((float, int, bool, complex))
+_PLAIN = DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrView)
+"""The dispatch keys that a thread includes in no context and no mode."""
+_NO_KEYS = _PLAIN - _PLAIN
+
+
+def _tensor_places(op: torch._ops.OpOverload, *, numbers: bool) -> tuple[bool, ...]:
+    """Say of each argument whether it is a tensor.
+
+    None is said to be where that operation does, or does not, take numbers for tensors.
+    """
+    name = op._schema.name.rpartition("::")[2]  # noqa: SLF001
+    if torch._C._should_allow_numbers_as_tensors(name) != numbers:  # noqa: SLF001
+        return ()
+    return tuple("Tensor" in str(argument.type) for argument in op._schema.arguments)  # noqa: SLF001
+
+
+def _with_tensors(value: Any, is_tensor: bool) -> Any:  # noqa: ANN401
+    """Return an argument with tensors where torch has put numbers for them.
+
+    To a kernel in Python torch gives a tensor that stands for a number, such as what
+    `x * 2.5` saves, as that number, and most operations do not take it back. Such a
+    tensor has less say than others in the dtype of a result; only torch makes them.
+    """
+    if not is_tensor:
+        return value
+    if isinstance(value, list | tuple):
+        return [_with_tensors(part, is_tensor) for part in value]
+    if type(value) not in _NUMBERS:
+        return value
+    guard = torch._C._ForceDispatchKeyGuard(_PLAIN, _NO_KEYS)  # noqa: SLF001
+    with guard, torch.inference_mode(mode=False), torch.enable_grad():
+        one = torch.ones((), device="cpu", requires_grad=True)
+        node: Any = torch.mul(one, value).grad_fn
+        return node._saved_other  # noqa: SLF001
+
+
+def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
+    """Return the function that casts an operation's operands and runs it.
+
+    It takes a frame, a row, positional and keyword arguments.
+    """
+    excluded = DispatchKeySet(DispatchKey.__members__[KEYS[device]]).add(
+        active_context.KEY
+    )
+    wide_name, last = _WITH_DTYPE.get(name, (name, ()))
+    wide = overload_of(wide_name)
+    needed = len(wide._schema.arguments) - 1 if last else 0  # noqa: SLF001
+    on: On = attrgetter(f"is_{device}")
+    leave = (device, name) in _WIDE_WEIGHTS
+    call = op._op  # noqa: SLF001 -- spares a call
+
+    def run(
+        frame: Frame, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401
+        # As in torch: what an operation calls inside is not cast again.
+        with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
+            # Most calls: after a large product little of this code is in the caches.
+            short = row.category == op_tables.LOW and not (leave or kwargs)
+            if short or row.category == KEEP:
+                low = torch.get_autocast_dtype(device)
+                operands = _cast(args, low, on, frame.cache) if short else args
+                return call(*operands, **kwargs)
+            if row.category == op_tables.BANNED:
+                raise RuntimeError(_banned(name, frame, row))
+            if row.category == op_tables.FP32_RESULT:
+                if not _eligible(args[0], on) or _has_dtype(op, args, kwargs):
+                    return op(*args, **kwargs)
+                args = args + last if len(args) < needed else args
+                return wide(*args, **kwargs, dtype=torch.float32)
+            low = torch.get_autocast_dtype(device)
+            if row.category in _BY_OPERANDS:
+                found = _floating((*args, *kwargs.values()), on)
+                dtypes = [tensor.dtype for tensor in found]
+            else:
+                dtypes = _ANY
+            dtype = cast_to(row.category, dtypes, low)
+            if dtype is None:
+                return op(*args, **kwargs)
+            cache = frame.cache if dtype is low else None
+            kept = leave and row.rule is None and dtype is low and _fp32(args[2:4])
+            data = args[:2] if kept else args
+            cast = *_cast(data, dtype, on, cache), *args[len(data) :]
+            if not kwargs:
+                return op(*cast)
+            named = _cast(kwargs.values(), dtype, on, cache)
+            return op(*cast, **dict(zip(kwargs, named, strict=True)))
+
+    return run
+
+
+_ELIGIBLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_ANY = [torch.float32]
+"""Stands for operands whose dtypes do not matter to a category."""
+_BY_OPERANDS = frozenset((op_tables.PROMOTE, op_tables.FOLLOW))
+
+On: TypeAlias = "Callable[[Tensor], bool]"
+"""Says whether a tensor is on the device."""
+
+
+def _fp32(weights: Sequence[Tensor | None]) -> bool:
+    """Say whether a weight, and a bias if there is one, are of fp32.
+
+    Of a bias alone torch's kernel expects the format of the data.
+    """
+    if not weights or weights[0] is None:
+        return False
+    return all(w is None or w.dtype is torch.float32 for w in weights)
+
+
+def _eligible(value: object, on: On) -> bool:
+    """Say whether torch would cast a value at the device's key."""
+    return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and on(value)
+
+
+def _floating(values: Iterable[Any], on: On) -> list[Tensor]:
+    """Return the floating tensors of arguments, fp64 included."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point() and on(value):
+                found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _floating(value, on)
+    return found
+
+
+def _cast(
+    values: Iterable[Any], dtype: torch.dtype, on: On, cache: CastCache | None
+) -> list[Any]:
+    """Return arguments with their eligible tensors in a dtype."""
+    made: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is not dtype and value.dtype in _ELIGIBLE and on(value):
+                made.append(value.to(dtype) if cache is None else cache(value, dtype))
+                continue
+        elif isinstance(value, list | tuple):
+            made.append(_cast(value, dtype, on, cache))
+            continue
+        made.append(value)
+    return made
+
+
+def _has_dtype(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Say whether the caller has asked for a dtype himself."""
+    if kwargs.get("dtype") is not None:
+        return True
+    names = [argument.name for argument in op._schema.arguments]  # noqa: SLF001
+    place = names.index("dtype") if "dtype" in names else len(args)
+    return place < len(args) and args[place] is not None
+
+
+def _banned(name: str, frame: Frame, row: Row) -> str:
+    if row.rule is None:
+        return f"{name} is unsafe in 16 bits: torch's table bans it."
+    return (
+        f"{name} is banned by the rule '{frame.policy.rules[row.rule]}'. Use another "
+        "operation there, or take the rule out of the policy."
+    )

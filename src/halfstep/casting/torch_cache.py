@@ -1,0 +1,119 @@
+"""torch's own cache of casts, kept from serving what is no longer true.
+
+In: contexts that open and close. Out: that cache forgets all when a weight may have
+changed inside a context, or when a context asks for another dtype.
+
+Why: its key is the weight alone. It serves the value that a weight had before it was
+changed, and the dtype of the context around. To ask at each operation would cost more
+than the operation; but a weight that learns is as a rule written into only where grad
+mode is off, or by an optimizer: when either ends, the cache starts anew. Between two
+operations under one `no_grad`, and for an edit of `weight.data` or `weight.detach()`,
+there is no such moment; a `CastCache` sees all but the edit of `weight.data`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import grad_mode
+
+from halfstep._torch import optimizer_hooks
+from halfstep._torch.patches import attribute
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_open: set[Opened] = set()
+"""The contexts open in all threads: torch's cache is shared."""
+
+
+class _Thread(threading.local):
+    """The dtypes of the contexts that a thread is in, by device, outermost first."""
+
+    def __init__(self) -> None:
+        self.dtypes: defaultdict[str, list[torch.dtype]] = defaultdict(list)
+
+
+_thread = _Thread()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Opened:
+    """A context that casts; `closed` needs it."""
+
+    device: str
+    dtype: torch.dtype
+    dtypes: list[torch.dtype]
+    """Of the thread that opened it: another one may close it."""
+
+
+_NO_WRITERS = frozenset(("torch.autograd.grad_mode", "torch.utils.checkpoint"))
+"""Modules that change the grad mode and write no weights. The first does so to begin a
+mode and to end one, which is seen itself; the second whenever a tensor is saved, in the
+middle of an operation that may use a cast many times."""
+
+
+def _then_forget(run: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(run)
+    def run_and_forget(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        run(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__") not in _NO_WRITERS:  # noqa: SLF001
+            _forget()
+
+    return run_and_forget
+
+
+def _forget(*_: object) -> None:
+    # Whatever thread writes, it may write into what a context in another has cast.
+    if _open:
+        torch.clear_autocast_cache()
+
+
+optimizer_hooks.after_each_step(_forget)
+PATCHES = (
+    optimizer_hooks.STEPS.apply,
+    attribute(grad_mode.no_grad, "__exit__", _then_forget),
+    attribute(grad_mode.set_grad_enabled, "__exit__", _then_forget),
+    attribute(grad_mode.inference_mode, "__exit__", _then_forget),
+    # As a function it needs no end: `torch.set_grad_enabled(True)`.
+    attribute(grad_mode.set_grad_enabled, "__init__", _then_forget),
+)
+"""They start the cache anew, inside contexts, whenever a weight may have changed."""
+
+
+def inside() -> bool:
+    """Say whether this thread is in a context of ours that casts."""
+    return any(_thread.dtypes.values())
+
+
+def opened(device: str, dtype: torch.dtype) -> Opened:
+    """Take note of a context that casts; call it when the context is open."""
+    own = _thread.dtypes[device]
+    opening = Opened(device, dtype, own)
+    if own[-1:] != [dtype]:
+        torch.clear_autocast_cache()
+    if any(
+        other.device == device and other.dtype != dtype and other.dtypes is not own
+        for other in list(_open)
+    ):
+        # Another thread's context has another dtype, and the cache is one for both.
+        torch.set_autocast_cache_enabled(False)
+    own.append(dtype)
+    _open.add(opening)
+    return opening
+
+
+def closed(opening: Opened) -> None:
+    """Take note that a context that casts is about to close."""
+    own = opening.dtypes
+    # The last of them: an outer context with the same dtype is still open.
+    del own[len(own) - 1 - own[::-1].index(opening.dtype)]
+    _open.discard(opening)
+    if own[-1:] != [opening.dtype]:
+        torch.clear_autocast_cache()

@@ -1,0 +1,288 @@
+"""Weights cast once, and never served stale.
+
+In: a weight and a 16-bit dtype. Out: the weight in that dtype, cast when it was first
+asked for, or when the weight has changed since.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _python_dispatch
+
+from halfstep._torch import optimizer_hooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
+
+    from halfstep.casting.grad_accumulation import Gradients
+
+
+_LOW = (torch.bfloat16, torch.float16)
+_UNKNOWN = -1
+"""A version that no weight has."""
+SMALL = 4096
+"""Numbers of a weight up to which torch's own cast, made once more for its history,
+costs less than a function of autograd in Python."""
+
+
+def _without_modes() -> AbstractContextManager[object]:
+    """Hide casts from dispatch modes.
+
+    Why: selective checkpointing counts operations; it must not see a cast here that
+    the recomputation finds made.
+    """
+    before_dispatch: Any = torch._ops.mode_stack_state_for_pre_dispatch()  # type: ignore[no-untyped-call]  # noqa: SLF001
+    if torch._C._len_torch_dispatch_stack() or before_dispatch.count():  # noqa: SLF001
+        return _python_dispatch._disable_current_modes()  # noqa: SLF001
+    return nullcontext()
+
+
+class _Entry:
+    """One weight in one dtype."""
+
+    __slots__ = ("address", "bare", "epoch", "low", "of", "version")
+
+    def __init__(
+        self, weight: Tensor, bare: Tensor, epoch: int, forget: Callable[[Any], None]
+    ) -> None:
+        self.of = weakref.ref(weight, forget)
+        self.bare = bare
+        """Without history: history would hold the weight, which then never dies."""
+        self.low: Tensor | None = None
+        """The same numbers with history, while a region is open."""
+        self.note(weight, epoch)
+
+    def note(self, weight: Tensor, epoch: int) -> None:
+        """Take down what the weight is like now."""
+        self.version = weight._version  # noqa: SLF001
+        self.address = weight.data_ptr()
+        self.epoch = epoch
+
+    def fits(self, weight: Tensor, epoch: int) -> bool:
+        """Say whether this is that weight as it is now."""
+        return (
+            self.of() is weight
+            and self.epoch == epoch
+            and self.version == weight._version  # noqa: SLF001
+            and self.address == weight.data_ptr()
+        )
+
+    def may_be_written(self, weight: Tensor, epoch: int) -> bool:
+        """Say whether the cast's memory may serve the weight's new value."""
+        return (
+            self.of() is weight
+            and self.epoch != epoch
+            and self.bare.shape == weight.shape
+            and self.bare.device == weight.device
+        )
+
+
+class CastCache:
+    """Weights in 16 bits, for as many regions and micro-batches as its owner likes.
+
+    Why: torch keeps one cache for the process, whose key is the weight alone. It
+    serves a nested region the other dtype, a weight changed in place its old value,
+    leaves frozen weights out, and forgets all when the outermost region closes. Here
+    the key is the weight, the dtype, and the version that autograd counts.
+
+    An edit through `weight.data` is counted by nobody; call `renew` after one. Nor is
+    one by a fused optimizer, whose steps are watched instead.
+
+    Attributes:
+        hits: Times that a cast was found.
+        misses: Times that one was made.
+        bytes_cast: Size of all casts made, those since forgotten too.
+        open: A region uses it: a weight's gradients are summed in 16 bits, as under
+            torch's cache, from all its uses in the region.
+    """
+
+    def __init__(self, gradients: Gradients | None = None) -> None:
+        """Start empty.
+
+        Args:
+            gradients: Takes in the 16-bit gradients of the weights while it is open;
+                None leaves them to autograd.
+        """
+        self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
+        self._gradients = gradients
+        self._epoch = 0
+        self._lock = threading.RLock()
+        self.open = False
+        self.hits = 0
+        self.misses = 0
+        self.bytes_cast = 0
+        with _lock:
+            _caches.add(self)
+        optimizer_hooks.STEPS.acquire()
+        weakref.finalize(self, optimizer_hooks.STEPS.release).atexit = False
+
+    def __reduce__(self) -> tuple[type[CastCache], tuple[()]]:
+        """Let what holds a cache be copied and pickled; a copy starts empty."""
+        return CastCache, ()
+
+    @property
+    def bytes(self) -> int:
+        """Size of all casts it holds."""
+        return sum(entry.bare.nbytes for entry in self._entries.values())
+
+    def __len__(self) -> int:
+        """Return the number of casts it holds."""
+        return len(self._entries)
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is a weight: a parameter, or an fp32 leaf that learns.
+
+        Views, activations and what tracing puts in a weight's place are none.
+        """
+        kind = type(tensor)
+        return (
+            tensor.dtype == torch.float32
+            and (kind is nn.Parameter or (kind is Tensor and tensor.requires_grad))
+            and tensor.is_leaf
+            and not tensor._is_view()  # noqa: SLF001
+            and not tensor.is_inference()
+        )
+
+    def __call__(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a tensor in a dtype, from the cache if it is a weight."""
+        if torch._C._are_functorch_transforms_active():  # noqa: SLF001
+            # They look through `Tensor.to`, not through a function of ours.
+            return tensor.to(dtype)
+        entry = self._entries.get((id(tensor), dtype))
+        if entry is not None and entry.fits(tensor, self._epoch):
+            self.hits += 1
+            return self._served(entry, tensor)
+        return self.get(tensor, dtype) if self.takes(tensor) else tensor.to(dtype)
+
+    def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a weight in a 16-bit dtype; its gradient flows to the weight.
+
+        Args:
+            weight: One that it `takes`.
+            dtype: What to cast it to.
+        """
+        key = id(weight), dtype
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry.fits(weight, self._epoch):
+                self.hits += 1
+            else:
+                entry = self._cast(key, entry, weight)
+            return self._served(entry, weight)
+
+    def _cast(
+        self, key: tuple[int, torch.dtype], entry: _Entry | None, weight: Tensor
+    ) -> _Entry:
+        self.misses += 1
+        with _without_modes():
+            bare = weight.detach()
+            if entry is not None and entry.may_be_written(weight, self._epoch):
+                entry.bare.copy_(bare)
+                entry.note(weight, self._epoch)
+                entry.low = None
+            else:
+                bare = bare.to(key[1])
+
+                def forget(_: object) -> None:
+                    self._entries.pop(key, None)
+
+                entry = _Entry(weight, bare, self._epoch, forget)
+                if not bare.is_inference():
+                    self._entries[key] = entry
+        self.bytes_cast += entry.bare.nbytes
+        return entry
+
+    def _served(self, entry: _Entry, weight: Tensor) -> Tensor:
+        """Return a cast, with history where a gradient may ask for it."""
+        if not weight.requires_grad or not torch.is_grad_enabled():
+            return entry.bare
+        low = entry.low
+        if low is not None:
+            return low
+        with _without_modes():
+            if self._gradients is not None and weight.numel() <= SMALL:
+                low = weight.to(entry.bare.dtype)
+            else:
+                low = _Cast.apply(weight, entry.bare, self._gradients)  # type: ignore[no-untyped-call]
+        if self.open:
+            entry.low = low
+        return low
+
+    def begin(self) -> None:
+        """Take note that a region opens, which serves a weight's every use one cast."""
+        self.open = True
+
+    def end(self) -> None:
+        """Take note that the region has closed: the next has another graph."""
+        self.open = False
+        for entry in list(self._entries.values()):
+            entry.low = None
+
+    def distrust(self, weights: Iterable[Tensor]) -> None:
+        """Cast these weights again, though their versions may be as before."""
+        for key in itertools.product(map(id, weights), _LOW):
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.version = _UNKNOWN
+
+    def renew(self) -> None:
+        """Cast each weight again when it is next asked for, into the same memory.
+
+        For the moment after an optimizer step: no graph needs the old casts then.
+        A backward pass that still does raises torch's error on a tensor changed in
+        place.
+        """
+        self._epoch += 1
+
+    def clear(self) -> None:
+        """Forget every cast."""
+        self._entries.clear()
+
+
+_lock = threading.Lock()
+_caches: weakref.WeakSet[CastCache] = weakref.WeakSet()
+
+
+def _written(optimizer: torch.optim.Optimizer) -> None:
+    with _lock:
+        caches = list(_caches)
+    for cache in caches:
+        cache.distrust(p for group in optimizer.param_groups for p in group["params"])
+
+
+optimizer_hooks.after_each_step(_written)
+
+
+class _Cast(torch.autograd.Function):
+    """`weight.to(dtype)`, made before, whose backward may add to `.grad` itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 -- torch's context has no useful type
+        weight: Tensor,
+        bare: Tensor,
+        gradients: Gradients | None,
+    ) -> Tensor:
+        ctx.weight, ctx.gradients = weight, gradients
+        # A trial of the loss scale runs it once more; outside of a session's own
+        # backward pass `gradients` takes nothing in.
+        ctx.repeatable = True
+        # Not itself: it must stay without history. The version counter is shared.
+        return bare.detach()
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        gradient: Tensor,
+    ) -> tuple[Tensor | None, None, None]:
+        if ctx.gradients is not None and ctx.gradients.take(ctx.weight, gradient):
+            return None, None, None
+        return gradient.to(ctx.weight.dtype), None, None

@@ -1,0 +1,250 @@
+"""Directories that ranks write and read together, whole or absent.
+
+In: tensors by name, of which each rank holds parts. Out: a sealed directory of
+torch.distributed.checkpoint, in which each rank has written its own parts; reading
+checks every byte, once among all ranks. Where one rank fails, all raise, at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from halfstep.checkpoint import atomic_directory, dcp_metadata
+from halfstep.checkpoint.atomic_directory import CheckpointError
+from halfstep.distributed import process_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.distributed.checkpoint.metadata import Metadata
+
+T = TypeVar("T")
+
+
+def write(
+    tensors: dict[str, Tensor],
+    directory: Path,
+    notes: Mapping[str, Any],
+    *,
+    replace: bool = False,
+) -> None:
+    """Write each rank's parts; the directory appears when all are on disk, or never.
+
+    Args:
+        tensors: The same names on every rank.
+        directory: On a disk that all ranks see.
+        notes: Json-able; those of the first rank are kept in the manifest.
+        replace: Remove what has the name already, once the new one is on disk.
+
+    Raises:
+        CheckpointError: On all ranks, if the name is taken, or one cannot write.
+    """
+    rank, unwritten = _rank(), partial(atomic_directory.unwritten, directory)
+    part = process_group.same_everywhere(atomic_directory.beside(directory))
+    try:
+        with _together(unwritten):
+            if rank == 0:
+                atomic_directory.make(directory, part, replace=replace)
+        with _together(unwritten):
+            _write(tensors, part)
+            own = [part / dcp_metadata.NAME] if rank == 0 else []
+            own += part.glob(f"__{rank}_*")
+            files = {path.name: atomic_directory.digest(path) for path in sorted(own)}
+        everybody = _everybody(files)
+        with _together(unwritten):
+            if rank == 0:
+                files = {n: facts for held in everybody for n, facts in held.items()}
+                _check_shared(part, files)
+                facts = {
+                    "format": atomic_directory.SHARDED,
+                    "files": files,
+                    "notes": dict(notes),
+                }
+                atomic_directory.appear(directory, part, facts, replace=replace)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _write(tensors: dict[str, Tensor], part: Path) -> None:
+    """Let torch write this rank's parts and, on the first, the index."""
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    class Writer(FileSystemWriter):
+        """Says what fails in words: a cause does not travel between ranks."""
+
+        def write_data(self, *given: Any) -> Any:  # noqa: ANN401 -- torch's own
+            try:
+                return super().write_data(*given)
+            except Exception as error:
+                raise OSError(atomic_directory.why(error) or repr(error)) from error
+
+    with _quietly():
+        state_dict_saver.save(tensors, storage_writer=Writer(part))
+
+
+def _check_shared(part: Path, files: Mapping[str, object]) -> None:
+    """Refuse a directory in which the first rank does not see what others wrote."""
+    lost = files.keys() - {path.name for path in part.iterdir()}
+    if lost:
+        message = (
+            f"{part.parent} is not one directory for all ranks: the first does not see "
+            f"{min(lost)}, which another has written. Save to a shared disk."
+        )
+        raise CheckpointError(message)
+
+
+def verified(directory: Path, needed: str) -> Metadata:
+    """Return a directory's index, once every byte is found to be as it was written.
+
+    Each rank reads the manifest, the index and its share of the other files.
+
+    Args:
+        directory: Of a checkpoint.
+        needed: Name of a tensor that is in every one of ours.
+
+    Raises:
+        CheckpointError: On all ranks, if it is none of ours, or not whole.
+    """
+    with _together(partial(atomic_directory.unread, directory)):
+        if not (directory / atomic_directory.MANIFEST).is_file():
+            _refuse_unsealed(directory, needed)
+        manifest = atomic_directory.read(directory, atomic_directory.SHARDED)
+        if dcp_metadata.NAME not in manifest["files"]:
+            _refuse_foreign(directory, f"file {dcp_metadata.NAME}")
+        names = sorted(manifest["files"].keys() - {dcp_metadata.NAME})
+        mine = names[_rank() :: _size()]
+        atomic_directory.verify(directory, manifest, [dcp_metadata.NAME, *mine])
+        found = dcp_metadata.read(directory / dcp_metadata.NAME, names)
+        if needed not in found.state_dict_metadata:
+            _refuse_foreign(directory, f"entry {needed!r}")
+    return found
+
+
+def read(box: dict[str, Tensor], directory: Path, found: Metadata) -> None:
+    """Fill tensors, or this rank's parts of them, with what is there by their names.
+
+    Args:
+        box: Name -> memory.
+        directory: Of a checkpoint.
+        found: Its index; torch is not to read it by itself, as it would run it.
+
+    Raises:
+        CheckpointError: If something cannot be read.
+    """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    class Reader(FileSystemReader):
+        """Knows the index."""
+
+        def read_metadata(self, *_: Any, **__: Any) -> Metadata:  # noqa: ANN401
+            return found
+
+    with _together(partial(atomic_directory.unread, directory)), _quietly():
+        state_dict_loader.load(box, storage_reader=Reader(directory))
+
+
+def _refuse_unsealed(directory: Path, needed: str) -> NoReturn:
+    """Say what a directory without a manifest is."""
+    path = directory / dcp_metadata.NAME
+    if not path.is_file():
+        message = (
+            f"{directory} holds no whole checkpoint of torch.distributed: it has no "
+            f"file {dcp_metadata.NAME}, which is written last."
+        )
+        raise CheckpointError(message)
+    if needed not in dcp_metadata.read(path).state_dict_metadata:
+        _refuse_foreign(directory, f"entry {needed!r}")
+    message = (
+        f"{directory} has no {atomic_directory.MANIFEST}, so it cannot be told "
+        "whether it is whole; it was altered, or written before halfstep sealed such "
+        "directories."
+    )
+    raise CheckpointError(message)
+
+
+def _refuse_foreign(directory: Path, what: str) -> NoReturn:
+    message = f"{directory} was not written by halfstep.sharded.save: it has no {what}."
+    raise CheckpointError(message)
+
+
+@contextlib.contextmanager
+def _together(say: Callable[[str], CheckpointError]) -> Iterator[None]:
+    """Do something on each rank that waits for no other; if one fails, all raise.
+
+    Why: the others would wait for it for ever. Each raises its own fault, or that of
+    the first rank that has one.
+
+    Args:
+        say: What to raise for what the disk refuses.
+    """
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 -- raised below, when all know
+        reason = (
+            None if isinstance(error, CheckpointError) else atomic_directory.why(error)
+        )
+        fault = error
+        if reason is not None:
+            fault = say(reason)
+            fault.__cause__ = error
+    told = None if fault is None else (str(fault), getattr(fault, "reason", ""))
+    faults = _everybody(told)
+    if fault is not None:
+        raise fault
+    for rank, other in enumerate(faults):
+        if other is not None:
+            text, reason = other
+            # What the first does, it does for all.
+            place = f"rank {rank}: " if rank else ""
+            raise say(place + reason) if reason else CheckpointError(place + text)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Let torch work without torch.distributed; raise what has failed, on all ranks.
+
+    Why: torch raises one exception on every rank, not an `Exception`, and its text is
+    that of all their tracebacks.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")  # so it may be
+        warnings.filterwarnings("ignore", "TypedStorage is")  # torch 2.9's own use
+        try:
+            yield
+        except CheckpointException as error:
+            faults = {rank: each for rank, (each, _) in error.failures.items()}
+            rank = _rank() if _rank() in faults else min(faults)
+            place = f"rank {rank}: " if rank not in {0, _rank()} else ""
+            reason = atomic_directory.why(faults[rank]) or repr(faults[rank])
+            raise OSError(place + reason) from faults[rank]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _everybody(value: T) -> list[T]:
+    """Return the value of each rank, on all."""
+    told = [value] * _size()
+    if dist.is_initialized():
+        dist.all_gather_object(told, value)
+    return told

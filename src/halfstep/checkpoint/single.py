@@ -1,0 +1,172 @@
+"""Checkpoints that are whole or absent, checked on reading, and safe to load.
+
+In: weights as a flat dict of tensors, the rest as plain containers of tensors and
+numbers. Out: a directory, written under a temporary name and renamed when it is on
+disk; reading refuses what is foreign, truncated or altered.
+
+    DIR/weights.safetensors    weights, for everybody
+    DIR/state.pt               optimizer, scaler, random numbers, position
+    DIR/manifest.json          schema, size and SHA-256 of both files, notes, its seal
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep.checkpoint import atomic_directory
+from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError, why
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+WEIGHTS, STATE = "weights.safetensors", "state.pt"
+
+__all__ = ["Checkpoint", "CheckpointError", "load", "read_manifest", "save"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds."""
+
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+    notes: dict[str, Any]
+    """Small facts for readers of the manifest: step, level, metrics."""
+
+
+def save(
+    directory: Path,
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    notes: Mapping[str, Any],
+    *,
+    replace: bool = False,
+) -> None:
+    """Write a checkpoint; it appears under its name whole, or not at all.
+
+    Why: a process may die at any byte. Files are written and flushed to disk under a
+    temporary name beside the target, and one rename makes them the checkpoint. What
+    processes killed while they wrote one of this name have left is removed.
+
+    Args:
+        directory: Must not exist yet; its parent is made if need be.
+        weights: Name -> tensor. Tied tensors are stored once.
+        state: Nested dicts, lists, tuples of tensors, numbers, strings.
+        notes: Json-able.
+        replace: `directory` may exist. It is removed once the new one is on disk.
+
+    Raises:
+        CheckpointError: If `directory` exists, `state` holds anything else, or the disk
+            is full, read-only or gone; nothing is left behind.
+    """
+
+    def fill(part: Path) -> dict[str, Any]:
+        unique, aliases = _untie(weights)
+        _safetensors().save_file(unique, part / WEIGHTS)
+        # Into an open file: given a path, torch hides why it cannot be written.
+        with (part / STATE).open("wb") as file:
+            torch.save(dict(state), file)
+        _check_loadable(part / STATE)
+        return {"aliases": aliases, "notes": dict(notes)}
+
+    atomic_directory.write(directory, atomic_directory.PLAIN, fill, replace=replace)
+
+
+def load(directory: Path) -> Checkpoint:
+    """Read a checkpoint after checking every byte of it.
+
+    Nothing in it is executed: weights are safetensors, the rest is loaded with
+    `weights_only=True`.
+
+    Raises:
+        CheckpointError: If it is missing, foreign, truncated, altered or of another
+            schema; the text names the file.
+    """
+    manifest = read_manifest(directory)
+    atomic_directory.verify(directory, manifest)
+    try:
+        weights = _safetensors().load_file(directory / WEIGHTS)
+        for alias, name in manifest["aliases"].items():
+            weights[alias] = weights[name]
+        state = torch.load(directory / STATE, map_location="cpu", weights_only=True)
+        return Checkpoint(weights, state, manifest["notes"])
+    except pickle.UnpicklingError as error:
+        message = (
+            f"checkpoint file {directory / STATE} holds more than tensors and plain "
+            "values; it was not written by halfstep and is not loaded."
+        )
+        raise CheckpointError(message) from error
+    except UserError:
+        raise
+    except Exception as error:
+        # Every byte is as the manifest says: whoever wrote both was not halfstep.
+        reason = why(error) or type(error).__name__
+        message = (
+            f"checkpoint {directory} was not written by halfstep, and cannot be read: "
+            f"{reason}."
+        )
+        raise CheckpointError(message) from error
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest, its shape checked.
+
+    Raises:
+        CheckpointError: If there is none, or it is not one of this schema.
+    """
+    manifest = atomic_directory.read(directory, atomic_directory.PLAIN)
+    if manifest["files"].keys() != {WEIGHTS, STATE}:
+        message = f"{directory} is not a halfstep checkpoint: {MANIFEST} names others."
+        raise CheckpointError(message)
+    return manifest
+
+
+def _untie(
+    weights: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tensors stored once, and the other names of tied ones."""
+    first: dict[tuple[object, ...], str] = {}
+    unique, aliases = {}, {}
+    for name, tensor in weights.items():
+        # A lazily conjugated or negated tensor shares memory, but not numbers.
+        view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        place = (tensor.data_ptr(), tensor.dtype, *view)
+        if tensor.numel() and place in first:
+            aliases[name] = first[place]
+        else:
+            first[place] = name
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            unique[name] = plain.cpu().contiguous()
+    return unique, aliases
+
+
+def _check_loadable(path: Path) -> None:
+    """Refuse a state that `load` would refuse, while the run that holds it lives."""
+    try:
+        # Mapped, so that only the structure is read, not the tensors.
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        message = (
+            "the state to save holds more than tensors and plain values, and could not "
+            "be loaded again; keep to dicts, lists, tuples, tensors, numbers, strings."
+        )
+        raise CheckpointError(message) from error
+
+
+def _safetensors() -> Any:  # noqa: ANN401 -- a module
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        message = (
+            "checkpoints need safetensors: pip install 'halfstep[train]', or pip "
+            "install safetensors."
+        )
+        raise UserError(message) from error
+    return safetensors.torch

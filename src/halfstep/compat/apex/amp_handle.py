@@ -1,0 +1,351 @@
+"""O1: operations cast one by one, everywhere, from `initialize` on.
+
+In: device types and a dtype. Out: a `Handle`, which keeps regions of halfstep's
+autocast open under a policy that holds apex's lists, with patches for what no policy
+reaches; and the user's own functions, registered or decorated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfstep.casting.autocast_mode import Region
+from halfstep.casting.autocast_mode import autocast as region_of
+from halfstep.casting.policy_autocast import Steered
+from halfstep.casting.weight_cache import CastCache
+from halfstep.compat.apex.lists import BANNED, FP32_NAMES, PATCHED_FP32, policy_for
+from halfstep.compat.apex.state import STATE, AmpError
+from halfstep.numerics.formats import cast_floating, is_low
+from halfstep.policy import decision
+from halfstep.policy.op_tables import FP32, LOW, PROMOTE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OLD = (
+    "apex's old interface, handle.{name}, is gone: use amp.initialize(model, "
+    "optimizer) and `with amp.scale_loss(loss, optimizer)`."
+)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A function of the user's, looked up by name where its callers look it up."""
+
+    owner: Any
+    """A module or a class."""
+    name: str
+    category: str
+
+
+_waiting: list[Registered] = []
+"""Registered before casts were opened."""
+
+
+class Handle:
+    """Casts in force in the thread that opened them, until `_deactivate`.
+
+    Why regions that stay open: apex patched torch's functions, so a loss outside of
+    the model was cast too. Other threads are not in them, but for replicas of
+    `nn.DataParallel`.
+
+    Args:
+        devices: Device types on which operations are cast; none: nowhere.
+        dtype: The 16-bit dtype.
+        caching: Cast each weight once from one `scale_loss` to the next.
+        allow_banned: Run binary_cross_entropy in fp32 where it would be refused.
+        registered: Functions to take over from a handle before.
+    """
+
+    def __init__(
+        self,
+        devices: frozenset[str] = frozenset(),
+        dtype: torch.dtype = torch.float16,
+        *,
+        caching: bool = True,
+        allow_banned: bool = False,
+        registered: tuple[Registered, ...] = (),
+    ) -> None:
+        self.devices = sorted(devices)
+        self.dtype = dtype
+        self.registered = list(registered)
+        self._caching = caching
+        self._banned = () if allow_banned else BANNED
+        self._caches = {device: CastCache() for device in self.devices}
+        self._open = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Put patches and regions in force."""
+        if not self.devices:
+            return
+        self._patch()
+        while _waiting:
+            self.register(_waiting.pop(0))
+        for known in self.registered:
+            self._wrap(known)
+        for device, cache in self._caches.items():
+            region = Steered(
+                Region(device, self.dtype, enabled=True, cache_enabled=self._caching),
+                policy_for(device),
+                cache,
+                weights=True,
+                record=False,
+                matched=set(),
+            )
+            self._open.enter_context(region)
+
+    def close(self) -> None:
+        """Leave the regions, and put back what was patched."""
+        self._open.close()
+        self.devices = []
+
+    def _deactivate(self) -> None:
+        """Do the same, and forget registered functions: apex's name."""
+        self.close()
+        self.registered.clear()
+
+    def is_active(self) -> bool:
+        """Say whether operations are cast here and now."""
+        return any(torch.is_autocast_enabled(device) for device in self.devices)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Let operations run as called."""
+        with contextlib.ExitStack() as regions:
+            for device in self.devices:
+                if torch.is_autocast_enabled(device):
+                    regions.enter_context(region_of(device, enabled=False))
+            yield
+
+    _disable_casts = off
+
+    def clear_cache(self) -> None:
+        """Forget the casts of weights: they may have changed in ways nobody counts."""
+        for cache in self._caches.values():
+            cache.clear()
+
+    _clear_cache = clear_cache
+
+    def scale_loss(self, *_: object, **__: object) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            AmpError: Always.
+        """
+        raise AmpError(_OLD.format(name="scale_loss"))
+
+    def wrap_optimizer(self, *_: object, **__: object) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            AmpError: Always.
+        """
+        raise AmpError(_OLD.format(name="wrap_optimizer"))
+
+    # Patches
+
+    def _put(self, owner: Any, name: str, new: Callable[..., Any]) -> None:  # noqa: ANN401
+        """Set an attribute; closing takes it back."""
+        inherited = name not in vars(owner)
+        old = getattr(owner, name)
+        setattr(owner, name, new)
+
+        def back() -> None:
+            if inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+
+        self._open.callback(back)
+
+    def _patch(self) -> None:
+        """Patch what is no operation of the dispatcher's, or must not run at all."""
+        for name in PATCHED_FP32:
+            self._wrap(Registered(functional, name, FP32))
+        for name in self._banned:
+            self._put(functional, name, self._refusing(getattr(functional, name)))
+        self._put(Tensor, "cpu", self._fp32_cpu(Tensor.cpu))
+        names = [f"{name}_" for name in FP32_NAMES]
+        for owner in (Tensor, torch):
+            for name in [*names, "__ipow__"]:
+                if hasattr(owner, name):
+                    old = getattr(owner, name)
+                    self._put(owner, name, self._refusing_in_place(old))
+
+    def _refusing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            dtypes = _dtypes((args, kwargs))
+            if self.is_active() and any(map(is_low, dtypes)):
+                message = (
+                    f"{name} got {dtypes[0]}, which loses probabilities near 0 and 1: "
+                    f"use {name}_with_logits, or amp.register_float_function(torch, "
+                    "'sigmoid') before amp.initialize, or amp.init(allow_banned=True)."
+                )
+                raise NotImplementedError(message)  # apex's class, too
+            return function(*args, **kwargs)
+
+        return run
+
+    def _refusing_in_place(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            low = isinstance(tensor, Tensor) and is_low(tensor.dtype)
+            if low and self.is_active():
+                name = function.__name__
+                message = (
+                    f"{name} writes into a {tensor.dtype} tensor, and must compute in "
+                    "fp32: use the form that returns a new tensor."
+                )
+                raise NotImplementedError(message)  # apex's class, too
+            return function(tensor, *args, **kwargs)
+
+        return run
+
+    def _fp32_cpu(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+            wide = self.is_active() and is_low(tensor.dtype)
+            return function(tensor.float() if wide else tensor, *args, **kwargs)
+
+        return cpu
+
+    # The user's own functions
+
+    def register(self, function: Registered) -> None:
+        """Let a function run in another dtype, from now on if casts are open."""
+        self.registered.append(function)
+        if self.is_active():
+            self._wrap(function)
+
+    def _wrap(self, known: Registered) -> None:
+        function = getattr(known.owner, known.name)
+        # What torch itself computes would be cast once more, by the policy.
+        torchs = any(known.owner is owner for owner in (torch, functional, Tensor))
+        leaf = torchs or not isinstance(function, types.FunctionType)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if not self.is_active():
+                return function(*args, **kwargs)
+            cast = cast_arguments(args, kwargs, known.category, self.dtype)
+            with self.off() if leaf else contextlib.nullcontext():
+                return function(*cast[0], **cast[1])
+
+        self._put(known.owner, known.name, run)
+
+
+def forget_if_evaluating(*_: object) -> None:
+    """Forget casts before a forward pass without gradients; a forward pre-hook.
+
+    Averaged weights are put in through `weight.data`, which nothing counts.
+    """
+    if STATE.handle is not None and not torch.is_grad_enabled():
+        STATE.handle.clear_cache()
+
+
+def cast_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], category: str, low: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with their floating tensors cast for a category."""
+    dtype = decision.cast_to(category, _dtypes((args, kwargs)), low)
+    return (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
+
+
+def _dtypes(value: object) -> list[torch.dtype]:
+    """Return the dtypes of the floating tensors in a nested value."""
+    if isinstance(value, Tensor):
+        return [value.dtype] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        return [dtype for item in value for dtype in _dtypes(item)]
+    return []
+
+
+def _register(module: Any, name: str, category: str) -> None:  # noqa: ANN401
+    if not hasattr(module, name):
+        owner = getattr(module, "__name__", repr(module))
+        message = f"{owner} has no function {name!r} to register: check its spelling."
+        raise AmpError(message)
+    function = Registered(module, name, category)
+    if STATE.handle is not None and STATE.handle.is_active():
+        STATE.handle.register(function)
+    else:
+        _waiting.append(function)
+
+
+def register_half_function(module: Any, function_name: str) -> None:  # noqa: ANN401
+    """Let `module.function_name` get its floating arguments in 16 bits under O1.
+
+    Raises:
+        AmpError: If there is no such function.
+    """
+    _register(module, function_name, LOW)
+
+
+def register_float_function(module: Any, function_name: str) -> None:  # noqa: ANN401
+    """Let `module.function_name` get its floating arguments in fp32 under O1.
+
+    Raises:
+        AmpError: If there is no such function.
+    """
+    _register(module, function_name, FP32)
+
+
+def register_promote_function(module: Any, function_name: str) -> None:  # noqa: ANN401
+    """Let `module.function_name` get its arguments in the widest of their dtypes.
+
+    Raises:
+        AmpError: If there is no such function.
+    """
+    _register(module, function_name, PROMOTE)
+
+
+def _decorated(function: Callable[P, R], category: str) -> Callable[P, R]:
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        handle = STATE.handle
+        if handle is None or not handle.is_active():
+            return function(*args, **kwargs)
+        cast: Any = cast_arguments(args, kwargs, category, handle.dtype)
+        return function(*cast[0], **cast[1])
+
+    return run
+
+
+def half_function(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function: under O1 its floating arguments come in 16 bits."""
+    return _decorated(function, LOW)
+
+
+def float_function(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function: under O1 its floating arguments come in fp32."""
+    return _decorated(function, FP32)
+
+
+def promote_function(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function: under O1 its arguments come in their widest dtype."""
+    return _decorated(function, PROMOTE)
+
+
+def devices_of(tensors: Iterable[Tensor]) -> frozenset[str]:
+    """Return the device types on which to cast.
+
+    A model on a CPU may yet be moved; CUDA is then not to be left out.
+    """
+    found = {tensor.device.type for tensor in tensors} or {"cpu"}
+    return frozenset(found | ({"cuda"} if torch.cuda.is_available() else set()))

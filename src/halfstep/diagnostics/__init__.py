@@ -1,0 +1,1 @@
+"""What is wrong with a model, a step or a run: observed, never acted on."""

@@ -1,0 +1,58 @@
+"""What is to be known of this machine and of a model before it is prepared.
+
+In: a device, a model. Out: plain values for `environment.json`, which the doctor reads
+wherever the run's folder is taken.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep.machine import hardware
+from halfstep.numerics import formats
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+
+def machine_data(device: str) -> dict[str, Any]:
+    """Return what the machine can do, as `MachineFacts.from_data` reads it.
+
+    Args:
+        device: "cpu" or "cuda"; its products are measured if they never were.
+    """
+    known = hardware.capabilities()
+    on_gpu = device == "cuda" and bool(known.gpus)
+    matmul = torch.backends.cuda.matmul
+    return {
+        "chip": known.gpus[0].name if on_gpu else known.cpu,
+        "instruction_sets": list(known.instruction_sets),
+        "cores": known.cores,
+        "threads": known.threads,
+        "torch": known.torch,
+        "rates": hardware.gemm_rates(device),
+        "fp16_accumulation": bool(getattr(matmul, "allow_fp16_accumulation", False)),
+    }
+
+
+def weight_formats(model: nn.Module) -> dict[str, str]:
+    """Return the word of each trained parameter's format, by its name.
+
+    Why not of others: what is frozen loses no updates.
+    """
+    return {
+        name: formats.word(param.dtype)
+        for name, param in model.named_parameters()
+        if param.is_floating_point() and param.requires_grad
+    }
+
+
+def text(device: str, weights: Mapping[str, str]) -> str:
+    """Return the contents of `environment.json`."""
+    data = {"machine": machine_data(device), "weights": dict(weights)}
+    return json.dumps(data, indent=1)

@@ -1,0 +1,67 @@
+"""All rules of the doctor, and what they find.
+
+In: `RunFacts`. Out: findings, worst first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from halfstep.diagnostics.doctor import (
+    rules_learning,
+    rules_range,
+    rules_scale,
+    rules_speed,
+    rules_weights,
+)
+from halfstep.diagnostics.doctor.rule import Examination, Rule, examined
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from halfstep.diagnostics.doctor.run_record import RunFacts
+    from halfstep.reporting.finding import Finding
+
+RULES: tuple[Rule, ...] = (
+    *rules_learning.RULES,
+    *rules_scale.RULES,
+    *rules_range.RULES,
+    *rules_weights.RULES,
+    *rules_speed.RULES,
+)
+"""In the order in which the docs show them."""
+
+
+def examination(facts: RunFacts, ways: Mapping[str, str] | None = None) -> Examination:
+    """Return what the rules find, and what they could not look at.
+
+    Args:
+        facts: Of the run.
+        ways: As for `examined`.
+    """
+    return examined(RULES, facts, ways)
+
+
+def examine(facts: RunFacts) -> list[Finding]:
+    """Return what the rules find, worst first. Pure.
+
+    Example:
+        >>> from halfstep.diagnostics.doctor.run_record import Config, RunFacts
+        >>> facts = RunFacts(config=Config(dtype="fp16", loss_scale="none"))
+        >>> [(found.severity, found.rule) for found in examine(facts)]
+        [('error', 'no loss scale')]
+    """
+    return list(examination(facts).findings)
+
+
+def markdown() -> str:
+    """Return the rules as a table for the docs."""
+    lines = ["| rule | worst | looks at | limit | source |", "|---|---|---|---|---|"]
+    for rule in RULES:
+        worst = "error" if rule.severe is not None else rule.severity
+        limit = rule.limit_text()
+        if rule.severe is not None:
+            limit += f"; error: {rule.shown.format(rule.severe)}"
+        cells = (rule.name, worst, rule.about, limit or "-", rule.source)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

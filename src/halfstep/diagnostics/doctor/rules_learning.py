@@ -1,0 +1,364 @@
+"""Rules on what a run learns: its losses, its evaluations, clipping, and its texts.
+
+In: records of steps and evaluations, counts of equal texts. Out: rows.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+from halfstep.diagnostics.doctor.rule import OURS, Rule, Seen, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from halfstep.diagnostics.doctor.run_record import ClassCount, RunFacts
+    from halfstep.reporting.finding import Severity
+
+_FIRST = 5  # losses without which nothing is said, and whose median is a beginning
+_SHORTEST = 3  # losses of which a median is taken
+_LONGEST = 50
+_FEW = 50  # steps after which a loss should have fallen
+_FLAT = 0.97  # of its beginning, above which a loss has not fallen
+_WORTH = 0.1  # of its beginning, by which a loss must have fallen for a rise to count
+_ENDED = 1.5  # times its beginning, beyond which a loss is worse than untrained
+_PEAK = 5.0  # times its beginning, beyond which a loss has run away for a while
+_STEEP = 1.3  # times its lowest, from which a rising dev loss is a warning
+_SMALL = 0.05  # of its beginning, by which a dev loss must have risen
+_TRUE = 5  # texts of a class, below which one that is never predicted proves little
+_STRONG = 10.0  # times the limit, from which a clipped gradient is a warning
+_LEAKED, _LEAKED_MOST = 0.02, 0.1  # shares from which it is a warning, and an error
+_REPEATED, _CONTRADICTING = 0.1, 0.01  # shares from which they are a warning
+_NAMED = 3
+
+_NOTE: Severity = "note"
+_ERROR: Severity = "error"
+
+
+def _losses(facts: RunFacts) -> list[tuple[int, float]]:
+    """Return the steps that trained on a finite loss, and the loss."""
+    return [
+        (step.step, step.loss)
+        for step in facts.steps
+        if step.loss is not None and math.isfinite(step.loss) and not step.skipped
+    ]
+
+
+def _begun(facts: RunFacts, losses: Sequence[tuple[int, float]]) -> float:
+    """Return the loss of the untrained model: that of the first step.
+
+    Why not a mean of the first: a learning rate that is far too high has spoilt the
+    second already. Where the classes are known, a first batch that happens to be easy
+    does not count: who knows nothing has a loss of log(classes).
+    """
+    known = [len(one.classes) for one in facts.evaluations]
+    return max(losses[0][1], math.log(max(known, default=1) or 1))
+
+
+def _window(losses: Sequence[tuple[int, float]]) -> int:
+    return min(_LONGEST, max(_SHORTEST, len(losses) // 10))
+
+
+def _medians(losses: Sequence[tuple[int, float]], size: int) -> list[tuple[int, float]]:
+    """Return the last step and the median loss of stretches of so many, up to the end.
+
+    Stretches overlap by half.
+    """
+    half = max(1, size // 2)
+    ends = range(len(losses), size - 1, -half)
+    return [
+        (losses[end - 1][0], statistics.median(x for _, x in losses[end - size : end]))
+        for end in reversed(ends)
+    ]
+
+
+def _rate(facts: RunFacts) -> float:
+    return max((step.lr or 0.0 for step in facts.steps), default=0.0)
+
+
+def _lower(facts: RunFacts) -> str:
+    """Return which learning rate to try."""
+    rate = _rate(facts)
+    if not rate:
+        return "Lower the learning rate to a tenth (--lr)"
+    return f"Lower --lr, which reaches {rate:.2g}, to a tenth or less"
+
+
+def _diverged(facts: RunFacts) -> Iterator[Seen]:
+    losses = _losses(facts)
+    if len(losses) < _FIRST:
+        return
+    begun, ended = _begun(facts, losses), _medians(losses, _window(losses))[-1][1]
+    peak_at, peak = max(_medians(losses, _SHORTEST), key=lambda each: each[1])
+    if begun <= 0 or peak <= begun:
+        return
+    said = f"it begins at {begun:.3g}, reaches {peak:.3g} about step {peak_at}, and "
+    said += f"ends at {ended:.3g} (medians)"
+    advice = f"{_lower(facts)}; raise --warmup."
+    worst, severity = ended / begun, _ERROR
+    if peak >= _PEAK * begun and worst <= _ENDED:
+        worst, severity = peak / begun, "warning"
+    yield Seen("training loss", said, advice, worst, 1.0, severity)
+
+
+def _rising(facts: RunFacts) -> Iterator[Seen]:
+    losses = _losses(facts)
+    if len(losses) < 2 * _FIRST:
+        return
+    begun, medians = _begun(facts, losses), _medians(losses, _window(losses))
+    best_at, best = min(medians, key=lambda each: each[1])
+    ended = medians[-1][1]
+    if begun - best < _WORTH * begun or ended > _ENDED * begun:
+        return  # which is for another rule
+    said = f"it fell from {begun:.3g} to {best:.3g} about step {best_at}, and is back "
+    said += f"at {ended:.3g} in the end (medians)"
+    advice = f"{_lower(facts)}; raise --warmup. Keep the checkpoint from before."
+    yield Seen("training loss", said, advice, (ended - best) / (begun - best), 1.0)
+
+
+def _flat(facts: RunFacts) -> Iterator[Seen]:
+    losses = _losses(facts)
+    if len(losses) < _FEW:
+        return
+    begun = statistics.median(loss for _, loss in losses[:_FIRST])
+    ended = _medians(losses, _window(losses))[-1][1]
+    dev = [one.loss for one in facts.evaluations if one.loss is not None]
+    if begun <= 0 or ended > _ENDED * begun:
+        return
+    if len(dev) > 1 and dev[-1] < _FLAT * dev[0]:
+        return
+    said = f"it is {begun:.3g} at the beginning and {ended:.3g} after {len(losses):,} "
+    said += "steps that were applied (medians)"
+    rate = _rate(facts)
+    try_ = f", which is {rate:.2g} at most" if rate else ""
+    advice = f"Raise --lr{try_}; look whether labels belong to their texts, and "
+    advice += "whether what should learn is frozen (--freeze)."
+    yield Seen("training loss", said, advice, ended / begun, 1.0)
+
+
+def _train_loss(facts: RunFacts, after: int, until: int) -> float | None:
+    found = [loss for step, loss in _losses(facts) if after < step <= until]
+    return statistics.median(found) if found else None
+
+
+def _overfit(facts: RunFacts) -> Iterator[Seen]:
+    known = [one for one in facts.evaluations if one.loss is not None]
+    known = [one for one in known if math.isfinite(one.loss or 0.0)]
+    if len(known) < 3:  # noqa: PLR2004 -- two points show no turn
+        return
+    losses = [one.loss or 0.0 for one in known]
+    best = losses.index(min(losses))
+    if best >= len(losses) - 2 or losses[-1] <= losses[best + 1] or not losses[best]:
+        return  # one evaluation is no trend
+    if losses[-1] - losses[best] < _SMALL * losses[0]:
+        return  # of a loss that is almost 0, a multiple is nothing
+    step = known[best].step
+    before = _train_loss(facts, known[best - 1].step if best else 0, step)
+    after = _train_loss(facts, known[-2].step, known[-1].step)
+    if before is None or after is None or after >= before:
+        return
+    share = losses[-1] / losses[best]
+    said = f"it is lowest at step {step}, {losses[best]:.3g}, and {losses[-1]:.3g} at "
+    said += f"step {known[-1].step}, while the training loss went from {before:.3g} to "
+    said += f"{after:.3g}: the model memorizes its texts"
+    advice = "Stop earlier (--epochs, or --patience 3); or more texts, --dropout, "
+    advice += "--mask-tokens, --label-smoothing."
+    severity = None if share >= _STEEP else _NOTE
+    yield Seen("dev loss", said, advice, share, min(1.0, share - 1), severity)
+
+
+def _never(facts: RunFacts) -> Iterator[Seen]:
+    told = [one for one in facts.evaluations if one.classes]
+    if not told:
+        return
+    last = told[-1]
+    late = told[len(told) // 2 :]
+    ever = {c.label for one in late for c in one.classes if c.predicted}
+    never = [c for c in last.classes if c.true and c.label not in ever]
+    known = [c for c in last.classes if c.true]
+    if not never:
+        return
+    whole = sum(c.true for c in known)
+    most = max(never, key=lambda c: c.true)
+    share = sum(c.true for c in never) / whole
+    only = [c for c in last.classes if c.predicted]
+    names = ", ".join(f"{c.label} ({c.true})" for c in _largest(never)[:_NAMED])
+    more = f" and {len(never) - _NAMED} more" if len(never) > _NAMED else ""
+    said = f"never predicted on dev, with how often each is there: {names}{more}"
+    said += f"; {percent(share)} of {whole:,} in all, up to step {last.step}"
+    advice = "Give rare classes more weight (--class-weights balanced), or more texts; "
+    advice += "train longer (--epochs)."
+    severity: Severity | None = None
+    if not only or (len(only) == 1 and only[0].predicted == whole):
+        said = (
+            f"all {whole:,} predictions on dev are {only[0].label!r}"
+            if only
+            else (f"nothing is predicted on dev, which holds {whole:,} entities")
+        )
+        said += f", up to step {last.step}: the model has not learned to tell "
+        said += f"{len(known)} classes"
+        advice = "Train longer (--epochs) or with another --lr; look whether labels "
+        advice += "belong to their texts."
+        severity = _ERROR if len(told) > 1 else None
+    yield Seen("classes", said, advice, most.true, share, severity)
+
+
+def _largest(counts: Sequence[ClassCount]) -> list[ClassCount]:
+    return sorted(counts, key=lambda c: -c.true)
+
+
+def _clipped(facts: RunFacts) -> Iterator[Seen]:
+    limit = facts.config.clip
+    norms = [
+        step.grad_norm
+        for step in facts.steps
+        if step.grad_norm is not None
+        and math.isfinite(step.grad_norm)
+        and not step.skipped
+    ]
+    if limit is None or len(norms) < _FIRST:
+        return
+    over = sum(norm > limit for norm in norms)
+    share, middle = over / len(norms), statistics.median(norms)
+    said = f"{over:,} of {len(norms):,} steps, {percent(share)}, were clipped to norm "
+    said += f"{limit:g}; the median norm before that is {middle:.3g}"
+    advice = "Lower --lr if the loss is unsteady; if it falls well, --clip "
+    advice += f"{_round(2 * middle)} clips only what stands out."
+    severity = None if middle >= _STRONG * limit else _NOTE
+    yield Seen("gradients", said, advice, share, share, severity)
+
+
+def _round(value: float) -> str:
+    return f"{float(f'{value:.1g}'):g}"
+
+
+def _repeated(facts: RunFacts) -> Iterator[Seen]:
+    train = facts.splits.get("train")
+    if train is not None and train.texts:
+        share = train.repeated / train.texts
+        said = f"{train.repeated:,} of {train.texts:,} texts, {percent(share)}, equal "
+        said += "an earlier one"
+        advice = "Drop them, unless they are meant to count more often."
+        severity = None if share >= _REPEATED else _NOTE
+        yield Seen("train texts", said, advice, share, share, severity)
+
+
+def _contradicting(facts: RunFacts) -> Iterator[Seen]:
+    train = facts.splits.get("train")
+    if train is not None and train.texts:
+        share = train.contradicting / train.texts
+        said = f"{train.contradicting:,} of {train.texts:,} texts, {percent(share)}, "
+        said += "are there with another label, too"
+        advice = "Decide which label is right; no model can learn both."
+        severity = None if share >= _CONTRADICTING else _NOTE
+        yield Seen("train texts", said, advice, share, share, severity)
+
+
+def _leaks(facts: RunFacts) -> Iterator[Seen]:
+    for name, split in facts.splits.items():
+        if name == "train" or not split.texts:
+            continue
+        share = split.in_train / split.texts
+        said = f"{split.in_train:,} of {split.texts:,} texts, {percent(share)}, are in "
+        said += f"train too: scores on {name} are too good"
+        advice = f"Take them out of train or {name}; drop texts that come more than "
+        advice += "once before a file is split."
+        severity = _NOTE if share < _LEAKED else None
+        yield Seen(f"{name} texts", said, advice, share, share, severity)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "divergence",
+        "training loss at the end, or at its highest, over that at the beginning",
+        ("losses",),
+        _diverged,
+        "error",
+        OURS + "; a loss above that of the untrained model has unlearned",
+        limit=_ENDED,
+        shown="{:g} times the beginning",
+    ),
+    Rule(
+        "loss rises again",
+        "share of what the training loss had fallen by that it rose again",
+        ("losses",),
+        _rising,
+        "error",
+        OURS,
+        limit=0.5,
+        shown="{:.0%}",
+    ),
+    Rule(
+        "loss does not fall",
+        "training loss at the end over that at the beginning, from 50 steps on",
+        ("losses",),
+        _flat,
+        "warning",
+        OURS,
+        limit=_FLAT,
+        shown="{:g} of the beginning",
+    ),
+    Rule(
+        "overfitting",
+        "last dev loss over the lowest one, while the training loss falls",
+        ("evaluations",),
+        _overfit,
+        "warning",
+        OURS + "; a note below 1.3",
+        limit=1.1,
+        shown="{:g} times the lowest",
+    ),
+    Rule(
+        "class never predicted",
+        "dev texts of a class that the model never predicts, entities of a type",
+        ("classes",),
+        _never,
+        "warning",
+        OURS + "; an error where all texts get one class",
+        limit=_TRUE - 1,
+        shown="{:g} of a class",
+    ),
+    Rule(
+        "clipping",
+        "share of the applied steps whose gradients were clipped",
+        ("clip", "norms"),
+        _clipped,
+        "warning",
+        OURS + "; a note where the median norm is below 10 times the limit",
+        limit=0.9,
+        shown="{:.0%} of the steps",
+    ),
+    Rule(
+        "repeated texts",
+        "share of the training texts that equal an earlier one, label included",
+        ("texts",),
+        _repeated,
+        "warning",
+        OURS + "; a note below 10%",
+        limit=0.02,
+        shown="{:.0%}",
+    ),
+    Rule(
+        "contradicting labels",
+        "share of the training texts that are there with another label, too",
+        ("texts",),
+        _contradicting,
+        "warning",
+        OURS + "; a note below 1%",
+        limit=0.002,
+        shown="{:.1%}",
+    ),
+    Rule(
+        "leak",
+        "share of the dev or test texts that train holds too",
+        ("texts",),
+        _leaks,
+        "warning",
+        OURS + "; a note below 2%",
+        limit=0.005,
+        severe=_LEAKED_MOST,
+        shown="{:.1%}",
+    ),
+)

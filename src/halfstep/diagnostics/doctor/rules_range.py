@@ -1,0 +1,277 @@
+"""Rules on what numbers a 16-bit format must hold: too small, too large, too coarse.
+
+In: statistics of outputs and gradients. Out: rows. Gradients are looked at as they
+flow backward, multiplied by the loss scale.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from halfstep.diagnostics.doctor.rule import OURS, Rule, Seen, percent
+from halfstep.numerics import formats
+from halfstep.numerics.tensor_summary import (
+    flushed,
+    lowest,
+    merged,
+    normal,
+    share_below,
+    span,
+    top,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from halfstep.diagnostics.doctor.run_record import RunFacts
+
+_FINE = 0.001  # share of gradients that may be lost without harm: 1710.03740
+_LOST = 0.01  # share of a tensor's gradients beyond which a scale is too low
+_MARGIN = 1  # powers of two between the largest gradient and overflow
+_HIGHEST = 24  # power of two at which a moving scale stops by default
+_GUIDE = "our choice; 1710.03740: at 5 % masters were needed, at 31 % SSD diverged"
+_FORMAT = "format fact: fp16 holds numbers up to 65504"
+
+
+def _in_fp16(facts: RunFacts) -> bool:
+    return facts.dtype in {None, "fp16"}
+
+
+def _in_16_bits(facts: RunFacts) -> bool:
+    return facts.dtype != "fp32"
+
+
+def _largest_gradient(facts: RunFacts) -> float | None:
+    """Return the largest magnitude of a gradient, not scaled; None if none was seen."""
+    return max(
+        (s.tally.amax / s.scale for held in facts.gradients.values() for s in held),
+        default=None,
+    )
+
+
+def safe_scale(facts: RunFacts) -> float | None:
+    """Return the largest loss scale at which no gradient seen comes near overflow.
+
+    Formula: 2**(15 - highest exponent of what is not scaled - 1), but at most 2**24,
+    where a scale that moves stops by default.
+
+    Returns:
+        None if no gradient other than zero was seen.
+    """
+    largest = _largest_gradient(facts)
+    if largest is None:
+        return None
+    highest = math.frexp(largest)[1] - 1
+    return float(2.0 ** min(top(formats.FP16) - highest - _MARGIN, _HIGHEST))
+
+
+def _scale_word(scale: float) -> str:
+    return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"
+
+
+def _cure(facts: RunFacts) -> str:
+    """Return what all findings on small and large gradients advise: one loss scale.
+
+    Why one: each tensor by itself would ask for a scale of its own, and a run has one.
+    Each doubling keeps half of what was lost, where small numbers lie evenly.
+    """
+    safe = safe_scale(facts) or facts.scale
+    word, low = _scale_word(safe), lowest(formats.FP16)
+    held = facts.gradients.values()
+    gone = max((flushed(samples, formats.FP16) for samples in held), default=0.0)
+    raised = max(0, math.ceil(math.log2(gone / _FINE))) if gone else 0
+    lost = max((share_below(merged(s, safe), low) for s in held), default=0.0)
+    if raised and facts.scale * 2.0**raised > safe:
+        needed = _scale_word(facts.scale * 2.0**raised)
+        return (
+            f"Train in bf16 (--dtype bf16): fp16 would take a loss scale of {needed} "
+            f"here, and the largest gradient allows {word}."
+        )
+    if lost > _LOST:
+        return (
+            f"Train in bf16 (--dtype bf16): the largest gradient allows a loss scale "
+            f"of {word}, at which {percent(lost)} of a tensor's gradients become 0."
+        )
+    return (
+        f"Use --loss-scale measured, or --loss-scale {word}: the largest that keeps "
+        "all gradients away from overflow."
+    )
+
+
+def _underflow(facts: RunFacts) -> Iterator[Seen]:
+    advice = _cure(facts)
+    for name, samples in facts.gradients.items():
+        share = flushed(samples, formats.FP16)
+        said = f"about {percent(share)} of its gradients become 0 in fp16"
+        said += f" at loss scale {_scale_word(samples[-1].scale)}"
+        yield Seen(name, said, advice, share, share)
+
+
+def _subnormal(facts: RunFacts) -> Iterator[Seen]:
+    low, full = lowest(formats.FP16), normal(formats.FP16)
+    advice = _cure(facts)
+    for name, samples in facts.gradients.items():
+        share = share_below(merged(samples), full, above=low)
+        said = f"{percent(share)} of its gradients keep fewer digits than fp16 has"
+        yield Seen(name, said, advice, share, share / 10)
+
+
+def _fixed(facts: RunFacts) -> bool:
+    """Say whether the loss scale cannot fall by itself, or that is not known."""
+    word = facts.config.loss_scale
+    try:
+        return word in {None, "none"} or float(word or "") > 0
+    except ValueError:
+        return False
+
+
+def _gradient_room(facts: RunFacts) -> Iterator[Seen]:
+    if facts.config.loss_scale is None:
+        return  # it may have stood still and yet be free to move
+    largest = {
+        name: max(s.tally.amax / s.scale for s in samples) * facts.scale
+        for name, samples in facts.gradients.items()
+    }
+    for name, amax in largest.items():
+        if not amax:
+            continue  # so far below that no number tells it
+        room = math.log2(formats.FP16.max / amax)
+        said = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
+        said += f"2^{room:.1f} below overflow"
+        advice = _cure(facts)
+        if facts.config.loss_scale == "none":
+            advice = "Take a mean, not a sum, as the loss; or train in bf16."
+        yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
+
+
+def _output_room(facts: RunFacts) -> Iterator[Seen]:
+    for name, samples in facts.samples(":output"):
+        held = [s.tally for s in samples if s.tally.dtype == "fp16"]
+        held = [tally for tally in held if 0 < tally.amax <= formats.FP16.max]
+        if held:
+            amax = max(tally.amax for tally in held)
+            room = math.log2(formats.FP16.max / amax)
+            module = name.removesuffix(":output")
+            advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', "
+            advice += "or train in bf16."
+            said = f"it reaches {amax:.3g}, a factor of 2^{room:.1f} below overflow"
+            yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
+
+
+def _too_low(facts: RunFacts) -> Iterator[Seen]:
+    safe, largest = safe_scale(facts), _largest_gradient(facts)
+    whole = merged(s for held in facts.gradients.values() for s in held)
+    harm = share_below(whole, normal(formats.FP16)) > _FINE
+    largest = (largest or 0.0) * facts.scale
+    if safe is not None and largest and safe > facts.scale and harm:
+        room = math.log2(formats.FP16.max / largest)
+        said = f"the largest gradient is {largest:.3g}, a factor of "
+        said += f"2^{room:.1f} below overflow, while small ones lose digits"
+        yield Seen("loss scale", said, _cure(facts), room)
+
+
+def _spread(facts: RunFacts) -> Iterator[Seen]:
+    whole = merged((s for held in facts.gradients.values() for s in held), 1.0)
+    said = f"99.9 % of them span {span(whole)} powers of two; fp16 holds 41 at most"
+    yield Seen("gradients", said, "Train in bf16 (--dtype bf16).", span(whole))
+
+
+def _coarse(facts: RunFacts) -> Iterator[Seen]:
+    format_ = formats.parse(facts.dtype or "bf16")
+    # 10 log10(28) + 6.02 bits, less what a bell curve loses to a uniform mantissa.
+    # Numbers that are all alike, each half a unit off, lose 7.5 dB more.
+    best = 13.5 + 6.02 * format_.mantissa_bits
+    for name, samples in facts.samples(":output"):
+        casts = [s.tally.casts.get(format_.name) for s in samples]
+        found = [c.sqnr for c in casts if c is not None and c.sqnr is not None]
+        if found:
+            lost = best - min(found)
+            module = name.removesuffix(":output")
+            advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32'."
+            said = f"{min(found):.0f} dB are left of it in {format_}, of {best:.0f}"
+            yield Seen(name, said, advice, lost)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "underflow",
+        "share of a tensor's gradients that fp16 made zeros of, estimated",
+        ("dtype", "gradients", "scale of gradients"),
+        _underflow,
+        "warning",
+        _GUIDE,
+        limit=_LOST,
+        severe=0.05,
+        shown="{:.0%}",
+        concerns=_in_fp16,
+    ),
+    Rule(
+        "subnormal",
+        "share of a tensor's gradients below fp16's full precision",
+        ("dtype", "gradients", "scale of gradients"),
+        _subnormal,
+        "warning",
+        OURS,
+        limit=0.2,
+        shown="{:.0%}",
+        concerns=_in_fp16,
+    ),
+    Rule(
+        "output near overflow",
+        "powers of two between a module's largest output and 65504",
+        ("dtype", "outputs"),
+        _output_room,
+        "warning",
+        _FORMAT + "; the margin is our choice",
+        limit=1,
+        below=True,
+        shown="a factor of 2^{:g}",
+        concerns=_in_fp16,
+    ),
+    Rule(
+        "gradient near overflow",
+        "powers of two between the largest gradient and 65504, at a fixed scale",
+        ("dtype", "loss scale", "gradients"),
+        _gradient_room,
+        "warning",
+        _FORMAT + "; the margin is our choice",
+        limit=1,
+        below=True,
+        shown="a factor of 2^{:g}",
+        concerns=lambda facts: _in_fp16(facts) and _fixed(facts),
+    ),
+    Rule(
+        "scale too low",
+        "powers of two between the largest gradient and 65504, if others lose digits",
+        ("dtype", "gradients", "scale of gradients"),
+        _too_low,
+        "note",
+        OURS,
+        limit=8,
+        shown="a factor of 2^{:g}",
+        concerns=_in_fp16,
+    ),
+    Rule(
+        "spread",
+        "powers of two that 99.9 % of all gradients span",
+        ("dtype", "gradients"),
+        _spread,
+        "warning",
+        OURS + "; fp16 holds 41 at one scale",
+        limit=30,
+        shown="{:g}",
+        concerns=_in_fp16,
+    ),
+    Rule(
+        "coarse",
+        "decibels that a cast of an output loses beyond what rounding must",
+        ("dtype", "outputs"),
+        _coarse,
+        "note",
+        OURS + "; rounding alone costs 7.5 dB at worst, as of numbers all alike",
+        limit=8,
+        shown="{:g} dB",
+        concerns=_in_16_bits,
+    ),
+)

@@ -1,0 +1,435 @@
+"""Rules on the loss scale, skipped steps, and what was not finite.
+
+In: records of steps, settings, events of a probe. Out: rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from halfstep.diagnostics.doctor.rule import OURS, Rule, Seen, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from halfstep.diagnostics.doctor.run_record import RunFacts, Step
+    from halfstep.reporting.finding import Severity
+
+_FEW = 3  # skips or rounds that prove nothing yet
+_FEW_FALLS = 5  # skips that a scale that is found by overflows may cost
+_SKIPS = 0.01  # share of steps that may be skipped
+_SETTLED = 10  # applied steps in a row that show that the scale has found its place
+_WINDOW = 1000
+_LAWS = "our choice; growth_interval=2000, the default, makes one in 2,000 steps"
+_WARNING: Severity = "warning"
+_SCHEDULE = "the rate is a function of the updates made"
+
+
+def _warm(facts: RunFacts) -> Sequence[Step]:
+    """Return the steps from the first on that was applied, with some behind it.
+
+    Why: a dynamic scale begins too high on purpose, and finds its place by skips.
+    """
+    applied = [step.skipped is False for step in facts.steps]
+    for stretch in (_SETTLED, 1):
+        for start in range(len(applied) - stretch + 1):
+            if all(applied[start : start + stretch]):
+                return facts.steps[start:]
+    return facts.steps
+
+
+def _by_trial(facts: RunFacts) -> bool:
+    """Say whether the scale is found by overflows, or that is not known."""
+    return facts.config.loss_scale in {None, "dynamic"}
+
+
+def _trials(steps: Sequence[Step]) -> set[int]:
+    """Return the steps that were skipped first after the scale had grown."""
+    found, grown, before = set(), False, math.inf
+    for step in steps:
+        scale = step.scale or before
+        grown = scale > before or (grown and scale == before)
+        if grown and step.skipped:
+            found.add(step.step)
+            grown = False
+        before = scale
+    return found
+
+
+def _skipped(facts: RunFacts) -> tuple[list[Step], set[int], float]:
+    """Return the skipped steps that count, the trials beside them, and their share."""
+    steps = _warm(facts)
+    trials = _trials(steps) if _by_trial(facts) else set()
+    skipped = [step for step in steps if step.skipped and step.step not in trials]
+    return skipped, trials, len(skipped) / max(1, len(steps))
+
+
+def _few_skips(facts: RunFacts) -> int:
+    """Return how many skips are more than a scale needs to find its place.
+
+    Gradients grow in training: a scale that is found by overflows falls by some powers
+    of two, a skip each.
+    """
+    return _FEW_FALLS if facts.dtype == "fp16" and _by_trial(facts) else _FEW
+
+
+def _advice_on_skips(facts: RunFacts) -> str:
+    """Return what ends skips that go on, the likeliest first."""
+    rules = [str(event["rule"]) for event in facts.bad_ops if event.get("rule")]
+    rule = Counter(rules).most_common(1)[0][0] if rules else "module:NAME=fp32"
+    ask = "" if rules else ", whose NAME halfstep.first_bad(model, step) tells"
+    keep = f"keep what overflows in fp32 (--policy 'lean + {rule}'{ask})"
+    if facts.dtype != "fp16":
+        return (
+            "Ask halfstep.first_bad(model, step) which operation makes it; lower --lr, "
+            f"look at the data of these steps, or {keep}."
+        )
+    stuck = facts.stuck_scale
+    if stuck is not None and stuck > 1:
+        return (
+            f"The loss scale stands at {stuck:g} and never falls: --loss-scale dynamic "
+            f"finds one that fits. Or train in bf16 (--dtype bf16), or {keep}."
+        )
+    return f"Train in bf16 (--dtype bf16), or {keep}. Lower --lr if the loss rises too."
+
+
+def _skip_rate(facts: RunFacts) -> Iterator[Seen]:
+    skipped, trials, share = _skipped(facts)
+    if len(skipped) < _few_skips(facts):
+        return
+    names = Counter(name for step in skipped for name in step.found_inf_in)
+    where = "steps"
+    if names:
+        where = f"steps, most often in {names.most_common(1)[0][0]}"
+    whole = len(_warm(facts))
+    said = f"{len(skipped)} of {whole} steps were skipped for inf or NaN, "
+    said += f"{percent(share)}; the last is step {skipped[-1].step}"
+    said += f"; {len(trials)} more tried a scale that had grown" if trials else ""
+    yield Seen(where, said, _advice_on_skips(facts), share, share)
+
+
+def _moves(steps: Sequence[Step]) -> tuple[int, int, int]:
+    """Return how often the scale fell, how often it rose, and between how many."""
+    scales = [step.scale for step in steps if step.scale]
+    fell = sum(b < a for a, b in pairwise(scales))
+    rose = sum(b > a for a, b in pairwise(scales))
+    return fell, rose, len(scales)
+
+
+def _second_half(facts: RunFacts) -> Sequence[Step]:
+    steps = _warm(facts)
+    return steps[len(steps) // 2 :]
+
+
+def _unsettled(facts: RunFacts) -> Iterator[Seen]:
+    steps = _second_half(facts)
+    fell, rose, count = _moves(steps)
+    rounds = min(fell, rose)
+    if rounds >= _FEW:
+        said = f"it fell {fell} and rose {rose} times in the last {count:,} steps"
+        advice = "Raise it less often (ScaleRule(growth_interval=2000)), bear single "
+        advice += "overflows (hysteresis=2), or use --loss-scale measured or bf16."
+        skipped = sum(bool(step.skipped) for step in steps) / max(1, len(steps))
+        each = rounds * _WINDOW / count
+        yield Seen("loss scale", said, advice, each, skipped)
+
+
+def _falling(facts: RunFacts) -> Iterator[Seen]:
+    scales = [step.scale for step in _second_half(facts) if step.scale]
+    fell, rose, count = _moves(_second_half(facts))
+    if not scales or rose:
+        return
+    down = math.log2(scales[0] / scales[-1])
+    said = f"it fell {fell} times in the last {count:,} steps, to {scales[-1]:g}, "
+    said += "and never rose"
+    advice = _advice_on_skips(facts)
+    gone: Severity | None = "error" if scales[-1] <= 1 else None
+    yield Seen("loss scale", said, advice, down, min(1.0, fell / count), gone)
+
+
+def _schedule(facts: RunFacts) -> Iterator[Seen]:
+    pairs = [
+        (a.lr, b.lr)
+        for a, b in pairwise(facts.steps)
+        if a.skipped and b.step == a.step + 1 and a.lr is not None and b.lr is not None
+    ]
+    if pairs:
+        moved = sum(a != b for a, b in pairs)
+        said = f"the rate moved on after {moved} of {len(pairs)} skipped steps"
+        advice = "Step it only when report.applied (StepReport), or hand it over: "
+        advice += "prepare(..., scheduler=scheduler)."
+        whole = max(1, len(facts.steps))
+        yield Seen("learning rate", said, advice, moved / len(pairs), moved / whole)
+
+
+def _unscaled(facts: RunFacts) -> bool | None:
+    """Say whether the loss is not scaled; None where nothing tells."""
+    word = facts.config.loss_scale
+    if word is not None:
+        try:
+            return float(word) == 1
+        except ValueError:
+            return word == "none"
+    scales = {step.scale for step in facts.steps if step.scale}
+    return scales == {1.0} if scales else None
+
+
+def _without(facts: RunFacts) -> Iterator[Seen]:
+    if _unscaled(facts):
+        said = "fp16 without a loss scale: gradients below 2^-25 become 0"
+        yield Seen("loss scale", said, "Use --loss-scale dynamic, or bf16.", weight=1.0)
+
+
+def _needless(facts: RunFacts) -> Iterator[Seen]:
+    if _unscaled(facts) is False:
+        word = facts.config.loss_scale or f"{facts.scale:g}"
+        lost = len(facts.skipped)
+        cost = f", and {lost} steps were skipped" if lost else ""
+        said = f"{facts.dtype} with loss scale {word}{cost}"
+        advice = "Leave it out (--loss-scale none): the range is that of fp32."
+        yield Seen("loss scale", said, advice, weight=lost / max(1, len(facts.steps)))
+
+
+def _lost_loss(facts: RunFacts) -> Iterator[Seen]:
+    known = [step for step in facts.steps if step.loss is not None]
+    bad = [s for s in known if not math.isfinite(s.loss or 0.0) and not s.skipped]
+    applied = [step for step in bad if step.skipped is False]
+    found, severity = applied or bad, None if applied else _WARNING
+    if not found:
+        return
+    count = "1 step" if len(found) == 1 else f"{len(found)} steps"
+    said = f"it was not finite in {count}{' with an update' * bool(applied)}, first in "
+    said += f"step {found[0].step}"
+    said += "" if applied else "; nothing tells whether there was an update"
+    advice = "Ask halfstep.first_bad(model, step) which operation made it; lower --lr."
+    weight = len(found) / len(known)
+    yield Seen("loss", said, advice, len(found), weight, severity)
+
+
+def _events(facts: RunFacts, ending: str) -> list[tuple[int, str]]:
+    """Return the steps at which tensors were not finite, and their names, in order."""
+    found = [
+        (event.step, name)
+        for event in facts.non_finite
+        for name in event.where
+        if name.endswith(ending)
+    ]
+    # An event names the first one first; samples of a step have no such order.
+    told = {step for step, _ in found}
+    found += [
+        (sample.step, name)
+        for name, samples in facts.stats.items()
+        for sample in samples
+        if name.endswith(ending)
+        and sample.step not in told
+        and (sample.tally.infs or sample.tally.nans)
+    ]
+    return sorted(found, key=lambda each: each[0])
+
+
+def _told(steps: Sequence[int]) -> str:
+    times = "once" if len(steps) == 1 else f"{len(steps)} times"
+    return f"it, or what follows, held inf or NaN {times}, first at step {steps[0]}"
+
+
+def _steps_of(found: Iterable[tuple[int, str]]) -> list[int]:
+    return sorted({step for step, _ in found})
+
+
+def _ill(facts: RunFacts, found: Iterable[tuple[int, str]]) -> set[int]:
+    """Return the steps that went wrong, of those at which an output was not finite.
+
+    Where there is no record of a step, it went well if the model's own output and all
+    gradients were finite.
+    """
+    told = {
+        step.step: not step.skipped and math.isfinite(step.loss)
+        for step in facts.steps
+        if step.skipped is not None and step.loss is not None
+    }
+    lost = {step for step, name in found if name == "model:output"}
+    lost |= {step for step, _ in _events(facts, ":grad")}
+    skipped = facts.skipped
+    return {
+        step
+        for step, _ in found
+        if step in skipped or not told.get(step, step not in lost)
+    }
+
+
+def _forward(facts: RunFacts) -> Iterator[Seen]:
+    found = _events(facts, ":output")
+    if not found:
+        return
+    ill = _ill(facts, found)
+    # Who holds inf in steps that go well, as a mask does, is not why others do not.
+    usual = {name for step, name in found if step not in ill}
+    odd = [(step, name) for step, name in found if name not in usual]
+    steps = _steps_of(odd or found)
+    where = (odd or found)[0][1]
+    weight = len(steps) / max(1, len(facts.steps))
+    if not odd:
+        said = _told(steps) + "; what came of it was finite all the same"
+        advice = "Fine if it is a mask's -inf and meant; otherwise look at its inputs."
+        yield Seen(where, said, advice, len(steps), weight, "note")
+        return
+    module = where.removesuffix(":output")
+    advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', or train "
+    advice += "in bf16; no loss scale mends a forward pass."
+    if facts.dtype != "fp16":
+        advice = "Look at its inputs at that step; lower --lr."
+    yield Seen(where, _told(steps), advice, len(steps), weight)
+
+
+def _backward(facts: RunFacts) -> Iterator[Seen]:
+    found = _events(facts, ":grad")
+    if found:
+        steps, where = _steps_of(found), found[0][1]
+        advice = "Not a matter of the loss scale: look for log, sqrt or division at 0 "
+        advice += "there, at the data of that step, and lower --lr."
+        weight = len(steps) / max(1, len(facts.steps))
+        yield Seen(where, _told(steps), advice, len(steps), weight)
+
+
+def _bad_op(facts: RunFacts) -> Iterator[Seen]:
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for event in facts.bad_ops:
+        key = tuple(str(event.get(k)) for k in ("module", "op", "cause", "phase"))
+        groups.setdefault(key, []).append(event)
+    for (module, op, cause, phase), events in groups.items():
+        first = events[0]
+        if phase == "none":
+            said = f"a replay of step {first.get('step')} did not show what was seen"
+            advice = str(first.get("advice") or "Try again with deterministic kernels.")
+            yield Seen(module, said, advice, severity="warning")
+            continue
+        kind = f"{first.get('kind')}, " if first.get("kind") else ""
+        times = {1: "", 2: ", and once more"}.get(
+            len(events), f", and {len(events) - 1} times more"
+        )
+        said = (
+            f"{op} ({kind}{phase}) made {first.get('made') or 'inf or NaN'} at step "
+            f"{first.get('step')}{times}; cause: {cause}"
+        )
+        evidence = str(first.get("evidence") or "").rstrip(".")
+        said += f" ({evidence})" if evidence else ""
+        advice = str(first.get("advice") or "")
+        severity: Severity | None = None
+        if cause == "backward range" and not first.get("rule"):
+            # A lower scale cures it, which is normal where the scale falls by itself.
+            stuck, (lost, _, share) = facts.stuck_scale, _skipped(facts)
+            if stuck is not None and stuck > 1:
+                advice = _advice_on_skips(facts)
+            elif len(lost) >= _few_skips(facts) and share > _SKIPS:
+                severity, advice = _WARNING, _advice_on_skips(facts)
+            else:
+                severity = "note"
+        weight = len(events) / max(1, len(facts.steps))
+        yield Seen(module, said, advice, weight=weight, severity=severity)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "bad op",
+        "what made the first inf or NaN of a step that was replayed",
+        ("probe",),
+        _bad_op,
+        "error",
+        "a replay of the step",
+    ),
+    Rule(
+        "not finite forward",
+        "steps in which a module's output held inf or NaN",
+        ("probe",),
+        _forward,
+        "error",
+        "any is one too many",
+        limit=0,
+        shown="{:g} steps",
+    ),
+    Rule(
+        "not finite backward",
+        "steps in which a gradient held inf or NaN without a loss scale",
+        ("dtype", "probe"),
+        _backward,
+        "warning",
+        "any is one too many; under a loss scale it is normal",
+        limit=0,
+        shown="{:g} steps",
+        concerns=lambda facts: facts.dtype in {None, "fp32", "bf16"},
+    ),
+    Rule(
+        "loss not finite",
+        "steps whose loss was inf or NaN, but for those that were skipped",
+        ("losses",),
+        _lost_loss,
+        "error",
+        "any is one too many",
+        limit=0,
+        shown="{:g} steps",
+    ),
+    Rule(
+        "skipped steps",
+        "share of steps skipped after the first applied one, trials of growth apart",
+        ("steps",),
+        _skip_rate,
+        "warning",
+        OURS,
+        limit=_SKIPS,
+        severe=0.25,
+        shown="{:.0%} of the steps",
+    ),
+    Rule(
+        "scale unsettled",
+        "rounds of growth and back-off in 1,000 steps of the second half",
+        ("scales",),
+        _unsettled,
+        "warning",
+        _LAWS,
+        limit=1,
+        shown="{:g} in 1,000 steps",
+        concerns=_by_trial,
+    ),
+    Rule(
+        "scale falling",
+        "powers of two that the scale fell in the second half, never rising",
+        ("scales",),
+        _falling,
+        "warning",
+        OURS,
+        limit=2,
+        shown="a factor of 2^{:g}",
+        concerns=_by_trial,
+    ),
+    Rule(
+        "schedule on skipped steps",
+        "share of skipped steps after which the learning rate moved on",
+        ("rates of learning", "steps"),
+        _schedule,
+        "warning",
+        _SCHEDULE,
+        limit=0.5,
+        shown="{:.0%} of them",
+    ),
+    Rule(
+        "no loss scale",
+        "fp16 without a loss scale",
+        ("dtype", "loss scale"),
+        _without,
+        "error",
+        "format fact: fp16 makes 0 of 2^-25 and less",
+        concerns=lambda facts: facts.dtype in {None, "fp16"},
+    ),
+    Rule(
+        "needless loss scale",
+        "a loss scale where the format has fp32's range",
+        ("dtype", "loss scale"),
+        _needless,
+        "warning",
+        "format fact: bf16 has the exponents of fp32",
+        concerns=lambda facts: facts.dtype in {None, "bf16", "fp32"},
+    ),
+)

@@ -1,0 +1,163 @@
+"""Rules on what is stored and summed in 16 bits: weights, updates, gradients.
+
+In: settings, the machine, counts of lost updates. Out: rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from halfstep.diagnostics.doctor.rule import OURS, Rule, Seen, percent
+from halfstep.errors import UserError
+from halfstep.policy.levels import Level, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from halfstep.diagnostics.doctor.run_record import RunFacts
+
+_LOW = ("bf16", "fp16")
+_NAMED = 3  # parameters
+
+
+def _level(facts: RunFacts) -> Level | None:
+    """Return the run's level; None where it is not known, or is none of ours."""
+    try:
+        return parse(facts.config.level or "")
+    except UserError:
+        return None
+
+
+def _without_masters(facts: RunFacts) -> bool:
+    level = _level(facts)
+    if level is None:
+        return True
+    return level.low_weights and (not level.masters or facts.config.master == "none")
+
+
+def _form_that_helps(facts: RunFacts) -> str:
+    if facts.dtype == "fp16":
+        return "Keep fp32 masters: --level O2 --master fp32."
+    return (
+        "Keep masters: --level O2 with --master split (exact, 16 bits a weight), kahan "
+        "(as lean, bf16 moments too) or stochastic (nothing kept, right on average)."
+    )
+
+
+def _swamped(facts: RunFacts) -> Iterator[Seen]:
+    groups: dict[int, list[float]] = {}
+    for lost in facts.lost:
+        groups.setdefault(lost.group, []).append(lost.share)
+    for group, shares in groups.items():
+        share = sum(shares) / len(shares)
+        said = f"{percent(share)} of its updates were rounded away, over "
+        said += "one count" if len(shares) == 1 else f"{len(shares)} counts"
+        where = f"parameter group {group}"
+        yield Seen(where, said, _form_that_helps(facts), share, share)
+
+
+def _no_masters(facts: RunFacts) -> Iterator[Seen]:
+    if not facts.lost:
+        said = f"{facts.dtype} weights without masters, and nobody counted what "
+        said += "rounding swallows"
+        advice = _form_that_helps(facts)
+        advice += " prepare(..., lost_updates_every=100) counts."
+        yield Seen("weights", said, advice)
+
+
+def _low_already(facts: RunFacts) -> Iterator[Seen]:
+    low = [name for name, word in facts.weights.items() if word in _LOW]
+    level = _level(facts)
+    if low and level is not None and not level.low_weights:
+        names = ", ".join(low[:_NAMED])
+        more = f" and {len(low) - _NAMED} more" if len(low) > _NAMED else ""
+        word = facts.weights[low[0]]
+        said = f"{len(low)} of {len(facts.weights)} parameters came in {word}, which "
+        said += f"level {level} updates without masters: {names}{more}"
+        advice = "Call model.float() before prepare; or store them low on purpose, "
+        advice += "with masters: --level O2."
+        share = len(low) / len(facts.weights)
+        yield Seen("weights", said, advice, len(low), share)
+
+
+def _sums(facts: RunFacts) -> Iterator[Seen]:
+    machine = facts.machine
+    if machine is not None and machine.fp16_accumulation and facts.dtype == "fp16":
+        said = "torch may add up products of fp16 numbers in fp16"
+        advice = "Set torch.backends.cuda.matmul.allow_fp16_accumulation = False."
+        yield Seen("matrix products", said, advice, weight=1.0)
+
+
+def _micro_sums(facts: RunFacts) -> Iterator[Seen]:
+    count = facts.config.accumulate or 1
+    said = f"{count} micro-batches are added up in {facts.dtype}"
+    advice = "Keep masters, which add them up in fp32: --level O2."
+    yield Seen("gradients", said, advice, count)
+
+
+def _low_weights(facts: RunFacts) -> bool:
+    level = _level(facts)
+    return facts.dtype != "fp32" and (level is None or level.low_weights)
+
+
+def _low_and_alone(facts: RunFacts) -> bool:
+    """Say whether nothing keeps what 16-bit weights cannot hold, or that is unknown."""
+    return _low_weights(facts) and _without_masters(facts)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "swamped updates",
+        "share of a parameter group's updates that rounding swallowed",
+        ("dtype", "lost updates"),
+        _swamped,
+        "warning",
+        "our choice; bf16 loses updates below 2^-9 to 2^-8 of the weight",
+        limit=0.05,
+        severe=0.5,
+        shown="{:.0%}",
+        concerns=lambda facts: bool(facts.lost) or _low_and_alone(facts),
+    ),
+    Rule(
+        "no masters",
+        "16-bit weights without masters, and lost updates were not counted",
+        ("level", "dtype"),
+        _no_masters,
+        "note",
+        "at lr 2e-5 and weights of 0.04, bf16 loses 85 % of the updates",
+        concerns=_low_and_alone,
+    ),
+    Rule(
+        "weights already low",
+        "parameters in 16 bits before a level that keeps fp32 weights",
+        ("level", "weights"),
+        _low_already,
+        "error",
+        "the level's promise: fp32 weights",
+        limit=0,
+        shown="{:g} parameters",
+        concerns=lambda facts: (
+            (level := _level(facts)) is None or not level.low_weights
+        ),
+    ),
+    Rule(
+        "fp16 sums",
+        "sums of products kept in fp16",
+        ("dtype", "machine"),
+        _sums,
+        "warning",
+        "torch: allow_fp16_accumulation; sums beyond 2,048 lose ones",
+        concerns=lambda facts: facts.dtype in {None, "fp16"} and facts.device != "cpu",
+    ),
+    Rule(
+        "gradients summed low",
+        "micro-batches whose gradients are added up in 16 bits",
+        ("level", "dtype"),
+        _micro_sums,
+        "warning",
+        OURS + "; each addition rounds at 2^-8 in bf16, at 2^-11 in fp16",
+        limit=3,
+        shown="{:g}",
+        concerns=_low_and_alone,
+    ),
+)

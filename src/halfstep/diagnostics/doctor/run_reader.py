@@ -1,0 +1,356 @@
+"""Facts about a run from its folder alone.
+
+In: a folder with a `metrics.jsonl`, and what else `halfstep train` and a probe write.
+Out: `RunFacts`. A damaged or missing file is a line in `problems`, never a traceback.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import tomllib
+from collections import defaultdict
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from halfstep.diagnostics.doctor.run_record import (
+    Config,
+    Evaluation,
+    LostUpdates,
+    MachineFacts,
+    NonFinite,
+    ProfileFacts,
+    RunFacts,
+    SplitFacts,
+    Step,
+    sample,
+)
+from halfstep.errors import UserError
+from halfstep.reporting import json_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from halfstep.numerics.tensor_summary import Sample
+
+T = TypeVar("T")
+
+METRICS, PROFILE = "metrics.jsonl", "profile.json"
+ENVIRONMENT, SUMMARY = "environment.json", "summary.json"
+DATA = "data.json"
+SETTINGS = ("resolved.toml", "config.json")
+"""The first that is there tells how the run was set up."""
+_READ = (METRICS, *SETTINGS, SUMMARY, PROFILE, ENVIRONMENT, DATA)
+_MOST_SAMPLES = 256  # of a tensor: more tell no more, and fill the memory
+_MOST_LINES = 5  # that are damaged and named
+_NEVER = 1 << 63  # a step that does not come
+
+
+def read(folder: Path) -> RunFacts:
+    """Return what a run's folder tells.
+
+    Raises:
+        UserError: If it is no folder, or holds none of the files of a run.
+    """
+    try:
+        is_folder = folder.is_dir()
+        there = [name for name in _READ if (folder / name).exists()]
+    except OSError as error:
+        message = f"{folder} cannot be read: {error.strerror or error}."
+        raise UserError(message) from error
+    if not is_folder:
+        message = f"{folder} is not a folder; give the folder of a run (--out of train)"
+        raise UserError(message + ".")
+    if not there:
+        message = f"{folder} holds no run: neither {METRICS} nor any other file of one."
+        raise UserError(message)
+    reader = _Reader(folder)
+    settings = reader.settings()
+    summary = (
+        reader.json(SUMMARY, lambda data: json_fields.mapping(data, SUMMARY)) or {}
+    )
+    environment = (
+        reader.json(ENVIRONMENT, lambda data: json_fields.mapping(data, ENVIRONMENT))
+        or {}
+    )
+    profile = reader.json(PROFILE, ProfileFacts.from_data)
+    splits = reader.json(DATA, splits_of)
+    metrics = _Metrics()
+    reader.metrics(metrics)
+    known = {
+        name: summary[name] for name in ("level", "dtype", "master") if name in summary
+    }
+
+    def config() -> Config:
+        return Config.from_data({**settings, **known})
+
+    def weights() -> dict[str, str]:
+        found = json_fields.mapping(environment.get("weights") or {}, "weights")
+        return {name: json_fields.word(found, name) or "unknown" for name in found}
+
+    machine = None
+    if "machine" in environment:
+        machine = reader.understood(
+            ENVIRONMENT, lambda: MachineFacts.from_data(environment["machine"])
+        )
+    return RunFacts(
+        name=str(folder),
+        config=reader.understood("settings", config) or Config(),
+        steps=tuple(metrics.steps),
+        stats=metrics.stats(),
+        non_finite=metrics.events(NonFinite),
+        bad_ops=metrics.events(dict),
+        lost=metrics.events(LostUpdates),
+        profile=profile,
+        machine=machine,
+        weights=reader.understood(ENVIRONMENT, weights) or {},
+        padding=reader.understood(
+            SUMMARY,
+            lambda: (
+                json_fields.share(summary, "padded_share")
+                if summary.get("padded_share") is not None
+                else None
+            ),
+        ),
+        evaluations=metrics.evaluations(),
+        splits=splits or {},
+        problems=tuple(reader.problems),
+    )
+
+
+def splits_of(data: object) -> dict[str, SplitFacts]:
+    """Return what data.json tells: by split, texts that come more than once.
+
+    Raises:
+        UserError: If it is nothing of the kind.
+    """
+    told = json_fields.mapping(data, DATA)
+    return {name: SplitFacts.from_data(told[name]) for name in told}
+
+
+def _loads(text: bytes) -> Any:  # noqa: ANN401 -- any JSON value
+    """Return what JSON says, halves of surrogate pairs replaced: UTF-8 has none."""
+    found = json.loads(text)
+    return _whole(found) if b"\\ud" in text.lower() else found
+
+
+def _whole(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_whole(key): _whole(item) for key, item in value.items()}
+    return [_whole(item) for item in value] if isinstance(value, list) else value
+
+
+class _Event(NamedTuple):
+    """What an event tells."""
+
+    step: int
+    told: NonFinite | LostUpdates | Evaluation | dict[str, Any]
+
+
+class _Metrics:
+    """What the lines of metrics.jsonl tell, in their order.
+
+    A step may have been made twice: its run went on from an earlier one, or another
+    began in the same folder. Then what was told before, from that step on, is void.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.void = 0
+        """Records of steps that are."""
+        self._events: list[tuple[int, _Event]] = []
+        """Each with the number of records before it."""
+        self._samples: dict[str, list[tuple[int, Sample]]] = defaultdict(list)
+        self._records = 0
+        self._again: list[tuple[int, int]] = []
+        """Number of the record with which steps come again, and the step."""
+        self._seen = 0
+        self._stride = 1
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take in the record of one line.
+
+        Raises:
+            UserError: If it is damaged.
+        """
+        event = json_fields.word(record, "event")
+        step = json_fields.whole(record, "step")
+        if event is None:
+            self._take_step(Step.from_data(record))
+        elif event == "stats":
+            self._take_stats(step, record)
+        elif event == "non_finite":
+            self._note(step, NonFinite(step, json_fields.words(record, "where")))
+        elif event == "bad_op":
+            for key in ("phase", "op", "kind", "made", "evidence", "advice", "rule"):
+                json_fields.word(record, key)
+            for key in ("module", "cause"):
+                json_fields.text(record, key)
+            self._note(step, dict(record))
+        elif event == "eval":
+            self._note(step, Evaluation.from_data(record))
+        elif event == "lost_updates":
+            groups = json_fields.items(record.get("groups"), "groups")
+            mappings = [json_fields.mapping(group, "groups") for group in groups]
+            for lost in [LostUpdates.from_data(step, told) for told in mappings]:
+                self._note(step, lost)
+
+    def _note(
+        self, step: int, told: NonFinite | LostUpdates | Evaluation | dict[str, Any]
+    ) -> None:
+        self._events.append((self._records, _Event(step, told)))
+
+    def _take_step(self, step: Step) -> None:
+        if self.steps and step.step <= self.steps[-1].step:
+            if step.step < self.steps[-1].step:  # else two write at once
+                self._again.append((self._records, step.step))
+            while self.steps and self.steps[-1].step >= step.step:
+                self.steps.pop()
+                self.void += 1
+        self.steps.append(step)
+        self._records += 1
+
+    def _holds(self, records: int, step: int) -> bool:
+        """Say whether what was told of a step after so many records is not void."""
+        # What comes just before a record may be told of its step.
+        later = bisect.bisect_right(self._again, (records, _NEVER))
+        return step < self._lowest[later]
+
+    @cached_property
+    def _lowest(self) -> list[int]:
+        """The first step that comes again, from each such time on."""
+        steps = [step for _, step in reversed(self._again)]
+        return [*accumulate(steps, min, initial=_NEVER)][::-1]
+
+    def events(self, kind: type[T]) -> tuple[T, ...]:
+        """Return the events of one kind that hold."""
+        return tuple(
+            event.told
+            for records, event in self._events
+            if isinstance(event.told, kind) and self._holds(records, event.step)
+        )
+
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """Return the evaluations that hold, of each step the last."""
+        found = {each.step: each for each in self.events(Evaluation)}
+        return tuple(found[step] for step in sorted(found))
+
+    def _take_stats(self, step: int, record: Mapping[str, Any]) -> None:
+        """Keep every so manieth event, so that a long run fits the memory."""
+        self._seen += 1
+        if (self._seen - 1) % self._stride:
+            return
+        tensors = json_fields.mapping(record.get("tensors"), "tensors")
+        scale = json_fields.loss_scale(record, "scale") or 0.0
+        found = {name: sample(step, tensors[name], scale) for name in tensors}
+        for name, each in found.items():
+            self._samples[name].append((self._records, each))
+        if max(map(len, self._samples.values()), default=0) > _MOST_SAMPLES:
+            self._stride *= 2
+            for name, kept in self._samples.items():
+                self._samples[name] = kept[::2]
+
+    def stats(self) -> dict[str, tuple[Sample, ...]]:
+        """Return the samples of each tensor, gradients with their step's loss scale.
+
+        An event may name the scale; if not, it is that in the record of its step.
+        """
+        scales = {step.step: step.scale for step in self.steps if step.scale}
+
+        def scaled(name: str, each: Sample) -> Sample:
+            scale = 1.0
+            if name.endswith(":grad"):
+                scale = each.scale or scales.get(each.step) or 1.0
+            return type(each)(each.step, each.tally, scale)
+
+        held = {
+            name: tuple(
+                scaled(name, each)
+                for records, each in samples
+                if self._holds(records, each.step)
+            )
+            for name, samples in self._samples.items()
+        }
+        return {name: samples for name, samples in held.items() if samples}
+
+
+class _Reader:
+    """Reads files of a folder, and notes what is wrong with them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problems: list[str] = []
+
+    def understood(self, name: str, make: Callable[[], T]) -> T | None:
+        """Return what `make` does; None, and a line, where it cannot."""
+        try:
+            return make()
+        except UserError as error:
+            self.problems.append(f"{name} is damaged: {error}")
+        except OSError as error:
+            self.problems.append(f"{name} cannot be read: {error.strerror or error}.")
+        except (ValueError, RecursionError):
+            kind = "TOML" if name.endswith(".toml") else "JSON"
+            self.problems.append(f"{name} is damaged: it is not valid {kind}.")
+        return None
+
+    def json(self, name: str, make: Callable[[object], T]) -> T | None:
+        """Return what a file of JSON tells; None where it is not there, or damaged."""
+        path = self.folder / name
+        if not path.exists():
+            return None
+        return self.understood(name, lambda: make(_loads(path.read_bytes())))
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the settings from the first file that can be used."""
+        for name in SETTINGS:
+            path = self.folder / name
+
+            def load(name: str = name, path: Path = path) -> Mapping[str, Any]:
+                text = path.read_text(encoding="utf-8")
+                found = tomllib.loads(text) if name.endswith("toml") else None
+                return found or json_fields.mapping(_loads(text.encode()), name)
+
+            if path.exists():
+                told = self.understood(name, load)
+                if told is not None:
+                    return told
+        return {}
+
+    def metrics(self, metrics: _Metrics) -> None:
+        """Take in all lines of metrics.jsonl but those that are damaged."""
+        if not (self.folder / METRICS).exists():
+            self.problems.append(f"{METRICS} is missing: nothing is known of the steps")
+            return
+
+        def take() -> int:
+            damaged = 0
+            for number, line in self._lines():
+                try:
+                    metrics.take(json_fields.mapping(_loads(line), "the line"))
+                except (UserError, ValueError, RecursionError) as error:
+                    damaged += 1
+                    if damaged <= _MOST_LINES:
+                        why = error if isinstance(error, UserError) else "not JSON."
+                        self.problems.append(f"{METRICS} line {number}: {why}")
+            return damaged
+
+        damaged = self.understood(METRICS, take) or 0
+        if damaged > _MOST_LINES:
+            rest = damaged - _MOST_LINES
+            self.problems.append(f"{METRICS}: {rest:,} more damaged lines.")
+        if metrics.void:
+            said = f"{metrics.void:,} record{'s' * (metrics.void != 1)} of steps that"
+            self.problems.append(
+                f"{METRICS}: {said} come again or out of order; the later ones count."
+            )
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        with (self.folder / METRICS).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line

@@ -1,0 +1,104 @@
+"""What the doctor says, for a terminal and as data.
+
+In: facts and an examination. Out: text that fits 80 columns, and plain values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from halfstep.reporting.finding import SEVERITIES
+from halfstep.reporting.table import line, wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from halfstep.diagnostics.doctor.rule import Examination
+    from halfstep.diagnostics.doctor.run_record import RunFacts
+    from halfstep.reporting.finding import Finding
+
+WIDTH = 80
+_LABEL = 12  # columns for the name of a field and the blanks around it
+_FIELDS = ("where", "measured", "limit", "source", "advice")
+
+
+def lead(facts: RunFacts, examination: Examination) -> str:
+    """Return a sentence: what run it is, and how many findings of each severity."""
+    config = facts.config
+    words = [config.level, facts.dtype, f"on {facts.device}" if facts.device else None]
+    what = " ".join(word for word in words if word) or "level and format not known"
+    count = len(facts.steps)
+    steps = f", {count:,} step{'s' * (count != 1)}"
+    if not count:  # one that was only profiled has none to tell of
+        steps = "" if facts.profile is not None else ", no records of steps"
+    return f"{what}{steps}: {counted(examination)}."
+
+
+def counted(examination: Examination) -> str:
+    """Return how many findings of each severity there are, in words."""
+    counts = Counter(found.severity for found in examination.findings)
+    parts = [
+        f"{counts[word]} {word}{'s' * (counts[word] != 1)}"
+        for word in SEVERITIES
+        if counts[word]
+    ]
+    rules = f"{examination.looked} rules that could look"
+    return ", ".join(parts) if parts else f"nothing found by the {rules}"
+
+
+def unlooked(examination: Examination) -> list[str]:
+    """Return what was not looked at, a line for each reason."""
+    return [f"{each.why}: {', '.join(each.rules)}" for each in examination.unlooked]
+
+
+def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
+    """Return all that the doctor has to say, worst first.
+
+    Args:
+        facts: Of the run.
+        examination: Of these facts.
+        width: Columns to fit; 80 is what every terminal has.
+    """
+    parts = ["\n".join(wrapped(f"{facts.name}: {lead(facts, examination)}", width))]
+    parts += ["\n".join(_told(found, width)) for found in examination.findings]
+    lists = (
+        ("Not looked at:", unlooked(examination)),
+        ("Could not be read:", facts.problems),
+    )
+    parts += ["\n".join(_listed(title, said, width)) for title, said in lists if said]
+    return "\n\n".join(parts)
+
+
+def _told(found: Finding, width: int) -> Iterator[str]:
+    yield from wrapped(f"{found.severity.upper()}  {found.rule}", width)
+    for name in _FIELDS:
+        value = getattr(found, name)
+        if value:
+            yield from _hung(f"  {name:<{_LABEL - 2}}", value, width)
+
+
+def _listed(title: str, said: Iterable[str], width: int) -> Iterator[str]:
+    yield title
+    for each in said:
+        yield from _hung("  - ", each, width)
+
+
+def _hung(label: str, value: str, width: int) -> Iterator[str]:
+    """Yield a label and its text, further lines below the text's beginning."""
+    for number, part in enumerate(wrapped(line(value), width - len(label))):
+        yield (label if number == 0 else " " * len(label)) + part
+
+
+def data(facts: RunFacts, examination: Examination) -> dict[str, Any]:
+    """Return plain values for `json.dumps`."""
+    return {
+        "run": facts.name,
+        "findings": [found.data() for found in examination.findings],
+        "looked_at": examination.looked,
+        "not_looked_at": [
+            {"why": each.why, "rules": list(each.rules)}
+            for each in examination.unlooked
+        ],
+        "problems": list(facts.problems),
+    }

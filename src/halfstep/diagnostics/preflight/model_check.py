@@ -1,0 +1,306 @@
+"""The check itself: what is measured, in which order, and put back afterwards.
+
+In: a model, a loss function, a batch, a level. Out: a `CheckReport`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep._torch.rng_state import RandomState
+from halfstep.diagnostics.preflight import gradient_similarity
+from halfstep.diagnostics.preflight.measurements import Facts, Range, ScalePoint
+from halfstep.diagnostics.preflight.model_buffers import Buffers
+from halfstep.diagnostics.preflight.model_copy import Twin
+from halfstep.diagnostics.preflight.report import CheckReport
+from halfstep.diagnostics.preflight.rules import FLUSH_WARN
+from halfstep.diagnostics.preflight.scale_search import Trials
+from halfstep.diagnostics.preflight.step_cost import StepError, repeated, stepped
+from halfstep.diagnostics.preflight.validation import (
+    check_arguments,
+    check_model,
+    check_words,
+    empty,
+)
+from halfstep.diagnostics.preflight.verdict import judge
+from halfstep.machine.recommendation import Choice, choose
+from halfstep.numerics.exponents import flushed, largest_safe_scale, subnormal
+from halfstep.numerics.formats import FP16
+from halfstep.policy.rules import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    from halfstep.diagnostics.preflight.model_copy import LossFn, Pass
+    from halfstep.diagnostics.preflight.scale_search import Trial
+
+_CURVE = tuple(2.0**power for power in range(0, 28, 4))
+
+
+def check(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: object,
+    *,
+    level: str | Choice = "auto",
+    dtype: str | torch.dtype = "auto",
+    policy: Policy | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    master: str = "fp32",
+    more: Sequence[object] = (),
+    margin: int = 1,
+    steps: int = 5,
+) -> CheckReport:
+    """Say before training whether it can be done at a level, and what it would gain.
+
+    Works on copies: weights, gradients, buffers and random states are afterwards what
+    they were, to the bit. It needs memory for two more trainings of the model and some
+    copies of its gradients, and the time of some ten training steps, besides those
+    that are timed. What hooks of yours, or `loss_fn`, do to other things they do here
+    too.
+
+    Args:
+        model: In fp32, on its device, not wrapped, not prepared; in training mode if
+            it will train so.
+        loss_fn: `loss_fn(model, batch)` gives the mean loss, shape (). It is called
+            with copies of the model, inside the region of the level.
+        batch: As `loss_fn` takes it, on the device where that expects it.
+        level: "O0" to "O3", "auto", or a `Choice`: as for `prepare`.
+        dtype: "bf16", "fp16" or "auto": as for `prepare`.
+        policy: As for `prepare`; None is "lean".
+        optimizer: That will train it; copied with it. It matters for time and memory,
+            and where 16-bit weights have no masters. None takes AdamW, as torch makes
+            it.
+        master: As for `prepare`; of no effect at levels without masters.
+        more: Further batches: overflow, the safe scale and underflow are then those of
+            all. The gradient's noise is told from the first of them, not from halves.
+        margin: Powers of two that the safe loss scale stays away from overflow, >= 0.
+            1 leaves room for a batch whose gradients are twice as large.
+        steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 makes
+            none, and then nothing is said of speed, memory and lost updates. Where
+            they do not tell, up to four times as many; if these do not either, the
+            verdict says that it cannot tell. Where steps take long there are fewer, on
+            a part of the batch, and a note says so.
+
+    Raises:
+        UserError: If the model cannot be copied or is not in fp32, if `loss_fn` is one
+            of torch.nn's losses, or raises in fp32, if the loss is no scalar or has no
+            gradient, if the optimizer is another model's, if the batch is on another
+            device, or if an argument is of another kind or out of its range.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> model.weight.data.fill_(1.0)  # gradients of 8: 2**13 would reach 65536
+        tensor([[1., 1., 1., 1.]])
+        >>> report = check(
+        ...     model,
+        ...     lambda model, batch: model(batch).square().mean(),
+        ...     torch.ones(8, 4),
+        ...     level="O1",
+        ...     dtype="fp16",
+        ...     steps=0,
+        ... )
+        >>> report.verdict
+        'good with a loss scale of 2048'
+    """
+    began = time.perf_counter()
+    check_words(level, dtype, policy, master, margin=margin, steps=steps)
+    bare = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    check_arguments(bare, loss_fn, optimizer, more)
+    check_model(bare)
+    device = next(bare.parameters()).device
+    choice = level if isinstance(level, Choice) else choose(level, dtype, device.type)
+    words = "lean" if policy is None else policy
+    rules = Policy.parse(words) if isinstance(words, str) else words
+    state = RandomState([device])
+    buffers = Buffers(bare)  # a loss_fn that will be refused may change them
+    try:
+        make = partial(Twin, bare, optimizer, master=master, state=state)
+        with _alone(device):
+            trials = Trials(make, bare, loss_fn, [batch, *more], choice, margin)
+            facts = _facts(trials, rules, steps)
+    finally:
+        state.restore()
+        buffers.restore()
+    notes = (*facts.notes, *trials.notes)
+    none = [empty(one) for one in trials.batches]
+    if not (facts.finite_fp32 and facts.learns) and any(none):
+        notes += (next(filter(None, none)),)
+    if bare is not model:
+        notes += ("torch.compile was left out: passes and times are eager",)
+    if not bare.training:
+        notes += ("the model is in evaluation mode, and was checked so",)
+    facts = replace(
+        facts,
+        cautions=tuple(one for one in trials.cautions if one != facts.ruin),
+        notes=notes,
+        seconds=time.perf_counter() - began,
+    )
+    return CheckReport(*judge(facts), facts)
+
+
+@contextlib.contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Run outside of whatever region `check` was called in.
+
+    Why: in a region of autocast fp32 would not be fp32, and without gradients there is
+    nothing to look at.
+    """
+    with contextlib.ExitStack() as left:
+        left.enter_context(torch.inference_mode(mode=False))
+        left.enter_context(torch.enable_grad())
+        for kind in {"cpu", device.type}:
+            left.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
+    """Measure all that there is to be measured."""
+    choice, plain = trials.choice, trials.plain
+    right = trials.right
+    peaks, gradients = _peaks(right)
+    scaled = choice.format == FP16
+    seen = _histogram(right)
+    unfit = next((n for n, one in enumerate(right) if not one.sound), None)
+    first = right[unfit or 0]
+    facts = Facts(
+        level=choice.level.name,
+        dtype=choice.format.name,
+        reason=choice.reason,
+        device=plain.device.type,
+        policy=str(policy),
+        loss_fp32=first.loss,
+        bad_batch="" if unfit is None else trials.name_of(unfit),
+        finite_fp32=first.sound,
+        learns=any(bool(g.any()) for one in right for g in one.gradients.values()),
+        optimizer=plain.optimizer,
+        default_scale=trials.default,
+        scale=trials.default,
+        curve=_curve(seen, [trials.default, *_CURVE]) if scaled else (),
+        ranges=tuple(
+            Range(path, trials.kinds[path], peak, gradients.get(path, math.nan))
+            for path, peak in peaks.items()
+        ),
+        dropout_off=plain.device.type != "cpu",
+    )
+    if not (facts.finite_fp32 and facts.learns and choice.level.low):
+        return facts
+    trial, fault, rules = trials.mended(policy)
+    facts = replace(facts, fault=fault, rules=rules, cured=bool(rules))
+    if trial.failed or trial.twin is None:
+        return replace(facts, failed=trial.failed)
+    if scaled and trial.safe is not None:
+        top = trial.safe * 2.0**trials.margin
+        curve = _curve(seen, [trials.default, *_CURVE, trial.safe], top)
+        facts = replace(facts, safe_scale=trial.safe, curve=curve)
+    used = _used(facts, trial)
+    facts = replace(
+        facts,
+        policy=str(trial.policy),
+        loss=trial.passes[0].loss,
+        default_finite=trial.finite,
+        ruin=trial.twin.ruin,
+    )
+    if used is None:
+        return facts
+    facts = _compared(replace(facts, scale=used.scale), trials, used)
+    if not steps:
+        return facts
+    try:
+        made = stepped(trials, trial.twin, used, steps)
+        facts = replace(
+            facts,
+            cost_fp32=made.fp32,
+            cost=made.low,
+            weights_finite=trials.plain.weights_finite() <= trial.twin.weights_finite(),
+            lost=trial.twin.lost(),
+        )
+        return replace(facts, ratios=repeated(trials, trial.twin, made))
+    except StepError as error:
+        return replace(facts, failed=str(error))
+
+
+def _used(facts: Facts, trial: Trial) -> Pass | None:
+    """Return the pass whose gradients are compared: at the default scale if it will do.
+
+    It will not where gradients overflow, nor where many are lost at it, and fewer at
+    the safe one, which is then higher.
+    """
+    if trial.finite:
+        lost = facts.curve[0].flushed if facts.curve else 0.0
+        higher = trial.safe is not None and trial.safe > facts.default_scale
+        if not (higher and lost > FLUSH_WARN):
+            return trial.passes[0]
+    return trial.at_safe
+
+
+def _compared(facts: Facts, trials: Trials, used: Pass) -> Facts:
+    """Compare gradients with fp32's, and those of fp32 with each other."""
+    right = trials.right[0]
+    owner = partial(_owner, kinds=trials.kinds)
+    whole, layers = gradient_similarity.compare(right.gradients, used.gradients, owner)
+    facts = replace(facts, gradients=whole, layers=layers)
+    pair = trials.pair()
+    if pair is None:
+        return facts
+    noise, by_layer = gradient_similarity.compare(pair[0], pair[1], owner)
+    of = "two batches" if len(trials.batches) > 1 else facts.noise_of
+    return replace(facts, noise=noise, noise_layers=by_layer, noise_of=of)
+
+
+def _owner(name: str, kinds: dict[str, str]) -> str:
+    """Return the module that a parameter belongs to; of the model's own, its name."""
+    path = name.rpartition(".")[0]
+    return path if path and path in kinds else name
+
+
+def _histogram(passes: Sequence[Pass]) -> Tensor:
+    return torch.stack([one.histogram for one in passes]).sum(0)
+
+
+def _curve(
+    histogram: Tensor, scales: Sequence[float], top: float | None = None
+) -> tuple[ScalePoint, ...]:
+    """Return what scales would do in fp16; the first given stays first.
+
+    Args:
+        histogram: Of fp32's gradients.
+        scales: Powers of two.
+        top: The largest at which nothing overflows; None concludes it from fp32.
+    """
+    top = largest_safe_scale(histogram, margin=0).item() if top is None else top
+    points = []
+    for scale in dict.fromkeys(scales):
+        power = torch.tensor(scale, dtype=torch.float32)
+        points.append(
+            ScalePoint(
+                scale,
+                flushed(histogram, power).item(),
+                subnormal(histogram, power).item(),
+                math.log2(top / scale),
+            )
+        )
+    return tuple(points)
+
+
+def _peaks(passes: Sequence[Pass]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the largest outputs and gradients of each module, of several passes."""
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    for one in passes:
+        for found, seen in (
+            (forward, one.trace.peaks()),
+            (backward, one.trace.gradient_peaks()),
+        ):
+            for path, peak in seen.items():
+                found[path] = max(found.get(path, 0.0), peak)
+    return forward, backward

@@ -1,0 +1,332 @@
+"""A copy of a model at work at one level, for passes that leave the model alone.
+
+In: a model, perhaps its optimizer, a level. Out: passes over batches with all that is
+to be known of them, and whole training steps with the time they took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import sys
+import time
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.casting.convert_model import overflow_reported
+from halfstep.diagnostics.preflight.model_buffers import Buffers
+from halfstep.diagnostics.preflight.module_ranges import Boundaries, Trace
+from halfstep.diagnostics.preflight.saved_tensors import GradientExponents, SavedBytes
+from halfstep.diagnostics.preflight.validation import check_gradients, check_loss
+from halfstep.errors import UserError
+from halfstep.machine import fp16_emulation
+from halfstep.machine import recommendation as choosing
+from halfstep.masters.encoding import NONE
+from halfstep.numerics.exponents import unscaled
+from halfstep.numerics.formats import FP16
+from halfstep.scaling import ScaleRule
+from halfstep.session.factory import prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from halfstep._torch.rng_state import RandomState
+    from halfstep.machine.recommendation import Choice
+    from halfstep.policy.rules import Policy
+
+LossFn: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
+
+_ANY = 2.0**-126, 2.0**127
+"""Scales that fp32 holds as powers of two."""
+
+_NEVER = sys.maxsize
+"""Steps from one count of lost updates to the next: those that are timed count none."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass of a twin."""
+
+    loss: float
+    scale: float
+    gradients: dict[str, Tensor]
+    """Of parameters, by name: fp32, unscaled, dense."""
+    bad: tuple[str, ...]
+    """Names of those that hold inf or NaN."""
+    trace: Trace
+    histogram: Tensor
+    """Exponents of unscaled gradients in the twin's format (`numerics.exponents`), of
+    activations and of weights as they arrive; zeros where they were not counted.
+    int64, shape (BINS,), on the CPU."""
+    saved_bytes: int
+    """What the forward pass kept for the backward pass, weights and buffers apart."""
+    seconds: float
+    """It took, with all that was looked at."""
+
+    @property
+    def finite(self) -> bool:
+        """Neither gradients of parameters nor those that made them hold inf or NaN."""
+        return not self.bad and not int(self.histogram[-1])
+
+    @property
+    def sound(self) -> bool:
+        """Neither the loss is inf or NaN, nor any of these."""
+        return self.finite and math.isfinite(self.loss)
+
+
+class Twin:
+    """A copy of a model and of its optimizer, prepared at a level.
+
+    Every pass begins with the same random state and buffers: dropout masks and batch
+    statistics are those of any other twin's pass. On a GPU masks depend on the format,
+    so there the copies' own dropout layers let everything through.
+
+    Args:
+        model: Stays as it is.
+        optimizer: Over its parameters, copied with them; None makes an AdamW.
+        choice: Level and format.
+        policy: As for `prepare`.
+        master: As for `prepare`, where the level has masters.
+        state: Random state that each pass begins with.
+
+    Raises:
+        UserError: If it cannot be copied, or `prepare` refuses it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        choice: Choice,
+        policy: Policy,
+        master: str,
+        state: RandomState,
+    ) -> None:
+        twin, stepper = _copied(model, optimizer)
+        rates = [float(group.get("lr", math.nan)) for group in stepper.param_groups]
+        self.optimizer = f"{type(stepper).__name__}, lr={max(rates):g}"
+        """Its kind and learning rate, and whether it was given."""
+        if optimizer is None:
+            self.optimizer += ", as none was given"
+        self.notes: list[str] = []
+        """What `prepare` warned of."""
+        self._low = choice.format.dtype
+        self._random = state
+        self.device = next(twin.parameters()).device
+        if self.device.type != "cpu":
+            _let_through(twin)
+        kept = choice.level.masters and master != NONE
+        self.ruin = choosing.ruin(choice, stepper, masters=kept)
+        """What will make NaN of weights, "" where nothing does."""
+        self.widened = choice.format == FP16 and fp16_emulation.needed(self.device.type)
+        """Passes, not steps, compute fp16 products in fp32 and round them."""
+        lossy = choice.level.low_weights and not kept
+        rule = ScaleRule.parse(1.0)
+        with _noted(self.notes), overflow_reported():
+            self.session = prepare(
+                twin,
+                stepper,
+                choice,
+                policy=policy,
+                loss_scale=rule,
+                master=master if choice.level.masters else "fp32",
+                lost_updates_every=_NEVER if lossy else None,
+            )
+        self._buffers = Buffers(twin)
+
+    @property
+    def model(self) -> nn.Module:
+        """The copy."""
+        return self.session.model
+
+    def run(
+        self,
+        loss_fn: LossFn,
+        batch: object,
+        scale: float = 1.0,
+        *,
+        others: frozenset[int] = frozenset(),
+        counted: bool = True,
+    ) -> Pass:
+        """Run a batch forward and backward; weights stay.
+
+        Args:
+            loss_fn: Gives the loss of a model on a batch, shape ().
+            batch: What it takes.
+            scale: Of the loss, a power of two.
+            others: Ids of parameters that no loss may depend on.
+            counted: Count exponents, which takes about as long as the pass.
+
+        Raises:
+            UserError: If the loss is none that can be trained with.
+        """
+        self.begin(scale)
+        began = time.perf_counter()
+        session, saved = self.session, SavedBytes(self.model)
+        exponents = GradientExponents(self._low if counted else None)
+        with self._products(), Boundaries(self.model) as boundaries:
+            with session.autocast(), saved.counting():
+                loss = loss_fn(session.model, batch)
+                check_loss(loss, others)
+            boundaries.end_forward()
+            with exponents.over(loss):
+                session.backward(loss)
+        gradients = self._gradients(scale, exponents)
+        check_gradients(gradients)
+        session.zero_grad()
+        power = torch.tensor(scale, dtype=torch.float32)
+        return Pass(
+            loss.detach().double().item(),
+            scale,
+            gradients,
+            _not_finite(gradients),
+            boundaries.trace(),
+            unscaled(exponents.total(), power),
+            saved.bytes,
+            time.perf_counter() - began,
+        )
+
+    def _products(self) -> contextlib.AbstractContextManager[object]:
+        """Return a region in which fp16 takes no minutes where a CPU has none."""
+        if self.widened:
+            return fp16_emulation.Widened()  # type: ignore[no-untyped-call]
+        return contextlib.nullcontext()
+
+    def _gradients(
+        self, scale: float, exponents: GradientExponents
+    ) -> dict[str, Tensor]:
+        """Return the gradients that a backward pass left, unscaled in fp32."""
+        found = {}
+        for name, param in self.model.named_parameters():
+            if param.grad is None:
+                continue
+            dense = param.grad.detach()
+            dense = dense.to_dense() if dense.layout != torch.strided else dense
+            dense = torch.view_as_real(dense) if dense.is_complex() else dense
+            exponents.add(dense)  # as leaves, they come to no node
+            found[name] = dense.to(torch.float32, copy=True).div_(scale)
+        return found
+
+    def begin(self, scale: float) -> None:
+        """Put random state and buffers back, and set the scale."""
+        self._random.restore()
+        self._buffers.restore()
+        scaler = self.session.scaler
+        power = torch.full_like(scaler.state.scale, min(max(scale, _ANY[0]), _ANY[1]))
+        scaler.state = replace(scaler.state, scale=power)
+
+    def step(self, loss_fn: LossFn, batch: object) -> float:
+        """Make a whole training step, which changes the copy; return its seconds."""
+        self._wait()
+        began = time.perf_counter()
+        with self.session.autocast():
+            loss = loss_fn(self.session.model, batch)
+        self.session.backward(loss)
+        with _noted(self.notes):
+            self.session.step()
+        self._wait()
+        return time.perf_counter() - began
+
+    def last_step(self, loss_fn: LossFn, batch: object) -> dict[str, int]:
+        """Make one more step, and count in it the updates that rounding swallows.
+
+        Comes after a step, which makes the optimizer's state. Counting takes time: so
+        this one is not timed.
+
+        Returns:
+            The bytes that training holds after the backward pass, by purpose.
+        """
+        session = self.session
+        with session.autocast():
+            loss = loss_fn(session.model, batch)
+        session.backward(loss)
+        held = session.memory()
+        if session._lost is not None:  # noqa: SLF001 -- it counts at fixed steps
+            session._lost.every = 1  # noqa: SLF001
+        with _noted(self.notes):
+            session.step()
+        if session._lost is not None:  # noqa: SLF001 -- steps to come are timed
+            session._lost.every = _NEVER  # noqa: SLF001
+        return held
+
+    def lost(self) -> float | None:
+        """Return the share of the last step's updates that rounding swallowed, 0 to 1.
+
+        None where none was counted. Waits for the device.
+        """
+        groups = self.session.optimizer.param_groups
+        gone = whole = 0.0
+        for one in self.session.lost_updates():
+            share = one.share
+            if share is not None:
+                size = sum(param.numel() for param in groups[one.group]["params"])
+                gone, whole = gone + share * size, whole + size
+        return gone / whole if whole else None
+
+    def weights_finite(self) -> bool:
+        """Say whether no weight is inf or NaN. Waits for the device."""
+        return all(bool(torch.isfinite(one).all()) for one in self.model.parameters())
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _not_finite(gradients: dict[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of gradients with inf or NaN; waits for the device once."""
+    good = torch.stack([torch.isfinite(one).all().cpu() for one in gradients.values()])
+    return tuple(
+        name for name, fine in zip(gradients, good.tolist(), strict=True) if not fine
+    )
+
+
+def _copied(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a copy of a model, and of its optimizer or a new one over the copy."""
+    try:
+        twin, stepper = copy.deepcopy((model, optimizer))
+    except Exception as error:
+        message = (
+            f"{type(model).__name__} cannot be copied, and check works on copies: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+        raise UserError(message) from error
+    if not all(param.is_leaf for param in twin.parameters()):
+        message = (
+            f"a copy of {type(model).__name__} has no weights of its own, and check "
+            "works on copies: give the model as it was before torch.jit."
+        )
+        raise UserError(message)
+    if stepper is None:
+        learning = [param for param in twin.parameters() if param.requires_grad]
+        fused = all(param.is_floating_point() for param in learning)
+        stepper = torch.optim.AdamW(learning, fused=fused)
+    for param in twin.parameters():
+        param.grad = None
+    return twin, stepper
+
+
+def _let_through(model: nn.Module) -> None:
+    """Switch off what draws masks in a copy."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001
+            module.p = 0.0
+        elif isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            module.dropout = 0.0
+
+
+@contextlib.contextmanager
+def _noted(notes: list[str]) -> Iterator[None]:
+    """Take warnings down instead of showing them, each once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for one in caught:
+        if str(one.message) not in notes:
+            notes.append(str(one.message))

@@ -1,0 +1,222 @@
+"""What a check before training found, to be read by people and programs.
+
+In: `Facts` and the verdict on them. Out: sentences, tables, plain values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from halfstep.diagnostics.preflight.rules import power, spread
+from halfstep.diagnostics.preflight.verdict import NOTHING
+from halfstep.reporting.table import Cell, Table
+
+if TYPE_CHECKING:
+    from halfstep.diagnostics.preflight.measurements import Cost, Facts
+    from halfstep.reporting.finding import Finding
+
+_SHOWN = 12  # rows of a table by layer; `data` has all
+_SAID = 3  # findings in the short form
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The answer of `halfstep.check`."""
+
+    verdict: str
+    """The gravest of what was found. "fails: REASON", "keep these modules in float32:
+    RULES", "good with a loss scale of X", "not worth it: COST", "good", or "nothing to
+    compare: REASON"; after a semicolon what else decides, such as "cannot tell whether
+    it is worth it: COST"."""
+    findings: tuple[Finding, ...]
+    """Worst first."""
+    facts: Facts
+    """All that was measured."""
+
+    @property
+    def good(self) -> bool:
+        """Training at this level can begin as asked, perhaps with the scale named."""
+        begun = self.verdict.startswith(("good", NOTHING))
+        return begun and "not worth it" not in self.verdict
+
+    def __str__(self) -> str:
+        """Return the verdict and the worst findings, a line each."""
+        said = [str(finding) for finding in self.findings[:_SAID]]
+        more = len(self.findings) - len(said)
+        if more:
+            said.append(f"and {more} more: report.findings")
+        return "\n".join([f"{self.facts.words}: {self.verdict}", *said])
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return the verdict, gradients by layer, loss scales, ranges and costs."""
+        facts = self.facts
+        found = [_summary(self), _layers(facts), _scales(facts), _ranges(facts)]
+        found += [_costs(facts), _findings(self.findings)]
+        return tuple(table for table in found if table.rows)
+
+    def data(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`; numbers that are not finite as words.
+
+        As in `halfstep.reporting.table.Table.data`: "inf", "-inf" and "nan".
+        """
+        facts = asdict(self.facts)
+        facts |= {
+            "speed_up": self.facts.speed_up,
+            "memory_saved": self.facts.memory_saved,
+            "loss_error": self.facts.loss_error,
+        }
+        told = {
+            "verdict": self.verdict,
+            "findings": [finding.data() for finding in self.findings],
+            "facts": facts,
+        }
+        plain: dict[str, Any] = _plain(told)
+        return plain
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 -- JSON
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _summary(report: CheckReport) -> Table:
+    facts = report.facts
+    rows: list[tuple[Cell, ...]] = [
+        ("verdict", report.verdict),
+        ("level", f"{facts.words} on {facts.device}: {facts.reason}"),
+        ("loss in fp32", f"{facts.loss_fp32:.6g}"),
+    ]
+    error = facts.loss_error
+    if facts.loss is not None and error is not None:
+        rows.append(("loss", f"{facts.loss:.6g} ({error:+.3%})"))
+    likeness, noise = facts.gradients, facts.noise
+    if likeness is not None:
+        told = f"cosine {likeness.cosine:.6f}, SQNR {likeness.sqnr:.1f} dB"
+        rows.append(("gradients against fp32", f"{told}, {likeness.flushed:.2%} lost"))
+    if noise is not None:
+        rows.append((facts.noise_of, f"cosine {noise.cosine:.6f}, in fp32"))
+    if facts.safe_scale is not None:
+        rows.append(("largest safe loss scale", power(facts.safe_scale)))
+    if facts.curve:
+        first = facts.curve[0]
+        lost = f"{first.flushed:.2%} of fp32's gradients become zero"
+        rows.append((f"at loss scale {power(first.scale)}", lost))
+    if facts.speed_up is not None:
+        rows.append(("speed", _speed(facts)))
+    if facts.memory_saved is not None:
+        rows.append(("memory", f"{1 - facts.memory_saved:.0%} of that of fp32"))
+    if facts.lost is not None:
+        lost = f"{facts.lost:.0%} of one step, {facts.optimizer}"
+        rows.append(("updates rounded away", lost))
+    notes = [f"The check took {facts.seconds:.1f} s."]
+    if facts.dropout_off:
+        notes.append(
+            "Dropout layers let everything through: a GPU draws other masks in another "
+            "format, and gradients would differ by those."
+        )
+    return Table("Check before training", ("what", "value"), tuple(rows), tuple(notes))
+
+
+def _speed(facts: Facts) -> str:
+    said = f"{facts.speed_up:.2f} times that of fp32"
+    if facts.ratios:
+        low, high = spread(facts.ratios)
+        said += f", between {low:.2f} and {high:.2f} in {len(facts.ratios)} rounds"
+    return said
+
+
+def _layers(facts: Facts) -> Table:
+    noise = {one.where: one.cosine for one in facts.noise_layers}
+    worst = sorted(facts.layers, key=lambda one: _order(one.cosine))
+    whole = facts.gradients.norm if facts.gradients is not None else 0.0
+    rows = tuple(
+        (
+            one.where,
+            one.numbers,
+            one.cosine,
+            f"{one.sqnr:.1f}",
+            f"{one.flushed:.2%}",
+            noise.get(one.where),
+            f"{one.norm / whole:.1%}" if whole else None,
+        )
+        for one in worst[:_SHOWN]
+    )
+    return Table(
+        "Gradients against fp32, by module",
+        ("module", "numbers", "cosine", "SQNR dB", "lost", "noise", "of the norm"),
+        rows,
+        (*_left(len(worst)), f"noise: cosine of {facts.noise_of}, in fp32"),
+        digits=5,
+    )
+
+
+def _order(cosine: float) -> float:
+    return -math.inf if math.isnan(cosine) else cosine
+
+
+def _left(count: int) -> tuple[str, ...]:
+    return (f"The {_SHOWN} worst of {count}.",) if count > _SHOWN else ()
+
+
+def _scales(facts: Facts) -> Table:
+    rows = tuple(
+        (
+            power(point.scale),
+            f"{point.flushed:.2%}",
+            f"{point.subnormal:.2%}",
+            point.headroom,
+        )
+        for point in sorted(facts.curve, key=lambda point: point.scale)
+    )
+    columns = ("loss scale", "become zero", "lose bits", "headroom, binades")
+    note = f"What {facts.dtype} would make of the gradients that fp32 has."
+    return Table("Loss scales", columns, rows, (note,), digits=0)
+
+
+def _ranges(facts: Facts) -> Table:
+    if facts.format.max > 1e6:  # noqa: PLR2004 -- bf16 and fp32 reach as far
+        return Table("", ("module",), ())
+    largest = sorted(facts.ranges, key=lambda one: -_high(one.output))
+    rows = tuple(
+        (
+            one.path or "model",
+            one.kind,
+            f"{one.output:.3g}",
+            f"{one.output / facts.format.max:.2%}",
+            f"{one.gradient:.3g}",
+        )
+        for one in largest[:_SHOWN]
+    )
+    columns = ("module", "type", "output up to", "of the format", "gradient up to")
+    note = f"In fp32; {facts.dtype} holds {facts.format.max:g}."
+    return Table("Ranges", columns, rows, (note,))
+
+
+def _high(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _costs(facts: Facts) -> Table:
+    pairs = [("fp32", facts.cost_fp32), (facts.words, facts.cost)]
+    rows = tuple(_cost(name, cost) for name, cost in pairs if cost is not None)
+    names = list(facts.cost_fp32.memory) if facts.cost_fp32 is not None else []
+    columns = ("level", "ms a step", *(f"{name} MB" for name in names), "all MB")
+    return Table("Time and memory", columns, rows, digits=1)
+
+
+def _cost(name: str, cost: Cost) -> tuple[Cell, ...]:
+    megabytes = [size / 1e6 for size in cost.memory.values()]
+    milliseconds = None if cost.seconds is None else cost.seconds * 1e3
+    return (name, milliseconds, *megabytes, cost.bytes / 1e6)
+
+
+def _findings(findings: tuple[Finding, ...]) -> Table:
+    rows = tuple((one.severity, one.rule, str(one)) for one in findings)
+    return Table("Findings", ("severity", "rule", "what, and what to do"), rows)

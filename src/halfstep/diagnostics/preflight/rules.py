@@ -1,0 +1,424 @@
+"""What a check before training finds: limits, and rules that hold facts against them.
+
+In: `Facts`. Out: findings, worst first. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from halfstep.diagnostics.preflight.measurements import away
+from halfstep.reporting.finding import Finding, Severity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from halfstep.diagnostics.preflight.gradient_similarity import Likeness
+    from halfstep.diagnostics.preflight.measurements import Facts
+
+FLUSH_WARN, FLUSH_ALARM = 0.01, 0.05
+"""Shares of gradients lost to zero. Our choice: in the mixed-precision paper 5 % made
+fp32 masters worth having, 31 % made training diverge, and 0.1 % did no harm."""
+
+COSINE_WARN = 0.99
+"""Least cosine to fp32's gradients that is not spoken of. Our choice: a relative error
+of 14 %."""
+
+NOISE_SHARE = 0.1
+"""1 - cosine that is small beside that of two halves of the batch. Our choice: the
+rounding then adds a twentieth to the gradient's own noise."""
+
+NORM_SHARE = 1e-3
+"""Share of the whole gradient's norm below which a layer is not spoken of: the gradient
+of a key's bias in attention is zero, and what is computed of it is rounding alone."""
+
+LOSS_WARN = 0.01
+"""Relative difference of the loss. Our choice: bf16 rounds by 0.4 % at most."""
+
+LOST_WARN, LOST_ALARM = 0.05, 0.5
+"""Shares of the updates that rounding swallowed: the doctor's limits."""
+
+WORTH_TIME, WORTH_MEMORY = 1.05, 0.1
+"""Least speed-up, and least share of the memory saved, that make a level worth having.
+Our choice: medians of a few steps differ by some per cent."""
+
+TIME_FOR_MEMORY = 0.8
+"""Least speed, beside fp32's, at which saved memory is worth having. Our choice."""
+
+_SURE = 0.999
+"""How sure a speed-up is to lie within its spread. Our choice: it is asked up to 20
+times, as rounds come in."""
+_FEWEST, _BEYOND = 11, 1.5
+"""Rounds from which that can be said, for 2 / 2**11 is below 0.1 %; and the factor that
+a few steps tell. Our choice."""
+
+DYNAMIC = 1.0, 2.0**24
+"""Floor and ceiling of scales that move: `ScaleRule.min_scale` and `max_scale`."""
+
+NO_GRADIENT = "no parameter gets a gradient other than zero"
+"""Said of a loss that does not depend on the weights."""
+
+_OURS = "our choice"
+_PAPER = "our choice, after Micikevicius et al. 2018"
+
+
+def findings(facts: Facts) -> tuple[Finding, ...]:
+    """Return all that there is to say, worst first."""
+    found = [finding for rule in _RULES for finding in rule(facts)]
+    found += [_note(facts, note, "note") for note in facts.notes]
+    found += [_note(facts, caution, "warning") for caution in facts.cautions]
+    return tuple(sorted(found, key=lambda one: one.rank))
+
+
+def spread(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return between which speed-ups the true one lies, of each round's.
+
+    Order statistics: their median lies between the k-th smallest and the k-th largest
+    of n rounds with a chance of 1 - 2 P(fewer than k of n fair coins show heads), for
+    the largest k at which that is 99.9 %. Fewer than 11 rounds cannot say so: there it
+    is the least and the greatest, and half as much beyond.
+    """
+    ordered, n = sorted(ratios), len(ratios)
+    if n < _FEWEST:
+        return ordered[0] / _BEYOND, ordered[-1] * _BEYOND
+    k, missed = 0, 0.0
+    while missed + math.comb(n, k) / 2**n <= (1 - _SURE) / 2:
+        missed += math.comb(n, k) / 2**n
+        k += 1
+    return ordered[k - 1], ordered[-k]
+
+
+def settled(ratios: Sequence[float]) -> bool:
+    """Say whether rounds tell on which side of the limits the speed-up lies."""
+    low, high = spread(ratios)
+    return not any(low < limit <= high for limit in (WORTH_TIME, TIME_FOR_MEMORY))
+
+
+def cost(facts: Facts) -> tuple[str, str]:
+    """Return whether a level is worth its cost, and what was measured.
+
+    Returns:
+        "worth", "not worth" or "cannot tell"; "" where nothing was timed.
+    """
+    faster, saved = facts.speed_up, facts.memory_saved
+    if faster is None or saved is None:
+        return "", ""
+    low, high = spread(facts.ratios) if facts.ratios else (faster, faster)
+    lean = saved >= WORTH_MEMORY
+    worth = [f >= WORTH_TIME or (lean and f >= TIME_FOR_MEMORY) for f in (low, high)]
+    less = f"{saved:.0%} less" if saved > 0 else f"{-saved:.0%} more"
+    memory = f"{less} memory" if round(saved, 2) else "as much memory"
+    if worth[0] != worth[1]:
+        said = f"{low:.2f} to {high:.2f} times the speed of fp32 in "
+        said += f"{len(facts.ratios)} rounds, {memory}"
+        return "cannot tell", said
+    said = f"{faster:.2f} times the speed of fp32, {memory}"
+    return "worth" if worth[0] else "not worth", said
+
+
+def is_far(likeness: Likeness, noise: Likeness | None) -> bool:
+    """Say whether gradients are too far from fp32's, beside their own noise."""
+    far = away(likeness)
+    if far <= 1 - COSINE_WARN:
+        return False
+    if math.isinf(far):
+        return True
+    return noise is None or far > NOISE_SHARE * away(noise)
+
+
+def _strays(facts: Facts) -> bool:
+    return facts.gradients is not None and is_far(facts.gradients, facts.noise)
+
+
+def _fp32(facts: Facts) -> list[Finding]:
+    if facts.finite_fp32:
+        return []
+    return [
+        Finding(
+            "error",
+            "fp32",
+            "loss",
+            f"loss {facts.loss_fp32:g} of {facts.bad_batch}, or its gradients, are not "
+            "finite in fp32",
+            "",
+            "",
+            "No format can mend that: look at the batch, its labels, the weights and "
+            "the loss function; halfstep.first_bad names the operation that made it.",
+            1.0,
+        )
+    ]
+
+
+def _learns(facts: Facts) -> list[Finding]:
+    if facts.learns or not facts.finite_fp32:
+        return []
+    advice = (
+        "The loss does not depend on the weights: look for a factor of 0, a loss that "
+        "is clamped or saturated, and labels or masks that leave every target out."
+    )
+    where, seen = "gradients", f"{NO_GRADIENT}, in fp32 either"
+    return [Finding("error", "no gradient", where, seen, "", "", advice, 1.0)]
+
+
+def _level(facts: Facts) -> list[Finding]:
+    if not facts.failed:
+        return []
+    advice = "Use level O1, where operations are cast one by one, or mend the model."
+    return [
+        Finding("error", "level", facts.words, facts.failed, "", "", advice, weight=1.0)
+    ]
+
+
+def _overflow(facts: Facts) -> list[Finding]:
+    fault = facts.fault
+    if fault is None:
+        return []
+    backward = fault.phase == "backward"
+    if backward and facts.safe_scale is not None and facts.safe_scale >= 1:
+        return []  # a lower scale is the cure, and `_scale` says so
+    limit = f"{facts.dtype} holds {facts.format.max:g}"
+    what = "the gradients of its output reach" if backward else "its output reaches"
+    made = "makes inf or NaN in its backward pass" if backward else "makes inf or NaN"
+    seen = f"{made} at loss scale {power(fault.scale)}"
+    if fault.op:
+        seen = f"its {fault.op} makes inf or NaN, and a later operation hides it, as "
+        seen += "1 / inf is 0"
+        what = "it reaches"
+    if not math.isnan(fault.reaches):  # of what flows out of a loss nobody knows
+        seen += f"; in fp32 {what} {fault.reaches:.2g}"
+    wrong = not facts.finite or bool(facts.rules) or _strays(facts)
+    # A sigmoid by hand, 1 / (1 + exp(-x)), is right although exp(-x) is inf.
+    severity: Severity = "error" if wrong else "note" if fault.op else "warning"
+    advice = "No rule on modules fixes it: train in bf16, or keep the numbers smaller."
+    if not backward and not wrong:
+        advice = "Loss and gradients are like fp32's all the same; to be sure, keep "
+        advice += "it in float32."
+    if backward and facts.finite and facts.safe_scale is not None:
+        scale = power(facts.safe_scale)
+        advice = f"Only a loss scale below 1 fixes it, such as {scale}; or train in "
+        advice += "bf16."
+    if facts.cured:
+        rules = ", ".join(facts.rules)
+        advice = f"Keep in float32: {rules} (policy={facts.policy!r}); or train in bf16"
+        advice += "."
+    return [
+        Finding(
+            severity,
+            f"overflow {fault.phase}",
+            fault.where,
+            seen,
+            limit,
+            "the format",
+            advice,
+            1.0,
+        )
+    ]
+
+
+def _scale(facts: Facts) -> list[Finding]:
+    if facts.safe_scale is None or facts.default_finite:
+        return []
+    fault = facts.fault
+    known = fault is not None and fault.phase == "backward"
+    where = fault.where if fault is not None and known else "gradients"
+    advice = _how(facts.safe_scale)
+    if facts.safe_scale >= DYNAMIC[0]:
+        steps = round(math.log2(facts.default_scale / facts.safe_scale))
+        advice += f" A dynamic scale skips about {steps} steps on its way there."
+    return [
+        Finding(
+            "warning",
+            "loss scale",
+            where,
+            f"gradients overflow at the default loss scale {power(facts.default_scale)}"
+            f"; {power(facts.safe_scale)} is safe",
+            f"{facts.dtype} holds {facts.format.max:g}",
+            "the format",
+            advice,
+            0.5,
+        )
+    ]
+
+
+def _how(scale: float) -> str:
+    """Return how to train with a scale."""
+    low, high = DYNAMIC
+    if low <= scale <= high:
+        return f"Use loss_scale='measured', or begin at {power(scale)}."
+    return f"Use loss_scale={power(scale)}, or bf16."
+
+
+def _underflow(facts: Facts) -> list[Finding]:
+    if not facts.curve or facts.curve[0].flushed <= FLUSH_WARN:
+        return []
+    lost, scale = facts.curve[0].flushed, facts.curve[0].scale
+    best = next((p for p in facts.curve[1:] if p.scale == facts.safe_scale), None)
+    advice = "Train in bf16, which reaches as far as fp32."
+    if best is not None and best.flushed < lost / 2:
+        advice = f"{_how(best.scale)} There {best.flushed:.1%} are lost."
+    return [
+        Finding(
+            "warning",
+            "underflow",
+            "gradients",
+            f"{lost:.1%} of fp32's gradients other than zero become zero in "
+            f"{facts.dtype} at loss scale {power(scale)}",
+            f"at most {FLUSH_WARN:.0%}",
+            _PAPER,
+            advice,
+            min(1.0, lost),
+        )
+    ]
+
+
+def _gradients(facts: Facts) -> list[Finding]:
+    if facts.gradients is None:
+        return []
+    noise = {one.where: one for one in facts.noise_layers}
+    whole = facts.gradients.norm
+    found = []
+    if _strays(facts):
+        found.append(
+            Finding(
+                "error",
+                "gradients",
+                "gradients",
+                f"cosine of all gradients to fp32's {cosine(facts.gradients)}",
+                f"at least cosine {COSINE_WARN}",
+                _OURS,
+                "Keep the modules named below in float32, or train in fp32.",
+                0.9,
+            )
+        )
+    for one in facts.layers:
+        share = one.norm / whole if whole else 0.0
+        if share >= NORM_SHARE and is_far(one, noise.get(one.where)):
+            beside = noise.get(one.where)
+            halves = f", {facts.noise_of} {beside.cosine:.4f}" if beside else ""
+            found.append(
+                Finding(
+                    "warning",
+                    "gradient",
+                    one.where,
+                    f"cosine to fp32's gradient {cosine(one)}, SQNR {one.sqnr:.1f} dB,"
+                    f" {one.flushed:.1%} flushed{halves}",
+                    f"at least cosine {COSINE_WARN}",
+                    _OURS,
+                    f"Keep it in float32: 'module:{one.where}=fp32'.",
+                    share,
+                )
+            )
+    return found
+
+
+def _loss(facts: Facts) -> list[Finding]:
+    error = facts.loss_error
+    if error is None or not facts.finite or abs(error) <= LOSS_WARN:
+        return []
+    return [
+        Finding(
+            "warning",
+            "loss",
+            "loss",
+            f"{facts.loss:.6g}, in fp32 {facts.loss_fp32:.6g}: {error:+.2%}",
+            f"at most {LOSS_WARN:.0%}",
+            _OURS,
+            "Compute the loss, and what leads up to it, in float32.",
+            min(1.0, abs(error)),
+        )
+    ]
+
+
+def _weights(facts: Facts) -> list[Finding]:
+    if facts.weights_finite:
+        return []
+    seen = "weights of the copy are inf or NaN after the timed steps"
+    advice = "Use level O2, whose optimizer works in fp32, or lower the learning rate."
+    return [Finding("error", "weights", facts.words, seen, "", "", advice, 1.0)]
+
+
+def _ruin(facts: Facts) -> list[Finding]:
+    if not facts.ruin:
+        return []
+    seen, _, advice = facts.ruin.partition(". ")
+    return [Finding("error", "caution", facts.optimizer, seen, "", "", advice, 1.0)]
+
+
+def _lost(facts: Facts) -> list[Finding]:
+    if facts.lost is None or facts.lost <= LOST_WARN:
+        return []
+    advice = "Keep fp32 master weights: level='O2', master='fp32'."
+    if facts.dtype == "bf16":
+        advice = (
+            "Keep master weights: level='O2' with master='split' (exact, 16 bits a "
+            "weight), 'kahan' (as lean, bf16 moments too) or 'stochastic' (nothing "
+            "kept, right on average)."
+        )
+    return [
+        Finding(
+            "error" if facts.lost > LOST_ALARM else "warning",
+            "swamped updates",
+            facts.optimizer,
+            f"{facts.lost:.0%} of the updates of one step were rounded away: those "
+            f"weights in {facts.dtype} did not move",
+            f"at most {LOST_WARN:.0%}",
+            f"our choice; {facts.dtype} loses updates below "
+            f"2**{-_mantissa(facts) - 2} to 2**{-_mantissa(facts) - 1} of the weight",
+            advice,
+            facts.lost,
+        )
+    ]
+
+
+def _mantissa(facts: Facts) -> int:
+    return facts.format.mantissa_bits
+
+
+def _cost(facts: Facts) -> list[Finding]:
+    state, measured = cost(facts)
+    if state not in {"not worth", "cannot tell"} or not facts.finite:
+        return []
+    advice = "Train in fp32 (level O0), or try larger batches, where matrix products "
+    advice += "take more of the time."
+    if state == "cannot tell":
+        advice = "Check again on an idle machine, with more steps=."
+    return [
+        Finding(
+            "warning" if state == "not worth" else "note",
+            "cost",
+            facts.words,
+            measured,
+            f"worth it: {WORTH_TIME} times as fast, or {WORTH_MEMORY:.0%} less memory "
+            f"at no less than {TIME_FOR_MEMORY} times the speed",
+            _OURS,
+            advice,
+            0.5,
+        )
+    ]
+
+
+_RULES = (
+    *(_fp32, _learns, _level, _overflow, _scale, _underflow, _gradients, _loss),
+    *(_ruin, _weights, _lost, _cost),
+)
+
+
+def _note(facts: Facts, text: str, severity: Severity) -> Finding:
+    where = f"{facts.words} on {facts.device}"
+    rule = "note" if severity == "note" else "caution"
+    return Finding(severity, rule, where, text.rstrip("."), "", "", "")
+
+
+def power(scale: float) -> str:
+    """Return a loss scale as people write it: 1024, or 2**30 where that is shorter."""
+    mantissa, exponent = math.frexp(scale)
+    if mantissa == 0.5 and not 1 <= scale <= 2**20:  # noqa: PLR2004
+        return f"2**{exponent - 1}"
+    return f"{scale:g}" if scale < 1e5 else f"{scale:.0f}"  # noqa: PLR2004
+
+
+def cosine(likeness: Likeness | None) -> str:
+    """Return a cosine as people read it."""
+    assert likeness is not None  # noqa: S101 -- the pass was finite
+    return f"{likeness.cosine:.5f}"

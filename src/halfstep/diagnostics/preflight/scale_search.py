@@ -1,0 +1,390 @@
+"""Passes at a level until they are finite: other loss scales, and modules in fp32.
+
+In: a way to make twins, batches, a level. Out: the reference in fp32, and a trial at
+the level with the largest safe loss scale and the rules that overflow asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep.diagnostics.preflight import gradient_similarity
+from halfstep.diagnostics.preflight.measurements import Fault
+from halfstep.diagnostics.preflight.module_ranges import (
+    LOSS,
+    first_backward,
+    first_forward,
+)
+from halfstep.diagnostics.preflight.nonfinite_ops import Operations, first_hidden
+from halfstep.diagnostics.preflight.rules import COSINE_WARN
+from halfstep.diagnostics.preflight.validation import misplaced, raised
+from halfstep.errors import UserError
+from halfstep.machine.recommendation import Choice
+from halfstep.numerics import tree
+from halfstep.numerics.exponents import largest_safe_scale
+from halfstep.numerics.formats import FP16, FP32
+from halfstep.policy import levels
+from halfstep.policy.rules import Policy, Rule
+from halfstep.scaling import ScaleRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from halfstep.diagnostics.preflight.model_copy import LossFn, Pass, Twin
+
+DEFAULT_SCALE = ScaleRule().init_scale
+"""Where a dynamic loss scale begins."""
+
+_TRIES = 12  # passes that look for a scale; mostly one or two
+_RULES = 8  # modules kept in fp32 before the format is held to be the wrong one
+_LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried; fp32 must hold the loss
+_LEAP = 2.0**12  # from a scale at which all is zero to the next
+_COMPARED = 2
+_MEND = "No level was tried: mend it, the model or the batch."
+_WIDENED = (
+    "fp16 products of passes were computed in fp32 and rounded, as hardware with such "
+    "products does: this CPU has none, and takes many times as long; steps are timed "
+    "with its own"
+)
+_SHOWN = 200  # characters of somebody's error
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Passes at the level under one policy."""
+
+    policy: Policy
+    twin: Twin | None
+    """None where it cannot run at all."""
+    passes: tuple[Pass, ...] = ()
+    """Of each batch, at the default loss scale."""
+    safe: float | None = None
+    """The largest safe scale that was found, where the format needs one."""
+    at_safe: Pass | None = None
+    """The first batch's pass at it."""
+    failed: str = ""
+    """What the level's pass raised, in a line."""
+
+    @property
+    def finite(self) -> bool:
+        """All is, at the default scale."""
+        return all(one.sound for one in self.passes)
+
+
+class Trials:
+    """The reference, and trials at a level.
+
+    Args:
+        make: Makes a twin of `model`.
+        model: The user's.
+        loss_fn: As for `check`.
+        batches: One or more.
+        choice: Level and format.
+        margin: Powers of two to stay away from overflow.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Twin],
+        model: nn.Module,
+        loss_fn: LossFn,
+        batches: Sequence[object],
+        choice: Choice,
+        margin: int,
+    ) -> None:
+        self._make, self.margin = make, margin
+        self.batches, self.choice = batches, choice
+        self._others = frozenset(id(param) for param in model.parameters())
+        self.kinds = {path: type(m).__name__ for path, m in model.named_modules()}
+        self.notes: list[str] = []
+        """What was left out, and why."""
+        self.cautions: list[str] = []
+        """What `prepare` warned of."""
+        self._scaled = choice.format == FP16  # the others need no scale
+        self.default = DEFAULT_SCALE if self._scaled else 1.0
+        """The loss scale that training begins with."""
+        self.loss_fn = self._apart(loss_fn)
+        """Leaves batches as they are."""
+        fp32 = Choice(levels.O0, FP32, "the reference")
+        self.plain = make(choice=fp32, policy=Policy())
+        self.right = tuple(map(self._reference, range(len(batches))))
+
+    def _apart(self, loss_fn: LossFn) -> LossFn:
+        """Return a loss function that is given copies of batches.
+
+        Why: one that takes the labels out of a dictionary would find none in the next
+        pass, and one that works in place would find other numbers.
+        """
+        try:
+            for batch in self.batches:
+                tree.mapped(batch, _copied)
+        except Exception as error:  # noqa: BLE001 -- of somebody's own containers
+            why = line_of(error)
+            self.notes.append(f"the batch is not copied ({why}): loss_fn may change it")
+            return loss_fn
+        return lambda model, batch: loss_fn(model, tree.mapped(batch, _copied))
+
+    def _reference(self, number: int) -> Pass:
+        batch = self.batches[number]
+        try:
+            return self._pass(self.plain, number, 1.0)
+        except UserError:
+            raise
+        except Exception as error:
+            message = misplaced(self.plain.model, batch)
+            if message:
+                raise UserError(message) from error
+            called = f"loss_fn(model, {self.name_of(number)})"
+            raise raised(called, error, _MEND) from error
+
+    def name_of(self, number: int) -> str:
+        """Return the argument that a batch was given as."""
+        return f"more[{number - 1}]" if number else "batch"
+
+    def _passes(self, twin: Twin, scale: float) -> tuple[Pass, ...]:
+        numbers = range(len(self.batches))
+        return tuple(self._pass(twin, number, scale) for number in numbers)
+
+    def _pass(self, twin: Twin, number: int, scale: float) -> Pass:
+        one = twin.run(
+            self.loss_fn,
+            self.batches[number],
+            scale,
+            others=self._others,
+            counted=self._scaled,
+        )
+        # Those of the first two are compared; others would only fill memory.
+        return one if number < _COMPARED else replace(one, gradients={})
+
+    def pair(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        """Return fp32 gradients of two batches, or of two halves of the one."""
+        if len(self.right) > 1:
+            return self.right[0].gradients, self.right[1].gradients
+        try:
+            cut = tree.halves(self.batches[0])
+            if cut is None:
+                why = "the batch cannot be halved: no yardstick for gradients"
+                self.notes.append(why)
+                return None
+            one, other = (self._uncounted(half) for half in cut)
+        except Exception as error:  # noqa: BLE001 -- half a batch was our idea
+            why = line_of(error)
+            self.notes.append(f"half the batch does not run ({why}): no yardstick")
+            return None
+        return one.gradients, other.gradients
+
+    def _uncounted(self, batch: object) -> Pass:
+        return self.plain.run(self.loss_fn, batch, counted=False)
+
+    def mended(self, policy: Policy) -> tuple[Trial, Fault | None, tuple[str, ...]]:
+        """Return a trial that is finite, if rules on modules can make one.
+
+        Args:
+            policy: To begin with.
+
+        Returns:
+            The trial; the first fault that was met; the rules that were added. Where
+            rules do not mend it, the trial before any of them.
+        """
+        first = trial = self._trial(policy)
+        begun: Fault | None = None
+        rules: list[str] = []
+        while trial.twin is not None:
+            fault, harm = self._fault(trial)
+            begun = begun or fault
+            if fault is None or not harm:
+                return trial, begun, tuple(rules)
+            rule = _rule_for(fault, rules)
+            if not rule or len(rules) == _RULES:
+                break
+            rules.append(rule)
+            row = replace(Rule.parse(rule), reason="overflowed in a check")
+            try:
+                trial = self._trial(trial.policy + row)
+            except UserError:  # a rule that this level cannot obey, ours, not theirs
+                break
+        return first, begun, ()
+
+    def _trial(self, policy: Policy) -> Trial:
+        try:
+            twin = self._make(choice=self.choice, policy=policy)
+            passes = self._passes(twin, self.default)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- in fp32 it raised nothing
+            return Trial(policy, None, failed=line_of(error))
+        self.cautions = twin.notes  # it grows as the twin trains
+        if twin.widened and _WIDENED not in self.notes:
+            self.notes.append(_WIDENED)
+        trial = Trial(policy, twin, passes)
+        good = all(math.isfinite(one.loss) for one in passes)
+        if self._scaled and good:
+            safe, at_safe = self._search(twin, passes)
+            trial = replace(trial, safe=safe, at_safe=at_safe)
+        return trial
+
+    def _search(
+        self, twin: Twin, begun: Sequence[Pass]
+    ) -> tuple[float | None, Pass | None]:
+        """Return the largest scale at which gradients stay away from overflow.
+
+        Each pass proposes the next, until one is proposed that was tried and was
+        finite: what flowed at it is then known, and not concluded from fp32.
+
+        Args:
+            twin: At the level.
+            begun: Its passes at the default scale.
+        """
+        proposed = self._safe(self.right)
+        scale = 1.0 if proposed is None else proposed
+        ceiling = math.inf
+        finite: dict[float, Pass] = {}
+        for _ in range(_TRIES):
+            same = scale == self.default
+            passes = begun if same else self._passes(twin, scale)
+            if all(one.finite for one in passes):
+                finite[scale] = passes[0]
+                safe = self._safe(passes)
+                if not any(int(one.histogram.sum()) for one in passes):
+                    return scale, passes[0]  # nothing of it is in 16 bits
+                # Where all of it is zero, fp32 has promised too much.
+                following = min(scale * _LEAP if safe is None else safe, ceiling)
+            else:
+                following = ceiling = scale / 4
+            if following in finite:
+                return following, finite[following]
+            if not _LOWEST <= following <= _HIGHEST:
+                break
+            scale = following
+        lowest = min(finite, default=None)
+        return lowest, None if lowest is None else finite[lowest]
+
+    def _safe(self, passes: Sequence[Pass]) -> float | None:
+        seen = torch.stack([one.histogram for one in passes]).sum(0)
+        safe = largest_safe_scale(seen, torch.float16, self.margin).item()
+        return None if math.isnan(safe) else min(max(safe, _LOWEST), _HIGHEST)
+
+    def _fault(self, trial: Trial) -> tuple[Fault | None, bool]:
+        """Return the first inf or NaN of a trial, and whether it needs a rule."""
+        assert trial.twin is not None  # noqa: S101
+        pairs = list(zip(trial.passes, self.right, strict=True))
+        wrong = [one for one, _ in pairs if not math.isfinite(one.loss)]
+        enough = trial.finite or (trial.safe is not None and trial.safe >= 1)
+        harm = bool(wrong) or not enough
+        for one, right in pairs:
+            place = first_forward(one.trace, right.trace)
+            if place is None and not math.isfinite(one.loss):
+                place = LOSS
+            if place is not None:
+                harm = harm or self._strays(trial)
+                hidden = self._hidden(trial)
+                # Where both name one module, how far its outputs reach says more.
+                if hidden is not None and hidden.module not in {place, LOSS}:
+                    return hidden, harm
+                return self._told("forward", place, one, right), harm
+        hidden = self._hidden(trial) if enough else None
+        if hidden is not None:
+            return hidden, self._strays(trial)
+        if enough and trial.finite:
+            return None, False
+        passes = trial.passes
+        if not enough:
+            passes = self._passes(trial.twin, 1.0)  # where a rule would have to help
+        for one, right in zip(passes, self.right, strict=True):
+            if not one.finite:
+                place = first_backward(one.trace, right.trace)
+                place = _of_parameters(one) if place is None else place
+                return self._told("backward", place, one, right), harm
+        return None, False
+
+    def _hidden(self, trial: Trial) -> Fault | None:
+        """Return the first inf or NaN that a later operation hides from modules.
+
+        Its passes are run again under a look at each operation, in fp16 alone: what
+        leaves the range of bf16 leaves that of fp32.
+        """
+        if trial.twin is None or not self._scaled:
+            return None
+        for number in range(len(self.batches)):
+            low, right = (
+                self._results(twin, number) for twin in (trial.twin, self.plain)
+            )
+            found = first_hidden(low, right)
+            if found is not None:
+                kind = self.kinds.get(found.module, "")
+                where, scale = found.module, trial.passes[number].scale
+                return Fault("forward", where, kind, found.reaches, scale, found.op)
+        return None
+
+    def _results(self, twin: Twin, number: int) -> dict[tuple[str, str, int], float]:
+        """Return the largest result of each operation of a forward pass."""
+        seen: list[Operations] = []
+
+        def watched(model: nn.Module, batch: Any) -> Tensor:  # noqa: ANN401
+            with Operations(model) as operations:
+                seen.append(operations)
+                return self.loss_fn(model, batch)
+
+        twin.run(watched, self.batches[number], counted=False)
+        return seen[0].results()
+
+    def _strays(self, trial: Trial) -> bool:
+        """Say whether gradients are finite, but far from fp32's."""
+        used = trial.passes[0] if trial.finite else trial.at_safe
+        if used is None:
+            return True
+        right = self.right[0].gradients
+        whole, _ = gradient_similarity.compare(right, used.gradients, lambda _: "")
+        return not whole.cosine >= COSINE_WARN  # NaN is none
+
+    def _told(self, phase: str, place: str, one: Pass, right: Pass) -> Fault:
+        """Describe a fault, with how far numbers reach there in fp32."""
+        forward = phase == "forward"
+        crossings = right.trace.forward if forward else right.trace.backward
+        here = [
+            seen.peak
+            for seen in crossings
+            if seen.path == place and (seen.side == "output" or not forward)
+        ]
+        reaches = max(here, default=math.nan)
+        if place == LOSS:
+            reaches = right.loss if forward else math.nan
+        kind = self.kinds.get(place, "")
+        factor = 1.0 if forward else one.scale
+        return Fault(phase, place, kind, reaches * factor, one.scale)
+
+
+def _rule_for(fault: Fault, rules: Sequence[str]) -> str:
+    """Return the rule that might mend a fault: on the module, or on one around it.
+
+    Why one around: where a module was kept in fp32 already, what it gives may still be
+    cast to the format, as at levels without autocast.
+
+    Returns:
+        "" where none is left.
+    """
+    path = fault.module if fault.kind else ""
+    while path and f"module:{path}=fp32" in rules:
+        path = path.rpartition(".")[0]
+    return f"module:{path}=fp32" if path else ""
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _of_parameters(one: Pass) -> str:
+    """Return the module whose own gradient is the first that is not finite."""
+    return one.bad[-1].rpartition(".")[0] if one.bad else ""
+
+
+def line_of(error: Exception) -> str:
+    """Return an error in one line that is not too long."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."

@@ -1,0 +1,233 @@
+"""What a check before training cannot be made of, and what to say of it.
+
+In: a model, a batch, a loss. Out: nothing, or one sentence in a `UserError`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from halfstep.diagnostics.preflight.saved_tensors import is_leaf
+from halfstep.errors import UserError, require
+from halfstep.machine.recommendation import Choice
+from halfstep.masters import encoding as forms
+from halfstep.numerics.formats import is_low, tensors_in
+from halfstep.policy.rules import Policy
+from halfstep.scaling.measured_strategy import nodes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MOST = {"margin": 40, "steps": 10**6}  # fp16 has 40 powers of two in all
+_WORDS = 15  # of somebody's error
+_RIGHT = {
+    "margin": "0 or more powers of two, 40 at most",
+    "steps": "0 or more steps to time, a whole number",
+}
+
+
+def check_loss(loss: object, others: frozenset[int]) -> None:
+    """Refuse what cannot be trained with, and losses of another model.
+
+    Args:
+        loss: What a loss function returned.
+        others: Ids of parameters that it may not depend on.
+
+    Raises:
+        UserError: If it will not do.
+    """
+    if not isinstance(loss, Tensor):
+        message = (
+            f"loss_fn returned a value of type {type(loss).__name__}: return the loss, "
+            "a tensor of shape ()."
+        )
+        raise UserError(message)
+    if loss.shape:
+        message = (
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}: return one "
+            "number, such as its mean()."
+        )
+        raise UserError(message)
+    if not loss.is_floating_point():
+        message = (
+            f"loss_fn returned a {loss.dtype}: return one real floating-point number, "
+            "computed from the model's output."
+        )
+        raise UserError(message)
+    if loss.grad_fn is None:
+        message = (
+            f"loss_fn returned a {loss.dtype} without a graph: no gradient would flow; "
+            "compute it from the model's output, without detach(), item() or no_grad()."
+        )
+        raise UserError(message)
+    leaves = {id(node.variable) for node in nodes_of(loss.grad_fn) if is_leaf(node)}  # type: ignore[attr-defined]
+    if leaves & others:
+        message = (
+            "loss_fn uses the model that was given to check, not the copy it is called "
+            "with: write loss_fn(model, batch) with its own argument."
+        )
+        raise UserError(message)
+
+
+def check_gradients(gradients: Mapping[str, Tensor]) -> None:
+    """Refuse a loss that reached no parameter.
+
+    Raises:
+        UserError: If there is none.
+    """
+    if not gradients:
+        message = (
+            "no gradient reaches any parameter of the model: loss_fn(model, batch) "
+            "must make its loss from what the model it is given returns."
+        )
+        raise UserError(message)
+
+
+def check_words(
+    level: object, dtype: object, policy: object, master: object, **counts: object
+) -> None:
+    """Refuse words of the wrong kind, and counts that are none.
+
+    Args:
+        level: As for `check`; so are the next three.
+        dtype: A word or a torch.dtype.
+        policy: A word, a policy or None.
+        master: A word for a form of masters.
+        counts: `margin` and `steps`.
+
+    Raises:
+        UserError: If one of them will not do.
+    """
+    a_level = isinstance(level, str | Choice)
+    _need("level", level, a_level, "'O0', 'O1', 'O2', 'O3', 'auto' or a Choice")
+    a_dtype = isinstance(dtype, str | torch.dtype)
+    _need("dtype", dtype, a_dtype, "'bf16', 'fp16', 'auto' or a torch.dtype")
+    a_policy = policy is None or isinstance(policy, str | Policy)
+    _need("policy", policy, a_policy, "'lean', 'torch', either with rules, or a Policy")
+    _need("master", master, isinstance(master, str), "the word for a form of masters")
+    forms.parse(str(master))
+    for name, value in counts.items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        good = whole and 0 <= value <= _MOST[name]  # type: ignore[operator]
+        _need(name, value, good, _RIGHT[name])
+
+
+def _need(name: str, value: object, good: bool, right: str) -> None:
+    """Refuse a value, shown by its type where it is no plain one.
+
+    Raises:
+        UserError: If it will not do.
+    """
+    if not good and not isinstance(value, str | int | float | None):
+        kind = type(value).__name__
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {kind}"
+        message = f"{name} is {what}: it must be {right}."
+        raise UserError(message)
+    require(name, value, good, right)
+
+
+def check_arguments(
+    model: object, loss_fn: object, optimizer: object, more: object
+) -> None:
+    """Refuse no model, a loss that takes none, and another model's optimizer.
+
+    Raises:
+        UserError: If one of them is given.
+    """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        message = f"check(model=...) got a {kind}: give a torch.nn.Module."
+        raise UserError(message)
+    if isinstance(loss_fn, nn.modules.loss._Loss):  # noqa: SLF001
+        kind = type(loss_fn).__name__
+        message = (
+            f"loss_fn={kind}() takes no model: give a function loss_fn(model, batch) "
+            f"that calls the model on the batch and returns the loss {kind}() gives."
+        )
+        raise UserError(message)
+    takes = callable(loss_fn) and not isinstance(loss_fn, type)
+    _need("loss_fn", loss_fn, takes, "a function loss_fn(model, batch) of the loss")
+    _need("more", more, isinstance(more, list | tuple), "a list of batches")
+    if optimizer is not None:
+        theirs = isinstance(optimizer, torch.optim.Optimizer)
+        right = "a torch.optim.Optimizer over the model's parameters, or None"
+        _need("optimizer", optimizer, theirs, right)
+        assert isinstance(optimizer, torch.optim.Optimizer)  # noqa: S101 -- for types
+        own = {id(param) for param in model.parameters()}
+        groups = optimizer.param_groups
+        if not any(id(param) in own for group in groups for param in group["params"]):
+            message = (
+                f"optimizer={type(optimizer).__name__} holds no parameter of the model "
+                "that is checked: make it over model.parameters()."
+            )
+            raise UserError(message)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models that no fp32 reference can be made of.
+
+    Raises:
+        UserError: If it is wrapped, learns nothing, or is stored in 16 bits.
+    """
+    kind = type(model).__name__
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        message = f"check(model=...) got a {kind}: give the bare model, model.module."
+        raise UserError(message)
+    if not any(param.requires_grad for param in model.parameters()):
+        message = f"{kind} has no parameter that learns: there is nothing to check."
+        raise UserError(message)
+    for name, param in model.named_parameters():
+        lazy = is_lazy(param)  # a type guard that would rule out all the rest
+        if lazy:
+            message = f"parameter {name!r} has no shape yet: call the model once first."
+            raise UserError(message)
+        if is_low(param.dtype):
+            message = (
+                f"parameter {name!r} is stored in {param.dtype}: check compares with "
+                "fp32, and needs the fp32 weights; load the model in fp32."
+            )
+            raise UserError(message)
+        if param.is_meta or hasattr(param, "to_local"):
+            state = "on the meta device" if param.is_meta else "sharded"
+            message = f"parameter {name!r} is {state}: check needs a whole model."
+            raise UserError(message)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            message = f"buffer {name!r} is on the meta device: check needs it whole."
+            raise UserError(message)
+
+
+def raised(what: str, error: Exception, advice: str) -> UserError:
+    """Return what to say where something raises in fp32 already.
+
+    Args:
+        what: Was called.
+        error: It raised.
+        advice: What to do.
+    """
+    words = " ".join(str(error).split()[:_WORDS]) or "without a word"
+    message = f"{what} raised {type(error).__name__} in fp32: {words}. {advice}"
+    return UserError(message)
+
+
+def empty(batch: object) -> str:
+    """Return what to say of a batch that holds no example, or ""."""
+    shapes = [tuple(one.shape) for one in tensors_in(batch) if one.ndim]
+    none = next((shape for shape in shapes if not shape[0]), None)
+    return "" if none is None else f"the batch holds a tensor of shape {none}"
+
+
+def misplaced(model: nn.Module, batch: object) -> str:
+    """Return what to say where a batch lies on another device than the model, or ""."""
+    home = next(model.parameters()).device
+    for tensor in tensors_in(batch):
+        if tensor.device != home:
+            return (
+                f"the batch holds a tensor on {tensor.device}, the model is on {home}: "
+                f"move it, as in batch.to({str(home)!r})."
+            )
+    return ""

@@ -1,0 +1,144 @@
+"""Where the time of a training step went, as plain values.
+
+In: seconds and counts. Out: a `Profile` that prints, becomes JSON and comes back.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from halfstep.reporting.table import Table
+
+if TYPE_CHECKING:
+    from halfstep.reporting.table import Cell
+
+GEMM = re.compile(
+    r"(add)?(mm|bmm|mv)|baddbmm|addbmm|_addmm_activation|_scaled_mm"
+    r"|.*conv(olution)?([1-3]d)?(_.*)?(backward)?|.*_dilated[23]d.*"
+    r"|.*(flash|efficient|cudnn|fused|overrideable)_attention.*"
+    r"|_scaled_dot_product.*|mkldnn_rnn_layer.*|_cudnn_rnn.*|mkldnn_linear.*"
+    r"|.*linear_pointwise.*|_flex_attention.*"
+)
+"""Names of the operations that are matrix products, as kernels have them: "linear" and
+"matmul" only call one."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """All calls of one operation on operands of the same shapes and dtypes."""
+
+    op: str
+    """As the dispatcher has it, without "aten::", such as "addmm"; kernels of ours and
+    compiled graphs by the name under which the profiler shows them."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of its tensor operands, in order; of lists of tensors nothing is known."""
+    dtypes: tuple[str, ...]
+    """Of the same: "fp32", "bf16", "fp16", or torch's word."""
+    calls: int
+    """In one step."""
+    self_s: float
+    """Seconds of one step, what it calls left out; on a GPU those of its kernels."""
+    flops: int
+    """Of all calls; 0 where it is no product, or its work is not known."""
+
+    def operands(self) -> str:
+        """Return dtypes and shapes in words, such as "bf16 (8 x 16), fp32 (16)"."""
+        shown = zip(self.dtypes, self.shapes, strict=True)
+        words = (f"{dtype} ({' x '.join(map(str, shape))})" for dtype, shape in shown)
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step, in seconds.
+
+    What is in `rows` was seen under the profiler, which slows a step down; it was
+    brought to the length of a step without it. So shares are to be trusted to some
+    hundredths, and small operations look a little larger than they are.
+    """
+
+    wall_s: float
+    """Mean length of a step without the profiler, input included."""
+    rows: tuple[Row, ...]
+    """Longest first."""
+    casts_s: float
+    """In copies from one float dtype to another, wherever they were asked for."""
+    gemm_s: float
+    """In matrix products, convolutions, attention and recurrent layers."""
+    fp32_only_s: float
+    """In a run in 16 bits: in operations all of whose floating operands were fp32 or
+    wider. Products, casts and the optimizer's update are not among them. 0 in a run
+    in fp32."""
+    update_s: float
+    """In the optimizer's step."""
+    python_s: float
+    """On a CPU: outside of any operation, in Python and autograd. On a GPU: while the
+    device had nothing to do. Time spent on input is not part of it."""
+    waits: int
+    """How often a step waited for the device. On a CPU, which has nothing to wait for:
+    how often it read a number out of a tensor, which on a GPU would wait."""
+    wait_s: float
+    """In these."""
+    input_s: float
+    """In fetching batches; on a GPU, while the device had nothing to do."""
+    device: str
+    """"cpu", or "cuda" where a device was seen at work."""
+    level: str | None = None
+    """The level that the run asked for; None where nobody said."""
+    dtype: str = "fp32"
+    """The format that the run asked for, or else the one its products ran in."""
+
+    def share(self, seconds: float) -> float:
+        """Return what part of a step some seconds are, 0 to 1."""
+        return min(1.0, seconds / self.wall_s) if self.wall_s else 0.0
+
+    def data(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`."""
+        return asdict(self)
+
+    def table(self, most: int = 8) -> Table:
+        """Return where the time goes, for people.
+
+        Args:
+            most: Operations that are named, longest first.
+        """
+        names = {
+            "data loading": self.input_s,
+            "outside operations": self.python_s,
+            "matrix products": self.gemm_s,
+            "casts": self.casts_s,
+            "fp32 in a 16-bit run": self.fp32_only_s,
+            "optimizer": self.update_s,
+            "waits": self.wait_s,
+        }
+        rows: list[tuple[Cell, ...]] = [
+            (name, "-", None, 1000 * spent, 100 * self.share(spent))
+            for name, spent in names.items()
+        ]
+        for row in self.rows[:most]:
+            share = 100 * self.share(row.self_s)
+            rows.append((row.op, row.operands(), row.calls, 1000 * row.self_s, share))
+        whole = f"{1000 * self.wall_s:.3f} ms a step on {self.device}"
+        waits = f"{self.waits} waits for the device"
+        if self.device == "cpu":
+            waits = f"{self.waits} numbers read out of tensors"
+        note = f"{whole}; {waits}. The first lines may overlap."
+        columns = ("what", "operands", "calls", "ms", "% of a step")
+        return Table("Where the time goes", columns, tuple(rows), (note,))
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Profile:
+        """Return the profile that `data` was made from, through JSON or not."""
+        rows = (
+            Row(
+                **{
+                    **row,
+                    "shapes": tuple(map(tuple, row["shapes"])),
+                    "dtypes": tuple(row["dtypes"]),
+                }
+            )
+            for row in data["rows"]
+        )
+        return cls(**{**data, "rows": tuple(rows)})

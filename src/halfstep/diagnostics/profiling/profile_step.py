@@ -1,0 +1,308 @@
+"""Where the time of a training step goes.
+
+In: a function that makes one step, and the batches for it where there are any. Out: a
+`Profile` of plain values: seconds a step, in operations by shape and dtype, in casts,
+in matrix products, outside any operation, in waiting for the device and for data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.profiler import profile as watch
+from torch.autograd.profiler import record_function
+
+from halfstep._torch.profiler_marks import OWN
+from halfstep.diagnostics.profiling import timeline
+from halfstep.diagnostics.profiling.profile_result import GEMM, Profile, Row
+from halfstep.diagnostics.profiling.timeline import DRAIN, FETCH, INPUT, UPDATE
+from halfstep.errors import UserError, require, require_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from halfstep.diagnostics.profiling.timeline import Op, Timeline
+
+_STEP = f"{OWN}step"
+_Shapes = tuple[tuple[int, ...], ...]
+_LOW = {"bf16", "fp16"}
+_FLOATS = _LOW | {"fp32", "float64"}
+_PARTED = {"complex64", "complex128"}
+"""Their parts are fp32 and float64."""
+
+_OF_UPDATES = ("_foreach", "_fused", "_amp")
+"""How operations begin that work on lists of gradients and weights."""
+
+
+def profile(
+    step: Callable[..., object],
+    *,
+    steps: int = 3,
+    warmup: int = 1,
+    profiled: int = 2,
+    device: str | torch.device | None = None,
+    batches: Iterable[Any] | None = None,
+    level: str | None = None,
+    dtype: str | None = None,
+) -> Profile:
+    """Make some steps, and say where the time of one went.
+
+    They are real steps: whatever `step` does to weights and counters is done
+    `warmup + steps + profiled` times.
+
+    Args:
+        step: Makes one step. Called without arguments, or with a batch.
+        steps: Steps that are timed, at least 1. Default 3: the mean of fewer tells
+            little where lengths differ from batch to batch.
+        warmup: Steps before those, 0 or more, which also allocate, compile and fill
+            caches.
+        profiled: Steps under torch's profiler after those, at least 1. The shortest
+            counts: whatever else the machine does only adds to it.
+        device: Whose work is waited for at the end of what is timed; default: a GPU
+            that torch has begun to use, or the CPU.
+        batches: What to fetch the argument of `step` from, one for each step. A
+            collection that ends is begun again.
+        level: The level that the run asked for, such as "O1"; it is only passed on.
+        dtype: The format that the run asked for; default: the one seen.
+
+    Raises:
+        UserError: If an argument is of the wrong kind or out of range, or `batches` run
+            out.
+    """
+    require_kind("step", step, callable(step), "a function that makes one step")
+    _require_count("steps", steps, 1)
+    _require_count("profiled", profiled, 1)
+    _require_count("warmup", warmup, 0)
+    many = batches is None or hasattr(batches, "__iter__")
+    many = many or hasattr(batches, "__getitem__")
+    require_kind("batches", batches, many, "a collection of batches, or an iterator")
+    run = _Runner(step, batches, _device(device))
+    for _ in range(warmup):
+        run.once()
+    run.drain()
+    run.fetched = 0.0
+    began = time.perf_counter()
+    for _ in range(steps):
+        run.once()
+    run.drain()
+    wall = (time.perf_counter() - began) / steps
+    fetched = run.fetched / steps if batches is not None else None
+    found = watched(run.whole, profiled, cuda=run.device == "cuda")
+    return summary(found, wall, fetched, level=level, dtype=dtype)
+
+
+def _require_count(name: str, value: object, least: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(name, value, whole, f"a whole number of at least {least}")
+
+
+def watched(
+    step: Callable[[], object], times: int = 1, *, cuda: bool = False
+) -> Timeline:
+    """Make steps under torch's profiler; return one without what disturbed some.
+
+    Args:
+        step: Makes one.
+        times: How many, at least 1.
+        cuda: Whether kernels of a GPU are to be seen.
+    """
+    plain, device = _calls(), "cuda" if cuda else None
+    with _in_silence(), watch(record_shapes=True, use_device=device) as seen:
+        slower = _calls() - plain
+        for _ in range(times):
+            with record_function(_STEP):
+                step()
+    results = seen.kineto_results
+    # On a GPU it is the kernels' time that counts, which nothing slows down.
+    cost = 0.0 if cuda else max(0.0, slower) / (_CALLS * _EVENTS)
+    found = timeline.read(results.events() if results else (), _STEP, cost)
+    shortest = min(found, key=lambda each: each.length - each.fetched)
+    shortest.quieten(each for each in found if each is not shortest)
+    return shortest
+
+
+_CALLS, _EVENTS = 100, 3
+"""Calls of `Tensor.t`, each of which is three nested events of the profiler."""
+
+
+def _calls() -> float:
+    """Return the nanoseconds of some calls that do nothing, as short as may be."""
+    x = torch.ones(1, 1)
+    times = []
+    for _ in range(9):
+        began = time.perf_counter_ns()
+        for _ in range(_CALLS):
+            x.t()
+        times.append(time.perf_counter_ns() - began)
+    return float(min(times))
+
+
+def summary(
+    seen: Timeline,
+    wall: float | None = None,
+    fetched: float | None = None,
+    *,
+    level: str | None = None,
+    dtype: str | None = None,
+) -> Profile:
+    """Return what a step that was seen under the profiler says.
+
+    Args:
+        seen: The step.
+        wall: Seconds that one takes without the profiler; None: as long as this.
+        fetched: Seconds of these that were spent on input; None: the same share.
+        level: The level that the run asked for.
+        dtype: The format that the run asked for; None takes the one seen.
+    """
+    length = seen.length / 1e9
+    wall = length if wall is None else wall
+    factor = wall / length
+    if fetched is not None and not seen.busy:
+        # What is left when both leave their input out.
+        factor = (wall - fetched) / max(length - seen.fetched / 1e9, 1e-9)
+    else:
+        fetched = seen.fetched / 1e9 * factor
+    passes = [op for op in seen.ops if op.part != FETCH]
+    dtype = dtype or _prevalent(passes)
+
+    def seconds(ops: Iterable[Op]) -> float:
+        return sum(op.own for op in ops) / 1e9 * factor
+
+    return Profile(
+        wall_s=wall,
+        rows=_rows(passes, factor),
+        casts_s=seconds(op for op in passes if _casts(op)),
+        gemm_s=seconds(op for op in passes if GEMM.fullmatch(op.name)),
+        fp32_only_s=seconds(op for op in passes if _wide(op)) * (dtype in _LOW),
+        update_s=seconds(op for op in passes if op.part == UPDATE),
+        python_s=seen.idle / 1e9 * factor,
+        waits=len(seen.waiting),
+        wait_s=seen.inside(seen.waiting) / 1e9 * factor,
+        input_s=fetched,
+        device="cuda" if seen.busy else "cpu",
+        level=level,
+        dtype=dtype,
+    )
+
+
+def _casts(op: Op) -> bool:
+    """Say whether an operation copies from one float dtype to another."""
+    floats = [dtype for dtype in op.dtypes if dtype in _FLOATS]
+    return op.name == "copy_" and len(set(floats)) > 1
+
+
+def _wide(op: Op) -> bool:
+    """Say whether an operation of the passes computed in fp32 or wider, and only so."""
+    floats = {dtype for dtype in op.dtypes if dtype in _FLOATS | _PARTED}
+    at_work = op.part != UPDATE and not op.name.startswith(_OF_UPDATES)
+    product = GEMM.fullmatch(op.name) is not None
+    return at_work and bool(floats) and not floats & _LOW and not product
+
+
+def _prevalent(ops: Iterable[Op]) -> str:
+    """Return the float format that most of the time in products was in."""
+    spent: dict[str, float] = defaultdict(float)
+    for op in ops:
+        if op.dtypes and GEMM.fullmatch(op.name) and op.dtypes[-1] in _FLOATS:
+            spent[op.dtypes[-1]] += op.own
+    return max(spent, key=spent.__getitem__, default="fp32")
+
+
+def _rows(ops: Iterable[Op], factor: float) -> tuple[Row, ...]:
+    alike: dict[tuple[str, _Shapes, tuple[str, ...]], list[Op]] = defaultdict(list)
+    for op in ops:
+        alike[op.name, op.shapes, op.dtypes].append(op)
+    rows = []
+    for key, found in alike.items():
+        spent = sum(op.own for op in found) / 1e9 * factor
+        rows.append(Row(*key, len(found), spent, sum(op.flops for op in found)))
+    return tuple(sorted(rows, key=lambda row: -row.self_s))
+
+
+class _Runner:
+    """Makes steps, and fetches a batch for each where there are some."""
+
+    def __init__(
+        self,
+        step: Callable[..., object],
+        batches: Iterable[Any] | None,
+        device: torch.device,
+    ) -> None:
+        self.device = device.type
+        self.fetched = 0.0
+        """Seconds spent on fetching so far."""
+        self._step = step
+        self._batches = batches
+        self._source = iter(() if batches is None else batches)
+
+    def once(self) -> None:
+        """Make one step."""
+        if self._batches is None:
+            self._step()
+            return
+        began = time.perf_counter()
+        batch = self._next()
+        self.fetched += time.perf_counter() - began
+        self._step(batch)
+
+    def whole(self) -> None:
+        """Make one step that the profiler can read, to the end of the device's work."""
+        if self._batches is None:
+            self._step()
+        else:
+            with record_function(INPUT):
+                batch = self._next()
+            self._step(batch)
+        with record_function(DRAIN):
+            self.drain()
+
+    def drain(self) -> None:
+        """Wait for the device."""
+        if self.device != "cpu":
+            getattr(torch, self.device).synchronize()
+
+    def _next(self) -> Any:  # noqa: ANN401 -- the user's batch
+        for batch in self._source:
+            return batch
+        self._source = iter(() if self._batches is None else self._batches)
+        for batch in self._source:
+            return batch
+        message = "batches ran out: give a collection, or an iterator that has more."
+        raise UserError(message)
+
+
+def _device(given: str | torch.device | None) -> torch.device:
+    if given is None:
+        given = "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
+    right = "that of a device here, such as 'cpu' or 'cuda'"
+    try:
+        found = torch.device(given)
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    room = getattr(torch, found.type, None)
+    there = getattr(room, "is_available", lambda: hasattr(room, "synchronize"))
+    require("device", given, there(), right)
+    return found
+
+
+@contextlib.contextmanager
+def _in_silence() -> Iterator[None]:
+    """Keep the profiler's library from announcing itself on the error stream.
+
+    Why by the environment: it is read when the library first logs, and nothing else
+    can be said to it. What the user has set stays.
+    """
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -1,0 +1,373 @@
+"""What ran when in one step, read from the events of torch's profiler.
+
+In: the profiler's events, and the name of the region to read. Out: a `Timeline`:
+operations with their own time, and the stretches in which something else went on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch._C._autograd import DeviceType
+from torch.utils import flop_counter
+
+from halfstep._torch import profiler_marks
+from halfstep._torch.profiler_marks import OWN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+Span = tuple[int, int]
+"""Begin and end, in nanoseconds of the profiler's clock."""
+
+INPUT, DRAIN = f"{OWN}input", f"{OWN}drain"
+"""Fetching a batch; waiting for the device only so that a step can be timed."""
+
+UPDATE, FETCH = "update", "input"
+"""What an operation may be part of, besides a step."""
+
+_WORDS = {
+    "float": "fp32",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "double": "float64",
+    "long int": "int64",
+    "long": "int64",
+    "int": "int32",
+    "unsigned char": "uint8",
+    "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128",
+}
+"""What the profiler calls a dtype, which is C++'s name for it -> ours."""
+
+_NO_TENSOR = {"", "Scalar", "ScalarList", "TensorList", "GenericList"}
+_ENGINE = ("autograd::", "torch::autograd::", OWN)
+_WAITS = re.compile(
+    r"(cuda|hip)(Stream|Device|Event)Synchronize|.*[zZ]eEventHostSync.*"
+)
+_FETCHES = ("enumerate(DataLoader)#", INPUT)
+_UPDATES = ("Optimizer.step#", profiler_marks.UPDATE)
+_COVERS = ("## Call CompiledFxGraph", profiler_marks.UPDATE)
+"""How regions begin whose kernels do not show: a compiled graph, and ours in C."""
+
+
+@dataclass(slots=True)
+class Op:
+    """One call of one operation."""
+
+    name: str
+    """As the dispatcher has it, without "aten::"."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of its tensor operands, in order; those in lists are not known."""
+    dtypes: tuple[str, ...]
+    """Words of the same, such as "bf16" and "int64"."""
+    span: Span
+    own: float
+    """Nanoseconds outside the operations that it called; on a GPU, of its kernels."""
+    flops: int
+    """Floating-point operations of a product or convolution; 0 of anything else."""
+    part: str
+    """`UPDATE`, `FETCH`, or "" for the passes."""
+
+
+@dataclass
+class Timeline:
+    """One step: the nanoseconds from its begin to its end, and what was in them."""
+
+    span: Span
+    ops: list[Op] = field(default_factory=list)
+    covered: list[Span] = field(default_factory=list)
+    """The host was inside an operation, or in a kernel of ours."""
+    busy: list[Span] = field(default_factory=list)
+    """The device was at work; empty where no device was seen."""
+    fetching: list[Span] = field(default_factory=list)
+    """The host was fetching a batch."""
+    waiting: list[Span] = field(default_factory=list)
+    """The host waited for the device, or, on a CPU, read a number as if it did."""
+    between: float = 0.0
+    """Nanoseconds of the profiler itself, outside of operations and of fetching."""
+    idle: float = 0.0
+    """Nanoseconds outside of operations and of fetching; on a GPU: without work."""
+    fetched: float = 0.0
+    """Nanoseconds of fetching; on a GPU: those for which it had no work."""
+    length: float = 0.0
+    """Nanoseconds in all, the profiler's own left out."""
+    _gaps: list[int] = field(default_factory=list)
+    """What `idle` is the sum of, on a CPU, with the profiler's own."""
+
+    def inside(self, spans: Iterable[Span]) -> int:
+        """Return how many nanoseconds of the step lie in any of some spans."""
+        begin, end = self.span
+        cut = [(max(a, begin), min(b, end)) for a, b in spans]
+        return total((a, b) for a, b in cut if a < b)
+
+    def settle(self) -> None:
+        """Add up, once all events are in."""
+        whole = self.span[1] - self.span[0]
+        for op in self.ops:
+            # The profiler's own time is an estimate, and may be more than it took.
+            op.own = max(0.0, op.own)
+        if self.busy:
+            taken = self.inside([*self.busy, *self.fetching])
+            self.fetched = taken - self.inside(self.busy)
+            self.idle, self.length = whole - taken, whole
+            return
+        self.fetched = self.inside(self.fetching)
+        self._gaps = self._between()
+        self.idle = max(0.0, sum(self._gaps) - self.between)
+        self._add_up()
+
+    def _between(self) -> list[int]:
+        """Return the nanoseconds before each operation or fetching, and at the end."""
+        reached, gaps = self.span[0], []
+        for begin, end in [*sorted([*self.covered, *self.fetching]), self.span[::-1]]:
+            gaps.append(max(0, begin - reached))
+            reached = max(reached, end)
+        return gaps
+
+    def _add_up(self) -> None:
+        in_ops = sum(op.own for op in self.ops if op.part != FETCH)
+        self.length = in_ops + self.idle + self.fetched
+
+    def quieten(self, others: Iterable[Timeline]) -> None:
+        """Take each part from whichever step it was shortest in, if all are alike.
+
+        Why: whatever else a CPU does only adds to a part, now to one, now to another.
+        """
+        names = [op.name for op in self.ops]
+        twins = [each for each in others if [op.name for op in each.ops] == names]
+        if self.busy or not twins:
+            return
+        for op, *same in zip(self.ops, *(each.ops for each in twins), strict=True):
+            op.own = min(op.own, *(each.own for each in same))
+        gaps = [each._gaps for each in (self, *twins)]  # noqa: SLF001 -- its own
+        if len(set(map(len, gaps))) == 1:
+            shortest = sum(map(min, zip(*gaps, strict=True)))
+            self.idle = max(0.0, shortest - self.between)
+        else:
+            self.idle = min(self.idle, *(each.idle for each in twins))
+        self.fetched = min(self.fetched, *(each.fetched for each in twins))
+        self._add_up()
+
+
+def total(spans: Iterable[Span]) -> int:
+    """Return the length of the union of some spans.
+
+    >>> total([(0, 3), (2, 5), (7, 8)])
+    6
+    """
+    length, reached = 0, -math.inf
+    for begin, end in sorted(spans):
+        if end > reached:
+            length += end - int(max(begin, reached))
+            reached = end
+    return length
+
+
+def read(events: Sequence[Any], region: str, cost: float = 0.0) -> list[Timeline]:
+    """Return a timeline for each time a region was entered.
+
+    Why a cost: the profiler notes an event just before it begins, so the time for
+    that is spent in whatever called the operation, and looks like Python's.
+
+    Args:
+        events: The profiler's, as `profile.kineto_results.events()` has them.
+        region: Name of the region that is one step.
+        cost: Nanoseconds that the profiler takes for an event.
+    """
+    on_host, on_device = [], []
+    for event in events:
+        if event.device_type() == DeviceType.CPU:
+            on_host.append(event)
+        elif not event.is_user_annotation():
+            on_device.append(event)
+    steps = [
+        Timeline((event.start_ns(), event.end_ns()))
+        for event in on_host
+        if event.name() == region
+    ]
+    steps.sort(key=lambda step: step.span)
+    kernels: dict[int, int] = defaultdict(int)
+    for event in on_device:
+        kernels[event.linked_correlation_id()] += event.duration_ns()
+        step = _step_at(steps, event.start_ns())
+        if step is not None:
+            step.busy.append((event.start_ns(), event.end_ns()))
+    threads = defaultdict(list)
+    for event in on_host:
+        threads[event.start_thread_id()].append(event)
+    for thread in threads.values():
+        reader = _Thread(steps, kernels if on_device else None, cost)
+        for event in sorted(thread, key=lambda each: (each.start_ns(), -each.end_ns())):
+            reader.take(event)
+    for step in steps:
+        step.settle()
+    return steps
+
+
+def _step_at(steps: Sequence[Timeline], moment: int) -> Timeline | None:
+    for step in steps:
+        if step.span[0] <= moment < step.span[1]:
+            return step
+    return None
+
+
+@dataclass(slots=True)
+class _Open:
+    """An event that has begun, and what is known of it so far."""
+
+    end: int
+    part: str = ""
+    in_op: bool = False
+    drains: bool = False
+    op: Op | None = None
+
+
+class _Thread:
+    """Sorts the events of one thread, which are nested, into the steps.
+
+    Args:
+        steps: That were seen.
+        kernels: Event -> nanoseconds of its kernels; None where no device was seen.
+        cost: Nanoseconds that the profiler takes for an event.
+    """
+
+    def __init__(
+        self, steps: Sequence[Timeline], kernels: dict[int, int] | None, cost: float
+    ) -> None:
+        self._cost = cost
+        self._steps = steps
+        self._kernels = kernels
+        self._stack: list[_Open] = []
+
+    def take(self, event: Any) -> None:  # noqa: ANN401 -- torch's own class
+        """Take the next event, in the order of their begin."""
+        begin, end, name = event.start_ns(), event.end_ns(), event.name()
+        while self._stack and self._stack[-1].end <= begin:
+            self._stack.pop()
+        step = _step_at(self._steps, begin)
+        if step is None:
+            return
+        outer = self._stack[-1] if self._stack else _Open(0)
+        here = _Open(end, outer.part, outer.in_op, outer.drains or name == DRAIN)
+        if name.startswith(_FETCHES):
+            here.part = FETCH
+            step.fetching.append((begin, end))
+        elif name.startswith(_UPDATES):
+            here.part = UPDATE
+        step.between += self._cost * (here.part != FETCH and not here.in_op)
+        self._charge(self._cost)
+        if _is_op(event, name):
+            here.op = _op_of(event, name, here.part, self._kernels)
+            step.ops.append(here.op)
+            self._charge(end - begin)
+        if self._waits(name) and not here.drains:
+            step.waiting.append((begin, end))
+        if here.op is not None and not here.in_op:
+            here.in_op = True
+            step.covered.append((begin, end))
+        self._stack.append(here)
+
+    def _waits(self, name: str) -> bool:
+        if self._kernels is None:
+            return name == "aten::_local_scalar_dense"
+        return _WAITS.fullmatch(name) is not None
+
+    def _charge(self, spent: float) -> None:
+        """Take time of the host from the operation that it was spent inside."""
+        if self._kernels is None:
+            caller = next((each.op for each in reversed(self._stack) if each.op), None)
+            if caller is not None:
+                caller.own -= spent
+
+
+def _is_op(event: Any, name: str) -> bool:  # noqa: ANN401 -- torch's own class
+    """Say whether an event is a call of an operation, and no region or engine."""
+    if name.startswith(_COVERS):
+        return True
+    called = "::" in name and not name.startswith(_ENGINE)
+    return called and not event.is_user_annotation()
+
+
+def _op_of(event: Any, name: str, part: str, kernels: dict[int, int] | None) -> Op:  # noqa: ANN401
+    tensors = [
+        (tuple(shape), _WORDS.get(dtype, dtype))
+        for shape, dtype in zip(event.shapes(), event.dtypes(), strict=True)
+        if dtype not in _NO_TENSOR
+    ]
+    shapes = tuple(shape for shape, _ in tensors)
+    own: float = event.duration_ns()
+    if kernels is not None:
+        own = kernels.get(event.correlation_id(), 0)
+    short = name.removeprefix("aten::")
+    return Op(
+        short,
+        shapes,
+        tuple(dtype for _, dtype in tensors),
+        (event.start_ns(), event.end_ns()),
+        own,
+        _flops(short, shapes, event),
+        part,
+    )
+
+
+def _convolution(shapes: Sequence[tuple[int, ...]], event: Any) -> int:  # noqa: ANN401
+    """Return the work of a convolution, whose result's shape follows from its words."""
+    words = event.concrete_inputs()
+    lists = [word for word in words if isinstance(word, list)]
+    transposed = next((word for word in words if isinstance(word, bool)), False)
+    x, weight = shapes[:2]
+    if transposed or len(lists) < 3 or len(weight) < 3:  # noqa: PLR2004
+        return 0
+    if event.name() == "aten::mkldnn_convolution":
+        padding, stride, dilation = lists[:3]
+    else:
+        stride, padding, dilation = lists[:3]
+    kernel = weight[2:]
+    out = [
+        (size + 2 * pad - step * (width - 1) - 1) // jump + 1
+        for size, pad, step, width, jump in zip(
+            x[2:], padding, dilation, kernel, stride, strict=True
+        )
+    ]
+    work: int = 2 * x[0] * math.prod(out) * math.prod(weight)
+    return work
+
+
+def _attention(shapes: Sequence[tuple[int, ...]], _event: object) -> int:
+    """Return the work of both products: queries by keys, and the result by values."""
+    query, key, value = shapes[:3]
+    heads = math.prod(query[:-2])
+    return 2 * heads * query[-2] * key[-2] * (query[-1] + value[-1])
+
+
+_FLOPS: dict[str, Callable[[Sequence[tuple[int, ...]], Any], int]] = {
+    "mm": lambda shapes, _: flop_counter.mm_flop(*shapes[:2]),
+    "addmm": lambda shapes, _: flop_counter.mm_flop(*shapes[1:3]),
+    "bmm": lambda shapes, _: flop_counter.bmm_flop(*shapes[:2]),
+    "baddbmm": lambda shapes, _: flop_counter.bmm_flop(*shapes[1:3]),
+    "mkldnn_convolution": _convolution,
+    "cudnn_convolution": _convolution,
+    "miopen_convolution": _convolution,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention": _attention,
+    "_scaled_dot_product_efficient_attention": _attention,
+    "_scaled_dot_product_cudnn_attention": _attention,
+    # Both the gradient of the input and that of the weight.
+    "convolution_backward": lambda shapes, _: (
+        4 * shapes[0][0] * math.prod(shapes[0][2:]) * math.prod(shapes[2])
+    ),
+}
+"""Operation -> its work, from the shapes of its tensors and the profiler's event."""
+
+
+def _flops(name: str, shapes: tuple[tuple[int, ...], ...], event: Any) -> int:  # noqa: ANN401
+    count = _FLOPS.get(name)
+    # Nested and sparse operands have no shapes to count by.
+    if count is None or any(not shape for shape in shapes[:2]):
+        return 0
+    return int(count(shapes, event))

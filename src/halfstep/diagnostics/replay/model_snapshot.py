@@ -1,0 +1,173 @@
+"""A model that is left exactly as it was.
+
+In: a model. Out: a region, after which its parameters, gradients, buffers, flags, hooks
+and what else its modules hold are as they were before; and the random numbers, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._torch.rng_state import RandomState
+from halfstep.casting import module_rules
+from halfstep.diagnostics.probe.hooks import all_paused
+from halfstep.diagnostics.replay import tensor_facts
+from halfstep.diagnostics.replay.gradients import is_sharded
+from halfstep.distributed import ddp
+from halfstep.nonfinite.saved_values import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PLAIN = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
+"""Kinds of container that are put back, and looked into."""
+
+
+@contextlib.contextmanager
+def as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Kept]:
+    """Put all back at the end; let nothing be compiled meanwhile.
+
+    Nor exchanged, by DDP, or seen by a probe.
+
+    Args:
+        model: Bare or wrapped.
+        generator_state: Of torch, to begin with; None for the present one.
+
+    Yields:
+        What must be told of each tensor that is about to be written.
+    """
+    leaves = [(param, param.grad, param.requires_grad) for param in model.parameters()]
+    with contextlib.ExitStack() as stack:
+        numbers = RandomState({param.device for param in model.parameters()})
+        stack.callback(numbers.restore)
+        stack.enter_context(all_paused())
+        stack.enter_context(module_rules.forgotten_after())
+        kept = Kept(model)
+        stack.callback(kept.put_back)
+        if generator_state is not None:
+            torch.set_rng_state(generator_state)
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in model.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                stack.enter_context(ddp.silenced(module))
+        stack.enter_context(warnings.catch_warnings())
+        # That hooks fire for a wrapper too: they are ours, and know wrappers.
+        warnings.filterwarnings(
+            "ignore", "Using `torch.compile\\(module\\)` when there"
+        )
+        torch.clear_autocast_cache()
+        try:
+            yield kept
+        finally:
+            torch.clear_autocast_cache()
+            for param, gradient, wanted in leaves:
+                param.grad = gradient
+                param.requires_grad_(wanted)
+
+
+class Kept:
+    """What the modules of a model hold, and the numbers in it.
+
+    Why containers: buffers, hooks, flags and caches of a module all lie in a few
+    dictionaries. What tells the size of a cache lies beside it, so both are put back.
+
+    Args:
+        model: Bare or wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: dict[int, list[Tensor]] = {}
+        self._numbers: list[tuple[Tensor, Tensor]] = []
+        self._memories: list[tuple[Tensor, Tensor]] = []
+        buffers = [*model.buffers()]
+        # Batch norms write into theirs, and no operation says so.
+        for buffer in buffers:
+            self._numbers.append((buffer, buffer.detach().clone()))
+        seen = {id(buffer) for buffer in buffers}
+        sharded = is_sharded(model)
+        for module in ddp.bare(model).modules():
+            own = vars(module)
+            # FSDP2 swaps pieces for wholes in there, and takes note of it elsewhere.
+            self._look(own, seen, *([own.get("_parameters")] * sharded))
+        for param in model.parameters():
+            self._watch(param, seen)
+            self._watch(param.grad, seen)
+            # To give a weight other memory, by `.data`, is no operation.
+            if not sharded and type(param.data) is Tensor and _is_strided(param):
+                self._memories.append((param, param.data))
+
+    def _look(self, container: Any, seen: set[int], *left_out: object) -> None:  # noqa: ANN401
+        """Take down what a container holds, and what the containers in it do."""
+        if id(container) in seen or any(container is one for one in left_out):
+            return
+        seen.add(id(container))
+        if not isinstance(container, tuple):
+            self._containers.append((container, copy.copy(container)))
+        for value in _items(container):
+            if type(value) in _PLAIN or isinstance(value, tuple):
+                self._look(value, seen, *left_out)
+            elif isinstance(value, Tensor):
+                self._watch(value, seen)
+
+    def _watch(self, tensor: Tensor | None, seen: set[int]) -> None:
+        """Keep the numbers of a tensor as soon as it is written."""
+        if tensor is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            self._tensors.setdefault(_memory(tensor), []).append(tensor)
+
+    def before(self, written: Tensor) -> None:
+        """Take note that a tensor is about to be written."""
+        for tensor in self._tensors.pop(_memory(written), ()):
+            self._numbers.append((tensor, tensor.detach().clone()))
+
+    def put_back(self) -> None:
+        """Put back what was there, and take out what was not."""
+        for container, before in self._containers:
+            _put_back(container, before)
+        for param, memory in self._memories:
+            same = param.dtype == memory.dtype and _is_strided(param)
+            if not (same and param.is_set_to(memory)):
+                param.data = memory
+        with torch.no_grad():
+            for tensor, numbers in self._numbers:
+                if tensor.shape != numbers.shape:
+                    tensor.resize_(numbers.shape)
+                # Not without need: a graph may wait for this very version of it.
+                if not tensor.is_meta and not torch.equal(
+                    plain(tensor), plain(numbers)
+                ):
+                    tensor.copy_(numbers)
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor_facts.key(plain(tensor))
+
+
+def _put_back(container: Any, before: Any) -> None:  # noqa: ANN401
+    """Give a container what a copy of it holds; touch none that holds just that."""
+    now, then = [*map(id, _items(container))], [*map(id, _items(before))]
+    if now == then and [*container] == [*before]:
+        return
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(before)
+    else:
+        container.update(before)
+
+
+def _items(container: Any) -> Any:  # noqa: ANN401
+    return container.values() if isinstance(container, dict) else container

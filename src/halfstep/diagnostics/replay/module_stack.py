@@ -1,0 +1,266 @@
+"""Where an operation runs: which module, and which pass.
+
+In: modules as they are entered and left, and nodes of the backward pass. Out: a
+`Place` for the operation under way.
+
+Why by sequence numbers: autograd numbers each node before its operation runs. So the
+operation that made a node is the first that sees the number, and its module is known
+when the node runs backwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from halfstep.diagnostics.replay import op_names, tensor_facts
+from halfstep.distributed.ddp import bare, is_silenced
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+    from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
+
+ROOT, LOSS, INPUT = "model", "loss", "input"
+"""The model itself, what comes after its forward pass, and what comes before it."""
+
+_POSITIONAL = {
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+}
+
+
+_NAMES = ("Loss", "Criterion")
+"""Ends of class names."""
+
+
+@dataclass(eq=False)
+class Place:
+    """A module, and the class that runs there, in one forward pass."""
+
+    module: str
+    """Path; or one of `ROOT`, `LOSS`, `INPUT`."""
+    kind: str
+    """Class name; "" outside of the model."""
+    around: Place | None = None
+    """Where the module was called."""
+    gives_loss: bool = False
+    """A module in the model that computes a loss: known once it has run."""
+
+    @property
+    def is_module(self) -> bool:
+        """A rule on modules can speak of it."""
+        return self.module not in {ROOT, LOSS, INPUT}
+
+    def is_inside(self, other: Place) -> bool:
+        """Say whether a rule on another's module speaks of this one, too."""
+        return other.is_module and f"{self.module}.".startswith(f"{other.module}.")
+
+    @property
+    def is_loss(self) -> bool:
+        """It belongs to the loss function, wherever that is called."""
+        inside = self.around is not None and self.around.is_loss
+        return self.module == LOSS or self.gives_loss or inside
+
+
+class Places:
+    """Follows modules and nodes while it is entered.
+
+    Args:
+        model: Bare or wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = bare(model)
+        self._paths = {id(m): path or ROOT for path, m in self.root.named_modules()}
+        self._owners = {
+            id(param): Place(path or ROOT, type(module).__name__)
+            for path, module in self.root.named_modules()
+            for param in module.parameters(recurse=False)
+        }
+        self._stack: list[tuple[nn.Module, Place | None]] = []
+        self._nodes: dict[int, tuple[Place, str]] = {}
+        self._highest = 0
+        self._hooks: list[RemovableHandle] = []
+        self._ran = self._done = False
+        self._sums: list[Place] = []
+        self._refs: list[object] = []
+        self.arguments: dict[int, str] = {}
+        """Memory of what the model was called with -> name of the argument."""
+
+    def __enter__(self) -> Self:
+        """Begin to follow."""
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave_outer, always_call=True),
+            self.root.register_forward_pre_hook(self._called, with_kwargs=True),
+        ]
+        # After the hooks of others on it, whose work is the module's own.
+        for module in self.root.modules():
+            hook = module.register_forward_hook(self._leave, always_call=True)
+            self._hooks.append(hook)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Follow no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._stack.clear()
+
+    def _called(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        """Take note of what the model is called with."""
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in _POSITIONAL]
+        names += [f"argument {place}" for place in range(len(names), len(args))]
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+            for path, part in _named(name, value):
+                if tensor_facts.key(part):
+                    self.arguments[tensor_facts.key(part)] = path
+                    self._refs.append(tensor_facts.ref(part))
+
+    def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        del args
+        ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        if ddp and not is_silenced(module):
+            message = (
+                "step() of first_bad runs a DistributedDataParallel that is not in the "
+                "model it was given, and would wait for other processes: give that "
+                "wrapper as the model."
+            )
+            raise UserError(message)
+        path = self._paths.get(id(module))
+        kind, around = type(module).__name__, self._inside()
+        self._ran = self._ran or path is not None
+        if path is None:
+            # A loss that is made anew in each forward pass, or a wrapper of the model.
+            path = around.module if around is not None else None
+        place = None if path is None else Place(path, kind, around)
+        inner = id(module) in self._paths and self._running() is None
+        if inner and any(True for _ in module.parameters(recurse=False)):
+            # What weights still work on is no loss.
+            for one in self._sums:
+                one.gives_loss = False
+            self._sums.clear()
+        self._stack.append((module, place))
+
+    def _leave_outer(self, module: nn.Module, args: object, output: object) -> None:
+        if id(module) not in self._paths:
+            self._leave(module, args, output)
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        del args
+        if self._stack and self._stack[-1][0] is module:
+            _, place = self._stack.pop()
+            if place is not None and module is not self.root:
+                self._judge(module, place, output)
+        self._done = self._done or module is self.root
+
+    def _judge(self, module: nn.Module, place: Place, output: object) -> None:
+        """Say whether a module in the model is a loss function.
+
+        It is where it gives one number for the whole batch, and no weights work on
+        that; or is called a loss. One that is called so and gives more, as a layer
+        does, is none; unless it is torch's own.
+        """
+        sizes = [part.dim() for part in tensor_facts.floats(output)]
+        named = place.kind.endswith(_NAMES) and (output is None or sizes[:1] == [0])
+        place.gives_loss = named or isinstance(module, nn.modules.loss._Loss)  # noqa: SLF001
+        if not place.gives_loss and sizes and not any(sizes):
+            place.gives_loss = True
+            self._sums.append(place)
+
+    def _inside(self) -> Place | None:
+        return self._stack[-1][1] if self._stack else None
+
+    @staticmethod
+    def node() -> Node | None:
+        """Return the node that runs backwards; None in a forward pass.
+
+        Also None while a forward pass is computed again for a backward pass.
+        """
+        return None if torch.is_grad_enabled() else Places._running()
+
+    @staticmethod
+    def _running() -> Node | None:
+        return torch._C._current_autograd_node()  # noqa: SLF001
+
+    def here(self) -> Place:
+        """Return where the operation under way runs."""
+        node = self.node()
+        if node is not None:
+            return self._of(node)[0]
+        inside = self._inside()
+        if inside is not None:
+            return inside
+        again = self._running()
+        if again is not None:
+            return self._of(again)[0]
+        return Place(LOSS if self._done or self._ran else INPUT, "")
+
+    def forward_word(self) -> str:
+        """Return the operation whose node runs backwards; "" if it is not torch's."""
+        node = self.node()
+        own = node is None or isinstance(
+            node, torch.autograd.function.BackwardCFunction
+        )
+        return "" if node is None or own else self._of(node)[1]
+
+    def receiver(self, node: Node, dtype: torch.dtype) -> tuple[Place, str] | None:
+        """Return who made what a node's gradient in a format belongs to.
+
+        None if that is a leaf.
+        """
+        for maker, output in node.next_functions:
+            if maker is not None and _dtype_of(maker, output) == dtype:
+                return self._nodes.get(maker._sequence_nr())  # noqa: SLF001
+        return None
+
+    def note(self, word: str) -> None:
+        """Take note that an operation runs, which may have made a node."""
+        if self.node() is None:
+            made = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001
+            self._nodes.setdefault(made, (self.here(), word))
+            self._highest = max(self._highest, made)
+
+    def _of(self, node: Node) -> tuple[Place, str]:
+        number = node._sequence_nr()  # noqa: SLF001
+        known = self._nodes.get(number)
+        if known is not None:
+            return known
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            return self._owners.get(id(leaf), Place(ROOT, "")), ""
+        place = Place(LOSS if number > self._highest else ROOT, "")
+        return place, op_names.node_word(node.name())
+
+
+def _named(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating tensors in an argument, each with where it lies in there."""
+    inside: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        inside = value.items()
+    elif isinstance(value, list | tuple):
+        inside = enumerate(value)
+    else:
+        yield from ((name, part) for part in tensor_facts.floats(value))
+    for key, item in inside:
+        yield from _named(f"{name}[{key!r}]", item)
+
+
+def _dtype_of(maker: Node, output: int) -> torch.dtype:
+    # A node's gradients come in as what it gave goes out.
+    dtype: torch.dtype = maker._input_metadata[output].dtype  # noqa: SLF001
+    return dtype

@@ -1,0 +1,343 @@
+"""What is wrong with this training step: are its numbers finite, and is it fast?
+
+In: what makes a step, and the session, model, optimizer and scaler that it uses, as far
+as there are any. Out: a `Diagnosis`: findings, worst first, numbers before speed, and
+where the time goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from halfstep.diagnostics.doctor import RunFacts, environment, examination, text
+from halfstep.diagnostics.doctor.run_record import (
+    Config,
+    LostUpdates,
+    MachineFacts,
+    ProfileFacts,
+)
+from halfstep.diagnostics.profiling import profile
+from halfstep.diagnostics.step_numerics import Steps
+from halfstep.distributed import ddp
+from halfstep.errors import require_kind
+from halfstep.masters.rounding_loss import rate_of
+from halfstep.numerics import formats
+from halfstep.policy import levels
+from halfstep.reporting.table import Table, wrapped
+from halfstep.session.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from halfstep.diagnostics.doctor.rule import Examination
+    from halfstep.diagnostics.profiling.profile_result import Profile
+    from halfstep.diagnostics.step_numerics import Numerics
+    from halfstep.reporting.finding import Finding
+
+_FLAGS = (
+    "Flags such as --level O2 are those of halfstep train. In a loop of your own: "
+    "prepare(level=, dtype=, loss_scale=, policy=, master=), torch.compile, and "
+    "num_workers of the data loader."
+)
+_LOOKED_AT = 1 << 16
+"""Numbers of a parameter group that are looked at: the share of lost updates is then
+known to some 0.4 points."""
+
+
+_NO_LEVEL = "the level is not known (level=)"
+_WAYS = {
+    "level": _NO_LEVEL,
+    "weights": "the weights are not known (model=)",
+    "lost updates": "updates were not counted (optimizer=)",
+}
+"""What an argument would have told, and which. A few steps tell nothing of a run's
+records, and no probe looks at them."""
+_WAYS_OF_SESSION = {
+    "lost updates": "updates were not counted (prepare(..., lost_updates_every=1))"
+}
+
+
+class Scaler(Protocol):
+    """What is asked of a scaler: torch's and ours have it."""
+
+    def is_enabled(self) -> bool:
+        """Say whether it scales at all."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found in a few steps of a program that runs."""
+
+    facts: RunFacts
+    """What was judged."""
+    profile: Profile
+    """Where the time of a step went."""
+    examination: Examination
+    numerics: Numerics
+    """What was finite in these steps, and what was not."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the rules found, worst first."""
+        return self.examination.findings
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return the findings, and where the time goes, as tables."""
+        columns = ("severity", "rule", "where", "measured", "limit", "advice")
+        rows = tuple(
+            tuple(getattr(found, name) for name in columns) for found in self.findings
+        )
+        notes = tuple(
+            f"not looked at: {said}" for said in text.unlooked(self.examination)
+        )
+        notes = (_FLAGS, *notes) if self._flagged else notes
+        notes = (str(self.numerics), *notes)
+        return Table("Findings", columns, rows, notes), self.profile.table()
+
+    def __str__(self) -> str:
+        """Return all of it as text."""
+        told = text.text(self.facts, self.examination)
+        if not self.numerics.findings():
+            told += "\n\n" + "\n".join(wrapped(str(self.numerics), text.WIDTH))
+        if self._flagged:
+            told += "\n\n" + "\n".join(wrapped(_FLAGS, text.WIDTH))
+        return told
+
+    @property
+    def _flagged(self) -> bool:
+        """Whether some advice names a flag of the command line."""
+        return any("--" in found.advice for found in self.findings)
+
+    def data(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`."""
+        told = text.data(self.facts, self.examination)
+        more = {"profile": self.profile.data(), "numerics": self.numerics.data()}
+        return {**told, **more}
+
+
+def diagnose(
+    step: Callable[..., object],
+    *,
+    session: Session | None = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    scaler: Scaler | None = None,
+    batches: Iterable[Any] | None = None,
+    level: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    steps: int = 3,
+    warmup: int = 3,
+    profiled: int = 3,
+) -> Diagnosis:
+    """Make some training steps; say what is wrong with them, and what would mend it.
+
+    They are real steps: whatever `step` does to weights, optimizer and scaler is done
+    `warmup + steps + profiled` times. Give it a copy where that matters.
+
+    Numbers come first: losses, gradients, skipped steps and weights. The first step
+    of the warm-up with one that is not finite is run again by `first_bad`: `step` is
+    called some times more, each time up to its backward pass, and model, scaler and
+    session are as they were afterwards. What else `step` does before its backward pass
+    is done again.
+
+    Args:
+        step: Makes one step. Called without arguments, or with a batch.
+        session: That the step uses; the rest up to `scaler` then follows from it.
+        model: That it trains; as it is called, so in DDP where it is. Default: what the
+            first step runs, for the numbers alone.
+        optimizer: That it steps. Updates which rounding swallows are counted in it.
+        scaler: torch's GradScaler or ours. None: the step scales no loss.
+        batches: What to fetch the argument of `step` from, one for each step, so that
+            the time for that is seen.
+        level: That the program means to train at; "O1" is `torch.autocast` over fp32
+            weights. Default: the session's.
+        dtype: That it means to train in; default: the session's, or that of its
+            matrix products.
+        device: "cpu" or "cuda"; default: where the model is.
+        steps: Steps that are timed, at least 1.
+        warmup: Steps before those, 0 or more, whose gradients are checked.
+        profiled: Steps under torch's profiler, at least 1. The shortest counts.
+
+    Raises:
+        UserError: If an argument is of the wrong kind or out of range, or `batches` run
+            out.
+        LossScaleCollapse: If the step does; with what the replay has found.
+    """
+    require_kind("step", step, callable(step), "a function that makes one step")
+    _require_kinds(session, model, optimizer, scaler)
+    word = None if dtype is None else formats.parse(dtype).name
+    level = None if level is None else levels.parse(level).name
+    if session is not None:
+        model, choice = session.model, session.choice
+        level, word = level or choice.level.name, word or choice.format.name
+        optimizer = None  # the session has counted what it loses, if it was asked to
+    where = device if device is not None else _place(model)
+    checked = warmup if isinstance(warmup, int) else 0  # `profile` will refuse others
+    made = Steps(
+        step,
+        checked,
+        same_batch=batches is not None,
+        session=session,
+        model=model,
+        scaler=scaler,
+    )
+    with _counted(optimizer) as lost, made.watched():
+        found = profile(
+            made,
+            batches=batches,
+            device=where,
+            level=level,
+            dtype=word,
+            steps=steps,
+            warmup=warmup,
+            profiled=profiled,
+        )
+    config = Config(
+        level, found.dtype, loss_scale=_scaling(scaler), device=found.device
+    )
+    if session is not None:
+        config = _config(session, config)
+        lost = _lost_in(session)
+    weights = {}
+    if session is None and model is not None:
+        weights = environment.weight_formats(ddp.bare(model))
+    if level is None and found.dtype != "fp32" and set(weights.values()) == {"fp32"}:
+        config = replace(config, level=levels.O1.name)
+    facts = RunFacts(
+        name="this program",
+        config=config,
+        lost=tuple(lost),
+        profile=ProfileFacts.from_data(found.data()),
+        machine=MachineFacts.from_data(environment.machine_data(found.device)),
+        weights=weights,
+    )
+    ways = _WAYS if session is None else _WAYS_OF_SESSION
+    numerics, examined = made.numerics(), examination(facts, ways)
+    findings = sorted(
+        (*numerics.findings(), *examined.findings), key=lambda each: each.rank
+    )
+    examined = replace(examined, findings=tuple(findings))
+    return Diagnosis(facts, found, examined, numerics)
+
+
+def _require_kinds(
+    session: object, model: object, optimizer: object, scaler: object
+) -> None:
+    steps = hasattr(optimizer, "register_step_pre_hook")
+    kinds = (
+        ("session", session, isinstance(session, Session), "a halfstep.Session"),
+        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        ("optimizer", optimizer, steps, "a torch.optim.Optimizer"),
+        ("scaler", scaler, hasattr(scaler, "is_enabled"), "a GradScaler"),
+    )
+    for name, value, good, right in kinds:
+        require_kind(name, value, value is None or good, right)
+
+
+def _place(model: nn.Module | None) -> torch.device | None:
+    """Return where a model is."""
+    params = () if model is None else model.parameters()
+    return next((param.device for param in params), None)
+
+
+def _scaling(scaler: Scaler | None) -> str:
+    return "dynamic" if scaler is not None and scaler.is_enabled() else "none"
+
+
+def _config(session: Session, config: Config) -> Config:
+    """Return the settings of a session."""
+    rule, level = session.scaler.rule, session.choice.level
+    scaling = "dynamic" if rule.strategy == "backoff" else rule.strategy
+    if rule.backoff_factor == 1:
+        scaling = "none" if rule.init_scale == 1 else f"{rule.init_scale:g}"
+    kept = None if level.masters else "none"
+    return replace(
+        config, master=kept, loss_scale=scaling, accumulate=session.accumulate
+    )
+
+
+def _lost_in(session: Session) -> list[LostUpdates]:
+    return [
+        LostUpdates(each.step, each.group, each.share)
+        for each in session.lost_updates()
+        if each.share is not None
+    ]
+
+
+@contextlib.contextmanager
+def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
+    """Count in the next update what rounding swallows in 16-bit weights."""
+    found: list[LostUpdates] = []
+    if optimizer is None:
+        yield found
+        return
+    before: list[list[tuple[Tensor, Tensor, Tensor]]] = []
+
+    def look(each: Optimizer, *_: object) -> None:
+        # A rate of 0, as at the first step of a warm-up, moves nothing, and neither
+        # does a fused update at an overflow: torch's scaler hands it `found_inf`.
+        rates = [float(rate_of(group)) for group in each.param_groups]
+        if any(rates) and not float(getattr(each, "found_inf", None) or 0.0):
+            before.extend(
+                _sampled(group["params"] if rate else ())
+                for group, rate in zip(each.param_groups, rates, strict=True)
+            )
+
+    def compare(*_: object) -> None:
+        if not before:
+            return
+        for group, samples in enumerate(before):
+            had = sum(len(was) for _, _, was in samples)
+            now = (param.detach().reshape(-1)[at] for param, at, _ in samples)
+            pairs = zip(now, samples, strict=True)
+            stayed = sum(int((new == was).sum()) for new, (_, _, was) in pairs)
+            if had:
+                found.append(LostUpdates(1, group, stayed / had))
+        for hook in hooks:
+            hook.remove()
+
+    hooks = [
+        optimizer.register_step_pre_hook(look),
+        optimizer.register_step_post_hook(compare),
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _sampled(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return 16-bit parameters, places where they have gradients, and what is there.
+
+    Why drawn: every hundredth number of a matrix may be one column of it.
+    """
+    low = [
+        param
+        for param in params
+        if formats.is_low(param.dtype)
+        and param.grad is not None
+        and param.grad.layout == torch.strided
+        and not hasattr(param, "to_local")
+    ]
+    total = sum(param.numel() for param in low)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for param in low:
+        count = max(1, round(param.numel() * min(1.0, _LOOKED_AT / total)))
+        places = torch.randint(param.numel(), (count,), generator=generator)
+        places = places.to(param.device)
+        gradient = param.grad
+        assert gradient is not None  # noqa: S101 -- or it were not among them
+        places = places[gradient.reshape(-1)[places] != 0]
+        found.append((param, places, param.detach().reshape(-1)[places].clone()))
+    return found

@@ -1,0 +1,559 @@
+"""Are the numbers of a program's steps finite, and if not, which operation made them?
+
+In: a function that makes steps, and the parts that it uses, as far as they are known.
+Out: `Numerics`: which losses, gradients, updates and weights were not finite, and what
+a replay of the first such step has shown.
+
+Why `torch.autograd.backward` is replaced meanwhile: only there the loss of a program is
+known whose code is not ours. It calls on, and other threads go straight through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils import _pytree
+
+from halfstep._torch.rng_state import RandomState
+from halfstep.diagnostics.replay import first_bad
+from halfstep.diagnostics.replay.gradients import exchanges
+from halfstep.errors import UserError
+from halfstep.nonfinite.saved_values import plain
+from halfstep.reporting.finding import Finding
+from halfstep.scaling import LossScaleCollapse
+from halfstep.scaling.step_report import StepReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch.optim import Optimizer
+
+    from halfstep.nonfinite.origin import BadOp
+    from halfstep.session.session import Session
+
+_RULE = "non-finite numbers"
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What was not finite in some steps; numbers of steps begin at 1."""
+
+    steps: int
+    """That were made."""
+    checked: int
+    """The first of them, whose gradients and updates were looked at, too."""
+    losses: tuple[int, ...] = ()
+    """Steps with a loss that was not finite."""
+    gradients: tuple[int, ...] = ()
+    """Checked steps with a gradient that was not."""
+    skipped: int = 0
+    """Steps that changed no weight for that; without a session at least so many."""
+    weights: tuple[str, ...] = ()
+    """Parameters that are not finite now."""
+    scales: tuple[float, float] | None = None
+    """Loss scale before the first step and after the last; None without a scaler."""
+    bad_op: BadOp | None = None
+    """What `first_bad` has found in the first of these steps."""
+    unreplayed: str = ""
+    """Why it has found nothing."""
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        """Steps in which something was not finite."""
+        return tuple(sorted({*self.losses, *self.gradients}))
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what is wrong, and why; nothing where all was finite."""
+        measured = self._measured()
+        if not measured:
+            return ()
+        first = next(iter(self.failed), 0)
+        normal = self.bad_op is None or self.bad_op.normal
+        recovers = normal and not self.losses and not self.weights and not self._fixed
+        what = Finding(
+            severity="note" if recovers and self.skipped else "error",
+            rule=_RULE,
+            where=f"step {first}" if first else "the steps",
+            measured=measured,
+            limit="",
+            source="the program's own steps",
+            advice=self._advice(first),
+            weight=1.0,
+        )
+        if self.bad_op is None:
+            return (what,)
+        why = self.bad_op.finding()
+        if self.bad_op.normal and self._fixed:
+            why = replace(why, severity="error", advice=what.advice)
+        return what, why
+
+    @property
+    def _fixed(self) -> bool:
+        """Whether the loss scale has not moved, though steps were skipped."""
+        return self.scales is not None and self.scales[0] == self.scales[1]
+
+    def _measured(self) -> str:
+        parts = [
+            (len(self.losses), "the loss is not finite in {} of {} steps"),
+            (len(self.gradients), "gradients are not finite in {} of {} checked steps"),
+            (self.skipped, "{} of {} steps were skipped"),
+        ]
+        of = (self.steps, self.checked, self.steps)
+        said = [
+            words.format(count, total)
+            for (count, words), total in zip(parts, of, strict=True)
+            if count
+        ]
+        if self.skipped and self.scales is not None and self.scales != (1, 1):
+            before, after = self.scales
+            fixed = f"loss scale {before:g} throughout"
+            said.append(fixed if self._fixed else f"loss scale {before:g} to {after:g}")
+        if self.weights:
+            names = f"{len(self.weights)} ({self.weights[0]} first)"
+            said.append(f"parameters that hold inf or NaN now: {names}")
+        return "; ".join(said)
+
+    def _advice(self, first: int) -> str:
+        if self.bad_op is None and self.failed:
+            return f"halfstep.first_bad did not run it again: {self.unreplayed}"
+        if self.bad_op is None:
+            return "Go back to the last good checkpoint: no loss scale mends a weight."
+        if self.bad_op.normal and self._fixed:
+            return (
+                "Lower the loss scale, or let it be dynamic: a fixed one never falls."
+            )
+        return f"halfstep.first_bad ran step {first} again: see the finding 'bad op'."
+
+    def __str__(self) -> str:
+        """Return what was looked at, in a sentence."""
+        if self._measured():
+            return f"Not finite: {self._measured()}."
+        if not self.checked:
+            return (
+                f"Losses of {self.steps} steps and weights are finite; gradients were "
+                "not checked (warmup=0)."
+            )
+        return (
+            f"Losses of {self.steps} steps, gradients of the first {self.checked} and "
+            "weights are finite."
+        )
+
+    def data(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`."""
+        bad = None if self.bad_op is None else self.bad_op.data()
+        return {**asdict(self), "bad_op": bad}
+
+
+class _Reached(BaseException):
+    """The backward pass asked for is reached; no `except Exception` sees it."""
+
+
+class Steps:
+    """Makes the steps of a program, and looks at their numbers.
+
+    Args:
+        step: Makes one.
+        checked: So many steps are looked at closely, which waits for the device.
+        same_batch: A step is given its batch, so a replay has the same.
+        session: That the steps use.
+        model: That they train; None: what the first step runs.
+        scaler: torch's or ours.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., object],
+        checked: int,
+        *,
+        same_batch: bool,
+        session: Session | None,
+        model: nn.Module | None,
+        scaler: Any | None,  # noqa: ANN401 -- torch's, ours or another
+    ) -> None:
+        self._step, self._checked, self._same_batch = step, checked, same_batch
+        self._session, self._scaler = session, scaler
+        self._model = model
+        self._outermost: list[nn.Module] = []
+        self._inside = 0
+        self._thread = threading.get_ident()
+        self._number = self._part = self._depth = self._applied = 0
+        self._losses: list[tuple[int, Tensor]] = []
+        self._lost: set[int] = set()
+        self._spoilt: set[int] = set()
+        self._skipped = 0
+        self._bad_part: int | None = None
+        self._weights: list[tuple[Tensor, Tensor]] = []
+        self._target: int | None = None
+        self._captured: list[Tensor] = []
+        self._bad_op: BadOp | None = None
+        self._unreplayed = ""
+        self._before = self._scale()
+        self._skips = 0 if session is None else session.steps_skipped
+
+    # A step of the program
+
+    def __call__(self, *batch: object) -> None:
+        """Make one step."""
+        self._number += 1
+        self._part, self._bad_part, self._applied = 0, None, 0
+        if self._number > self._checked:
+            self._step(*batch)
+            return
+        scale, random = self._scale(), RandomState(self._devices())
+        skips = 0 if self._session is None else self._session.steps_skipped
+        try:
+            with self._discovering():
+                self._step(*batch)
+        except LossScaleCollapse as error:
+            self._look_again(batch, scale, random)
+            if self._bad_op is not None:
+                error.tell(self._bad_op)
+            raise
+        skipped = self._session is not None and self._session.steps_skipped > skips
+        if skipped:
+            self._spoilt.add(self._number)
+        failed = self._number in self._lost | self._spoilt
+        self._skipped += failed and not self._applied and self._session is None
+        if failed and self._bad_op is None and not self._unreplayed:
+            self._look_again(batch, scale, random)
+        self._weights = []
+
+    def numerics(self) -> Numerics:
+        """Return what was seen. Waits for the device."""
+        lost = {number for number, loss in self._losses if not self._good(loss)}
+        after = self._scale()
+        scales = (
+            None if self._before is None or after is None else (self._before, after)
+        )
+        skipped = self._skipped
+        if self._session is not None:
+            skipped = self._session.steps_skipped - self._skips
+        elif scales is not None and not skipped:
+            skipped = int(scales[1] < scales[0])
+        why = self._unreplayed
+        if (lost or self._lost) and self._bad_op is None and not why:
+            why = (
+                f"of the first {self._checked} steps none failed, and only these are. "
+                "Call diagnose again with a larger warmup, from weights that are "
+                "finite."
+            )
+        return Numerics(
+            steps=self._number,
+            checked=min(self._checked, self._number),
+            losses=tuple(sorted(self._lost | lost)),
+            gradients=tuple(sorted(self._spoilt)),
+            skipped=skipped,
+            weights=tuple(self._ruined()),
+            scales=scales,
+            bad_op=self._bad_op,
+            unreplayed=why,
+        )
+
+    def _ruined(self) -> Iterator[str]:
+        model = self._root()
+        for name, param in () if model is None else model.named_parameters():
+            if not _finite([param]):
+                yield name
+
+    def _scale(self) -> float | None:
+        if self._session is not None:
+            return float(self._session.scaler.state.scale)
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        return float(self._scaler.get_scale())
+
+    def _devices(self) -> set[torch.device]:
+        return {param.device for param in self._params()}
+
+    def _params(self) -> list[nn.Parameter]:
+        model = self._root()
+        return [] if model is None else [*model.parameters()]
+
+    def _root(self) -> nn.Module | None:
+        if self._model is None and self._outermost:
+            many = len(self._outermost) > 1
+            return nn.ModuleList(self._outermost) if many else self._outermost[0]
+        return self._model
+
+    # What is looked at meanwhile
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Steps]:
+        """Look at backward passes and updates, here and in what is called here."""
+        hooks = (
+            register_optimizer_step_pre_hook(self._updating),
+            register_optimizer_step_post_hook(self._updated),
+        )
+        try:
+            with contextlib.ExitStack() as stack:
+                for owner, name in self._entries():
+                    passes = self._passes(getattr(owner, name))
+                    stack.enter_context(_replaced(owner, name, passes))
+                yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _entries(self) -> list[tuple[Any, str]]:
+        """Return what runs a backward pass: the outermost is given the loss."""
+        ours = [self._session, self._scaler]
+        own = [(one, "backward") for one in ours if hasattr(one, "backward")]
+        return [*own, (torch.autograd, "backward")]
+
+    def _passes(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a backward pass that is looked at."""
+
+        def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if self._depth or threading.get_ident() != self._thread:
+                return original(*args, **kwargs)
+            loss = args[0] if args else kwargs.get("loss", kwargs.get("tensors"))
+            if self._target is not None:
+                return self._capture(loss)
+            self._depth += 1
+            try:
+                self._take(loss)
+                result = original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            self._took()
+            return result
+
+        return backward
+
+    def _take(self, loss: object) -> None:
+        """Look at a loss before its backward pass."""
+        tensors = loss if isinstance(loss, list | tuple) else [loss]
+        for one in tensors:
+            if not isinstance(one, Tensor):
+                continue
+            if self._number > self._checked:
+                if one.numel() == 1:
+                    self._losses.append((self._number, one.detach()))
+            elif not self._good(one):
+                self._lost.add(self._number)
+                self._blame()
+
+    def _good(self, loss: Tensor) -> bool:
+        """Say whether a loss is finite; scaling one in 16 bits may make inf of it."""
+        scaled = self._session is None and self._before is not None
+        if scaled and loss.itemsize < torch.float32.itemsize:
+            return not bool(loss.isnan().any())
+        return _finite([loss])
+
+    def _took(self) -> None:
+        """Look at gradients after a backward pass."""
+        close = self._number <= self._checked and self._session is None
+        if close and not _finite(param.grad for param in self._params()):
+            self._spoilt.add(self._number)
+            self._blame()
+        self._part += 1
+
+    def _blame(self) -> None:
+        if self._bad_part is None:
+            self._bad_part = self._part
+
+    def _updating(self, optimizer: Optimizer, *given: object) -> None:
+        """Keep the weights that an update will make inf or NaN of, for the replay."""
+        if threading.get_ident() != self._thread:
+            return
+        closure = any(map(callable, _pytree.tree_leaves(given)))
+        if self._target is not None:
+            # A closure runs the backward pass, and what comes first does no update.
+            if self._target == 0 and closure:
+                return
+            message = "step() of diagnose updates weights before a backward pass"
+            raise UserError(message)
+        if self._number > self._checked or not self._acts(optimizer):
+            return
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        if not _finite(grads):
+            self._spoilt.add(self._number)
+        failed = closure or self._number in self._lost | self._spoilt
+        if failed and not self._weights and self._bad_op is None:
+            self._weights = [(p, p.detach().clone()) for p in self._params()]
+
+    def _updated(self, optimizer: Optimizer, *_: object) -> None:
+        here = threading.get_ident() == self._thread
+        if here and self._number <= self._checked and self._acts(optimizer):
+            self._applied += 1
+
+    @staticmethod
+    def _acts(optimizer: Optimizer) -> bool:
+        """Say whether a step changes weights: a fused one may be told not to."""
+        return not float(getattr(optimizer, "found_inf", None) or 0.0)
+
+    @contextlib.contextmanager
+    def _discovering(self) -> Iterator[None]:
+        """Find the models that the first step runs, where none was given."""
+        if self._model is not None or self._outermost:
+            yield
+            return
+
+        def enter(module: nn.Module, *_: object) -> None:
+            known = any(module is one for one in self._outermost)
+            learns = any(param.requires_grad for param in module.parameters())
+            if learns and not known and not self._inside:
+                self._outermost.append(module)
+            self._inside += 1
+
+        def leave(*_: object) -> None:
+            self._inside -= 1
+
+        hooks = (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            self._inside = 0
+            for hook in hooks:
+                hook.remove()
+
+    # The replay of a step that failed
+
+    def _look_again(
+        self, batch: tuple[object, ...], scale: float | None, random: RandomState
+    ) -> None:
+        """Run the step again, up to the backward pass that failed."""
+        model = self._root()
+        if model is None:
+            self._unreplayed = "the model is not known (model=)."
+            return
+        if exchanges(model):
+            self._unreplayed = (
+                "its passes wait for other processes. Call halfstep.first_bad on all."
+            )
+            return
+        now, weights = RandomState(self._devices()), [p.data for p, _ in self._weights]
+        for param, before in self._weights:
+            param.data = before
+        random.restore()
+        try:
+            self._bad_op = self._replayed(model, batch, scale or 1.0)
+            if self._bad_op is None:
+                self._unreplayed = (
+                    "all was finite then. Give batches=, so that it has the same batch."
+                )
+        except Exception as error:  # noqa: BLE001 -- any code of the user's may fail
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._unreplayed = reason.rstrip(".") + "."
+        finally:
+            now.restore()
+            for (param, _), after in zip(self._weights, weights, strict=True):
+                param.data = after
+
+    def _replayed(
+        self, model: nn.Module, batch: tuple[object, ...], scale: float
+    ) -> BadOp | None:
+        def of(part: int) -> Callable[[], Tensor]:
+            return lambda: self._loss_of(part, batch)
+
+        summed = None
+        if self._session is not None and self._session.choice.level.masters:
+            summed = torch.float32
+        part = max(0, self._part - 1) if self._bad_part is None else self._bad_part
+        many = [[of(part)], [of(one) for one in range(part + 1)]]
+        for steps in many[: 1 + (part > 0)]:
+            with self._replaying():
+                bad = first_bad(
+                    model,
+                    steps,
+                    scale=scale,
+                    number=self._number,
+                    failed=self._same_batch and len(steps) == part + 1,
+                    summed_in=summed,
+                )
+            if bad is not None:
+                return bad
+        return None
+
+    def _loss_of(self, part: int, batch: tuple[object, ...]) -> Tensor:
+        """Return the loss of one backward pass of the step; the others do not run."""
+        self._target = part
+        self._captured.clear()
+        try:
+            self._step(*batch)
+        except _Reached:
+            pass
+        finally:
+            self._target = None
+        if not self._captured:
+            message = "step() of diagnose ran fewer backward passes than before"
+            raise UserError(message)
+        loss = self._captured.pop()
+        return loss if self._session is None else loss / self._session.accumulate
+
+    def _capture(self, loss: object) -> None:
+        """Take the loss that is asked for, and end the step there."""
+        if self._target:
+            self._target -= 1
+            return
+        single = loss[0] if isinstance(loss, list | tuple) and len(loss) == 1 else loss
+        if not isinstance(single, Tensor):
+            message = "step() of diagnose runs one backward pass of several losses"
+            raise UserError(message)
+        self._captured.append(single)
+        raise _Reached
+
+    @contextlib.contextmanager
+    def _replaying(self) -> Iterator[None]:
+        """Let neither a scaler nor a session take note of what runs."""
+
+        def nothing(*_: object, **__: object) -> None:
+            return None
+
+        with contextlib.ExitStack() as stack:
+            if self._scaler is not None:
+                stack.enter_context(_replaced(self._scaler, "scale", _same))
+                for name in ("unscale_", "step", "update"):
+                    if hasattr(self._scaler, name):
+                        stack.enter_context(_replaced(self._scaler, name, nothing))
+            if self._session is not None:
+                report = StepReport(self._number, complete=False)
+                step = _replaced(self._session, "step", lambda: report)
+                stack.enter_context(step)
+            yield
+
+
+def _same(outputs: object) -> object:
+    return outputs
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401
+    """Give an object an attribute of its own for a while."""
+    own = vars(owner)
+    before = own.get(name, _replaced)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _replaced:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@torch.no_grad()
+def _finite(tensors: Iterable[Tensor | None]) -> bool:
+    """Say whether all numbers here are finite. Waits for the device."""
+    flags = [
+        plain(tensor.detach()).isfinite().all()
+        for tensor in tensors
+        if tensor is not None and not tensor.is_meta
+    ]
+    return all(bool(flag) for flag in flags)

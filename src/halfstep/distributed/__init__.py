@@ -1,0 +1,1 @@
+"""Process groups, DistributedDataParallel, and means over all ranks."""

@@ -1,0 +1,109 @@
+"""DistributedDataParallel: wrapping a model in it, and what it wraps or does.
+
+In: a model. Out: the same model in DDP, the one inside, whether gradients are averaged,
+and regions in which they are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from halfstep.distributed.process_group import World
+
+
+_SILENCED = "_halfstep_silenced"
+
+
+def data_parallel(model: nn.Module, world: World) -> nn.Module:
+    """Wrap a model so that its gradients are averaged over all processes."""
+    if world.size == 1:
+        return model
+    ids = [world.device.index] if world.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP, DataParallel or torch.compile's wrapper."""
+    while True:
+        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module) or inner is model:
+            return model
+        model = inner
+
+
+def is_data_parallel(model: nn.Module) -> bool:
+    """Say whether gradients are averaged in each backward pass."""
+    return wrapper(model) is not None
+
+
+def unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Return a region in which a DDP model keeps its gradients to itself."""
+    found = wrapper(model)
+    if found is not None:
+        return found.no_sync()
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def silenced(model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
+    """Let DDP exchange nothing: a forward pass of it is one of its module.
+
+    Why `no_sync` is not enough: the forward pass after the first backward pass makes
+    new buckets, and all processes must do that together. For `wrapper` it is none.
+    """
+    own = vars(model)
+    before = own.get("forward")
+    own["forward"] = partial(_forward_alone, model)
+    own[_SILENCED] = True
+    try:
+        with model.no_sync():
+            yield
+    finally:
+        del own["forward"], own[_SILENCED]
+        if before is not None:
+            own["forward"] = before
+
+
+def is_silenced(model: nn.Module) -> bool:
+    """Say whether a module is a DDP that exchanges nothing at the moment."""
+    return _SILENCED in vars(model)
+
+
+def _forward_alone(
+    model: nn.parallel.DistributedDataParallel, *args: object, **kwargs: object
+) -> object:
+    """Run the module of a DDP on inputs that are moved and cast as DDP does."""
+    device = None
+    if model.device_ids:
+        device = torch.device(model.device_type, model.device_ids[0])
+    mixed = getattr(model, "mixed_precision", None)
+    dtype = None if mixed is None else mixed.param_dtype
+
+    def ready(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
+
+    args, kwargs = _pytree.tree_map(ready, (args, kwargs))
+    return model.module(*args, **kwargs)
+
+
+def wrapper(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Return the DDP that a model is, or that torch.compile has wrapped; else None."""
+    while not isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        if not isinstance(inner, nn.Module) or inner is model:
+            return None
+        model = inner
+    return None if is_silenced(model) else model

@@ -1,0 +1,284 @@
+"""Many processes: torchrun's environment, data parallelism, and agreement.
+
+In: the environment that torchrun sets. Out: a `World`, a model wrapped in DDP, sums
+and maxima over ranks. With one process every function is the identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+T = TypeVar("T")
+_FAULT = "halfstep/fault"
+_LONGEST = 400  # characters of a reason
+_PATIENCE = 2.0  # seconds that a failing process may take to say why
+_POLL = 0.005  # seconds between two looks for an answer
+_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "gloo error",
+    "[gloo",
+    "/gloo/",
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all that train together."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """The one process that writes files and speaks."""
+        return self.rank == 0
+
+
+class PeerLost(RuntimeError):  # noqa: N818 -- an outcome, told in one line
+    """Another process of the run has ended, and why, where it could say."""
+
+
+@contextlib.contextmanager
+def join(device: str) -> Iterator[World]:
+    """Join the processes that torchrun started; leave them, all at once, at the end.
+
+    A process that fails says why to the others, whose next wait then ends in
+    `PeerLost` with those words.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (nccl; each process takes the GPU of its local
+            rank).
+
+    Raises:
+        UserError: If the environment is not torchrun's, there is no GPU for this
+            process, or the others cannot be met.
+        PeerLost: If another process has ended.
+    """
+    where = _device(device)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield World(0, 1, where)
+        return
+    store, rank, size = _met(where)
+    try:
+        with _telling(store, rank):
+            yield World(rank, size, where)
+            # A thread of gloo's that still holds the last collective's tensors asks
+            # for the GIL to let them go. While the interpreter ends, that aborts the
+            # process; while DDP is freed, it is a deadlock. So all come to an end, and
+            # a moment's sleep hands out the GIL. Not after an error: others may never
+            # come.
+            dist.barrier()
+            time.sleep(0.05)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(word: str) -> torch.device:
+    """Return where this process computes; a GPU is made its own.
+
+    Raises:
+        UserError: If its local rank is no number, or that of no GPU.
+    """
+    told = os.environ.get("LOCAL_RANK", "0")
+    # Not all that Python takes for digits makes a number.
+    if not (told.isascii() and told.isdigit()):
+        message = (
+            f"LOCAL_RANK={told!r} is not the number of a process: let torchrun set it, "
+            "or unset it to train in one process."
+        )
+        raise UserError(message)
+    if word != "cuda":
+        return torch.device(word)
+    local, count = int(told), torch.cuda.device_count()
+    if local >= count:
+        message = (
+            f"LOCAL_RANK={local}: each process needs a GPU of its own, and torch sees "
+            f"{count} here; start no more than that on this machine "
+            "(--nproc-per-node)."
+        )
+        raise UserError(message)
+    where = torch.device("cuda", local)
+    torch.cuda.set_device(where)
+    return where
+
+
+def _met(where: torch.device) -> tuple[Store, int, int]:
+    """Meet the other processes; return a store, this one's rank, and how many meet.
+
+    Raises:
+        UserError: If the environment is not torchrun's, or they do not all come.
+    """
+    try:
+        shared, rank, size = next(rendezvous("env://"))
+        store = _fresh(shared, rank, size)
+        dist.init_process_group(
+            "nccl" if where.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            device_id=where if where.type == "cuda" else None,
+        )
+    except ValueError as error:
+        message = f"RANK is set, but the environment is not torchrun's: {error}."
+        raise UserError(message) from error
+    except RuntimeError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        message = (
+            f"the {os.environ['WORLD_SIZE']} processes did not meet at {place} "
+            f"({_first_line(error)}); start them all, with MASTER_ADDR and "
+            "MASTER_PORT of the first."
+        )
+        raise UserError(message) from error
+    return store, rank, size
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error of torch's says, without where it was raised."""
+    line, _, _ = str(error).strip().partition("\n")
+    return " ".join(line.split())[:_LONGEST].rstrip(".")
+
+
+def _fresh(store: Store, rank: int, size: int) -> Store:
+    """Return a part of the store that nobody has written to; all must call it.
+
+    Why: torchrun keeps its store when it starts failed processes again. torch would
+    read there where the dead were to be found, and wait for them. How often each
+    machine has restarted its processes does not tell either: they count apart.
+
+    So each process has a random name. The first asks by it: only who lives answers.
+    """
+    mine = secrets.token_hex(8)
+    if rank == 0:
+        for other in range(1, size):
+            while not _answers(store, other, mine):
+                pass
+        store.set(f"halfstep/go/{mine}", "")
+        return PrefixStore(mine, store)
+    store.set(f"halfstep/here/{rank}", mine)
+    token = bytes(store.get(f"halfstep/ask/{mine}")).decode()
+    store.set(f"halfstep/yes/{mine}/{token}", "")
+    store.get(f"halfstep/go/{token}")
+    return PrefixStore(token, store)
+
+
+def _answers(store: Store, rank: int, token: str) -> bool:
+    """Offer a token to the process that was last here; say whether it takes it.
+
+    It does not if another process of its rank comes: the one before is dead.
+    """
+    place = f"halfstep/here/{rank}"
+    name = bytes(store.get(place)).decode()
+    store.set(f"halfstep/ask/{name}", token)
+    # The dead have answered others, never this token.
+    while not store.check([f"halfstep/yes/{name}/{token}"]):
+        if bytes(store.get(place)).decode() != name:
+            return False
+        time.sleep(_POLL)
+    return True
+
+
+@contextlib.contextmanager
+def _telling(store: Store, rank: int) -> Iterator[None]:
+    """Say to the others why this process fails; fail with the reason of another."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_lost_peer(error):
+            # Whoever holds the store may have left; the first reason stays.
+            with contextlib.suppress(RuntimeError):
+                words = f"process {rank}: {_in_words(error)}"
+                store.compare_set(_FAULT, "", words)
+            raise
+        reason = _reason(store)
+        message = f"stopped, because another process did: {reason}."
+        raise PeerLost(message) from error
+
+
+def _in_words(error: Exception) -> str:
+    words = " ".join(str(error).split())[:_LONGEST].rstrip(".")
+    return words if isinstance(error, UserError) else f"{type(error).__name__}: {words}"
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Say whether an error is that of waiting for a process which is gone."""
+    if isinstance(error, dist.DistError):  # nccl's, and timeouts of the store
+        return True
+    # gloo raises bare RuntimeErrors.
+    words = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in words for word in _GONE)
+
+
+def _reason(store: Store) -> str:
+    """Return the first reason that another process gave, if it could."""
+    until = time.monotonic() + _PATIENCE
+    with contextlib.suppress(RuntimeError):  # the store may be gone, too
+        while time.monotonic() < until:
+            if store.check([_FAULT]):
+                return bytes(store.get(_FAULT)).decode()
+            time.sleep(_PATIENCE / 20)
+    return "it ended without a word, so it was killed or its machine was lost"
+
+
+def highest(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the elementwise maximum over all processes, the same on each."""
+    if dist.is_initialized():
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return value
+
+
+def total(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the elementwise sum over all processes, the same on each."""
+    if dist.is_initialized():
+        dist.all_reduce(value, dist.ReduceOp.SUM, group=group)
+    return value
+
+
+def same_everywhere(value: T) -> T:
+    """Return the first process's value, on each."""
+    box: list[T] = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
+def size() -> int:
+    """Return how many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def first_given(value: T | None) -> T | None:
+    """Return the value of the first process that has one, on each; None if none has."""
+    if not dist.is_initialized():
+        return value
+    box: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return next((each for each in box if each is not None), None)
+
+
+def wait_for_all() -> None:
+    """Return when every process has come this far."""
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,415 @@
+"""What this machine can do, read from the system and measured.
+
+In: nothing, or a device. Out: `Capabilities` (processor, instruction sets, GPUs),
+matrix-product rates, and the level and dtype that follow from them, with the reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import math
+import os
+import platform
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep.errors import UserError
+from halfstep.machine import cpu, gemm, rate_cache
+from halfstep.machine.gemm import GemmRates
+from halfstep.numerics import formats
+from halfstep.reporting.table import Cell, Table, count
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CPU_FLAGS = {
+    "avx512f": "AVX512",
+    "avx512_bf16": "AVX512-BF16",
+    "avx512_fp16": "AVX512-FP16",
+    "amx_bf16": "AMX-BF16",
+    "amx_fp16": "AMX-FP16",
+    "asimdhp": "NEON-FP16",
+    "bf16": "NEON-BF16",
+}
+"""Linux's word for an instruction set that matters to 16-bit training -> its name."""
+
+_NATIVE = {
+    "bf16": ("AVX512-BF16", "AMX-BF16", "NEON-BF16"),
+    "fp16": ("AVX512-FP16", "AMX-FP16", "NEON-FP16"),
+}
+
+WORTH_IT = 1.5
+"""Least measured rate over fp32's for which a 16-bit format is recommended. A guess:
+casts and everything that is not a matrix product must be paid from the difference."""
+
+SLOWER = 0.9
+"""Measured rate over fp32's below which a format counts as slower: two formats that
+are equally fast differ by a few per cent from one measurement to the next."""
+
+_BF16_CAPABILITY = (8, 0)
+_FP16_CAPABILITY = (7, 0)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    capability: tuple[int, int]
+    """CUDA compute capability: 7.0 and later have fp16 tensor cores, 8.0 bf16 too."""
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the machine is; nothing here is measured."""
+
+    cpu: str
+    cores: int
+    """Processors this process may run on."""
+    threads: int
+    """Threads torch uses inside one operation."""
+    instruction_sets: tuple[str, ...]
+    """Those of `CPU_FLAGS` that the system lists; empty where it lists none."""
+    gpus: tuple[Gpu, ...]
+    torch: str
+
+    @property
+    def device(self) -> str:
+        """The device that training uses unless told otherwise."""
+        return "cuda" if self.gpus else "cpu"
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A level and a dtype, with the reason."""
+
+    level: str
+    dtype: str
+    reason: str
+
+
+@functools.cache
+def capabilities() -> Capabilities:
+    """Return what this machine is; read once a process."""
+    fields = cpu.facts()
+    flags = cpu.flags(fields)
+    # Where there is no list, platform may know the name; on Linux it says no more.
+    other = "" if fields else platform.processor()
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts = torch.cuda.get_device_properties(index)
+        gpus.append(Gpu(facts.name, (facts.major, facts.minor), facts.total_memory))
+    return Capabilities(
+        cpu=fields.get("model name") or other or platform.machine(),
+        cores=len(cpu.affinity()),
+        threads=torch.get_num_threads(),
+        instruction_sets=tuple(
+            name for flag, name in CPU_FLAGS.items() if flag in flags
+        ),
+        gpus=tuple(gpus),
+        torch=torch.__version__,
+    )
+
+
+def gemm_rates(device: str | None = None, *, refresh: bool = False) -> dict[str, float]:
+    """Return the matrix-product rate of each format, in TFLOP/s.
+
+    Args:
+        device: "cpu" or "cuda"; default the one that training would use.
+        refresh: Measure again although figures are cached.
+    """
+    return dict(measured(device, refresh=refresh).rates)
+
+
+def measured(device: str | None = None, *, refresh: bool = False) -> GemmRates:
+    """Return the matrix-product rates with their spread, age and what they rest on.
+
+    Why: instruction sets say what a processor has, not what torch makes of it. The
+    same flags gave fp16 twice fp32's rate on one machine and a tenth of it on another.
+
+    Figures are cached in the user's cache folder for processes under the same
+    conditions: host, processor and its flags, limits of instructions, threads, torch,
+    affinity and cgroup. What was measured under load is for this process only, and for
+    child processes that are given `environment`.
+
+    Args:
+        device: "cpu" or "cuda"; default the one that training would use.
+        refresh: Measure again although figures are cached.
+
+    Raises:
+        UserError: If `HALFSTEP_RATES` is set, and holds no rates.
+    """
+    where = device or capabilities().device
+    given = _given(where)
+    if given is not None:
+        return given
+    machine = capabilities()
+    chip = machine.gpus[0].name if where == "cuda" else machine.cpu
+    facts = rate_cache.conditions(where, chip)
+    key = json.dumps(facts, sort_keys=True)
+    with _measuring:  # two threads that measure disturb each other
+        if refresh or key not in _of_this_process:
+            _of_this_process[key] = _measure(where, facts, refresh=refresh)
+        found = _of_this_process[key]
+        _latest[where] = found
+    return found
+
+
+_measuring = threading.Lock()
+_of_this_process: dict[str, GemmRates] = {}
+_latest: dict[str, GemmRates] = {}
+"""Device -> what was returned last."""
+
+
+_VARIABLE = "HALFSTEP_RATES"
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which child processes use this process's rates.
+
+    Why: where the machine is busy nothing is cached, and each would measure again, in
+    the time of whatever it is there for.
+    """
+    rates = {device: dict(found.rates) for device, found in _latest.items()}
+    return {_VARIABLE: json.dumps(rates)} if rates else {}
+
+
+def _given(device: str) -> GemmRates | None:
+    """Return the rates that the environment tells of a device, or None.
+
+    Raises:
+        UserError: If it tells no such thing.
+    """
+    word = os.environ.get(_VARIABLE)
+    if not word:
+        return None
+    try:
+        told = json.loads(word).get(device)
+        if told is None:
+            return None
+        rates = {name: float(told[name]) for name in formats.FORMATS}
+        if not all(0 < rate < math.inf for rate in rates.values()):
+            raise ValueError(rates)  # noqa: TRY301 -- as bad as a word
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        message = (
+            f"{_VARIABLE}={word!r} holds no rates; it must look like "
+            '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}, in TFLOP/s. Unset it '
+            "to measure them."
+        )
+        raise UserError(message) from error
+    spread = dict.fromkeys(rates, 0.0)
+    return GemmRates(rates, spread, 0.0, why_not_cached=f"{_VARIABLE} tells them")
+
+
+def _measure(device: str, facts: dict[str, Any], *, refresh: bool) -> GemmRates:
+    changed = cpu.instruction_limits().items() ^ cpu.first_instruction_limits().items()
+    cached = None if changed or refresh else rate_cache.load(facts, time.time())
+    if cached:
+        return cached
+    found = replace(gemm.measure(device), time=time.time())
+    why = found.doubt
+    if changed:
+        names = ", ".join(sorted({name for name, _ in changed}))
+        why = f"{names} changed after this process began"
+    elif not why:
+        try:
+            rate_cache.save(facts, found)
+        except OSError as error:
+            why = f"the cache folder cannot be written: {error}"
+    return replace(found, why_not_cached=why)
+
+
+def _caveat(device: str, rates: Mapping[str, float]) -> str:
+    """Return what to add to a reason that rests on rates measured under load."""
+    latest = _latest.get(device)
+    doubt = latest.doubt if latest and latest.rates == rates else ""
+    return f"; measured under load: {doubt}" if doubt else ""
+
+
+def gain(dtype: str, device: str | None = None) -> float:
+    """Return the measured matrix-product rate of a format over fp32's."""
+    rates = gemm_rates(device)
+    return rates[dtype] / rates["fp32"]
+
+
+def native(dtype: str, device: str | None = None) -> str:
+    """Return what makes a 16-bit format fast here, or "" where nothing is known to."""
+    if dtype not in _NATIVE:
+        return ""
+    machine = capabilities()
+    if (device or machine.device) == "cuda":
+        least = _BF16_CAPABILITY if dtype == "bf16" else _FP16_CAPABILITY
+        has = machine.gpus[0].capability
+        return f"compute capability {has[0]}.{has[1]}" if has >= least else ""
+    return ", ".join(
+        name for name in _NATIVE[dtype] if name in machine.instruction_sets
+    )
+
+
+def _hardware(dtype: str, device: str) -> str:
+    """Return `native` with the limits that may keep it from use."""
+    means, limits = native(dtype, device), cpu.instruction_limits()
+    if device == "cuda" or not means or not limits:
+        return means
+    return f"{means}, limited by {_spelled(limits)}"
+
+
+def _spelled(variables: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in variables.items())
+
+
+def recommend(device: str | None = None) -> Recommendation:
+    """Return the level and dtype to train with here, and why.
+
+    bf16 is preferred: it needs no loss scale. fp16 is recommended only on a GPU on
+    which bf16 is not worth it.
+    """
+    where = device or capabilities().device
+    rates = gemm_rates(where)
+    candidates = ("bf16", "fp16") if where == "cuda" else ("bf16",)
+    for dtype in candidates:
+        means, times = native(dtype, where), rates[dtype] / rates["fp32"]
+        if times >= WORTH_IT and (means or where == "cpu"):
+            by = f" ({_hardware(dtype, where)})" if means else ""
+            reason = f"{dtype} matrix products run {times:.1f} times as fast as fp32"
+            reason += f" on this {where}{by}{_caveat(where, rates)}"
+            return Recommendation("O2", dtype, reason)
+    reason = (
+        f"bf16 matrix products run at {rates['bf16'] / rates['fp32']:.2f} of fp32's "
+        f"rate on this {where} ({_hardware('bf16', where) or 'no bf16 instructions'}); "
+        f"{WORTH_IT} is the least that pays for the casts{_caveat(where, rates)}"
+    )
+    return Recommendation("O0", "fp32", reason)
+
+
+def emulation_warning(dtype: str, device: str | None = None) -> str | None:
+    """Return what a 16-bit format costs where this machine is slower in it, or None."""
+    where = device or capabilities().device
+    if dtype == "fp32" or gain(dtype, where) >= SLOWER:
+        return None
+    rates = gemm_rates(where)
+    means = _hardware(dtype, where)
+    cause = f"although it has {means}" if means else "it has no instructions for it"
+    return (
+        f"dtype={dtype}: this {where} runs {dtype} matrix products at "
+        f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f} ({cause}): expect "
+        f"{rates['fp32'] / rates[dtype]:.1f} times the time"
+        f"{_caveat(where, rates)}. Use --level O0."
+    )
+
+
+def peak_memory(device: str | torch.device) -> int:
+    """Return the most memory this process has held so far, in bytes.
+
+    On a CPU the resident set, as the system counts it (0 where it does not tell); on
+    a GPU what torch allocated on it.
+    """
+    where = torch.device(device)
+    if where.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(where))
+    status = Path("/proc/self/status")
+    if status.exists():
+        # What `getrusage` tells begins with the peak of whoever started this process.
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+_MMAP_MAX, _TRIM_THRESHOLD = -4, -1
+"""Names of glibc's `mallopt`, from its malloc.h."""
+
+
+def keep_memory() -> bool:
+    """Let this process keep the memory that it frees, for the next tensor on a CPU.
+
+    Why: glibc maps each tensor of 32 MiB or more afresh and gives it back at once, and
+    the system clears every page of it again. A training step on large layers can
+    spend half of its time on that. The price is that memory once used stays with
+    the process. It concerns the whole process, so nothing here calls it unasked.
+
+    Returns:
+        Whether the C library can: it must be glibc.
+    """
+    library = ctypes.CDLL(None) if platform.system() == "Linux" else None
+    if library is None or not hasattr(library, "gnu_get_libc_version"):
+        return False
+    kept = library.mallopt(_MMAP_MAX, 0)
+    return bool(kept and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def tables(*, refresh: bool = False) -> tuple[Table, ...]:
+    """Return the machine, its measured rates, and the advice, as tables.
+
+    Args:
+        refresh: Measure again although figures are cached.
+    """
+    facts = capabilities()
+    found: list[tuple[Cell, ...]] = [
+        ("processor", facts.cpu),
+        ("cores", str(facts.cores)),
+        ("torch", f"{facts.torch}, {count(facts.threads, 'thread')}"),
+        ("instruction sets", ", ".join(facts.instruction_sets) or "none known"),
+    ]
+    quota, limits = cpu.cgroup_limit(), cpu.instruction_limits()
+    if quota is not None:
+        found.append(("cgroup limit", f"{quota:g} CPUs"))
+    if limits:
+        found.append(("instruction limits", _spelled(limits)))
+    for gpu in facts.gpus:
+        gibibytes = gpu.memory_bytes / 2**30
+        major, minor = gpu.capability
+        about = f"{gpu.name}, compute capability {major}.{minor}, {gibibytes:.0f} GiB"
+        found.append(("GPU", about))
+    rows: list[tuple[Cell, ...]] = []
+    notes: list[str] = []
+    for where in dict.fromkeys((facts.device, "cpu")):
+        gemms = measured(where, refresh=refresh)
+        fp32 = gemms.rates["fp32"]
+        age = _age(time.time() - gemms.time) if gemms.time else "-"
+        for name, rate in gemms.rates.items():
+            spread, means = gemms.spread[name], native(name, where) or "-"
+            rows.append((where, name, rate, rate / fp32, spread, age, means))
+        if gemms.why_not_cached:
+            notes.append(
+                f"{where}: used in this process only, not cached: "
+                f"{gemms.why_not_cached}."
+            )
+    advice = recommend()
+    columns = ("device", "format", "TFLOP/s", "x fp32", "spread", "measured")
+    return (
+        Table("Machine", ("what", "value"), tuple(found)),
+        Table(
+            "Matrix products, measured",
+            (*columns, "hardware for it"),
+            tuple(rows),
+            tuple(notes),
+        ),
+        Table(
+            "Advice",
+            ("level", "dtype", "why"),
+            ((advice.level, advice.dtype, advice.reason),),
+        ),
+    )
+
+
+def _age(seconds: float) -> str:
+    """Return how long ago something was, in the largest unit that fits."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        number = int(seconds // length)
+        if number >= 1:
+            return f"{number} {unit}{'s' if number > 1 else ''} ago"
+    return "now"

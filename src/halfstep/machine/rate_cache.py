@@ -1,0 +1,150 @@
+"""Measured rates on disk: a file for each set of conditions that they depend on.
+
+In: a device and what it is called. Out: the `GemmRates` measured under the conditions
+of this process, or None. A home folder may be shared by unlike machines, and many
+processes may write at once: each file is replaced whole, and none holds two entries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.machine import cpu
+from halfstep.machine.gemm import GemmRates
+from halfstep.numerics import formats
+from halfstep.reporting import table
+
+OLDEST_SECONDS = 30 * 24 * 3600
+"""Age after which rates are measured again: a power limit, a driver or a host may have
+changed, and no system tells of all that."""
+
+MOST_FILES = 64
+"""Files in the folder; beyond that the oldest are deleted."""
+
+_PREFIXES = (
+    *("ATEN_", "CUBLAS", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_TF32"),
+    *("OMP_", "ONEDNN_", "OPENBLAS_"),
+)
+"""Environment variables that change how matrices are multiplied begin like this."""
+
+
+def conditions(device: str, chip: str) -> dict[str, Any]:
+    """Return what decides the rates, as plain values.
+
+    Args:
+        device: "cpu" or "cuda".
+        chip: The name of the processor or GPU.
+    """
+    fields = cpu.facts()
+    identity = ("vendor_id", "cpu family", "model", "stepping", "microcode")
+    arm = ("CPU implementer", "CPU variant", "CPU part", "CPU revision")
+    matmul = torch.backends.cuda.matmul
+    return {
+        "device": device,
+        "chip": chip,
+        "host": platform.node(),
+        "cpu": {name: fields[name] for name in (*identity, *arm) if name in fields},
+        "flags": " ".join(sorted(cpu.flags(fields))),
+        "affinity": list(cpu.affinity()),
+        "cgroup_limit": cpu.cgroup_limit(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_PREFIXES)
+        },
+        "torch": torch.__version__,
+        # Libraries and their versions, instruction sets in use, threads of each.
+        "build": torch.__config__.show() + torch.__config__.parallel_info(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "fp32_precision": [
+            torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+            matmul.fp32_precision,
+        ],
+        "fp16_accumulation": bool(getattr(matmul, "allow_fp16_accumulation", False)),
+    }
+
+
+def folder() -> Path:
+    """Return where the files are: `halfstep/rates` in the user's cache folder.
+
+    Raises:
+        OSError: If this user has no home folder.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base or Path.home() / ".cache") / "halfstep" / "rates"
+    except RuntimeError as error:
+        message = "this user has no home folder; set XDG_CACHE_HOME"
+        raise OSError(message) from error
+
+
+def load(facts: dict[str, Any], now: float) -> GemmRates | None:
+    """Return the rates measured under some conditions, or None.
+
+    A file that is damaged, old, or not about these conditions counts as absent.
+
+    Args:
+        facts: Of `conditions`.
+        now: Seconds since 1970.
+    """
+    try:
+        file = _file(facts)
+        if not file.is_file():  # a pipe would never end
+            return None
+        data = json.loads(file.read_text(encoding="utf-8"))
+        found = GemmRates(
+            rates={name: float(data["rates"][name]) for name in formats.FORMATS},
+            spread={name: float(data["spread"][name]) for name in formats.FORMATS},
+            waited=float(data["waited"]),
+            time=float(data["time"]),
+        )
+    # RecursionError: of JSON that is nested too deep.
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return None
+    fresh = 0 <= now - found.time <= OLDEST_SECONDS
+    usable = all(0 < rate < math.inf for rate in found.rates.values())
+    known = all(0 <= part <= 1 for part in (*found.spread.values(), found.waited))
+    right = data["conditions"] == facts
+    return found if fresh and usable and known and right else None
+
+
+def save(facts: dict[str, Any], rates: GemmRates) -> None:
+    """Keep rates for the processes to come.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    file = _file(facts)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = asdict(rates)
+    entry = {name: kept[name] for name in ("rates", "spread", "waited", "time")}
+    table.write_text(file, json.dumps(entry | {"conditions": facts}, indent=1))
+    _prune(file.parent)
+
+
+def _file(facts: dict[str, Any]) -> Path:
+    plain = json.dumps(facts, sort_keys=True)
+    return folder() / f"{hashlib.sha256(plain.encode()).hexdigest()[:32]}.json"
+
+
+def _prune(place: Path) -> None:
+    """Delete the oldest files beyond `MOST_FILES`, whoever left them."""
+    ages = []
+    for file in place.iterdir():
+        try:
+            ages.append((file.stat().st_mtime, file))
+        except FileNotFoundError:
+            continue  # another process has pruned it
+    for _, file in sorted(ages, reverse=True)[MOST_FILES:]:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,108 @@
+"""Which level and format to train with: words in, a decision with its reason out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from halfstep.errors import UserError
+from halfstep.machine import hardware
+from halfstep.numerics import formats
+from halfstep.policy import levels
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The level and format to train with, and why."""
+
+    level: levels.Level
+    format: formats.FloatFormat
+    """The 16-bit format; fp32 at O0."""
+    reason: str
+
+    def __str__(self) -> str:
+        """Return both words, as they stand in flags."""
+        return f"{self.level} {self.format}"
+
+
+def choose(
+    level: str | levels.Level,
+    dtype: str | torch.dtype | formats.FloatFormat,
+    device: str,
+) -> Choice:
+    """Turn words into a level and a format; "auto" asks the machine.
+
+    Args:
+        level: "O0" to "O3" or "auto".
+        dtype: "fp32", "bf16", "fp16" or "auto". O0 takes any: it has no effect.
+        device: "cpu" or "cuda".
+
+    Raises:
+        UserError: If a word is unknown, or the two contradict each other.
+    """
+    fixed = None if dtype == "auto" else formats.parse(dtype)
+    if level == "auto":
+        if fixed is None:
+            advice = hardware.recommend(device)
+            found, format_ = levels.parse(advice.level), formats.parse(advice.dtype)
+            return Choice(found, format_, advice.reason)
+        found = levels.O0 if fixed is formats.FP32 else levels.O2
+        return Choice(found, fixed, f"dtype {fixed} was asked for")
+    found = levels.parse(level)
+    reason = f"level {level} was asked for"
+    if not found.low:
+        if fixed not in (None, formats.FP32):
+            # So that a sweep over levels needs one argument.
+            reason += f"; dtype={fixed} has no effect: {found} is fp32 throughout"
+        return Choice(found, formats.FP32, reason)
+    if fixed is formats.FP32:
+        message = f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
+        raise UserError(message)
+    if fixed is None:
+        fp16 = device == "cuda" and not hardware.native("bf16", device)
+        fixed = formats.FP16 if fp16 else formats.BF16
+    return Choice(found, fixed, reason)
+
+
+def cautions(
+    choice: Choice, optimizer: torch.optim.Optimizer, device: str, *, masters: bool
+) -> list[str]:
+    """Return what speaks against a choice that was asked for, a line each.
+
+    Args:
+        choice: Level and format.
+        optimizer: Its epsilon may round to zero in 16-bit state.
+        device: "cpu" or "cuda".
+        masters: There are master weights, whose state is not in `choice`'s format.
+    """
+    found = [
+        hardware.emulation_warning(choice.format.name, device),
+        ruin(choice, optimizer, masters=masters),
+    ]
+    return [line for line in found if line]
+
+
+def ruin(choice: Choice, optimizer: torch.optim.Optimizer, *, masters: bool) -> str:
+    """Return what will make NaN of weights, whatever the data are, or "".
+
+    Args:
+        choice: Level and format.
+        optimizer: Its epsilon may round to zero in 16-bit state.
+        masters: There are master weights, whose state is not in `choice`'s format.
+    """
+    if not choice.level.low_weights or masters:
+        return ""
+    for group in optimizer.param_groups:
+        epsilon = group.get("eps")
+        if (
+            isinstance(epsilon, float)
+            and epsilon
+            and not torch.tensor(epsilon, dtype=choice.format.dtype)
+        ):
+            return (
+                f"eps={epsilon:g} rounds to 0 in {choice.format}, in which level "
+                f"{choice.level} keeps the optimizer's state: weights will become "
+                f"NaN. Use eps={choice.format.min_normal:.1e}, or level O2."
+            )
+    return ""

@@ -1,0 +1,388 @@
+"""Updates of parameters in C, compiled on first use and called once for a whole list.
+
+In: items on the CPU, a rule and a form. Out: state, truth and weight, updated in place
+in one pass over memory. `available` says whether there are kernels, `describe` why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from dataclasses import dataclass
+from functools import cache, partial
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from halfstep._torch.profiler_marks import UPDATE, marked
+from halfstep.errors import UserError
+from halfstep.masters import c_compiler
+from halfstep.masters.encoding import EXTRA, LOW_STATES, WEIGHTS
+from halfstep.masters.update_rules import Adam, Item, Sgd
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+SOURCE = Path(__file__).with_name("kernels.c")
+
+# As in kernels.c.
+FORMS = {"plain": 0, "fp32": 1, "split": 3, "kahan": 4, "stochastic": 5}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MAXIMIZE, NESTEROV, DECOUPLED, AMSGRAD, MOMENTUM, ADAM = (1 << bit for bit in range(6))
+STATES = 3
+
+_LONG = 0xFFFFFFFFFFFFFFFF
+
+_address = Tensor.data_ptr
+_numel = Tensor.numel
+_contiguous = Tensor.is_contiguous
+_dtype = attrgetter("dtype")
+_negated = Tensor.is_neg
+_on_cpu = attrgetter("is_cpu")
+
+
+def available() -> bool:
+    """Say whether there are compiled kernels; the first call may compile them."""
+    return _kernels()[0] is not None
+
+
+def describe() -> str:
+    """Say in one line what was compiled with what, or why nothing was."""
+    return _kernels()[1]
+
+
+@torch.no_grad()
+def update(
+    items: Sequence[Item],
+    rule: Sgd | Adam,
+    form: str,
+    *,
+    inverse: Tensor,
+    clock: tuple[int, int],
+) -> None:
+    """Update parameters in place: state, truth and weight.
+
+    What C writes leaves no trace in a tensor's version: the caller tells autograd.
+
+    Args:
+        items: On the CPU.
+        rule: With which numbers.
+        form: How the truth is kept: "plain", "fp32", "split", "kahan", "stochastic".
+        inverse: Of the loss scale, fp32, shape (). Gradients are multiplied by it.
+        clock: Seed and step of the random numbers.
+
+    Raises:
+        UserError: If there are no kernels, or an item is not what the form says.
+    """
+    with marked(UPDATE):
+        _needed().update(items, rule, form, float(inverse), clock)
+
+
+@torch.no_grad()
+def look(gradients: Sequence[Tensor], *, norm: bool) -> tuple[Tensor, Tensor | None]:
+    """Read gradients once, and change nothing.
+
+    Args:
+        gradients: On the CPU: bf16, fp16, fp32.
+        norm: Whether the sum of squares is wanted.
+
+    Returns:
+        1.0 if a number is inf or NaN, else 0.0: fp32, shape (); and the sum of squares:
+        fp64, shape (), always added in one order, whatever the number of threads.
+
+    Raises:
+        UserError: If there are no kernels, or a gradient is of another kind.
+    """
+    with marked(UPDATE):
+        found, total = _needed().look(gradients, norm=norm)
+    return found, total if norm else None
+
+
+class _Threads(ctypes.Structure):
+    """The OpenMP runtime that torch uses, as addresses; see kernels.c."""
+
+    _fields_ = (
+        ("parallel", ctypes.c_void_p),
+        ("number", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("wanted", ctypes.c_int64),
+    )
+
+
+_RUNTIME = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+"""GNU's entries, which the runtimes of LLVM and Intel have too."""
+
+
+def runtime() -> tuple[int, int, int] | None:
+    """Return the addresses of torch's own OpenMP runtime; None where it has none.
+
+    Why: a second runtime brings a second set of threads, which fights with torch's for
+    the processors. Names are looked up as the loader does it for torch: first what the
+    whole process sees, then what torch's library brings along. So nothing is linked,
+    and one compiled file serves any torch.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu"
+    for name in (None, f"{library}.so", f"{library}.dylib"):
+        try:
+            loaded = ctypes.CDLL(name)
+            entries = [getattr(loaded, entry) for entry in _RUNTIME]
+        except (OSError, AttributeError):
+            continue
+        first, second, third = (
+            ctypes.cast(entry, ctypes.c_void_p).value or 0 for entry in entries
+        )
+        return first, second, third
+    return None
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The loaded library, and threads to call it with."""
+
+    library: ctypes.CDLL
+    threads: tuple[int, int, int] | None
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL) -> Kernels:
+        """Return what a library offers.
+
+        Raises:
+            AttributeError: If it offers something else.
+        """
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        library.halfstep_update.argtypes = [
+            *(address, number, address, number, number, address, address)
+        ]
+        library.halfstep_update.restype = None
+        library.halfstep_look.argtypes = [
+            *(address, number, number, address, address, address)
+        ]
+        library.halfstep_look.restype = ctypes.c_int32
+        return cls(library, runtime())
+
+    def team(self) -> _Threads:
+        """Return the threads that torch would use now."""
+        if self.threads is None:
+            return _Threads(None, None, None, 1)
+        return _Threads(*self.threads, torch.get_num_threads())
+
+    def update(
+        self,
+        items: Sequence[Item],
+        rule: Sgd | Adam,
+        form: str,
+        inverse: float,
+        clock: tuple[int, int],
+    ) -> None:
+        """Do what `update` does."""
+        # All of these must live until the call is over: C has their addresses alone.
+        gradients = _whole([item.gradient for item in items])
+        table = _table(items, gradients, rule, form)
+        numbers, flags = _arguments(rule, inverse)
+        words = array("Q", [word & _LONG for word in clock])
+        self.library.halfstep_update(
+            table.buffer_info()[0],
+            len(items),
+            numbers.buffer_info()[0],
+            flags,
+            FORMS[form],
+            words.buffer_info()[0],
+            ctypes.addressof(team := self.team()),
+        )
+        del gradients, team
+
+    def look(self, gradients: Sequence[Tensor], *, norm: bool) -> tuple[Tensor, Tensor]:
+        """Do what `look` does."""
+        gradients = _whole(gradients)
+        codes = map(DTYPES.__getitem__, _kinds(gradients, "gradient", DTYPES))
+        cells = list(map(_numel, gradients))
+        cells.extend(map(_address, gradients))
+        cells.extend(codes)
+        table = array("q", cells)
+        found = torch.zeros((), dtype=torch.float32, device="cpu")
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
+        team = self.team()
+        failed = self.library.halfstep_look(
+            table.buffer_info()[0],
+            len(gradients),
+            int(norm),
+            found.data_ptr(),
+            total.data_ptr(),
+            ctypes.addressof(team),
+        )
+        if failed:
+            raise MemoryError
+        return found, total
+
+
+def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return tensors without gaps and lazy signs; autograd gives others, too."""
+    if all(map(_contiguous, tensors)) and not any(map(_negated, tensors)):
+        return tensors
+    return [tensor.resolve_neg().contiguous() for tensor in tensors]
+
+
+def _kinds(
+    tensors: Sequence[Tensor], what: str, dtypes: Collection[torch.dtype]
+) -> list[torch.dtype]:
+    """Return dtypes; refuse tensors that C would read as something else.
+
+    Args:
+        tensors: Any.
+        what: They are, for people.
+        dtypes: That C knows.
+
+    Raises:
+        UserError: If one has another dtype or device, gaps, or a sign to be turned.
+    """
+    kinds = list(map(_dtype, tensors))
+    if not (set(kinds).issubset(dtypes) and all(map(_on_cpu, tensors))):
+        bad = (not t.is_cpu or t.dtype not in dtypes for t in tensors)
+        index = next(i for i, wrong in enumerate(bad) if wrong)
+        message = (
+            f"{what} {index} is {kinds[index]} on {tensors[index].device.type}; "
+            f"compiled kernels take {' or '.join(map(str, dtypes))} on cpu."
+        )
+        raise UserError(message)
+    if _whole(tensors) is not tensors:
+        message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
+        raise UserError(message)
+    return kinds
+
+
+def _addresses(
+    tensors: Sequence[Tensor], what: str, dtype: torch.dtype, numels: list[int]
+) -> map[int]:
+    """Return addresses of tensors; refuse those that do not hold what C would read.
+
+    Args:
+        tensors: One for each item, or fewer.
+        what: They are, for people.
+        dtype: Of each.
+        numels: For each item.
+
+    Raises:
+        UserError: If one is missing, of another size, or not what C would read.
+    """
+    found = list(map(_numel, tensors))
+    if len(found) != len(numels):
+        message = f"{what}: {len(found)} of {len(numels)} parameters have one; make it."
+        raise UserError(message)
+    _kinds(tensors, f"{what} of parameter", (dtype,))
+    if found != numels:
+        index = next(i for i, size in enumerate(found) if size != numels[i])
+        message = (
+            f"{what} of parameter {index} has {found[index]} numbers, not "
+            f"{numels[index]}. Load or make the state again."
+        )
+        raise UserError(message)
+    return map(_address, tensors)
+
+
+def _arguments(rule: Sgd | Adam, inverse: float) -> tuple[array[float], int]:
+    """Return a rule as kernels.c takes it: struct Numbers, and flags."""
+    flags = MAXIMIZE * rule.maximize
+    if isinstance(rule, Sgd):
+        flags |= NESTEROV * rule.nesterov | MOMENTUM * (rule.momentum != 0)
+        own = (0.0, rule.momentum, rule.dampening)
+    else:
+        flags |= ADAM | DECOUPLED * rule.decoupled | AMSGRAD * rule.amsgrad
+        own = (rule.eps, rule.beta1, rule.beta2)
+    return array("d", [inverse, rule.lr, rule.weight_decay, *own]), flags
+
+
+def _states(rule: Sgd | Adam) -> int:
+    if isinstance(rule, Sgd):
+        return int(rule.momentum != 0)
+    return 3 if rule.amsgrad else 2
+
+
+def _table(
+    items: Sequence[Item], gradients: Sequence[Tensor], rule: Sgd | Adam, form: str
+) -> array[int]:
+    """Return the columns that kernels.c reads, each as long as there are items.
+
+    Raises:
+        UserError: If a tensor is not what C would take it for.
+    """
+    weights = [item.weight for item in items]
+    kinds = _kinds(weights, "weight", WEIGHTS[form])
+    codes = list(map(DTYPES.__getitem__, _kinds(gradients, "gradient", DTYPES)))
+    if form == "fp32":
+        codes = [
+            code | DTYPES[low] << 2 for code, low in zip(codes, kinds, strict=True)
+        ]
+    numels = list(map(_numel, weights))
+    if list(map(_numel, gradients)) != numels:
+        message = "A gradient has another size than its weight: give it its own."
+        raise UserError(message)
+    nothing = [0] * len(items)
+    # A list grows faster than an array does.
+    table = [*numels, *map(_address, weights), *map(_address, gradients)]
+    if form in EXTRA:
+        extras = [item.extra for item in items if item.extra is not None]
+        table.extend(_addresses(extras, "extra", EXTRA[form], numels))
+    else:
+        table.extend(nothing)
+    kept = torch.bfloat16 if form in LOW_STATES else torch.float32
+    count = _states(rule)
+    for number in range(count):
+        states = [item.states[number] for item in items if len(item.states) > number]
+        table.extend(_addresses(states, f"state {number}", kept, numels))
+    table.extend(nothing * (STATES - count))
+    if isinstance(rule, Sgd):
+        table.extend(nothing)
+        table.extend([item.index << 1 | item.first for item in items])
+    else:
+        steps = [item.step for item in items if item.step is not None]
+        table.extend(_addresses(steps, "step", torch.float32, [1] * len(items)))
+        table.extend([item.index << 1 for item in items])
+    table.extend(codes)
+    return array("q", table)
+
+
+@cache
+def _kernels() -> tuple[Kernels | None, str]:
+    """Return the kernels, and a line about them for people."""
+    try:
+        compiler = c_compiler.find()
+        library, remark = c_compiler.Job(SOURCE, works).ready(compiler)
+    except c_compiler.NoLibraryError as error:
+        return None, f"not compiled: {error}"
+    kernels = Kernels.of(library)
+    threads = "one thread, as torch has no OpenMP"
+    if kernels.threads is not None:
+        threads = "threads of torch's OpenMP"
+    parts = (f"compiled with {compiler.version}", threads, remark)
+    return kernels, ", ".join(part for part in parts if part)
+
+
+def _needed() -> Kernels:
+    kernels, why = _kernels()
+    if kernels is None:
+        message = f"There are no compiled kernels ({why}): use the chunked ones."
+        raise UserError(message)
+    return kernels
+
+
+def works(library: ctypes.CDLL) -> bool:
+    """Try what a compiler's flags may break: subnormal numbers, and NaN compared."""
+    make = partial(torch.tensor, dtype=torch.float32, device="cpu")
+    tiny = 2.0**-140
+    weight, gradient = make([1.0, 2.0, -4.0, 2 * tiny]), make([2.0, 2.0, 4.0, 8 * tiny])
+    item = Item(weight, gradient, None, (), None, first=True, index=0)
+    sgd = Sgd(0.25, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
+    kernels = Kernels.of(library)
+    kernels.update([item], sgd, "plain", 0.5, (0, 0))
+    found, total = kernels.look([weight], norm=True)
+    right = weight.tolist() == [0.75, 1.75, -4.5, 0.0 if c_compiler.flushes() else tiny]
+    right &= not found and total.item() == 0.75**2 + 1.75**2 + 4.5**2
+    item.gradient, item.step = make([1.0, math.nan, 1.0, 1.0]), make(1.0)
+    item.states = gradient * 0, gradient * 0, make([1.0, 1.0, math.nan, 1.0])
+    adam = Adam(0.25, 0.5, 0.5, 1.0, 0.0, decoupled=False, amsgrad=True, maximize=False)
+    kernels.update([item], adam, "plain", 1.0, (0, 0))
+    return right and item.states[2].isnan().tolist() == [False, True, True, False]

@@ -1,0 +1,358 @@
+/* One pass over memory: gradients, moments, truths and weights of many parameters.
+
+   In: a table with one column of 64-bit numbers and addresses for each thing that a
+   parameter has. Out: everything updated where it lies (halfstep_update), or what is in
+   the gradients (halfstep_look). cpu_kernels.py calls these, and holds the same constants.
+
+   Why blocks: a block of numbers is widened to fp32 into the innermost cache, updated
+   there by one loop that all forms share, and written back. So main memory is touched
+   once, each loop is simple enough to become vector instructions, and the forms agree
+   bit for bit.
+
+   Threads: the work is cut into equal stretches of the table, and each number is
+   computed by itself, so nothing depends on how many threads there are. The threads are
+   those of the OpenMP runtime that torch has loaded, called through `Threads`; a second
+   runtime would fight with it for the processors. */
+
+#include "bits.h"
+#include "rules.h"
+
+#include <stdlib.h>
+
+enum { PLAIN, MASTER_BF16, MASTER_FP16, SPLIT, KAHAN, STOCHASTIC };
+enum { FP32, BF16, FP16 };
+enum { NUMEL, WEIGHT, GRADIENT, EXTRA, STATE0, STATE1, STATE2, STEP, INDEX, DTYPE };
+enum { MAXIMIZE = 1, NESTEROV = 2, DECOUPLED = 4 };
+enum { AMSGRAD = 8, MOMENTUM = 16, ADAM = 32 };
+
+/* What a thread does besides counting numbers, in numbers. */
+enum { SETUP = 256 };
+/* Too few numbers to wake a thread for. */
+enum { WORTH_A_THREAD = 32768 };
+/* Numbers in one partial sum. */
+enum { CHUNK = 4096 };
+
+typedef struct {
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+    int (*number)(void);
+    int (*count)(void);
+    int64_t wanted;
+} Threads;
+
+typedef struct {
+    double inverse, lr, weight_decay, eps;
+    double first;  /* momentum, or beta1 */
+    double second; /* dampening, or beta2 */
+} Numbers;
+
+typedef struct {
+    const int64_t *table;
+    int64_t items;
+    Numbers given;
+    int64_t flags, form, total, parts;
+    uint64_t seed, step;
+    const Threads *threads;
+} Update;
+
+typedef struct {
+    float gradient[BLOCK], truth[BLOCK], states[3][BLOCK];
+    uint32_t random[2][BLOCK];
+} Stage;
+
+static void apply(const Update *up, const Rounded *at, int first, float *w, float *g,
+                  float **states, int64_t n) {
+    float *a = states[0], *b = states[1], *c = states[2];
+    int64_t flags = up->flags;
+    int nesterov = (flags & NESTEROV) != 0, far = up->given.first <= 0.5;
+    if (flags & DECOUPLED)
+        shrink(w, at->shrink, n);
+    else if (up->given.weight_decay != 0)
+        decay(g, w, at->decay, n);
+    if (flags & ADAM) {
+        if (flags & AMSGRAD)
+            far ? adapt(w, g, a, b, c, at, n, 1, 1) : adapt(w, g, a, b, c, at, n, 0, 1);
+        else
+            far ? adapt(w, g, a, b, c, at, n, 1, 0) : adapt(w, g, a, b, c, at, n, 0, 0);
+    } else if (!(flags & MOMENTUM))
+        descend(w, g, at->lr, n);
+    else if (first)
+        nesterov ? follow(w, g, a, at, n, 1, 1) : follow(w, g, a, at, n, 1, 0);
+    else
+        nesterov ? follow(w, g, a, at, n, 0, 1) : follow(w, g, a, at, n, 0, 0);
+}
+
+static Rounded rounded(const Update *up, const float *step) {
+    const Numbers *given = &up->given;
+    Rounded at = {0};
+    at.lr = (float)given->lr;
+    at.decay = (float)given->weight_decay;
+    at.shrink = (float)(1 - given->lr * given->weight_decay);
+    at.momentum = (float)given->first;
+    at.keep = (float)(1 - given->second);
+    if (up->flags & ADAM) {
+        double far = given->first <= 0.5;
+        at.near = (float)(far ? 1 - (1 - given->first) : 1 - given->first);
+        at.beta2 = (float)given->second;
+        at.rest2 = (float)(1 - given->second);
+        at.root = (float)sqrt(1 - pow(given->second, *step));
+        at.eps = (float)given->eps;
+        at.size = (float)(given->lr / (1 - pow(given->first, *step)));
+    }
+    return at;
+}
+
+/* Reading and writing one block. */
+
+static void read_gradient(const void *from, int64_t at, int64_t dtype, float factor,
+                          float *restrict to, int64_t n) {
+    if (dtype == BF16)
+        widen((const half *)from + at, to, n);
+    else if (dtype == FP16)
+        widen16((const half *)from + at, to, n);
+    else
+        memcpy(to, (const float *)from + at, (size_t)n * sizeof *to);
+    for (int64_t i = 0; i < n; i++) to[i] = to[i] * factor;
+}
+
+/* Return where the truth is to be updated: where it lies, or on the stage. */
+static float *read_truth(int64_t form, void *weight, void *extra, int64_t at, float *to,
+                         int64_t n) {
+    if (form == PLAIN) return (float *)weight + at;
+    if (form == MASTER_BF16 || form == MASTER_FP16) return (float *)extra + at;
+    const half *low = (const half *)weight + at;
+    if (form == SPLIT)
+        split_decode(low, (const half *)extra + at, to, n);
+    else if (form == KAHAN)
+        kahan_decode(low, (const half *)extra + at, to, n);
+    else
+        widen(low, to, n);
+    return to;
+}
+
+static void write_truth(int64_t form, void *weight, void *extra, int64_t at,
+                        const float *from, const uint32_t *random, int64_t n) {
+    if (form == PLAIN) return;
+    half *low = (half *)weight + at;
+    if (form == MASTER_BF16)
+        publish(from, low, n);
+    else if (form == MASTER_FP16)
+        publish16(from, low, n);
+    else if (form == SPLIT)
+        split_encode(from, low, (half *)extra + at, n);
+    else if (form == KAHAN)
+        kahan_encode(from, low, (half *)extra + at, n);
+    else
+        draw_high(from, low, random, n);
+}
+
+static int64_t cell(const int64_t *table, int64_t items, int column, int64_t item) {
+    return table[column * items + item];
+}
+
+static void *place(const int64_t *table, int64_t items, int column, int64_t item) {
+    return (void *)(intptr_t)cell(table, items, column, item);
+}
+
+static void update_item(const Update *up, int64_t item, int64_t begin, int64_t end) {
+    const int64_t *table = up->table, items = up->items;
+    void *weight = place(table, items, WEIGHT, item);
+    void *gradient = place(table, items, GRADIENT, item);
+    void *extra = place(table, items, EXTRA, item);
+    void *kept[3];
+    for (int k = 0; k < 3; k++) kept[k] = place(table, items, STATE0 + k, item);
+    int64_t index = cell(table, items, INDEX, item) >> 1;
+    int first = (int)(cell(table, items, INDEX, item) & 1);
+    int64_t dtype = cell(table, items, DTYPE, item) & 3;
+    int64_t form = up->form;
+    if (form == MASTER_BF16 && cell(table, items, DTYPE, item) >> 2 == FP16)
+        form = MASTER_FP16;
+    Rounded at = rounded(up, place(table, items, STEP, item));
+    float factor = (float)up->given.inverse;
+    if (up->flags & MAXIMIZE) factor = -factor;
+    int lean = form == KAHAN || form == STOCHASTIC;
+    uint64_t words[2] = {0, 0};
+    if (lean) {
+        words[0] = key(up->seed, up->step, (uint64_t)index, 0);
+        words[1] = key(up->seed, up->step, (uint64_t)index, 1);
+    }
+    Stage stage;
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        int64_t n = end - i < BLOCK ? end - i : BLOCK;
+        float *states[3];
+        read_gradient(gradient, i, dtype, factor, stage.gradient, n);
+        float *truth = read_truth(form, weight, extra, i, stage.truth, n);
+        for (int k = 0; k < 3; k++) {
+            states[k] = lean || !kept[k] ? stage.states[k] : (float *)kept[k] + i;
+            if (lean && kept[k]) widen((half *)kept[k] + i, states[k], n);
+        }
+        apply(up, &at, first, truth, stage.gradient, states, n);
+        if (lean && (form == STOCHASTIC || kept[0]))
+            randoms(words[0], i, stage.random[0], n);
+        if (lean && kept[1]) randoms(words[1], i, stage.random[1], n);
+        write_truth(form, weight, extra, i, truth, stage.random[0], n);
+        if (!lean) continue;
+        if (kept[0]) draw_low(states[0], (half *)kept[0] + i, stage.random[0], n);
+        if (kept[1]) draw_high(states[1], (half *)kept[1] + i, stage.random[1], n);
+        if (kept[2]) draw_low(states[2], (half *)kept[2] + i, stage.random[1], n);
+    }
+}
+
+/* Sharing work. */
+
+/* Return the first number of a parameter that lies behind a point of the whole. */
+static int64_t cut(int64_t point, int64_t offset, int64_t numel) {
+    int64_t inside = point - offset;
+    if (inside <= 0) return 0;
+    inside -= inside % 64;
+    return inside < numel ? inside : numel;
+}
+
+static int64_t point(int64_t total, int64_t part, int64_t parts) {
+    return total / parts * part + total % parts * part / parts;
+}
+
+static void update_part(const Update *up, int64_t part) {
+    int64_t low = point(up->total, part, up->parts);
+    int64_t high = point(up->total, part + 1, up->parts);
+    int64_t offset = 0;
+    for (int64_t item = 0; item < up->items && offset < high; item++) {
+        int64_t numel = up->table[item];
+        int64_t begin = cut(low, offset, numel), end = cut(high, offset, numel);
+        if (begin < end) update_item(up, item, begin, end);
+        offset += numel + SETUP;
+    }
+}
+
+static void update_team(void *given) {
+    const Update *up = given;
+    int64_t team = up->threads->count();
+    for (int64_t part = up->threads->number(); part < up->parts; part += team)
+        update_part(up, part);
+}
+
+static int64_t parts_of(const Threads *threads, int64_t total) {
+    int64_t most = 1 + total / WORTH_A_THREAD;
+    int64_t wanted = threads->parallel && threads->wanted > 1 ? threads->wanted : 1;
+    return wanted < most ? wanted : most;
+}
+
+void halfstep_update(const int64_t *table, int64_t items, const double *numbers,
+                     int64_t flags, int64_t form, const uint64_t *clock,
+                     const Threads *threads) {
+    Update up = {.table = table, .items = items, .flags = flags, .form = form};
+    memcpy(&up.given, numbers, sizeof up.given);
+    up.seed = clock[0];
+    up.step = clock[1];
+    up.threads = threads;
+    for (int64_t item = 0; item < items; item++) up.total += table[item] + SETUP;
+    up.parts = parts_of(threads, up.total);
+    if (up.parts == 1)
+        update_part(&up, 0);
+    else
+        threads->parallel(update_team, &up, (unsigned)up.parts, 0);
+}
+
+/* Looking. */
+
+typedef struct {
+    const int64_t *table;
+    int64_t items, norm, total, parts;
+    double *sums;
+    int32_t *found;
+    const Threads *threads;
+} Look;
+
+static double squares(const float *restrict from, int64_t n) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += (double)from[i] * (double)from[i];
+    return sum;
+}
+
+static int32_t seen(const half *restrict from, int64_t n, half infinite) {
+    int32_t any = 0;
+    for (int64_t i = 0; i < n; i++) any |= (from[i] & infinite) == infinite;
+    return any;
+}
+
+static int32_t seen32(const float *restrict from, int64_t n) {
+    int32_t any = 0;
+    for (int64_t i = 0; i < n; i++)
+        any |= (bits_of(from[i]) & INFINITE) == INFINITE;
+    return any;
+}
+
+static int32_t look_chunk(const Look *at, int64_t item, int64_t begin, int64_t n,
+                          double *sum) {
+    const void *from = place(at->table, at->items, 1, item);
+    int64_t dtype = cell(at->table, at->items, 2, item);
+    const float *full = (const float *)from + begin;
+    const half *low = (const half *)from + begin;
+    float numbers[BLOCK];
+    int32_t any = 0;
+    *sum = 0;
+    for (int64_t i = 0; i < n; i += BLOCK) {
+        int64_t size = n - i < BLOCK ? n - i : BLOCK;
+        if (dtype == FP32)
+            any |= seen32(full + i, size);
+        else
+            any |= seen(low + i, size, dtype == BF16 ? 0x7f80 : 0x7c00);
+        if (!at->norm) continue;
+        if (dtype == BF16)
+            widen(low + i, numbers, size);
+        else if (dtype == FP16)
+            widen16(low + i, numbers, size);
+        *sum += squares(dtype == FP32 ? full + i : numbers, size);
+    }
+    return any;
+}
+
+static void look_part(const Look *at, int64_t part) {
+    int64_t low = point(at->total, part, at->parts);
+    int64_t high = point(at->total, part + 1, at->parts);
+    int64_t chunk = 0;
+    int32_t any = 0;
+    for (int64_t item = 0; item < at->items && chunk < high; item++) {
+        int64_t numel = at->table[item];
+        for (int64_t begin = 0; begin < numel; begin += CHUNK, chunk++) {
+            int64_t n = numel - begin < CHUNK ? numel - begin : CHUNK;
+            if (chunk < low || chunk >= high) continue;
+            any |= look_chunk(at, item, begin, n, at->sums + chunk);
+        }
+    }
+    at->found[part] = any;
+}
+
+static void look_team(void *given) {
+    const Look *at = given;
+    int64_t team = at->threads->count();
+    for (int64_t part = at->threads->number(); part < at->parts; part += team)
+        look_part(at, part);
+}
+
+/* Write whether a number is not finite, and the sum of squares; return 0, or 1 if there
+   is no memory for a partial sum of each chunk. */
+int32_t halfstep_look(const int64_t *table, int64_t items, int64_t norm, float *found,
+                      double *sum, const Threads *threads) {
+    Look at = {.table = table, .items = items, .norm = norm, .threads = threads};
+    for (int64_t item = 0; item < items; item++)
+        at.total += (table[item] + CHUNK - 1) / CHUNK;
+    at.parts = parts_of(threads, at.total * CHUNK);
+    at.sums = malloc((size_t)(at.total + 1) * sizeof *at.sums);
+    at.found = calloc((size_t)at.parts, sizeof *at.found);
+    int32_t failed = !at.sums || !at.found, any = 0;
+    if (!failed) {
+        if (at.parts == 1)
+            look_part(&at, 0);
+        else
+            threads->parallel(look_team, &at, (unsigned)at.parts, 0);
+        *sum = 0;
+        /* In the order of the chunks, whoever summed them. */
+        for (int64_t chunk = 0; chunk < at.total; chunk++) *sum += at.sums[chunk];
+        for (int64_t part = 0; part < at.parts; part++) any |= at.found[part];
+        *found = any ? 1.0f : 0.0f;
+    }
+    free(at.sums);
+    free(at.found);
+    return failed;
+}

@@ -1,0 +1,204 @@
+"""Updates that rounding swallowed: counted on a sample of the weights.
+
+In: masters, just before and just after a step. Out: for each parameter group, the
+share of numbers that had a gradient and a rate, and did not move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import count
+from halfstep.reporting.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from halfstep.masters import MasterWeights
+    from halfstep.scaling.step_report import StepReport
+
+SAMPLE = 1 << 16
+"""Numbers looked at in each group: the share is then known to some 0.4 points."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """One parameter group in one step."""
+
+    step: int
+    """Optimizer steps attempted so far."""
+    group: int
+    """Its place in `optimizer.param_groups`."""
+    counts: Tensor
+    """Numbers with a gradient and a rate that are not 0; those of them that did not
+    move; those whose 16-bit weight did not. float64, shape (3,), on the device."""
+    at_random: bool
+    """Rounding is at random: who did not move today will move another day."""
+
+    @property
+    def share(self) -> float | None:
+        """Part of the updates that is gone for good, 0 to 1. May wait.
+
+        None if nothing was to be updated.
+        """
+        had, stayed, _ = self.counts.tolist()
+        if not had:
+            return None
+        return 0.0 if self.at_random else stayed / had
+
+    @property
+    def unpublished(self) -> float | None:
+        """Part of the updates that the model's weights do not show yet. May wait.
+
+        It is what would be lost without masters; None if nothing was to be updated.
+        """
+        had, _, hidden = self.counts.tolist()
+        return hidden / had if had else None
+
+
+class Counter:
+    """Counts lost updates every so many steps.
+
+    Args:
+        masters: Over the optimizer; none at all will do too.
+        every: Steps from one count to the next, >= 1.
+    """
+
+    def __init__(self, masters: MasterWeights, every: int) -> None:
+        self.every = count("lost_updates_every", every, 1)
+        self.last: tuple[Lost, ...] = ()
+        """One for each parameter group, from the last count."""
+        self._masters = masters
+        self._drawn: dict[Tensor, Tensor] = {}
+
+    @contextlib.contextmanager
+    def around(self, report: StepReport) -> Iterator[None]:
+        """Look at the weights just before an update and just after it, if it is time.
+
+        Args:
+            report: Of the step; one that is skipped is not counted.
+        """
+        # The session's steps, so that one that was resumed counts where another would.
+        if report.step % self.every:
+            yield
+            return
+        before = self._looks()
+        yield
+        if report.applied:
+            self.last = tuple(self._compare(report.step, before, self._looks()))
+
+    def _looks(self) -> list[list[tuple[Tensor, ...]]]:
+        groups = self._masters.optimizer.param_groups
+        return [
+            [self._look(param, places, rate_of(group)) for param, places in params]
+            for group, params in zip(groups, self._sampled(), strict=True)
+        ]
+
+    def _compare(
+        self,
+        step: int,
+        before: list[list[tuple[Tensor, ...]]],
+        after: list[list[tuple[Tensor, ...]]],
+    ) -> Iterator[Lost]:
+        random = self._masters.form.extra is None
+        for group, (old, new) in enumerate(zip(before, after, strict=True)):
+            counts = []
+            for was, now in zip(old, new, strict=True):
+                moves = was[2]
+                stayed = (now[0] == was[0]) & moves
+                hidden = (now[1] == was[1]) & moves
+                found = torch.stack([t.sum() for t in (moves, stayed, hidden)])
+                counts.append(found.double())
+            if counts:
+                home = counts[0].device
+                total = torch.stack([count.to(home) for count in counts]).sum(0)
+                yield Lost(step, group, total, random)
+
+    def _sampled(self) -> list[list[tuple[Tensor, Tensor | None]]]:
+        """Return for each group its parameters, and which numbers to look at."""
+        found = []
+        for group in self._masters.optimizer.param_groups:
+            params = [
+                param
+                for param in group["params"]
+                if self._masters.stored(param).requires_grad
+            ]
+            total = sum(param.numel() for param in params)
+            share = min(1.0, SAMPLE / max(total, 1))
+            found.append([(param, self._places(param, share)) for param in params])
+        return found
+
+    def _places(self, param: Tensor, share: float) -> Tensor | None:
+        """Return which numbers of a parameter are looked at, drawn once; None: all.
+
+        Why drawn: every hundredth number of a matrix may be one column of it.
+        """
+        if share >= 1 or not param.numel():
+            return None
+        count = max(1, round(share * _local(param).numel()))
+        kept = self._drawn.get(param)
+        if kept is None or kept.numel() != count:
+            generator = torch.Generator().manual_seed(len(self._drawn))
+            numel = _local(param).numel()
+            kept = torch.randint(numel, (count,), generator=generator).to(param.device)
+            self._drawn[param] = kept
+        return kept
+
+    @torch.no_grad()
+    def _look(
+        self, param: Tensor, places: Tensor | None, rate: float | Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return truth, weight, and whether it is to be updated, of a sample."""
+        slot = self._masters.slots.get(param)
+        weight = _some(param if slot is None else slot.weight, places)
+        truth = weight
+        if slot is not None:
+            extra = None if slot.extra is None else _some(slot.extra, places)
+            truth = torch.empty_like(weight, dtype=torch.float32)
+            self._masters.form.decode_(weight, extra, truth)
+        gradient = param.grad
+        if gradient is None and slot is not None:
+            gradient = slot.weight.grad
+        if gradient is None or gradient.layout != torch.strided:
+            moves = torch.zeros_like(weight, dtype=torch.bool)
+        else:
+            moves = _some(gradient, places) != 0
+        if torch.is_tensor(rate):  # nobody waits for it
+            moves = moves & (rate.reshape(()) != 0).to(moves.device)
+        elif not rate:
+            moves = torch.zeros_like(moves)
+        return truth, weight, moves
+
+
+def rate_of(group: dict[str, Any]) -> float | Tensor:
+    """Return the learning rate of a parameter group; 1 for an optimizer without any."""
+    rate: float | Tensor | None = group.get("lr")
+    return 1.0 if rate is None else rate
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; any other as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _some(tensor: Tensor, places: Tensor | None) -> Tensor:
+    """Return some numbers of a tensor, or all, copied."""
+    flat = _local(tensor).detach().reshape(-1)
+    return flat.clone() if places is None else flat[places]
+
+
+def table(found: tuple[Lost, ...]) -> Table:
+    """Return the counts for people."""
+    rows = tuple(
+        (lost.group, int(lost.counts[0]), lost.share, lost.unpublished)
+        for lost in found
+    )
+    columns = ("group", "looked at", "lost", "not in the weights yet")
+    notes = (f"step {found[0].step}",) if found else ("nothing was counted yet",)
+    return Table("Lost updates", columns, rows, notes)

@@ -1,0 +1,1 @@
+"""Where an inf or a NaN came from, as a value."""

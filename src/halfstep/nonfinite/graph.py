@@ -1,0 +1,438 @@
+"""Who made the first inf or NaN of a forward pass, and why.
+
+In: a loss whose backward pass has not run yet. Out: a `Finding`, or None if the forward
+pass was finite and the backward pass meets no infinite slope.
+
+The autograd graph knows most values: what an operation saved was made by the node it
+points to. Going back from a loss that is not finite, and never through a value that is,
+leaves the suspects; a mask of -inf that a softmax has used up is not among them. The
+first suspect in forward order against whom there is evidence is named.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.nonfinite.origin import module_rule
+from halfstep.nonfinite.saved_values import EPSILON, FIND, FLAWS, MASK, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from torch.autograd.graph import Node
+
+    Namer = Callable[[Tensor], str]
+    Edge = tuple[Node, int]  # a node, and which of its outputs
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Who made the first inf or NaN, and why."""
+
+    cause: str
+    """"data": a batch, a target or a buffer holds it; "weights": a parameter does;
+    "zero": an operation met a value where it, or its slope, is infinite or undefined;
+    "range": numbers grew beyond what their format holds."""
+    where: str
+    """The operation, and the parameters that feed it."""
+    evidence: str
+    """What was seen there, with numbers."""
+    advice: str
+    """What to change."""
+    made: str = ""
+    """"inf" or "NaN", where a value shows it; of a slope it is not known which."""
+    rule: str = ""
+    """The rules of a policy in the advice; "" for none."""
+
+
+@torch.no_grad()
+def examine(loss: Tensor, name_of: Namer) -> Finding | None:
+    """Look at the graph of a loss before its backward pass, and leave it as it is.
+
+    Waits for the device. Tensors behind hooks, as those of recomputed blocks, are not
+    read: that would compute the block again, once for each of them.
+
+    Args:
+        loss: Of any shape, its graph not yet freed.
+        name_of: Names a parameter.
+    """
+    if loss.grad_fn is None:
+        return None
+    graph = _Graph(loss, loss.grad_fn, name_of)
+    if math.isfinite(_reach(loss)):
+        findings = (graph.singular(op, "backward") for op in graph.ops.values())
+    else:
+        charges = (graph.given, graph.singular, graph.masked, graph.grown, graph.made)
+        findings = (charge(op) for op in graph.suspects() for charge in charges)
+    return next(filter(None, findings), None)
+
+
+# Operations, by the names of their nodes without "Backward0"
+
+_SAME = re.compile(r"(T|Trans\w+|Permute|\w*View|Reshape\w+|Expand|\w*queeze|Clone)$")
+"""They give the numbers they take."""
+
+_TAME = re.compile(r"Relu|Gelu|Silu|Tanh|Sigmoid|.*(Softmax|Norm$|Pool|Dropout)|Mean")
+"""They give no inf where they take none."""
+
+_ABSORBS = re.compile(r"Div|Maximum|Minimum|Clamp|Logaddexp|ScaledDot")
+"""They may give finite numbers though they take infinite ones."""
+
+_ADDS = {"Add", "Sub", "Rsub", "Baddbmm", "Where", "CopySlices", "IndexPut"}
+"""They take in tensors without a gradient that they do not save."""
+_FACTORS = {"Addmm": "mat1 mat2", "Mm": "self mat2", "Bmm": "self mat2"}
+_FACTORS |= {"Convolution": "input weight"}
+_CONVOLUTION = "stride padding dilation transposed output_padding groups"
+_MADE = re.compile(r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)")
+"""How names of saved values begin that the operation made itself."""
+_TURNED = {"Addmm": "addmm", "Mm": "matmul"}
+"""What they are unless their last factor is turned, as a linear layer's weight is."""
+_WORDS = {
+    "Bmm": "matmul",
+    "MkldnnRnnLayer": "lstm",
+    "ToCopy": "cast",
+    "ScaledDotProduct": "attention",
+}
+_PATH = re.compile(r"\w+(\.\w+)+")
+"""Name of a parameter in a module: one of the model itself has no dot."""
+_ROLES = {"self": "input", "mat1": "input", "mat2": "operand", "other": "operand"}
+
+
+class _PythonCalledError(Exception):
+    """What was to be read is computed by a hook."""
+
+
+def _refuse(_frame: FrameType, event: str, _argument: object) -> None:
+    if event == "call":
+        raise _PythonCalledError
+
+
+def _without_python(read: Callable[[], Any]) -> Any:  # noqa: ANN401
+    """Read a saved value; where torch does not show hooks, stop before one runs.
+
+    Raises:
+        _PythonCalledError: If a hook was about to run, or if that cannot be known.
+    """
+    if _SHOWS_HOOKS:
+        return read()
+    profiler = sys.getprofile()
+    if profiler is not None and not callable(profiler):
+        raise _PythonCalledError  # one in C, as cProfile's, could not be put back
+    sys.setprofile(_refuse)
+    try:
+        return read()
+    finally:
+        sys.setprofile(profiler)
+
+
+_SHOWS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
+"""An old torch calls the hooks of saved tensors, and has no word of them."""
+
+
+class _Op:
+    """One node of the graph."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.kind = re.sub(r"Backward\d*$", "", node.name()).replace("_Cast", "ToCopy")
+        self.leaf: Tensor | None = getattr(node, "variable", None)
+        self.edges = _edges(node)
+        self.outputs = node._input_metadata  # noqa: SLF001 -- backward takes what it gave
+        self.dtype = self.outputs[0].dtype
+        self.limit = torch.finfo(self.dtype).max
+        self.holds = f"{str(self.dtype).removeprefix('torch.')} holds {self.limit:.6g}"
+        # Only a cast to float16 is likely to make an inf.
+        widens = self.kind == "ToCopy" and self.dtype != torch.float16
+        self.keeps = widens or _SAME.match(self.kind) is not None
+        self.carries = self.keeps or self.kind == "ToCopy" or self.leaf is not None
+        self.adds = self.kind in _ADDS and len(self.edges) < len(node.next_functions)
+        self.hidden = False
+        self.saved = dict(self._read())
+
+    def _read(self) -> Iterator[tuple[str, Any]]:
+        """Yield what it saved, by name, as far as that can be read."""
+        for name in dir(type(self.node)):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                # Freed, or changed in place.
+                with suppress(RuntimeError):
+                    raw = getattr(self.node, f"_raw_{name.removeprefix('_')}", None)
+                    parts = raw if isinstance(raw, tuple) else (raw,)
+                    if any(getattr(part, "unpack_hook", None) for part in parts):
+                        self.hidden = True
+                        continue
+                    try:
+                        value = _without_python(partial(getattr, self.node, name))
+                    except _PythonCalledError:
+                        self.hidden = True
+                        continue
+                    yield name.removeprefix("_saved_"), value
+
+    @property
+    def word(self) -> str:
+        if self.kind == "Convolution":
+            across = "_transpose" if self.saved.get("transposed") else ""
+            return f"conv{across}{len(self.outputs[0].shape) - 2}d"
+        if self.kind in _TURNED:
+            last = self.node.next_functions[-1][0]
+            turned = last is None or last.name() == "TBackward0"
+            return "linear" if turned else _TURNED[self.kind]
+        kind = re.sub(r"^(Native|Cudnn|Miopen|Safe)|(?<=Product).*", "", self.kind)
+        spaced = re.sub(r"(?<=[a-z0-9D])(?=[A-Z][a-z])", "_", kind).lower()
+        return _WORDS.get(kind, spaced)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.saved.items():
+            for part in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(part, Tensor):
+                    yield name, part
+
+    def constants(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield those that came in without a gradient."""
+        for name, value in self.tensors():
+            # While it trains, a batch norm writes its running statistics, reads none.
+            unread = name.startswith("running_") and self.saved.get("training")
+            if not value.requires_grad and not _MADE.match(name) and not unread:
+                yield name, value
+
+    def product(self) -> Tensor | None:
+        """Compute a product again in bf16: float16's memory, float32's range."""
+        factors = [self.saved.get(name) for name in _FACTORS[self.kind].split()]
+        if any(type(factor) not in {Tensor, nn.Parameter} for factor in factors):
+            return None
+        first, second = (factor.bfloat16() for factor in factors if factor is not None)
+        with torch.autocast(first.device.type, enabled=False):
+            if self.kind == "Convolution":
+                how = [self.saved[name] for name in _CONVOLUTION.split()]
+                return torch.convolution(first, second, None, *how)
+            return torch.matmul(first, second)
+
+
+class _Graph:
+    """The operations behind a loss in forward order, and the values known of them."""
+
+    def __init__(self, loss: Tensor, root: Node, name_of: Namer) -> None:
+        self.root, self.name_of = root, name_of
+        nodes = _upstream(root, lambda _: True)
+        order = sorted(nodes, key=lambda node: node._sequence_nr())  # noqa: SLF001
+        self.ops = {node: _Op(node) for node in order}
+        self.values: dict[Edge, Tensor] = {(root, loss.output_nr): loss}
+        self.cleared: set[Edge] = set()
+
+    def suspects(self) -> list[_Op]:
+        """Return those through whom something not finite may have come."""
+        for node, op in self.ops.items():
+            if op.leaf is not None:
+                self.values[node, 0] = op.leaf
+            for _, value in op.tensors():
+                if value.grad_fn is not None:
+                    self.values.setdefault((value.grad_fn, value.output_nr), value)
+        for node, op in reversed(self.ops.items()):
+            if op.keeps and (node, 0) in self.values:
+                self.values.setdefault(op.edges[0], self.values[node, 0])
+        for node, op in self.ops.items():
+            taken = self.values.get(op.edges[0]) if op.carries and op.edges else None
+            # A cast makes inf of what is too large for it.
+            if taken is not None and not op.limit < _reach(taken) < math.inf:
+                self.values.setdefault((node, 0), taken)
+        finite = {edge for edge, v in self.values.items() if math.isfinite(_reach(v))}
+        seen = _upstream(self.root, lambda edge: edge not in finite)
+        return [op for op in self.ops.values() if op.node in seen]
+
+    def given(self, op: _Op) -> Finding | None:
+        """Say whether it was handed something not finite that no operation made."""
+        for node, _ in op.edges:
+            leaf = self.ops[node].leaf
+            if leaf is not None and not math.isfinite(_reach(leaf)):
+                if isinstance(leaf, nn.Parameter):
+                    return self._weights(leaf)
+                where = f"a tensor of shape {tuple(leaf.shape)}, not of any layer"
+                return Finding("data", where, _held(leaf), FIND, _kind(leaf))
+        for name, value in op.constants():
+            reach = _reach(value)
+            if reach < math.inf or (reach == math.inf and _ABSORBS.match(op.kind)):
+                continue
+            if isinstance(value, nn.Parameter):
+                return self._weights(value)
+            where = f"the {_ROLES.get(name, name)} of {self._place(op)}"
+            evidence, advice = _held(value), FIND
+            if value.dtype == torch.float16 and reach == math.inf:
+                evidence += ", where a cast to float16 makes it of all above 65504"
+                advice = "Scale this input down, keep it in float32, or train in bf16."
+            return Finding("data", where, evidence, advice, _kind(value))
+        return None
+
+    def _weights(self, parameter: Tensor) -> Finding:
+        advice = "Go back to the last good checkpoint: no loss scale mends a weight."
+        if parameter.dtype == torch.float16:
+            advice = f"{advice} {EPSILON}"
+        name, held = self.name_of(parameter), _held(parameter)
+        return Finding("weights", name, held, advice, _kind(parameter))
+
+    def singular(self, op: _Op, which: str = "forward") -> Finding | None:
+        """Say whether it met a value where it, or its slope, is infinite."""
+        for flaw in FLAWS:
+            if op.kind in flaw.kinds.split() and flaw.spoils in {which, "both"}:
+                places = flaw.places(op.saved)
+                if places.any():
+                    where, value = self._place(op), self.values.get((op.node, 0))
+                    evidence = f"{flaw.says}{_counted(places)}"
+                    made = flaw.makes if which == "forward" else ""
+                    made = made if value is None else _kind(value)
+                    return Finding(flaw.cause, where, evidence, flaw.advice, made)
+        return None
+
+    def masked(self, op: _Op) -> Finding | None:
+        """Say whether a mask left a softmax nothing, or took what the loss asks for."""
+        result = self.values.get((op.node, 0))
+        if op.kind not in {"Softmax", "LogSoftmax"} or result is None:
+            return None
+        if not any(part.adds or part.kind == "MaskedFill" for part in self._chain(op)):
+            return None
+        evidence = f"a mask covers whole rows: {_held(result)}"
+        if _reach(result) == math.inf:
+            evidence = f"a target names a class that is masked: {_held(result)}"
+        return Finding("zero", self._place(op), evidence, MASK, _kind(result))
+
+    def grown(self, op: _Op) -> Finding | None:
+        """Say whether a cast or a float16 product left its range, or clear it."""
+        value, what = None, "result"
+        if op.kind == "ToCopy" and not op.keeps:
+            value, what = self.values.get(op.edges[0]), "argument"
+        elif op.kind in _FACTORS and op.dtype == torch.float16:
+            value = op.product()
+        reach = math.nan if value is None else _reach(value)
+        # Half of it: what is computed again is rounded, and lacks the bias.
+        if reach <= op.limit / 2:
+            self.cleared.add((op.node, 0))
+        if not op.limit < reach < math.inf:
+            return None
+        evidence = f"its {what} reaches {reach:.1e}, {op.holds}"
+        advice, rule = self._widen([op])
+        return Finding("range", self._place(op), evidence, advice, "inf", rule)
+
+    def made(self, op: _Op) -> Finding | None:
+        """Say that it made it, or something before it whose result is not known."""
+        outputs = [(op.node, number) for number in range(len(op.outputs))]
+        values = [self.values[edge] for edge in outputs if edge in self.values]
+        # What a mask fills in is meant.
+        if op.kind == "MaskedFill" or all(map(math.isfinite, map(_reach, values))):
+            return None
+        chain = self._chain(op)
+        wild = [part for part in chain if not _TAME.match(part.kind)] or [op]
+        where = self._place(wild[0]) + (f" to {wild[-1].word}" if wild[1:] else "")
+        edges = [edge for part in chain for edge in part.edges]
+        took = [self.values[edge] for edge in edges if edge in self.values]
+        took += [value for part in chain for _, value in part.constants()]
+        most = max(filter(math.isfinite, map(_reach, took)), default=0.0)
+        seen, least = f"its inputs reach {most:.1e}", min(chain, key=lambda p: p.limit)
+        kind = "inf" if any(plain(value).isinf().any() for value in values) else "NaN"
+        far = least.dtype == torch.float16 or most * most > least.limit
+        cause, evidence = "range", f"{seen}, {least.holds}"
+        advice, rule = self._widen(wild)
+        if not far:
+            cause, evidence, rule = "zero", f"it makes {kind}, yet {seen}", ""
+            advice = "Print its inputs: it is not defined for one of them."
+        if any(part.hidden for part in chain):
+            evidence = "tensors there were recomputed or offloaded, and are not read"
+            advice = "Switch that off for one step, to see which operation it is."
+            rule = ""
+        elif any(part.adds for part in chain) and (kind == "NaN" or not far):
+            cause, evidence, advice = "data", f"{kind} comes in, yet {seen}", FIND
+            rule = ""
+        return Finding(cause, where, evidence, advice, kind, rule)
+
+    def _chain(self, op: _Op) -> list[_Op]:
+        """Return an operation, and before it those whose results are not known."""
+        known = self.values.keys() | self.cleared
+        seen = _upstream(op.node, lambda edge: edge not in known)
+        parts = [part for part in self.ops.values() if part.node in seen]
+        return [part for part in parts if part is op or not part.keeps]
+
+    def _place(self, op: _Op) -> str:
+        """Name an operation with its parameters, or after the last one that has any."""
+        ops = list(self.ops.values())
+        for part in reversed(ops[: ops.index(op) + 1]):
+            names = self._names(part)
+            if names:
+                # Backwards in the alphabet, weight comes before bias.
+                fed = f"{part.word} ({', '.join(sorted(names, reverse=True)[:4])})"
+                return fed if part is op else f"{op.word}, after {fed}"
+        return op.word
+
+    def _names(self, op: _Op) -> set[str]:
+        """Return the names of the parameters that an operation takes itself."""
+        given = _upstream(op.node, lambda edge: self.ops[edge[0]].carries)
+        leaves = [self.ops[node].leaf for node in given]
+        return {self.name_of(leaf) for leaf in leaves if leaf is not None}
+
+    def _widen(self, ops: list[_Op]) -> tuple[str, str]:
+        """Return what helps operations whose results do not fit, and the rules in it.
+
+        A rule speaks of the module whose parameters an operation takes; of all such
+        operations where none is known.
+        """
+        rules: dict[str, None] = {}
+        for op in ops:
+            if op.dtype != torch.float16:
+                continue
+            names = self._names(op)
+            paths = {name.rpartition(".")[0] for name in names}
+            own = len(paths) == 1 and all(map(_PATH.fullmatch, names))
+            if own:
+                rules[module_rule(paths.pop())] = None
+            elif hasattr(torch.ops.aten, op.word):
+                rules[f"op:{op.word}=fp32"] = None
+        if not rules:
+            return "Scale down or normalise what flows in.", ""
+        rule = " + ".join(rules)
+        return f"Keep it in float32 (policy '{rule}') or train in bf16.", rule
+
+
+def _edges(node: Node) -> list[Edge]:
+    return [(maker, number) for maker, number in node.next_functions if maker]
+
+
+def _upstream(node: Node, goes: Callable[[Edge], bool]) -> set[Node]:
+    """Return a node, and all before it that edges lead to which are to be gone."""
+    left, seen = [node], {node}
+    while left:
+        for edge in _edges(left.pop()):
+            if edge[0] not in seen and goes(edge):
+                seen.add(edge[0])
+                left.append(edge[0])
+    return seen
+
+
+def _reach(value: Tensor) -> float:
+    """Return the largest magnitude, NaN if there is one."""
+    held = plain(value)
+    held = torch.view_as_real(held) if held.is_complex() else held
+    if not (held.is_floating_point() and held.itemsize > 1 and held.numel()):
+        return 0.0
+    low, high = torch.aminmax(held)
+    return torch.maximum(-low, high).abs().item()
+
+
+def _kind(value: Tensor) -> str:
+    """Return "NaN" if there is one, else "inf" if there is; "" where all is finite."""
+    held = plain(value)
+    return "NaN" if held.isnan().any() else "inf" if held.isinf().any() else ""
+
+
+def _held(value: Tensor) -> str:
+    return f"it holds {_kind(value)}{_counted(~plain(value).isfinite())}"
+
+
+def _counted(places: Tensor) -> str:
+    count = int(places.sum())
+    return f" at {count} of {places.numel()} places" if places.numel() > 1 else ""

@@ -1,0 +1,1 @@
+"""Float formats, trees of tensors, norms, and statistics of numbers."""

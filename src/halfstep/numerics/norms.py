@@ -1,0 +1,40 @@
+"""The norm of many tensors as one vector, on every rank the same.
+
+In: tensors of any dtype, sparse, dense or DTensors. Out: one number on the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from halfstep.numerics.formats import is_low
+from halfstep.numerics.local_tensor import dense
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of all gradients as one vector, on every rank the same.
+
+    Args:
+        gradients: Of any dtype, sparse or dense; DTensors count with all their parts.
+    """
+    values = [g if hasattr(g, "full_tensor") else dense(g) for g in gradients]
+    # A 16-bit norm would overflow long before its gradients do.
+    wide = [v.float() if is_low(v.dtype) else v for v in values]
+    norms = [nn.utils.get_total_norm(alike) for alike in by_mesh(wide)]
+    whole = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
+    return whole[0] if len(whole) == 1 else nn.utils.get_total_norm(whole)
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return tensors in groups that torch can take together: whole ones, and meshes."""
+    kinds: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(kinds.values())

@@ -1,0 +1,286 @@
+"""Counts what a tensor's numbers are, and what casts to other formats make of them.
+
+In: a floating tensor. Out: three small tensors on its device, made in pieces, without
+waiting and without a wide copy of the whole. Those of two tensors add up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep._torch import async_read
+from halfstep.errors import UserError
+from halfstep.numerics.exponents import BINS, count, tally
+from halfstep.numerics.formats import BF16, FP16, FloatFormat
+from halfstep.numerics.local_tensor import dense
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+CASTS = (FP16, BF16)
+"""The 16-bit formats that training casts to."""
+
+FACTS = ("count", "zeros", "subnormals", "infs", "nans")
+"""Counted once for a tensor, in this order, behind the histogram."""
+LOSSES = ("flushed", "subnormal", "saturated")
+"""Counted for each cast, in this order, behind the facts."""
+
+LARGEST = 2.0**480
+"""Magnitudes above count as this one in sums of squares, which would overflow fp64.
+Only fp64 has them."""
+
+_PIECES = {True: 2**16, False: 2**22}
+"""Numbers looked at together: on a CPU what stays in a core's cache, fp64 copies and
+all; elsewhere what keeps the device busy."""
+_PATTERNS = 2**20  # 16-bit numbers counted together
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Those that can be measured; complex ones are seen as pairs of these."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted, in tensors that `add_` writes to."""
+
+    counts: Tensor
+    """int64: a histogram of exponents as `exponents.count` makes it, then
+    `FACTS`, then `LOSSES` of each cast."""
+    sums: Tensor
+    """float64: the sum of squares of all finite numbers, then, for each cast, that of
+    the errors. A number that overflows counts as if it became the largest."""
+    extremes: Tensor
+    """float64: the largest finite magnitude, at least 0, and minus the smallest one
+    other than zero, -inf of none."""
+
+    @classmethod
+    def none(cls, casts: int, device: torch.device) -> Counts:
+        """Return those of no numbers, for so many casts."""
+        width = BINS + len(FACTS) + casts * len(LOSSES)
+        extremes = torch.zeros(2, dtype=torch.float64, device=device)
+        extremes[1].fill_(-torch.inf)
+        return cls(
+            torch.zeros(width, dtype=torch.int64, device=device),
+            torch.zeros(1 + casts, dtype=torch.float64, device=device),
+            extremes,
+        )
+
+    def plus(self, other: Counts) -> Counts:
+        """Return those of the numbers of both; neither is written to."""
+        at = self.counts.device
+        return Counts(
+            self.counts + other.counts.to(at),
+            self.sums + other.sums.to(at),
+            torch.maximum(self.extremes, other.extremes.to(at)),
+        )
+
+    @classmethod
+    def stacked(cls, rows: Sequence[Counts]) -> Counts:
+        """Return some as rows of one, on the device of the first; at least one."""
+        at = rows[0].counts.device
+        return cls(
+            torch.stack([row.counts.to(at) for row in rows]),
+            torch.stack([row.sums.to(at) for row in rows]),
+            torch.stack([row.extremes.to(at) for row in rows]),
+        )
+
+    def rows(self) -> list[Counts]:
+        """Return what was stacked."""
+        parts = (self.counts.unbind(), self.sums.unbind(), self.extremes.unbind())
+        return [Counts(*row) for row in zip(*parts, strict=True)]
+
+    def bad(self) -> Tensor:
+        """Return whether there are infs or NaNs: bool, for each row."""
+        first = BINS + FACTS.index("infs")
+        return self.counts[..., first : first + 2].sum(-1) > 0
+
+
+@torch.no_grad()
+def add_(into: Counts, tensor: Tensor, casts: tuple[FloatFormat, ...]) -> None:
+    """Add a tensor's numbers to what was counted, in place.
+
+    Args:
+        into: On the tensor's device; of as many casts.
+        tensor: fp16, bf16, fp32 or fp64; complex ones count with both parts. Of a
+            DTensor this rank's part, of a sparse one the numbers it stores.
+        casts: Formats to cast to.
+
+    Raises:
+        UserError: If it is of another dtype.
+    """
+    values = _flat(tensor)
+    if values.element_size() == 2:  # noqa: PLR2004
+        _add_patterns(into, values, casts)
+    else:
+        for piece in torch.split(values, _PIECES[async_read.on_host(values.device)]):
+            _add_piece(into, piece, casts)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the numbers in a row, in any order; a copy only of one with gaps."""
+    values = dense(tensor.detach()).resolve_neg()
+    values = (
+        torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    )
+    if values.dtype not in DTYPES:
+        message = (
+            f"a tensor of {values.dtype} has no statistics; give one of float16, "
+            "bfloat16, float32 or float64."
+        )
+        raise UserError(message)
+    order = sorted(range(values.dim()), key=values.stride, reverse=True)
+    return values.permute(order).reshape(-1)
+
+
+# 32 and 64 bits: pass by pass over a piece
+
+
+def _add_piece(into: Counts, piece: Tensor, casts: tuple[FloatFormat, ...]) -> None:
+    """Add a piece, by what its bits say: positive floats are ordered as integers."""
+    if not piece.numel():
+        return
+    bits_of = _INTEGERS[piece.element_size()]
+    most = torch.iinfo(bits_of).max
+    inf = most - 2 ** _MANTISSA[piece.dtype] + 1
+    size = piece.abs()
+    values = torch.nan_to_num(size, nan=0.0, posinf=0.0)
+    finite = values.view(bits_of)
+    histogram = count(values)
+    some, numbers, nonzero = (  # a NaN is none of zero
+        torch.count_nonzero(size),
+        torch.count_nonzero(torch.nan_to_num_(size, nan=0.0)),
+        torch.count_nonzero(finite),
+    )
+    histogram[0] -= some - nonzero
+    histogram[-1] += some - nonzero
+    facts = [piece.numel() - some, _subnormals(values, histogram, nonzero)]
+    facts += [numbers - nonzero, some - numbers]
+    # Zero becomes the largest integer of all, and is never the smallest.
+    least = (finite - 1).bitwise_and_(most).amin()
+    lowest = (least + 1).clamp(max=inf - 1).view(piece.dtype).double()
+    lowest = torch.where(least < most, lowest, torch.inf)
+    largest = finite.amax().view(piece.dtype).double()
+    losses, errors = [], []
+    for form in casts:
+        lost, error = _cast(values, form, nonzero)
+        losses += lost
+        errors.append(error)
+    into.counts[:BINS] += histogram
+    into.counts[BINS] += piece.numel()
+    into.counts[BINS + 1 :] += torch.stack([*facts, *losses])
+    into.sums.add_(torch.stack([_square(values), *errors]))
+    torch.maximum(into.extremes, torch.stack([largest, -lowest]), out=into.extremes)
+
+
+def _subnormals(values: Tensor, histogram: Tensor, nonzero: Tensor) -> Tensor:
+    tiny = torch.finfo(values.dtype).smallest_normal
+    if values.dtype == torch.float64:  # its own have no bins
+        return torch.count_nonzero(values < tiny) - (values.numel() - nonzero)
+    return histogram[1 : int(math.log2(tiny)) + (BINS // 2 - 1)].sum()
+
+
+def _cast(
+    values: Tensor, form: FloatFormat, nonzero: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Return `LOSSES` and the sum of squared errors of a cast.
+
+    Args:
+        values: Finite, none of them negative.
+        form: What they are cast to.
+        nonzero: How many are other than zero.
+    """
+    low = values.to(form.dtype)
+    bits = low.view(_INTEGERS[form.bytes])
+    left = torch.count_nonzero(bits)
+    fields = tally(bits >> form.mantissa_bits, 2**form.exponent_bits)
+    subnormal = fields[0] - (values.numel() - left)
+    flushed, saturated = nonzero - left, fields[-1]
+    back = low.to(values.dtype).clamp_(max=form.max)
+    return [flushed, subnormal, saturated], _square(values - back)
+
+
+def _square(values: Tensor) -> Tensor:
+    wide = values.double()
+    if values.dtype == torch.float64:
+        wide = wide.clamp(-LARGEST, LARGEST)
+    return torch.dot(wide, wide)
+
+
+# 16 bits: there are 32,768 magnitudes, so count how often each is there
+
+
+@dataclass(frozen=True)
+class _Magnitudes:
+    """All magnitudes of a 16-bit format, and what is known of each."""
+
+    values: Tensor
+    """float64, of bits 0 to 32,767; zero where not finite."""
+    bins: Tensor
+    """int64: where each stands in a histogram of exponents."""
+    facts: Tensor
+    """float64, a column for each of `FACTS` and of the `LOSSES` of each cast: 1 where
+    it holds; then the squares: of the value, of the errors of each cast."""
+
+
+@cache
+def _magnitudes(
+    dtype: torch.dtype, casts: tuple[FloatFormat, ...], device: torch.device
+) -> _Magnitudes:
+    """Measure each magnitude as a tensor of one number."""
+    bits = torch.arange(2**15, dtype=torch.int16)
+    every = bits.view(dtype)
+    wide = every.float()
+    finite = wide.isfinite()
+    values = torch.where(finite, wide, 0.0)
+    nonzero = values > 0
+    columns = [
+        torch.ones_like(finite),
+        wide == 0,
+        nonzero & (wide < torch.finfo(dtype).smallest_normal),
+        wide.isinf(),
+        wide.isnan(),
+    ]
+    squares = [values.double().square()]
+    for form in casts:
+        low = values.to(form.dtype)
+        columns += [
+            nonzero & (low == 0),
+            (low > 0) & (low < form.min_normal),
+            low.isinf(),
+        ]
+        errors = values - low.float().clamp(max=form.max)
+        squares.append(errors.double().square())
+    field = (wide.double().view(torch.int64) >> 52) & (BINS - 1)
+    facts = torch.stack([*(column.double() for column in columns), *squares], 1)
+    return _Magnitudes(values.double().to(device), field.to(device), facts.to(device))
+
+
+def _add_patterns(into: Counts, values: Tensor, casts: tuple[FloatFormat, ...]) -> None:
+    """Add numbers of 16 bits by how often each magnitude is there."""
+    known = _magnitudes(values.dtype, casts, values.device)
+    often = _frequencies(values)
+    into.counts[:BINS].scatter_add_(0, known.bins, often)
+    found = often.double() @ known.facts  # exact: counts are far below 2**53
+    facts = len(FACTS) + len(LOSSES) * len(casts)
+    into.counts[BINS:] += found[:facts].long()
+    into.sums.add_(found[facts:])
+    there = torch.where(often > 0, known.values, 0.0)
+    lowest = torch.where(there > 0, there, torch.inf).amin()
+    reached = torch.stack([there.amax(), -lowest])
+    torch.maximum(into.extremes, reached, out=into.extremes)
+
+
+def _frequencies(values: Tensor) -> Tensor:
+    """Count how often each magnitude of a 16-bit format is there: int64, (32768,)."""
+    bits = values.view(torch.int16)
+    often = torch.zeros(2**15, dtype=torch.int64, device=values.device)
+    for piece in torch.split(bits, _PATTERNS):
+        often += tally(piece & (2**15 - 1), len(often))
+    return often

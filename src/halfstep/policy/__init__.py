@@ -1,0 +1,49 @@
+"""Precision as data: rules, tables of operations, levels, and the one decision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from halfstep.policy.decision import Decision, around, decide, deciding_rule
+    from halfstep.policy.rules import (
+        CATEGORIES,
+        KEEP,
+        LEAN,
+        TORCH,
+        Policy,
+        Rule,
+        check_ops,
+        is_normalisation,
+        matching_ops,
+        type_names,
+    )
+
+__all__ = [
+    "CATEGORIES",
+    "KEEP",
+    "LEAN",
+    "TORCH",
+    "Decision",
+    "Policy",
+    "Rule",
+    "around",
+    "check_ops",
+    "decide",
+    "deciding_rule",
+    "is_normalisation",
+    "matching_ops",
+    "type_names",
+]
+
+if not TYPE_CHECKING:  # a type checker must still see a misspelt name
+
+    def __getattr__(name: str) -> object:
+        """Load a public name on first use: submodules are used without torch."""
+        if name in __all__:
+            from halfstep.policy import decision, rules
+
+            module = rules if hasattr(rules, name) else decision
+            return getattr(module, name)
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)

@@ -1,0 +1,138 @@
+"""In which dtype does this operation or module run, and why?
+
+In: an operation, the dtypes of its operands, a device, the module it runs in. Out: a
+`Decision`. Nothing else in halfstep may answer the question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep.errors import UserError
+from halfstep.policy import op_tables
+from halfstep.policy.rules import KEEP, TORCH, Policy, _spellings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """In which dtype something runs, and why."""
+
+    dtype: torch.dtype | None
+    """Floating operands are cast to it; None: they stay as they are."""
+    category: str
+    """The rule's or the row's; of rows also "follow" (the first operand's format) and
+    "fp32_result" (fp32 out, operands not copied)."""
+    reason: str
+    row: str
+    """The row that decided, as text."""
+
+
+def decide(
+    op: str | None,
+    dtypes: Sequence[torch.dtype],
+    device: str,
+    *,
+    policy: Policy = TORCH,
+    low: torch.dtype = torch.bfloat16,
+    module: str = "",
+    types: Sequence[str] = (),
+) -> Decision:
+    """Return the dtype in which an operation, or a module as a whole, runs.
+
+    Order: the user's rules (each against the module's path, its types and the
+    operation), then the policy's table for the device, then: as called.
+
+    Args:
+        op: aten's name, with overload where the table has it ("softmax.int"), or
+            another library's ("ns::name"); None asks about a module as a whole, which
+            only rules can answer.
+        dtypes: Dtypes of the floating operands, in order.
+        device: "cpu", "cuda", "mps" or "xpu".
+        policy: The rules, and the table behind them.
+        low: The 16-bit dtype in use.
+        module: Path of the module that runs it; "" is the model itself. A rule that
+            matches the path of a module around it speaks of it too.
+        types: Class names of that module and of those around it, bases included.
+
+    Raises:
+        UserError: If there is no table for the device.
+    """
+    if device not in op_tables.TABLES:
+        message = (
+            f"device={device!r} has no table; choose {', '.join(op_tables.TABLES)}."
+        )
+        raise UserError(message)
+    op = op.removeprefix("aten::") if op else None
+    index = _first(policy, op, module, types)
+    row = op_tables.NAMED[policy.base][device].get(op or "")
+    if index is not None:
+        rule = policy.rules[index]
+        category, reason, text = rule.category, rule.reason, str(rule)
+    else:
+        category = row.category if row else KEEP
+        reason = row.reason if row else "no row: it runs as it is called"
+        text = f"{policy.base} {device} table: {op}={category}" if op else "no row"
+    return Decision(cast_to(category, dtypes, low), category, reason, text)
+
+
+def deciding_rule(
+    policy: Policy, module: str = "", types: Sequence[str] = ()
+) -> int | None:
+    """Return the index of the first rule that speaks of a module as a whole.
+
+    Args:
+        policy: Its rules on operations have no say here.
+        module: Path, as for `decide`.
+        types: Class names, as for `decide`.
+
+    Returns:
+        None where no rule does.
+    """
+    return _first(policy, None, module, types)
+
+
+def _first(
+    policy: Policy, op: str | None, module: str, types: Sequence[str]
+) -> int | None:
+    """Return the index of the rule that decides."""
+    if not policy.rules:
+        return None
+    names: Mapping[str, Sequence[str]] = {
+        "op": _spellings(op) if op else (),
+        "module": around(module),
+        "type": types,
+    }
+    for index, rule in enumerate(policy.rules):
+        if rule.matches(rule.kind, names[rule.kind]):
+            return index
+    return None
+
+
+def around(module: str) -> list[str]:
+    """Return a module's path and those of the modules around it, the model's "" too."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def cast_to(
+    category: str, dtypes: Sequence[torch.dtype], low: torch.dtype
+) -> torch.dtype | None:
+    """Return what floating operands are cast to under a category."""
+    if category == op_tables.FOLLOW:
+        return dtypes[0] if dtypes and dtypes[0] in _AUTOCAST_DTYPES else None
+    if category == op_tables.FP32_IN_FP16:
+        category = op_tables.FP32 if low == torch.float16 else KEEP
+    eligible = [dtype for dtype in dtypes if dtype in _AUTOCAST_DTYPES]
+    if not eligible or category in (KEEP, op_tables.FP32_RESULT, op_tables.BANNED):
+        return None
+    if category == op_tables.PROMOTE:
+        # torch refuses a mix of the two 16-bit formats; fp32 holds both.
+        return low if set(eligible) == {low} else torch.float32
+    return low if category == op_tables.LOW else torch.float32

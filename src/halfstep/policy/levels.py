@@ -1,0 +1,123 @@
+"""The levels O0 to O3 as plain words and numbers.
+
+In: a word. Out: a `Level`, which says what is stored and computed in what. Nothing
+here knows torch, and nothing outside this room may ask for a level by its name:
+code reads the fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfstep.errors import UserError, shown
+from halfstep.reporting.table import Table
+
+
+@dataclass(frozen=True)
+class Level:
+    """How much of the training runs in a 16-bit format."""
+
+    name: str
+    """The word users type; the prefix is the letter O, as in apex."""
+    summary: str
+    """One line for a newcomer."""
+    low_weights: bool
+    """Parameters are stored in the 16-bit format; buffers too without autocast."""
+    fp32_norms: bool
+    """Normalisation layers keep fp32 parameters where weights are low."""
+    autocast: bool
+    """Each operation runs in the format that the policy gives it."""
+    masters: bool
+    """The optimizer updates fp32 copies of low weights."""
+    low_inputs: bool
+    """Floating inputs of the model are cast to the 16-bit format on entry."""
+    fp32_outputs: bool
+    """16-bit outputs of the model are cast to fp32 on exit."""
+
+    @property
+    def low(self) -> bool:
+        """Anything at all runs in a 16-bit format."""
+        return self.autocast or self.low_weights
+
+    def __str__(self) -> str:
+        """Return the word that `parse` turns back into this level."""
+        return self.name
+
+
+def _level(name: str, summary: str, *on: str) -> Level:
+    storage = ("low_weights", "fp32_norms", "autocast", "masters")
+    fields = (*storage, "low_inputs", "fp32_outputs")
+    return Level(name, summary, **{field: field in on for field in fields})
+
+
+O0 = _level("O0", "fp32 throughout: the baseline")
+O1 = _level("O1", "fp32 weights, each operation cast as the policy says", "autocast")
+O2 = _level(
+    "O2",
+    "16-bit weights, fp32 normalisation, fp32 masters in the optimizer",
+    "low_weights",
+    "fp32_norms",
+    "autocast",
+    "masters",
+    "fp32_outputs",
+)
+O3 = _level(
+    "O3",
+    "16-bit throughout: the speed limit",
+    "low_weights",
+    "low_inputs",
+    "fp32_outputs",
+)
+
+LEVELS = {level.name: level for level in (O0, O1, O2, O3)}
+
+DEFAULT_LOSS_SCALE = {"fp32": "none", "bf16": "none", "fp16": "dynamic"}
+"""Format -> what `loss_scale="auto"` means. fp16 flushes gradients below 2**-25 to
+zero, so it needs a scale; bf16 and fp32 share one exponent range and need none."""
+
+
+def parse(word: str | Level) -> Level:
+    """Return the level that a word names; a level is returned itself.
+
+    Raises:
+        UserError: If no level has this name; a typed digit 0 or a small o is named.
+    """
+    if isinstance(word, Level):
+        return word
+    meant = word if isinstance(word, str) else ""  # from a caller without types
+    found = LEVELS.get(meant)
+    if found is not None:
+        return found
+    meant = meant.strip().upper()
+    meant = "O" + meant[1:] if meant[:1] == "0" else meant
+    if meant in LEVELS:
+        message = (
+            f"level={word!r} is spelt {meant!r}: the capital letter O and a digit."
+        )
+    else:
+        message = (
+            f"level={shown(word)} is not a level; choose auto, {', '.join(LEVELS)}."
+        )
+    raise UserError(message)
+
+
+def table() -> Table:
+    """Return the levels as a table."""
+    rows = tuple(
+        (
+            level.name,
+            "16 bits" if level.low_weights else "fp32",
+            "fp32" if level.fp32_norms or not level.low_weights else "16 bits",
+            level.autocast,
+            level.masters,
+            level.summary,
+        )
+        for level in LEVELS.values()
+    )
+    columns = ("level", "weights", "norms", "autocast", "fp32 masters", "in words")
+    scales = ", ".join(f"{name} {kind}" for name, kind in DEFAULT_LOSS_SCALE.items())
+    notes = (
+        "16 bits: --dtype bf16 or fp16",
+        f"loss scale unless set: {scales}; steps with inf or NaN are always skipped",
+    )
+    return Table("Levels", columns, rows, notes)

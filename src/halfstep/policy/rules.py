@@ -1,0 +1,285 @@
+"""The one decider: in which dtype does this operation or module run, and why?
+
+In: an operation, the dtypes of its operands, a device, the module it runs in. Out: a
+`Decision`. A `Policy` is data: the user's rules in front of a named table, torch's own
+or the lean one. No other room may answer the question.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from halfstep.errors import UserError, require
+from halfstep.policy import op_tables, policy_file
+from halfstep.policy.policy_file import KINDS
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+KEEP = "keep"
+CATEGORIES = (op_tables.LOW, op_tables.FP32, op_tables.PROMOTE, KEEP, op_tables.BANNED)
+_DEFAULT_REASON = "your rule"
+_SPLIT = " + "
+_TENSORS = {"Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]"}
+_MACHINERY = """
+    prim prims debugprims rngprims inductor_prims inductor profiler quantized _quantized
+    quantization onednn mkldnn mkldnn_prepacked mkl sparse c10d _c10d_functional
+    _c10d_functional_autograd symm_mem _dtensor static_runtime export debug_mode_ops
+    _native _test
+"""
+"""Namespaces of torch that no model's author calls; some write without saying so."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row: what runs how, and why.
+
+    `Rule.parse("module:encoder.layers.3.*=fp32")` undoes `str(rule)`.
+    """
+
+    kind: str
+    """"op" (an aten name), "module" (a path in the model) or "type" (a class name)."""
+    pattern: str
+    """A glob over names of that kind, `*` also crossing dots; or a regular expression
+    between slashes, which must match the whole name."""
+    category: str
+    """"low", "fp32", "promote", "keep" (as called) or "banned"."""
+    reason: str = field(default=_DEFAULT_REASON, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            message = f"rule {str(self)!r}: kind {self.kind!r} is not one of {KINDS}."
+            raise UserError(message)
+        if not self.pattern or _SPLIT in self.pattern:
+            message = (
+                f"rule {str(self)!r}: pattern {self.pattern!r} must be a glob without "
+                "' + ', which parts rules; '*' matches every name."
+            )
+            raise UserError(message)
+        if self.category not in CATEGORIES:
+            message = (
+                f"rule {str(self)!r}: {self.category!r} is not a category; choose "
+                f"one of {', '.join(CATEGORIES)}."
+            )
+            raise UserError(message)
+        try:
+            _compiled(self.pattern)
+        except (re.error, OverflowError) as error:
+            message = (
+                f"rule {str(self)!r}: {self.pattern!r} is no regular expression: "
+                f"{error}. Mend it, or write a glob, without the slashes."
+            )
+            raise UserError(message) from None
+
+    @classmethod
+    def parse(cls, word: str) -> Self:
+        """Return the rule that a word such as "type:LayerNorm=fp32" spells.
+
+        Raises:
+            UserError: If the word is not KIND:PATTERN=CATEGORY.
+        """
+        target, equals, category = word.rpartition("=")
+        kind, colon, pattern = target.partition(":")
+        if not (equals and colon and pattern):
+            message = (
+                f"rule {word!r} is not KIND:PATTERN=CATEGORY; write for example "
+                "'module:classifier=fp32' or 'type:LayerNorm=fp32'."
+            )
+            raise UserError(message)
+        return cls(kind, pattern, category)
+
+    def __str__(self) -> str:
+        """Return the word that `parse` turns back into this rule."""
+        return f"{self.kind}:{self.pattern}={self.category}"
+
+    def matches(self, kind: str, names: Iterable[str]) -> bool:
+        """Say whether this row speaks of something of that kind with those names."""
+        return kind == self.kind and any(map(_compiled(self.pattern).fullmatch, names))
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    expression = len(pattern) > 1 and pattern[0] == pattern[-1] == "/"
+    return re.compile(pattern[1:-1] if expression else fnmatch.translate(pattern))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules in front of a named table; the first that matches decides."""
+
+    rules: tuple[Rule, ...] = ()
+    base: str = "torch"
+    """"torch": torch's own table for the device. "lean": one table for all devices,
+    in which normalisation and softmax run in 16 bits where their kernels accumulate in
+    fp32."""
+
+    def __post_init__(self) -> None:
+        if self.base not in op_tables.NAMED:
+            named = " and ".join(repr(name) for name in op_tables.NAMED)
+            message = (
+                f"policy={self.base!r} is not known; the named policies are {named}."
+            )
+            raise UserError(message)
+
+    @classmethod
+    def of(cls, given: Policy | str | os.PathLike[str]) -> Policy:
+        """Return a policy, or the one that a word spells, or a file holds.
+
+        Raises:
+            UserError: If it is none of the three, or the word or file is malformed.
+        """
+        if isinstance(given, str):
+            return cls.parse(given)
+        if hasattr(given, "__fspath__"):
+            return cls.load(given)
+        right = "'lean', 'torch', either with rules, a TOML file, or a Policy"
+        require("policy", given, isinstance(given, Policy), right)
+        return given
+
+    @classmethod
+    def parse(cls, word: str) -> Self:
+        """Return the policy that a word spells: "lean", or "torch + RULE + RULE ...".
+
+        A word that ends in ".toml" is the path of a file, as `load` reads it.
+
+        Raises:
+            UserError: If the word begins with no named policy, or a rule is malformed.
+        """
+        if word.endswith(".toml"):
+            return cls.load(word)
+        base, *rules = (part.strip() for part in word.split(_SPLIT))
+        return cls(tuple(Rule.parse(rule) for rule in rules), base)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the policy that a file holds; undoes `save`.
+
+        Raises:
+            UserError: If it cannot be read; names the file and the rule.
+        """
+        base, rules = policy_file.read(path)
+        place = f"policy file {str(path)!r}"
+        try:
+            policy = cls(base=base)
+            for number, rule in enumerate(rules, 1):
+                place = f"policy file {str(path)!r}, rule {number}"
+                kind = next(kind for kind in KINDS if kind in rule)
+                reason = rule.get("reason", _DEFAULT_REASON)
+                made = Rule(kind, rule[kind], rule["run"], reason)
+                policy = replace(policy, rules=(*policy.rules, made))
+        except UserError as error:
+            message = f"{place}: {error}"
+            raise UserError(message) from None
+        return policy
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy, reasons included, as TOML that `load` reads."""
+        words = [
+            {rule.kind: rule.pattern, "run": rule.category, "reason": rule.reason}
+            for rule in self.rules
+        ]
+        policy_file.write(path, self.base, words)
+
+    def __str__(self) -> str:
+        """Return the word that `parse` turns back into this policy."""
+        return _SPLIT.join([self.base, *map(str, self.rules)])
+
+    def __add__(self, rule: Rule | str) -> Policy:
+        """Return a policy in which `rule` comes before those that are there."""
+        first = Rule.parse(rule) if isinstance(rule, str) else rule
+        return Policy((first, *self.rules), self.base)
+
+
+TORCH = Policy()
+"""torch's own table for the device, and nothing else."""
+LEAN = Policy(base="lean")
+"""One table for all devices, and nothing else."""
+
+
+def _spellings(op: str) -> list[str]:
+    """Return the names of an operation: with and without overload and "aten::"."""
+    full = op if "::" in op else f"aten::{op}"
+    names = [full, full.partition(".")[0]]
+    return names + [name[6:] for name in names if name.startswith("aten::")]
+
+
+def check_ops(policy: Policy) -> None:
+    """Refuse a rule on operations that would change nothing.
+
+    Why: a misspelt name matches nothing, and the run would go on as if the rule were
+    in force. Asks torch each time, since libraries add operations: some milliseconds.
+
+    Raises:
+        UserError: If a rule matches no operation, or only such as cannot be cast.
+    """
+    rules = [rule for rule in policy.rules if rule.kind == "op"]
+    names = [name for op in _known_ops() for name in _spellings(op)] if rules else []
+    for rule in rules:
+        if matching_ops(rule):
+            continue
+        near = difflib.get_close_matches(rule.pattern, names, n=1)
+        message = f"rule {str(rule)!r} matches no operation; "
+        if rule.matches("op", names):
+            message = (
+                f"rule {str(rule)!r} matches only operations that write in place, "
+                "return views or take no tensor, and those cannot be cast: name others."
+            )
+        elif near:
+            meant = Rule("op", near[0], rule.category)
+            message += f"did you mean {str(meant)!r}?"
+        else:
+            message += "write aten's name, as in 'op:softmax', or 'op:library::name'."
+        raise UserError(message)
+
+
+def matching_ops(rule: Rule) -> tuple[str, ...]:
+    """Return the full names ("aten::softmax.int") of operations that a rule speaks of.
+
+    Only those whose operands can be cast: they take a tensor, write into no argument
+    and return no view of one. Asks torch each time: some milliseconds.
+    """
+    machinery = set(_MACHINERY.split())
+    return tuple(
+        op
+        for op in _known_ops()
+        if rule.matches("op", _spellings(op))
+        and op.partition("::")[0] not in machinery
+        and _is_functional(op)
+    )
+
+
+def _known_ops() -> list[str]:
+    return sorted(torch._C._dispatch_get_all_op_names())  # noqa: SLF001
+
+
+def _is_functional(op: str) -> bool:
+    """Say whether an operation takes a tensor, writes into none and returns no view."""
+    name, _, overload = op.partition(".")
+    schema = torch._C._get_schema(name, overload)  # noqa: SLF001
+    takes = any(str(argument.type) in _TENSORS for argument in schema.arguments)
+    writes = any(
+        argument.alias_info and argument.alias_info.is_write
+        for argument in schema.arguments
+    )
+    return takes and not writes and not any(out.alias_info for out in schema.returns)
+
+
+def is_normalisation(types: Iterable[str]) -> bool:
+    """Say whether a module with these class names is a normalisation layer.
+
+    Model libraries write their own (LlamaRMSNorm, T5LayerNorm); the name tells.
+    """
+    return any(name.endswith(op_tables.NORMALISATION) for name in types)
+
+
+def type_names(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the class names of a module, its bases included, nearest first."""
+    return tuple(cls.__name__ for cls in type(module).__mro__)

@@ -1,0 +1,390 @@
+"""A page of HTML that is one file: tables, charts, bars and heat-maps.
+
+In: tables, curves and words that others have measured. Out: a document that refers to
+nothing outside itself. matplotlib and jinja2 are imported by what needs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import warnings
+from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+from halfstep.errors import UserError
+from halfstep.reporting.table import Table, line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_NOT_INSTALLED = (
+    "report.html needs matplotlib and jinja2: "
+    "install them with pip install 'halfstep[report]'."
+)
+_SHORT = 15  # letters of a name that has room, and is not worth a line break
+_LONG = 60  # letters that make a tower in a narrow column
+_MOST_POINTS = 2000  # a chart is some 600 pixels wide: more points only cost bytes
+_FLAG = re.compile(r"--[a-z][a-z-]{1,24}")  # no longer than a narrow page
+_LARGEST = 1e100  # far beyond float32; the margins of an axis overflow at 1e308
+# Colour-blind readers tell these apart.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_PAGE = """\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title><style>
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 60rem; padding: 2rem 1rem 4rem;
+  font: 1rem/1.55 system-ui, sans-serif; font-variant-numeric: tabular-nums;
+  overflow-wrap: break-word; }
+h1 { font-size: 1.75rem; line-height: 1.25; margin: 0 0 .75rem; }
+h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; padding-top: 1.25rem;
+  border-top: 1px solid #8886; }
+p { margin: 0 0 .75rem; max-width: 42rem; white-space: pre-line; }
+figure { margin: 1.25rem 0 0; } figcaption { font-weight: 600; margin-bottom: .4rem; }
+.lead, .note, th { opacity: .7; }
+.note { font-size: .875rem; margin: .4rem 0 0; }
+table { border-collapse: collapse; font-size: .9375rem; max-width: 100%; }
+th, td { padding: .35rem 1.25rem .35rem 0; text-align: left; vertical-align: top;
+  border-bottom: 1px solid #8886; min-width: 9rem; overflow-wrap: anywhere; }
+th:last-child, td:last-child { padding-right: 0; }
+.number, .short { min-width: 0; white-space: nowrap; }
+.number { text-align: right; } td.long { min-width: 15rem; }
+.scroll { overflow-x: auto; }
+.card { border-left: .3rem solid #56b4e9; padding: .1rem 0 .1rem .9rem;
+  margin: 0 0 1.25rem; overflow-wrap: anywhere; }
+.is-warning { border-color: #e69f00; } .is-error { border-color: #d55e00; }
+.card h3 { font-size: 1rem; margin: 0 0 .25rem; }
+.card h3 span { text-transform: uppercase; font-size: .75rem; letter-spacing: .06em;
+  margin-right: .5rem; }
+dl { display: grid; grid-template-columns: 5.5rem 1fr; gap: .1rem .75rem; margin: 0;
+  font-size: .9375rem; } dt { opacity: .7; } dd { margin: 0; }
+.flag { white-space: nowrap; }
+.heat th, .heat td { min-width: 0; max-width: 8rem; padding: .3rem .6rem;
+  text-align: center; vertical-align: middle; overflow-wrap: break-word; }
+.heat tr:first-child th, .heat tbody th { text-align: left; }
+.heat tbody th { font-weight: 400; }
+.many td, .many th { padding: .2rem .3rem; font-size: .8125rem; }
+.many tr + tr > [scope=col] { writing-mode: vertical-rl;
+  text-orientation: sideways; text-align: right; }
+.bar { display: flex; height: 1.5rem; border-radius: .375rem; overflow: hidden; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 1.25rem; list-style: none;
+  margin: .4rem 0 0; padding: 0; font-size: .875rem; }
+.legend i { display: inline-block; width: .75rem; height: .75rem; margin-right: .4rem;
+  border-radius: .2rem; }
+.charts { display: grid; gap: 0 1.5rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
+svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
+  height: auto; padding: .5rem; background: #fff; border-radius: .375rem; }
+@media (max-width: 40rem) { table { font-size: .875rem; }
+  th, td { padding-right: .75rem; min-width: 7rem; } }
+</style></head><body>
+<h1>{{ title }}</h1>{% if lead %}<p class="lead">{{ lead }}</p>{% endif %}
+{% for section in sections %}<section><h2>{{ section.heading }}</h2>
+{% if section.text %}<p>{{ section.text }}</p>{% endif %}
+{% if section.points %}<ul>{% for point in section.points %}
+<li>{{ point }}</li>{% endfor %}</ul>{% endif %}
+{% for card in section.cards %}<div class="card is-{{ card.kind }}">
+<h3><span>{{ card.kind }}</span>{{ card.title }}</h3><dl>
+{% for name, words in card.lines %}
+<dt>{{ name }}</dt><dd>{{ flagged(words) | safe }}</dd>
+{% endfor %}</dl></div>{% endfor %}
+{% for bar in section.bars %}
+<figure>{% if bar.title %}<figcaption>{{ bar.title }}</figcaption>{% endif %}
+<div class="bar" aria-hidden="true">{% for name, share, colour in bar.drawn() %}
+<span style="width:{{ '%.3f' % share }}%;background:{{ colour }}"></span>{% endfor %}
+</div><ul class="legend">{% for name, share, colour in bar.drawn() %}
+<li><i style="background:{{ colour }}"></i>{{ name }} {{ '%.1f' % share }} %</li>
+{% endfor %}</ul></figure>
+{% endfor %}{% for table in section.tables %}{% set numeric = table.numeric() %}
+<figure>{% if table.title %}<figcaption>{{ table.title }}</figcaption>{% endif %}
+<div class="scroll" role="region" aria-label="{{ table.title }}" tabindex="0">
+<table><thead><tr>{% for name in table.columns %}
+<th scope="col" class="{{ kind(numeric[loop.index0], name) }}">{{ name }}</th>
+{% endfor %}</tr></thead>
+<tbody>{% for row in table.shown() %}<tr>{% for cell in row %}
+<td class="{{ kind(numeric[loop.index0], cell) }}">{{ cell }}</td>
+{% endfor %}</tr>{% endfor %}</tbody></table></div>
+{% for note in table.notes %}<p class="note">{{ note }}</p>{% endfor %}</figure>
+{% endfor %}{% for heat in section.heats %}{% set table = heat.table %}
+<figure>{% if table.title %}<figcaption>{{ table.title }}</figcaption>{% endif %}
+<div class="scroll" role="region" aria-label="{{ table.title }}" tabindex="0">
+<table class="heat{{ ' many' if table.columns | length > 10 }}"><thead><tr>
+<th scope="col" rowspan="2">{{ table.columns[0] }}</th>
+<th scope="colgroup" colspan="{{ table.columns | length - 1 }}">{{ heat.across }}</th>
+</tr><tr>{% for name in table.columns[1:] %}
+<th scope="col" class="{{ kind(false, name) }}">{{ name }}</th>{% endfor %}</tr>
+</thead><tbody>{% for name, cells in heat.drawn() %}<tr>
+<th scope="row" class="{{ kind(false, name) }}">{{ name }}</th>
+{% for count, colour in cells %}
+<td style="background:{{ colour }}">{{ count }}</td>{% endfor %}</tr>{% endfor %}
+</tbody></table></div><p class="note">{{ heat.legend }}</p>
+{% for note in table.notes %}<p class="note">{{ note }}</p>{% endfor %}</figure>
+{% endfor %}<div class="charts">{% for chart in section.charts %}
+<figure><figcaption>{{ chart.title }}</figcaption>{{ chart.svg() | safe }}</figure>
+{% endfor %}{% for drawing in section.drawings %}
+<figure><figcaption>{{ drawing.title }}</figcaption>{{ drawing.svg | safe }}
+{% for note in drawing.notes %}<p class="note">{{ note }}</p>{% endfor %}</figure>
+{% endfor %}</div></section>
+{% endfor %}</body></html>
+"""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A named line.
+
+    Raises:
+        ValueError: `x` and `y` differ in length.
+    """
+
+    name: str
+    "Shown in the legend; empty for none."
+    x: tuple[float, ...]
+    "Finite; the line runs through the points in this order."
+    y: tuple[float, ...]
+    "A value that is not finite leaves a gap."
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            message = f"Curve {self.name!r} has {len(self.x)} x and {len(self.y)} y."
+            raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over one pair of axes."""
+
+    title: str
+    "What the chart shows: a caption in `page`, the words of a screen reader in `svg`."
+    x_label: str
+    "Quantity and unit."
+    y_label: str
+    "Quantity and unit."
+    curves: tuple[Curve, ...]
+    "Drawn in this order, in six colours that then repeat."
+    log_y: bool = False
+    "Logarithmic values; zero and below then leave a gap."
+    step: bool = False
+    "Hold each value until the next: for what jumps, such as a loss scale."
+
+    def svg(self) -> str:
+        """Draw the chart as an element to put into HTML.
+
+        Why: matplotlib numbers the parts of every figure alike, so figures on one page
+        share ids, and its salt and date change the bytes of equal figures: the salt
+        here is the chart. pyplot would choose a backend for the whole program.
+
+        Returns:
+            The same string for the same chart and the same matplotlib. Of more than
+            2,000 points the least and the greatest of each stretch are drawn.
+
+        Raises:
+            UserError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib import style
+            from matplotlib.figure import Figure
+            from matplotlib.ticker import LogFormatter
+        except ModuleNotFoundError as error:
+            raise UserError(_NOT_INSTALLED) from error
+
+        class Plain(LogFormatter):
+            """Labels the ticks that its parent would, with 60000 for 6e+04."""
+
+            def __call__(self, x: float, pos: int | None = None) -> str:
+                return f"{x:g}" if super().__call__(x, pos) else ""
+
+        names = [curve.name for curve in self.curves]
+        rules = {
+            "font.size": 10.5,
+            "svg.fonttype": "none",
+            "svg.hashsalt": hashlib.sha256(repr(self).encode()).hexdigest(),
+            "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+        }
+        with style.context(rules, after_reset=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph")  # the browser has it
+            across = 3 if max(map(len, names), default=0) <= _SHORT else 1
+            inches = (5.2, 2.8 + 0.22 * math.ceil(len(names) / across))
+            figure = Figure(figsize=inches, layout="constrained")
+            axes = figure.subplots()
+            axes.set(xlabel=self.x_label, ylabel=self.y_label)
+            axes.spines[["right", "top"]].set_visible(False)
+            axes.grid(color="#e4e6ea")
+            if self.log_y:
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter(Plain())
+            lowest = 1 / _LARGEST if self.log_y else -_LARGEST
+            held = "steps-post" if self.step else "default"
+            lines = []
+            for curve, colour in zip(self.curves, cycle(_COLOURS), strict=False):
+                x, y = _points(curve, lowest)
+                lines += axes.plot(x, y, color=colour, drawstyle=held, linewidth=1.3)
+                # A point between two gaps has no line to show it: mark it.
+                gap = [True, *map(math.isnan, y), True]
+                alone = [i for i in range(len(y)) if gap[i] and gap[i + 2]]
+                axes.plot([x[i] for i in alone], [y[i] for i in alone], ".", c=colour)
+            if any(names):
+                legend = {"frameon": False, "ncols": across}
+                figure.legend(lines, names, loc="outside upper left", **legend)
+            drawn = StringIO()
+            nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
+            figure.savefig(drawn, format="svg", metadata=nothing)
+        # Groups have an id that nothing refers to, the same in every figure.
+        element = re.sub('<g id="[^"]*"', "<g", drawn.getvalue().partition("<svg ")[2])
+        return f'<svg role="img" aria-label="{escape(line(self.title))}" {element}'
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of parts, each as wide as its share of their sum."""
+
+    title: str
+    "Shown above the bar; empty for none."
+    parts: tuple[tuple[str, float], ...]
+    "Names and sizes, finite and zero or more."
+
+    def drawn(self) -> list[tuple[str, float, str]]:
+        """Return name, share in percent and colour of each part."""
+        whole = sum(size for _, size in self.parts) or 1.0
+        return [
+            (name, 100 * size / whole, colour)
+            for (name, size), colour in zip(self.parts, cycle(_COLOURS), strict=False)
+        ]
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A table of counts whose cells are shaded by their share of the row.
+
+    Cells whose row and column have the same name are blue, all others orange.
+    """
+
+    table: Table
+    "Names of rows in the first column, counts in the others."
+    across: str
+    "What the other columns are; what the rows are is the first column's name."
+
+    @property
+    def legend(self) -> str:
+        """Say how to read the shades."""
+        names = f"{self.table.columns[0]} and {self.across}"
+        return f"Darker: a greater share of its row. Blue: {names} agree."
+
+    def drawn(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Return each row's name, and the words of its cells with their colours."""
+        rows = []
+        names = self.table.columns[1:]
+        for row, shown in zip(self.table.rows, self.table.shown(), strict=True):
+            sizes = [cell if isinstance(cell, int | float) else 0 for cell in row[1:]]
+            whole = sum(sizes) or 1
+            # Words stay readable on the deepest shade, on a light page and a dark.
+            depths = [0.6 * size / whole for size in sizes]
+            tones = ["0,114,178" if name == row[0] else "213,94,0" for name in names]
+            colours = map("rgba({},{:.3f})".format, tones, depths)
+            rows.append((shown[0], list(zip(shown[1:], colours, strict=True))))
+        return rows
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture that somebody else has drawn."""
+
+    title: str
+    "Its caption."
+    svg: str
+    "An SVG element, put into the page as it is: its texts must be escaped."
+    notes: tuple[str, ...] = ()
+    "Sentences shown below it."
+
+
+@dataclass(frozen=True)
+class Card:
+    """Something to know, in named lines."""
+
+    kind: str
+    "A word: error, warning and note have colours."
+    title: str
+    "A few words."
+    lines: tuple[tuple[str, str], ...]
+    "Names of a word each, and what there is to say."
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: all it holds, in the order in which it is named here."""
+
+    heading: str
+    "A few words."
+    text: str = ""
+    "Plain text; line breaks are kept."
+    points: tuple[str, ...] = ()
+    "Items of a list."
+    bars: tuple[Bar, ...] = ()
+    "One below the other, with the shares of their parts."
+    tables: tuple[Table, ...] = ()
+    "One below the other."
+    heats: tuple[Heat, ...] = ()
+    "One below the other."
+    charts: tuple[Chart, ...] = ()
+    "Side by side where the window is wide enough."
+    drawings: tuple[Drawing, ...] = ()
+    "Beside the charts."
+    cards: tuple[Card, ...] = ()
+    "Below the list, one below the other."
+
+
+def page(title: str, sections: Sequence[Section], lead: str = "") -> str:
+    """Write a complete HTML document that refers to nothing outside itself.
+
+    Args:
+        title: Heading of the page, and its name in the browser.
+        sections: Parts of the page in order.
+        lead: What the page says in a sentence or two, below the title.
+
+    Returns:
+        The document; whatever the arguments hold is shown as text, never as HTML.
+
+    Raises:
+        UserError: jinja2 is not installed, or matplotlib is not and there is a chart.
+    """
+    try:
+        from jinja2 import Template
+    except ModuleNotFoundError as error:
+        raise UserError(_NOT_INSTALLED) from error
+    document: str = Template(_PAGE, trim_blocks=True, autoescape=True).render(
+        title=title, sections=sections, lead=lead, kind=_kind, flagged=_flagged
+    )
+    return document
+
+
+def _kind(number: bool, word: str) -> str:
+    """Return the class of a cell: how it may be broken where there is little room."""
+    if number:
+        return "number"
+    return "short" if len(word) <= _SHORT else "long" if len(word) > _LONG else ""
+
+
+def _flagged(words: str) -> str:
+    """Return text as HTML in which a flag such as --loss-scale is not broken in two."""
+    return _FLAG.sub(r'<span class="flag">\g<0></span>', escape(words))
+
+
+def _points(curve: Curve, lowest: float) -> tuple[list[float], list[float]]:
+    """Return x and y to draw: nan for a gap, long curves thinned with their spikes."""
+    y = [value if lowest <= value <= _LARGEST else math.nan for value in curve.y]
+    places = range(len(y))
+    size = math.ceil(4 * len(y) / _MOST_POINTS) if len(y) > _MOST_POINTS else 1
+    kept = {*places[:1], *places[-1:]}
+    for start in places[::size]:
+        gaps = [i for i in places[start : start + size] if math.isnan(y[i])]
+        seen = [i for i in places[start : start + size] if not math.isnan(y[i])]
+        seen.sort(key=y.__getitem__)
+        kept.update(gaps[:1], seen[:1], seen[-1:])
+    return [curve.x[i] for i in sorted(kept)], [y[i] for i in sorted(kept)]

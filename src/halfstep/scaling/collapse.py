@@ -1,0 +1,377 @@
+"""A loss scale that no longer helps: noticed without waiting, and explained.
+
+In: the scale, the skips in a row and the loss of each step. Out: nothing, as long as
+training can go on; then one `LossScaleCollapse` that says why, and what to do.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from halfstep._torch import async_read
+from halfstep._torch.async_read import Late
+from halfstep.nonfinite import graph_origin
+from halfstep.nonfinite.graph import Finding, examine
+from halfstep.nonfinite.saved_values import EPSILON
+from halfstep.scaling.skip_log import SkipLog
+from halfstep.scaling.step_history import Past
+from halfstep.scaling.step_report import Constant, Peaks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from halfstep.nonfinite.origin import BadOp
+    from halfstep.scaling.loss_scale import ScaleRule, ScaleState
+    from halfstep.scaling.step_history import Losses
+    from halfstep.scaling.step_report import Culprit
+
+FLOOR_PATIENCE = 10
+"""Skips in a row after which a scale that lies at its floor is given up: one bad batch
+must not end a run, and a lower scale is not to be had."""
+
+_NAMED = 3
+
+
+class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
+    """Every step overflows and no smaller scale is left to try.
+
+    Args:
+        message: All of the below, in words.
+        history: Loss scales of the skipped steps in a row, oldest first, at most 64.
+        loss_finite: Whether the last loss was; None if nobody showed it.
+        inf_in: Parameters whose gradients held inf.
+        nan_in: Parameters whose gradients held NaN.
+        cause: "data", "weights", "zero", "range", "learning rate" or "loss".
+        advice: What to do next.
+        bad_op: The same as a value, and what a replay has found, once there was one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        history: Sequence[float] = (),
+        loss_finite: bool | None = None,
+        inf_in: Sequence[str] = (),
+        nan_in: Sequence[str] = (),
+        cause: str = "",
+        advice: str = "",
+        bad_op: BadOp | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.history = tuple(history)
+        self.loss_finite = loss_finite
+        self.inf_in = tuple(inf_in)
+        self.nan_in = tuple(nan_in)
+        self.cause = cause
+        self.advice = advice
+        self.bad_op = bad_op
+
+    def tell(self, bad_op: BadOp) -> None:
+        """Add what a replay of the last step has found, which is the better witness."""
+        self.bad_op = bad_op
+        self.cause, self.advice = bad_op.cause, bad_op.advice
+        self.args = (f"{self.args[0]} The step, run again: {bad_op}",)
+
+
+def is_collapsed(scale: float, skips_in_a_row: int, rule: ScaleRule) -> bool:
+    """Say whether skipping has gone on for too long, or can no longer help.
+
+    Args:
+        scale: Loss scale of the last backward pass.
+        skips_in_a_row: Steps skipped since the last one applied, that one included.
+        rule: Floor and limit.
+    """
+    limit = rule.max_consecutive_skips
+    too_long = limit is not None and skips_in_a_row >= limit
+    return too_long or is_stuck(scale, skips_in_a_row, rule)
+
+
+def is_stuck(scale: float, overflows_in_a_row: int, rule: ScaleRule) -> bool:
+    """Say whether the scale has lain at its floor, and overflowed there, for too long.
+
+    Args:
+        scale: Loss scale of the last backward pass.
+        overflows_in_a_row: Steps in which a pass overflowed, that one included.
+        rule: Floor.
+    """
+    if rule.backoff_factor == 1 or overflows_in_a_row < FLOOR_PATIENCE:
+        return False
+    # The scale is fp32, and so may hold the floor rounded up.
+    return scale <= rule.min_scale * (1 + 2**-23)
+
+
+class Watch:
+    """Sees each step's scale, without waiting for it, and ends a run that is lost.
+
+    Args:
+        scale: The first one.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self.log = SkipLog()
+        self._past = Past()
+        self._late = Late()
+        self._whose: deque[Callable[[list[float]], Sequence[Culprit]]] = deque()
+        self._loss: Tensor | None = None
+        self._total: Tensor | None = None
+        self._finding: Finding | None = None
+        self._unread = ""
+        self._near = False
+        self._known = scale
+        self._since = 0
+
+    def loss(self, loss: Tensor, name_of: Callable[[Tensor], str]) -> None:
+        """Take a loss down before its backward pass.
+
+        Where it costs no waiting, a loss that is not finite is reported at once; the
+        first one with its cause. Elsewhere that is done when the step has arrived.
+
+        One more skip would end the run: then the graph is examined while it still
+        holds its tensors. That waits for the device.
+
+        Args:
+            loss: Unscaled, any shape.
+            name_of: Names a parameter.
+        """
+        self._loss, self._finding, self._unread = None, None, ""
+        if _has_no_number(loss):
+            return
+        self._loss = loss.detach()
+        value = 0.0
+        if _is_number(loss) and async_read.on_host(loss.device):
+            value = float(self._loss)
+        elif _is_number(loss):
+            # Of several micro-batches, one that is not finite shows in the sum.
+            self._total = _sum(self._total, self._loss)
+        reported = math.isfinite(value) or self.log.has_loss
+        if self._near or not reported:
+            try:
+                self._finding = examine(loss, name_of)
+            except Exception as error:  # noqa: BLE001
+                # Tensors of any kind may lie in a graph. Not to know the cause must
+                # not end a run that may yet go on.
+                self._unread = f"{type(error).__name__}: {error}".splitlines()[0]
+        if not math.isfinite(value):
+            self.log.loss(value, self._finding, self._unread)
+
+    def wants_names(self, device: torch.device) -> bool:
+        """Say whether `Peaks` of this step are wanted, to name its parameters.
+
+        On a CPU names are known anyway. Elsewhere taking them costs a pass over all
+        gradients: only once a step that overflowed has arrived.
+        """
+        return self._past.in_a_row > 0 and not async_read.on_host(device)
+
+    def may_be_below_one(self, rule: ScaleRule) -> bool:
+        """Say whether the scale may be smaller than 1, for all that has arrived here.
+
+        Then unscaling multiplies, and can itself overflow.
+        """
+        return rule.min_scale < 1 and self._known * rule.backoff_factor**self._since < 1
+
+    def forget(self, scale: float = 0.0) -> None:
+        """The scale was set from outside, to a value known here or not (0)."""
+        self._known, self._since = scale, 0
+
+    def lowered(self) -> None:
+        """The scale has backed off outside of a step."""
+        self._since += 1
+
+    def step(
+        self,
+        rule: ScaleRule,
+        used: Tensor,
+        state: ScaleState,
+        found_inf: Tensor,
+        culprits: Callable[[], Sequence[Culprit]],
+    ) -> None:
+        """Take one step down; nothing is read that has not arrived yet.
+
+        Args:
+            rule: Floor and limit.
+            used: Scale of its backward pass, shape ().
+            state: After the step.
+            found_inf: Not zero if a pass at this scale overflowed, shape ().
+            culprits: Says whose gradients were not finite; asked if there is something
+                to report. On a GPU, what `Peaks` show must arrive first.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        self._since += 1
+        shown, total = self._loss, self._total
+        if shown is None or not _is_number(shown):
+            shown = torch.full_like(used, math.nan)
+        values = [used, state.skips_in_a_row, state.scale, found_inf, shown]
+        values.append(used if total is None else total)
+        values += self._send_names(culprits, used.device)
+        self._total = None
+        arrived = self._late.send(values)
+        if arrived is None:
+            return
+        scale, skipped, self._known, bad, value, sums, *largest = arrived
+        whose = self._whose.popleft()
+        self._since = self._late.behind
+        past = self._past
+        past.add(scale, value, skipped=bool(skipped), overflowed=bool(bad))
+        if not math.isfinite(sums):
+            self.log.loss(sums, None, "")
+        if bad:
+            here = async_read.on_host(used.device)
+            known = culprits if here else partial(whose, largest)
+            row = past.in_a_row
+            self.log.overflow(scale, row, rule, known, skipped=bool(skipped))
+        else:
+            self.log.applied()
+        self._look_ahead(rule)
+        # Steps may be applied without the passes that overflowed, for ever.
+        stuck = bad and not skipped and is_stuck(scale, past.in_a_row, rule)
+        if stuck or is_collapsed(scale, int(skipped), rule):
+            raise self._collapse(int(skipped), culprits())
+
+    def _send_names(
+        self, culprits: Callable[[], Sequence[Culprit]], device: torch.device
+    ) -> list[Tensor]:
+        """Return what must arrive with a step to name its parameters."""
+        if isinstance(culprits, Peaks) and self.wants_names(device):
+            self._whose.append(culprits.culprits)
+            return [culprits.largest]
+        known = culprits() if isinstance(culprits, Constant) else ()
+        self._whose.append(lambda _: known)
+        return []
+
+    def _look_ahead(self, rule: ScaleRule) -> None:
+        """See whether one more step that overflows would end the run."""
+        row = self._past.in_a_row
+        self._near = row > 0 and is_collapsed(self._known, row + 1, rule)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered, as plain values. Waits for the device."""
+        past = copy.deepcopy(self._past)
+        for scale, skipped, _, bad, loss, *_ in self._late.coming():
+            past.add(scale, loss, skipped=bool(skipped), overflowed=bool(bad))
+        return past.data()
+
+    def remember(self, past: Past, rule: ScaleRule) -> None:
+        """Go on from a past.
+
+        Args:
+            past: What is known of the steps so far.
+            rule: Floor and limit.
+        """
+        self._past = past
+        self._look_ahead(rule)
+
+    def _collapse(self, skips: int, culprits: Sequence[Culprit]) -> LossScaleCollapse:
+        finite = None if self._loss is None else bool(self._loss.isfinite().all())
+        verdict = diagnose(self._finding, self._past.losses, self._loss, finite=finite)
+        inf_in = [culprit.name for culprit in culprits if culprit.inf]
+        nan_in = [culprit.name for culprit in culprits if culprit.nan]
+        kinds = {"inf": inf_in, "NaN": nan_in}
+        seen = [f"{kind} in gradients of {_some(n)}" for kind, n in kinds.items() if n]
+        whose = "; ".join(seen) or "another process found it"
+        history = self._past.history
+        first, last = history[0], history[-1]
+        fell = f"{first:g} to {last:g}" if first != last else f"{last:g}"
+        happened = f"{skips} steps in a row were skipped"
+        if not skips:
+            happened = f"{self._past.in_a_row} steps in a row lost a micro-batch"
+        unread = f" (graph not read: {self._unread})" if self._unread else ""
+        message = (
+            f"{happened}, at loss scale {fell}. "
+            f"Cause: {verdict.cause} ({verdict.where}: {verdict.evidence}). "
+            f"{verdict.advice} Seen: {whose}.{unread}"
+        )
+        return LossScaleCollapse(
+            message,
+            history=tuple(history),
+            loss_finite=finite,
+            inf_in=inf_in,
+            nan_in=nan_in,
+            cause=verdict.cause,
+            advice=verdict.advice,
+            bad_op=graph_origin.bad_op(verdict, last, finite=finite),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A graph, a CUDA event and a loss on its way cannot be pickled.
+        gone = {"_loss": None, "_total": None, "_finding": None}
+        return self.__dict__ | gone | {"_late": Late(), "_whose": deque()}
+
+
+def _is_number(loss: Tensor) -> bool:
+    return loss.numel() == 1 and not loss.is_complex()
+
+
+def _has_no_number(loss: Tensor) -> bool:
+    """Say whether it stands for many losses, under `vmap`, or for none."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(loss)  # noqa: SLF001
+    return wrapped or isinstance(loss, FakeTensor)
+
+
+def _sum(total: Tensor | None, loss: Tensor) -> Tensor:
+    here = loss.float()
+    return here if total is None else total + async_read.moved(here, total.device)
+
+
+def diagnose(
+    finding: Finding | None, losses: Losses, loss: Tensor | None, *, finite: bool | None
+) -> Finding:
+    """Return the likeliest cause of endless overflow.
+
+    Args:
+        finding: What the graph of the last loss showed; None if its forward pass was
+            finite, or was not looked at.
+        losses: Losses of the applied steps.
+        loss: The last one.
+        finite: Whether it was; None if it is not known.
+    """
+    value = math.nan if loss is None else float(loss.abs().float().mean())
+    drifted = finding is not None and finding.cause in {"range", "weights"}
+    diverged = losses.ran_away(value) and (drifted or finding is None)
+    # Adam in float16 is as likely to have made NaN of weights after a few steps.
+    own = finding is not None and EPSILON in finding.advice
+    if diverged or (drifted and losses.few and not own):
+        last = value if math.isfinite(value) else losses.last
+        after = f"the forward pass worked for {losses.applied} steps only"
+        if diverged:
+            after = f"the loss went from {losses.first:.3g} to {last:.3g}"
+        return Finding(
+            "learning rate",
+            finding.where if finding is not None else "training",
+            after,
+            "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm).",
+            "" if finding is None else finding.made,
+        )
+    if finding is not None:
+        return finding
+    shown = "not shown" if loss is None else f"{value:.4g}"
+    if finite is False:
+        return Finding(
+            "loss",
+            "the loss",
+            f"it is {shown}",
+            "Look at the loss function and its inputs: print them for this batch.",
+            "NaN" if math.isnan(value) else "inf",
+        )
+    return Finding(
+        "loss",
+        "the backward pass",
+        f"the loss is {shown}, yet its gradients overflow",
+        "Take a mean over elements, not a sum, or divide the loss; or train in bf16.",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

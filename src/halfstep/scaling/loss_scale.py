@@ -1,0 +1,263 @@
+"""How a loss scale moves: numbers, a state, and the pure function between two states.
+
+In: a state and one `found_inf` flag a step. Out: the state for the next step. Static
+scaling and none at all are the same rule with factors of one, so nobody branches on
+"off".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from halfstep._torch import async_read
+from halfstep.errors import UserError, real, require, shown
+from halfstep.scaling.host_scale import is_power_of_two
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_N: TypeAlias = Any
+"""A number, or a tensor of shape ()."""
+
+REFILLS = ("growth", "clean")
+STRATEGIES = ("backoff", "measured", "logmax")
+
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How the loss scale moves; factors of 1 keep it where it is.
+
+    Raises:
+        UserError: If a number is out of its range.
+    """
+
+    init_scale: float = 2.0**16
+    """First scale. A power of two, so that unscaling is exact; 2**16 as in torch."""
+    growth_factor: float = 2.0
+    """Factor after `growth_interval` clean steps, >= 1."""
+    backoff_factor: float = 0.5
+    """Factor after an overflow, above 0 and at most 1."""
+    growth_interval: int = 2000
+    """Clean steps in a row before growth, >= 1: at most one step in 2001 is lost."""
+    min_scale: float = 1.0
+    """Floor, fp32's smallest normal number or more: below it, one over the scale is
+    inf. Below 1, unscaling multiplies and can itself overflow."""
+    max_scale: float = 2.0**24
+    """Ceiling, at most fp32's largest number; 2**24 as in apex."""
+    hysteresis: int = 1
+    """Overflows to bear before each back-off, >= 1."""
+    refill: str = "growth"
+    """What brings them back: "growth" alone, as Megatron has it, so that once spent
+    every further overflow backs off; or each "clean" step, so that only overflows in a
+    row count (DeepSpeed's consecutive_hysteresis)."""
+    max_consecutive_skips: int | None = 50
+    """Skips in a row after which training stops; None never stops it for that."""
+    strategy: str = "backoff"
+    """Who proposes a scale after a clean step: "backoff" nobody, it grows and backs
+    off; "measured" and "logmax" as in `halfstep.scaling.strategies`."""
+
+    def __post_init__(self) -> None:
+        self._check("growth_factor", self.growth_factor >= 1, "at least 1")
+        self._check("backoff_factor", 0 < self.backoff_factor <= 1, "in (0, 1]")
+        self._check("growth_interval", self.growth_interval >= 1, "at least 1")
+        self._check("min_scale", self.min_scale >= _TINY, f"at least {_TINY:g}")
+        bounded = self.min_scale <= self.max_scale <= _HUGE
+        self._check("max_scale", bounded, f"between min_scale and {_HUGE:g}")
+        within = self.min_scale <= self.init_scale <= self.max_scale
+        self._check("init_scale", within, "between min_scale and max_scale")
+        self._check("hysteresis", self.hysteresis >= 1, "at least 1")
+        self._check("refill", self.refill in REFILLS, f"one of {REFILLS}")
+        self._check("strategy", self.strategy in STRATEGIES, f"one of {STRATEGIES}")
+        exact = self.strategy == "backoff" or is_power_of_two(self.init_scale)
+        self._check("init_scale", exact, f"a power of two for {self.strategy}")
+        limit = self.max_consecutive_skips
+        self._check("max_consecutive_skips", limit is None or limit >= 1, "at least 1")
+
+    def _check(self, name: str, good: bool, right: str) -> None:
+        require(name, getattr(self, name), good, right)
+
+    @property
+    def scales(self) -> bool:
+        """The scale is not 1 throughout."""
+        return self.init_scale != 1 or self.backoff_factor != 1
+
+    @classmethod
+    def parse(cls, word: str | float) -> ScaleRule:
+        """Return the rule for "dynamic", a strategy's name, "none", or a static scale.
+
+        Raises:
+            UserError: If the word is none of them, nor a positive number.
+        """
+        if isinstance(word, str) and word in {"dynamic", "backoff"}:
+            return cls()
+        if isinstance(word, str) and word in STRATEGIES:
+            return cls(growth_factor=1.0, strategy=word)
+        try:
+            scale = float(word) if isinstance(word, str) else real(word)
+        except ValueError:
+            scale = 1.0 if word == "none" else math.nan
+        if not _TINY <= scale <= _HUGE:
+            message = (
+                f"loss_scale={shown(word)} is not a scale; choose auto, dynamic, "
+                "measured, logmax, none or a positive number such as 1024."
+            )
+            raise UserError(message)
+        return cls(scale, 1.0, 1.0, min_scale=scale, max_scale=scale)
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """The loss scale and its counters; each is a tensor of shape () on one device."""
+
+    scale: Tensor
+    """float32."""
+    clean_steps: Tensor
+    """int32: steps without overflow since the scale last moved."""
+    hysteresis_left: Tensor
+    """int32: overflows to bear before the next back-off."""
+    skips_in_a_row: Tensor
+    """int32: overflows since the last clean step."""
+
+    @classmethod
+    def first(cls, rule: ScaleRule, device: torch.device | str = "cpu") -> ScaleState:
+        """Return the state before the first step."""
+        return cls(
+            scale=torch.tensor(rule.init_scale, dtype=torch.float32, device=device),
+            clean_steps=torch.tensor(0, dtype=torch.int32, device=device),
+            hysteresis_left=torch.tensor(
+                rule.hysteresis, dtype=torch.int32, device=device
+            ),
+            skips_in_a_row=torch.tensor(0, dtype=torch.int32, device=device),
+        )
+
+
+def advance(
+    state: ScaleState,
+    found_inf: Tensor,
+    rule: ScaleRule,
+    proposal: Tensor | None = None,
+) -> ScaleState:
+    """Return the state after a step that did or did not overflow.
+
+    Why: asking `if found_inf:` on the host waits for the device at every step. Here
+    the rule is a few selections on the device.
+
+    Formula (s scale, c clean steps, h hysteresis left; ' marks the next state):
+
+        overflow, h > 1          s' = s                         c' = 0       h' = h - 1
+        overflow, h <= 1         s' = max(s * backoff, floor)   c' = 0       h' = h - 1
+        clean, c + 1 >= window   s' = min(s * growth, ceiling)  c' = 0       h' = full
+        clean                    s' = s                         c' = c + 1   h' = h
+
+    With refill "clean", h' = full in the last row too. A proposal p replaces s' of both
+    clean rows, and the second if it is lower: s' = min(max(p, floor), ceiling).
+
+    Growth asks "at least", not "equal" as torch does: a window that is made shorter
+    in mid-run must not stop growth for ever.
+
+    Args:
+        state: Before the step; unchanged.
+        found_inf: Not zero if a gradient on any rank held inf or NaN. Shape ().
+        rule: Factors, window and bounds.
+        proposal: What a strategy asks for, float32, shape (); None asks for nothing.
+
+    Example:
+        >>> rule = ScaleRule(init_scale=8.0, growth_interval=2)
+        >>> state = ScaleState.first(rule)
+        >>> for flag in (0.0, 1.0, 0.0, 0.0):
+        ...     state = advance(state, torch.tensor(flag), rule)
+        ...     print(state.scale.item(), state.clean_steps.item())
+        8.0 1
+        4.0 0
+        4.0 1
+        8.0 0
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018: why to scale.
+        torch.amp.GradScaler: growth and back-off. Megatron-LM: hysteresis.
+    """
+    if async_read.on_host(state.scale.device):
+        # There is nobody to wait for, and thirty operations on one number cost more
+        # than the pass over a thousand gradients' flags.
+        now = (
+            state.scale,
+            state.clean_steps,
+            state.hysteresis_left,
+            state.skips_in_a_row,
+        )
+        wish = None if proposal is None else proposal.item()
+        numbers = [value.item() for value in now]
+        scale, clean, left, skips = numbers
+        following = _next(
+            scale, clean, left, skips, bool(found_inf), wish, rule, _choose
+        )
+        pairs = zip(following, numbers, now, strict=True)
+        return ScaleState(
+            *(old if new == was else old.new_tensor(new) for new, was, old in pairs)
+        )
+    bad = found_inf.to(state.scale.device) > 0
+    # Metal has no double.
+    wide = state.scale if state.scale.is_mps else state.scale.double()
+    scale, *counters = _next(
+        wide,
+        state.clean_steps,
+        state.hysteresis_left,
+        state.skips_in_a_row,
+        bad,
+        None if proposal is None else proposal.to(wide),
+        rule,
+        torch.where,
+    )
+    return ScaleState(scale.float(), *(value.to(torch.int32) for value in counters))
+
+
+def _next(
+    scale: _N,
+    clean: _N,
+    left: _N,
+    skips: _N,
+    bad: _N,
+    wish: _N,
+    rule: ScaleRule,
+    where: Callable[[_N, _N, _N], _N],
+) -> tuple[_N, _N, _N, _N]:
+    """Return the next scale and counters, of numbers or of tensors alike.
+
+    In double, to be rounded once, as torch's kernel does it.
+    """
+    left = where(bad, left - 1, left)
+    clean = where(bad, 0, clean + 1)
+    grow = clean >= rule.growth_interval
+    lower = scale * rule.backoff_factor
+    lower = where(lower < rule.min_scale, rule.min_scale, lower)
+    if wish is None:
+        higher = scale * rule.growth_factor
+        fits = higher <= _HUGE  # as torch has it, fp32 is not grown out of
+        higher = where(higher > rule.max_scale, rule.max_scale, higher)
+        kept = where(grow, where(fits, higher, scale), scale)
+        # A start below the floor or above the ceiling is possible after a load.
+        kept = where(kept < scale, scale, kept)
+    else:
+        kept = where(wish < rule.min_scale, rule.min_scale, wish)
+        kept = where(kept > rule.max_scale, rule.max_scale, kept)
+        lower = where(kept < lower, kept, lower)
+    lower = where(lower > scale, scale, lower)
+    refilled = where(bad, left, rule.hysteresis)
+    refilled = refilled if rule.refill == "clean" else where(grow, refilled, left)
+    return (
+        where(bad, where(left <= 0, lower, scale), kept),
+        where(grow, 0, clean),
+        refilled,
+        where(bad, skips + 1, 0),
+    )
+
+
+def _choose(condition: bool, yes: float, no: float) -> float:
+    return yes if condition else no

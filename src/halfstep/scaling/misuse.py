@@ -1,0 +1,222 @@
+"""What `GradScaler` says when it is misused: torch's words, and then the culprit.
+
+In: an optimizer, or a place in the user's code. Out: exceptions, to be raised. Each
+begins with torch's own sentence, for code that matches on it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from halfstep._torch.optimizer_params import coalesce, gradients_of, named
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+_HERE = f"{Path(__file__).parent}{os.sep}"
+_NAMED = 3
+
+
+def caller() -> tuple[str, int]:
+    """Return file and line of the innermost frame outside of this package."""
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def unscaled_twice(stage: OptState, where: tuple[str, int] | None) -> RuntimeError:
+    """Return the error of a second `unscale_`, or of one after `step`."""
+    if stage is OptState.STEPPED:
+        message = "unscale_() is being called after step()."
+        return RuntimeError(message)
+    message = (
+        "unscale_() has already been called on this optimizer since the last update()."
+    )
+    if where is not None:
+        file, line = where
+        message += f" The first call was at {file}:{line}; update() ends an iteration."
+    return RuntimeError(message)
+
+
+def no_gradients(optimizer: Optimizer) -> AssertionError:
+    """Return the error of a step without a gradient."""
+    return AssertionError(
+        f"No inf checks were recorded for this optimizer. {without(optimizer)}"
+    )
+
+
+def no_checks(stepped: Sequence[Optimizer]) -> AssertionError:
+    """Return the error of an `update` with nothing to go by."""
+    reason = "Call step(optimizer) before update()."
+    if stepped:
+        reason = " ".join(without(optimizer) for optimizer in stepped)
+    message = f"No inf checks were recorded prior to update. {reason}"
+    return AssertionError(message)
+
+
+def without(optimizer: Optimizer) -> str:
+    """Say which parameters have no gradients, and the likely cause."""
+    every = list(named(optimizer))
+    names = [name for name, _ in every]
+    some = ", ".join(names[:_NAMED])
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    if any(param.grad is not None for _, param in every):
+        return "Its gradients came after unscale_(): call that after backward()."
+    if not any(param.requires_grad for _, param in every):
+        cause = "they are frozen (requires_grad is False)"
+    elif any(not param.is_leaf for _, param in every):
+        cause = "some are no leaves: make the optimizer after moving the model"
+    else:
+        cause = (
+            "no backward() since they were cleared, a loss that does not depend on "
+            "them, or an optimizer over another model's parameters"
+        )
+    return f"No gradient in {some}{more}. Likely cause: {cause}."
+
+
+def fp16_gradients(optimizer: Optimizer) -> ValueError:
+    """Return the error of gradients that unscaling would flush to zero."""
+    found = [
+        name
+        for name, param in named(optimizer)
+        if param.grad is not None and param.grad.dtype == torch.float16
+    ]
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    message = (
+        f"Attempting to unscale FP16 gradients. {found[0]}{more} is stored in float16: "
+        "keep weights in float32 and use autocast (level O1), or let "
+        "halfstep.prepare(model, optimizer, 'O2') keep float32 masters."
+    )
+    return ValueError(message)
+
+
+def unless_fp16(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
+    """Return gradients ready to be looked at, where fp16 is allowed among them.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not allowed:
+        raise fp16_gradients(optimizer)
+    coalesce(optimizer)
+    return gradients_of(optimizer)
+
+
+def names_and_drop(name: str) -> UserError:
+    """Return the error of a named loss where passes are left out."""
+    message = (
+        f"the loss {name!r} has a scale of its own, but drop_bad_microbatch "
+        "counts micro-batches of one loss; use one of the two."
+    )
+    return UserError(message)
+
+
+def mixed() -> RuntimeError:
+    """Return the error of gradients at two scales in one sum."""
+    message = (
+        "scaler.scale() was given a loss that reaches parameters whose gradients "
+        "scaler.backward() has unscaled already; use scaler.backward() for it too."
+    )
+    return RuntimeError(message)
+
+
+def pickled_group() -> TypeError:
+    """Return the error of a pickled scaler that would forget whom to ask."""
+    message = (
+        "a GradScaler with a process_group cannot be pickled, for the group cannot; "
+        "save scaler.state_dict(), and load it into one that is given the group."
+    )
+    return TypeError(message)
+
+
+def refuse_gradients(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse `backward` on top of gradients of unknown scale.
+
+    Raises:
+        RuntimeError: If a parameter has a gradient.
+    """
+    for optimizer in optimizers:
+        for name, param in named(optimizer):
+            if param.grad is not None:
+                message = (
+                    f"scaler.backward() found a gradient in {name} that it did not "
+                    "make: call optimizer.zero_grad() first, and use "
+                    "scaler.backward() for every loss."
+                )
+                raise RuntimeError(message)
+
+
+def retries_under_ddp() -> UserError:
+    """Session: retries, and a model in DDP."""
+    message = (
+        "retries run a backward pass again, whose gradients DDP would not "
+        "average: it does so once for each forward pass. Set retries=0."
+    )
+    return UserError(message)
+
+
+def released_twice() -> UserError:
+    """Session: a second backward pass where gradients are released."""
+    message = (
+        "release_gradients=True updates weights in each backward pass: call "
+        "session.step() before the next. Add losses up into one."
+    )
+    return UserError(message)
+
+
+def step_without_backward(steps: int) -> RuntimeError:
+    """Session: `step` with nothing to do after so many steps."""
+    message = (
+        "session.step() was called without a backward pass since the last; "
+        f"{steps} steps are done. Call session.backward(loss) first; "
+        "to sum over 4 batches, set accumulate=4 in prepare()."
+    )
+    return RuntimeError(message)
+
+
+def pass_failed() -> RuntimeError:
+    """Session: `step` after a backward pass that raised an exception."""
+    message = (
+        "a backward pass of this window ended with an exception, and left a part of "
+        "its gradients: call session.zero_grad(), then begin the window again."
+    )
+    return RuntimeError(message)
+
+
+def state_in_window(micro: int, accumulate: int) -> RuntimeError:
+    """Session: a state asked for with gradients under way."""
+    message = (
+        f"session.state_dict() after {micro} of {accumulate} "
+        "micro-batches, or a backward pass, would lose their gradients; call "
+        "it after a full step, or after session.flush()."
+    )
+    return RuntimeError(message)
+
+
+def session_copied() -> UserError:
+    """Session: `copy.deepcopy` or pickle."""
+    message = (
+        "a Session cannot be copied or pickled; save session.state_dict() and load "
+        "it into a session over a copy of the model."
+    )
+    return UserError(message)
+
+
+def no_gradient() -> RuntimeError:
+    """Session: a step without any gradient."""
+    message = (
+        "no parameter of the optimizer has a gradient: is the loss computed "
+        "from session.model, and do its parameters require gradients?"
+    )
+    return RuntimeError(message)

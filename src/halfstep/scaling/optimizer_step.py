@@ -1,0 +1,97 @@
+"""How `GradScaler` steps optimizers that do not simply step.
+
+In: a scaler, and an optimizer whose kernel skips by itself, or whose step evaluates the
+model. Out: the step taken, or everything left as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler, OptState
+
+from halfstep._torch import fused_optimizers, optimizer_hooks
+from halfstep._torch.optimizer_params import gradients_of
+from halfstep.scaling import misuse
+from halfstep.scaling.closure_step import step_or_take_back
+from halfstep.scaling.unscale import agreed, dtypes_of, highest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+    from halfstep.scaling.host_scale import Known
+
+_WIDE = {torch.float32, torch.float64}
+
+
+def fused_step(
+    scaler: GradScaler,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    known: Known,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Step an optimizer whose kernel skips: nobody waits for the flag.
+
+    Args:
+        scaler: Unscales.
+        optimizer: One that `fused_optimizers.skips_inside`.
+        state: What the scaler keeps of it in this iteration.
+        known: What is known of the scale.
+        args: For the optimizer's step.
+        kwargs: For the optimizer's step.
+    """
+    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        return GradScaler.step(scaler, optimizer, *args, **kwargs)  # torch's first form
+    factor = getattr(optimizer, "grad_scale", None)
+    scale, _ = scaler._check_scale_growth_tracker("step")  # noqa: SLF001
+    if state["stage"] is OptState.READY:
+        # Where the scale is a power of two, multiplying beforehand and dividing inside
+        # give the same bits, and the kernel has no gradients to write back. Code that
+        # is not torch's own is given what torch gives: the scale, scaled gradients.
+        if (
+            known.exact
+            and factor is None
+            and optimizer_hooks.is_torchs_own(optimizer)
+            and dtypes_of(gradients_of(optimizer)) <= _WIDE
+        ):
+            scaler.unscale_(optimizer)
+        else:
+            scaler._check_inf_per_device(optimizer)  # noqa: SLF001 -- torch's protocol
+            factor = scale if factor is None else scale * factor
+    flags = agreed(state)
+    if not flags and gradients_of(optimizer):
+        # They would be applied unchecked; torch fails here too, by accident.
+        raise misuse.no_gradients(optimizer)
+    found_inf = highest(flags or [torch.zeros_like(scale)], scale.device)
+    return fused_optimizers.step(optimizer, found_inf, factor, *args, **kwargs)
+
+
+def with_closure(
+    scaler: GradScaler,
+    closure: Callable[[], Any],
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Step an optimizer that evaluates the model inside; None if it was taken back."""
+
+    def overflowed() -> bool:
+        return any(bool(flag) for flag in agreed(state))
+
+    def evaluate() -> Any:
+        state["stage"] = OptState.READY
+        loss = closure()
+        if state["stage"] is OptState.READY:
+            scaler.unscale_(optimizer)
+        return loss
+
+    if overflowed():
+        return None
+    return step_or_take_back(optimizer, evaluate, overflowed, *args, **kwargs)

@@ -1,0 +1,152 @@
+"""`GradScaler.backward`: passes that are unscaled, and looked at, one by one.
+
+In: a loss, and the optimizers whose parameters it reaches. Out: unscaled sums in
+`.grad`, and a flag for each optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from halfstep._torch.optimizer_params import gradients_of
+from halfstep.errors import UserError
+from halfstep.scaling import misuse
+from halfstep.scaling.measured_strategy import nodes_of
+from halfstep.scaling.unscale import dtypes_of
+from halfstep.scaling.unscaled_gradients import Ledger, let_go, run_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from halfstep.scaling.loss_scaler import LossScaler
+    from halfstep.scaling.per_loss import Scales
+
+
+class Apart:
+    """Runs passes for a `GradScaler`, with a ledger for each optimizer.
+
+    Args:
+        scales: By the name of the loss.
+        drop: Leave out a pass that overflowed.
+        retries: How often to run such a pass again at a lower scale first.
+        group: Ranks that must agree.
+    """
+
+    def __init__(
+        self,
+        scales: Scales,
+        drop: bool,
+        retries: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._scales = scales
+        self.drop = drop
+        self.retries = retries
+        self._group = group
+        self.dropped: Tensor | int = 0
+        """Passes left out since the last `update`, shape ()."""
+        self.used: Tensor | None = None
+        """Scale of the last pass since then, shape ()."""
+        self._open: list[Ledger] = []
+
+    def refuse_mixing(self, loss: Tensor) -> None:
+        """Refuse a scaled loss that reaches gradients which are unscaled already.
+
+        Raises:
+            RuntimeError: If it does.
+        """
+        if not self._open or loss.grad_fn is None:
+            return
+        entered = {param for ledger in self._open for param in ledger.parameters}
+        for node in nodes_of(loss.grad_fn):
+            if getattr(node, "variable", None) in entered:
+                raise misuse.mixed()
+
+    def scale_or(self, usual: Tensor) -> Tensor:
+        """Return the scale of the last pass, or the usual one if there was none."""
+        return usual if self.used is None else self.used
+
+    def close(self) -> None:
+        """Begin the next iteration."""
+        self.dropped, self.used = 0, None
+        self._open.clear()
+
+    def backward(
+        self,
+        scaler: LossScaler,
+        name: str,
+        loss: Tensor,
+        optimizers: Sequence[tuple[Optimizer, dict[str, Any]]],
+        *,
+        retain_graph: bool,
+    ) -> None:
+        """Run one pass.
+
+        Args:
+            scaler: Of the loss.
+            name: Of the loss.
+            loss: Shape ().
+            optimizers: Each with what the `GradScaler` keeps of it in this iteration.
+            retain_graph: As for `Tensor.backward`.
+
+        Raises:
+            UserError: If there is no optimizer, or a named loss where passes are left
+                out.
+            RuntimeError: If gradients are there that no such pass made, or an optimizer
+                has been stepped.
+            ValueError: If gradients are fp16.
+        """
+        if not optimizers:
+            message = (
+                "scaler.backward(loss) was given no optimizer: name all whose "
+                "parameters the loss reaches, as in scaler.backward(loss, optimizer)."
+            )
+            raise UserError(message)
+        if name and self.drop:
+            raise misuse.names_and_drop(name)
+        ledgers = [self._ledger(optimizer, state) for optimizer, state in optimizers]
+        owned = [
+            [p for g in o.param_groups for p in g["params"]] for o, _ in optimizers
+        ]
+        # Two optimizers may share a parameter.
+        params = list(dict.fromkeys(param for own in owned for param in own))
+
+        def backward(keep: bool) -> None:
+            scaled = scaler.scale(loss)
+            scaled.backward(retain_graph=keep or retain_graph)  # type: ignore[no-untyped-call]
+            for optimizer, _ in optimizers:
+                if torch.float16 in dtypes_of(gradients_of(optimizer)):
+                    raise misuse.fp16_gradients(optimizer)
+
+        found = run_pass(
+            scaler, backward, params, retries=self.retries, group=self._group
+        )
+        self._scales.note(name, found)
+        self.used = scaler.state.scale.clone()
+        if self.retries and not retain_graph:
+            let_go(loss)
+        if self.drop:
+            self.dropped = self.dropped + found
+        self._open += ledgers
+        for ledger, own, (_, state) in zip(ledgers, owned, optimizers, strict=True):
+            ledger.enter(own, found)
+            spoilt = ledger.show()
+            state["found_inf_per_device"] = {spoilt.device: spoilt}
+            state["stage"] = OptState.UNSCALED
+
+    def _ledger(self, optimizer: Optimizer, state: dict[str, Any]) -> Ledger:
+        """Return an optimizer's gradients so far, ready for another pass."""
+        if state["stage"] is OptState.STEPPED:
+            raise misuse.unscaled_twice(OptState.STEPPED, None)
+        ledger: Ledger = state.setdefault("ledger", Ledger(drop=self.drop))
+        ledger.take_back()
+        if not ledger.is_open:
+            misuse.refuse_gradients([optimizer])
+        return ledger

@@ -1,0 +1,139 @@
+"""Reports skipped steps, and losses that are not finite, when they happen.
+
+In: scale and names of each step that was skipped; a loss that is inf or NaN. Out: log
+records, sparsely, and one warning of either. A dynamic scale loses some steps while it
+looks for its level: those are logged at INFO, which Python does not print by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from halfstep.errors import warn_caller
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from halfstep.nonfinite.graph import Finding
+    from halfstep.scaling.loss_scale import ScaleRule
+    from halfstep.scaling.step_report import Culprit
+
+_logger = logging.getLogger(__name__)
+
+IN_A_ROW = 5
+"""Overflows in a row from which the user is warned."""
+SETTLED = 4096.0
+"""A dynamic scale above it may still be on its way down: 2**16, where it begins, is
+halved four times before."""
+FIRST = 256.0
+"""The same before any step was applied: healthy models have been seen to begin here."""
+OFTEN = 6
+"""Skips, each after an applied step, that are worth a warning..."""
+WITHIN = 50
+"""... if so many steps hold them. A scale that probes upwards, every `growth_interval`
+steps, loses fewer."""
+_FIND = "halfstep.first_bad(model, step) finds the operation."
+
+
+class SkipLog:
+    """Counts what one loss scale has lost, and decides what is worth a line.
+
+    Attributes:
+        what: What a non-finite gradient leads to, in words.
+    """
+
+    def __init__(self) -> None:
+        self.what = "step skipped"
+        self._skips = self._losses = 0
+        self._said = self._warned = False
+        self._settled = FIRST
+        self._steps = 0
+        self._rows: deque[int] = deque(maxlen=OFTEN)
+        """When the last rows of skips began, a row of one included."""
+
+    @property
+    def has_loss(self) -> bool:
+        """A loss that is not finite has been reported."""
+        return self._losses > 0
+
+    def applied(self) -> None:
+        """Take note of a step without overflow."""
+        self._said = False
+        self._settled = SETTLED
+        self._steps += 1
+
+    def overflow(
+        self,
+        scale: float,
+        in_a_row: int,
+        rule: ScaleRule,
+        culprits: Callable[[], Sequence[Culprit]],
+        *,
+        skipped: bool = True,
+    ) -> None:
+        """Report a step with non-finite gradients if it is the first of its kind.
+
+        Args:
+            scale: Loss scale of its backward pass.
+            in_a_row: Such steps since the last one without, this one included.
+            rule: By which the scale moves.
+            culprits: Gives the parameters concerned; asked only if there is something
+                to report.
+            skipped: The step was skipped; otherwise a part of it was left out.
+        """
+        self._skips += 1
+        self._steps += 1
+        fixed = rule.backoff_factor == 1
+        low = fixed or scale <= max(self._settled, rule.min_scale)
+        alarming = in_a_row >= IN_A_ROW and low and not self._said
+        text = f"{in_a_row} steps in a row were skipped"
+        if in_a_row == 1:
+            self._rows.append(self._steps)
+            span = self._steps - self._rows[0] + 1
+            often = len(self._rows) == OFTEN and span <= WITHIN
+            # A short growth interval loses steps by design.
+            alarming |= often and rule.growth_interval * OFTEN > WITHIN
+            text = f"steps were skipped {OFTEN} times within {span}"
+        if not alarming and self._skips & (self._skips - 1):
+            return  # only the 1st, 2nd, 4th, 8th ... of them
+        self._said = self._said or alarming
+        whose = f"non-finite gradient{_some(culprits())} at loss scale {scale:g}"
+        if alarming and skipped and not self._warned:
+            self._warned = True
+            warn_caller(f"{text}: {whose}. {_FIND}")
+            return
+        what = self.what if skipped else "micro-batch dropped"
+        floor = scale <= rule.min_scale * (1 + 2**-23)  # fp32 may have rounded it up
+        level = logging.WARNING if fixed or floor or alarming else logging.INFO
+        _logger.log(level, "%s: %s (%d so far).", what, whose, self._skips)
+
+    def loss(self, value: float, finding: Finding | None, unread: str) -> None:
+        """Report a loss that is not finite: a warning first, then log records.
+
+        Args:
+            value: Of the loss; of several, of their sum.
+            finding: What its graph showed; None if it was not examined, or shows no
+                cause.
+            unread: Why the graph could not be examined; "" if it could.
+        """
+        self._losses += 1
+        if self._losses == 1:
+            cause = _FIND if finding is None else _cause(finding)
+            cause += f" (graph not read: {unread})" if unread else ""
+            warn_caller(f"the loss is {value:g} before the backward pass. {cause}")
+        elif not self._losses & (self._losses - 1):
+            _logger.warning("the loss is %g; not finite %d times.", value, self._losses)
+
+
+def _cause(finding: Finding) -> str:
+    where = f"{finding.where}: {finding.evidence}"
+    return f"Cause: {finding.cause} ({where}). {finding.advice}"
+
+
+def _some(culprits: Sequence[Culprit]) -> str:
+    names = [culprit.name for culprit in culprits]
+    if not names:
+        return "s"  # found by another process, or the names have not arrived yet
+    return f" of {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")

@@ -1,0 +1,321 @@
+"""What one optimizer step did, as a value.
+
+In: tensors that may still be on the device. Out: `StepReport`, whose properties wait
+for the device only when they are read.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from halfstep._torch import async_read
+from halfstep._torch.optimizer_params import first_gradient, named
+from halfstep.numerics.local_tensor import dense
+from halfstep.numerics.norms import total_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+
+T = TypeVar("T")
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A parameter whose gradient was not finite."""
+
+    name: str
+    inf: bool
+    """It held inf."""
+    nan: bool
+    """It held NaN."""
+
+
+@dataclass(frozen=True)
+class Constant(Generic[T]):
+    """A value where something to call is asked for, which pickle can keep."""
+
+    value: T
+
+    def __call__(self) -> T:
+        """Return it."""
+        return self.value
+
+
+def _nobody() -> tuple[Culprit, ...]:
+    return ()
+
+
+def _no_norm() -> Tensor | float | None:
+    return None
+
+
+@dataclass(frozen=True, repr=False)
+class StepReport:
+    """The truth about one call of `step`; printed, one line.
+
+    Why: `torch.amp` skips in silence, and whoever infers a skip from "was
+    optimizer.step called?" is wrong for fused optimizers, whose kernel skips inside.
+    This reads the flag itself.
+    """
+
+    step: int
+    """Optimizer steps attempted so far, this one included; skipped ones count."""
+    complete: bool
+    """False while micro-batches accumulate: nothing was updated, nothing skipped."""
+    scale_used: Tensor | float = 1.0
+    """Loss scale of the backward pass, shape ()."""
+    found_inf: Tensor | bool = False
+    """Whether a gradient held inf or NaN; any non-zero number counts, shape ()."""
+    norm: Callable[[], Tensor | float | None] = _no_norm
+    """Takes the norm of all unscaled gradients; None where it cannot be known."""
+    culprits: Callable[[], tuple[Culprit, ...]] = _nobody
+    """Names the parameters whose gradients were not finite."""
+    dropped: Tensor | int = 0
+    """Micro-batches left out because their gradients were not finite, shape ()."""
+    left_out: tuple[str, ...] = ()
+    """Parameters not updated in a step that was applied: where gradients are released,
+    one that is not finite leaves its own parameter alone."""
+
+    def __repr__(self) -> str:
+        """Say in one line what the step did. May wait for the device."""
+        if not self.complete:
+            return f"step {self.step + 1} is not complete: nothing is updated yet"
+        if self.skipped:
+            did, norm = f"skipped: {self._cause()};", None
+        else:
+            did, norm = "applied:", self.grad_norm
+        dropped = self.microbatches_dropped
+        more = "" if norm is None else f", gradient norm {norm:.4g}"
+        if dropped:
+            more += f", micro-batches dropped: {dropped}"
+        if self.left_out:
+            more += f", not updated: {_some(self.left_out)}"
+        return f"step {self.step} {did} loss scale {self.scale:g}{more}"
+
+    def _cause(self) -> str:
+        try:
+            found = {"inf": self.inf_in, "NaN": self.nan_in}
+        except RuntimeError:  # their gradients were cleared before anybody asked
+            return "a gradient held inf or NaN"
+        parts = [f"{kind} in {_some(names)}" for kind, names in found.items() if names]
+        return "; ".join(parts) or "a gradient held inf or NaN"
+
+    @property
+    def skipped(self) -> bool:
+        """The step was due, and left everything as it was. May wait for the device."""
+        return self.complete and bool(self.found_inf)
+
+    @property
+    def applied(self) -> bool:
+        """The step was due, and updated the weights. May wait for the device."""
+        return self.complete and not self.found_inf
+
+    @property
+    def scale(self) -> float:
+        """Loss scale of the backward pass. May wait for the device."""
+        return float(self.scale_used)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of all unscaled gradients, None where it is not known. May wait."""
+        norm = self.norm()
+        return None if norm is None else float(norm)
+
+    @property
+    def microbatches_dropped(self) -> int:
+        """How many were left out of this step. May wait for the device."""
+        return int(self.dropped)
+
+    @property
+    def found_inf_in(self) -> tuple[str, ...]:
+        """Parameters whose gradients were not finite; () if applied. May wait."""
+        return tuple(culprit.name for culprit in self._found())
+
+    @property
+    def inf_in(self) -> tuple[str, ...]:
+        """Those whose gradients held inf. May wait for the device."""
+        return tuple(culprit.name for culprit in self._found() if culprit.inf)
+
+    @property
+    def nan_in(self) -> tuple[str, ...]:
+        """Those whose gradients held NaN. May wait for the device."""
+        return tuple(culprit.name for culprit in self._found() if culprit.nan)
+
+    def read(self) -> StepReport:
+        """Return the same report, read to the end: gradients may go. Waits."""
+        norm = self.grad_norm
+        try:
+            culprits: Callable[[], tuple[Culprit, ...]] = Constant(self._found())
+        except RuntimeError:
+            culprits = partial(culprits_of, [None])  # gone for good
+        return replace(self, norm=Constant(norm), culprits=culprits)
+
+    def _found(self) -> tuple[Culprit, ...]:
+        return self.culprits() if self.skipped else ()
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+class Taken:
+    """The gradients an optimizer was stepped with, as long as they are still there.
+
+    Why: to hold on to them would cost their memory in the next forward pass, and to
+    look at each of them would cost every run a pass over memory. On a CPU, where an
+    overflow is known at once, those of a skipped step are looked at at once.
+
+    Args:
+        optimizer: Just stepped.
+        flags: Whether its gradients held inf or NaN, by device, each of shape ().
+    """
+
+    def __init__(self, optimizer: Optimizer, flags: Iterable[Tensor]) -> None:
+        # A scaler must not keep alive what it was last used with.
+        self._optimizer = weakref.ref(optimizer)
+        first = first_gradient(optimizer)
+        self._first = None if first is None else weakref.ref(first)
+        self._version = 0 if first is None else first._version  # noqa: SLF001
+        self._known: tuple[Culprit, ...] | None = None
+        flags = list(flags)
+        if all(async_read.on_host(flag.device) for flag in flags):
+            bad = any(bool(flag) for flag in flags)
+            self._known = non_finite(self.gradients() or []) if bad else ()
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, while somebody else has it."""
+        return self._optimizer()
+
+    def gradients(self) -> list[tuple[str, Tensor]] | None:
+        """Return them with names; None once they were cleared or added to."""
+        first = None if self._first is None else self._first()
+        optimizer = self.optimizer
+        now = None if optimizer is None else first_gradient(optimizer)
+        if optimizer is None or first is None or now is not first:
+            return None
+        if first._version != self._version:  # noqa: SLF001
+            return None
+        pairs = named(optimizer)
+        return [(name, param.grad) for name, param in pairs if param.grad is not None]
+
+    def culprits(self) -> tuple[Culprit, ...] | None:
+        """Return those that were not finite; None if nobody can know any more."""
+        if self._known is not None:
+            return self._known
+        gradients = self.gradients()
+        return None if gradients is None else non_finite(gradients)
+
+
+def optimizers_of(taken: Sequence[Taken]) -> list[Optimizer]:
+    """Return the optimizers that are still there."""
+    return [part.optimizer for part in taken if part.optimizer is not None]
+
+
+def report_on(
+    taken: Sequence[Taken],
+    step: int,
+    scale: Tensor,
+    found_inf: Tensor,
+    dropped: Tensor | int = 0,
+) -> StepReport:
+    """Return what a step with these optimizers did, read only when it is asked."""
+    return StepReport(
+        step,
+        complete=True,
+        scale_used=scale,
+        found_inf=found_inf,
+        norm=partial(norm_of, taken),
+        culprits=partial(culprits_of, taken),
+        dropped=dropped,
+    )
+
+
+def norm_of(taken: Sequence[Taken]) -> Tensor | None:
+    """Return the norm of all gradients; None if some are gone."""
+    found = [part.gradients() for part in taken]
+    if not found or any(part is None for part in found):
+        return None
+    return total_norm([grad for part in found if part is not None for _, grad in part])
+
+
+def culprits_of(taken: Sequence[Taken | None]) -> tuple[Culprit, ...]:
+    """Return whose gradients were not finite.
+
+    Raises:
+        RuntimeError: If they are gone.
+    """
+    found = [None if part is None else part.culprits() for part in taken]
+    if any(part is None for part in found):
+        message = (
+            "the gradients of the skipped step are gone; read found_inf_in before "
+            "they are cleared, that is, before optimizer.zero_grad()."
+        )
+        raise RuntimeError(message)
+    return tuple(culprit for part in found for culprit in part or ())
+
+
+def still_there(taken: Sequence[Taken]) -> tuple[Culprit, ...]:
+    """Return whose gradients were not finite, as far as that can still be known."""
+    return tuple(culprit for part in taken for culprit in part.culprits() or ())
+
+
+def non_finite(pairs: Iterable[tuple[str, Tensor]]) -> tuple[Culprit, ...]:
+    """Return those tensors that hold inf or NaN. Waits for the device."""
+    found = []
+    for name, tensor in pairs:
+        values = dense(tensor)
+        # A sum is inf or NaN if a part is, and mostly spares the other two passes.
+        if values.numel() and not bool(torch.isfinite(values.sum())):
+            inf, nan = bool(values.isinf().any()), bool(values.isnan().any())
+            if inf or nan:
+                found.append(Culprit(name, inf, nan))
+    return tuple(found)
+
+
+class Peaks:
+    """Names the non-finite gradients when it is called, though they are gone by then.
+
+    Takes the largest magnitude of each now, and does not wait for the device.
+
+    Args:
+        pairs: Names and gradients, at least one.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        self.names = [name for name, _ in pairs]
+        stored = [dense(gradient) for _, gradient in pairs]
+        norms = torch._foreach_norm(stored, torch.inf)  # noqa: SLF001
+        here = norms[0].device
+        self.largest = torch.stack([async_read.moved(norm, here) for norm in norms])
+        """Largest magnitude of each gradient, on the device."""
+
+    def __call__(self) -> tuple[Culprit, ...]:
+        """Return the parameters whose gradients were not finite. Waits."""
+        return self.culprits(self.largest.tolist())
+
+    def culprits(self, largest: Sequence[float]) -> tuple[Culprit, ...]:
+        """Return the parameters whose largest magnitude is not finite."""
+        held = zip(self.names, largest, strict=True)
+        kinds = [(name, math.isinf(peak), math.isnan(peak)) for name, peak in held]
+        return tuple(Culprit(*kind) for kind in kinds if kind[1] or kind[2])
+
+
+def seen_later(
+    pairs: Sequence[tuple[str, Tensor]],
+) -> Callable[[], tuple[Culprit, ...]]:
+    """Return what names the non-finite ones among some gradients, if there are any."""
+    return Peaks(pairs) if pairs else tuple

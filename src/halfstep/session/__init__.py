@@ -1,0 +1,1 @@
+"""A prepared model and its optimizer: one step after another, saved and resumed."""

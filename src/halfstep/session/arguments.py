@@ -1,0 +1,176 @@
+"""What `prepare` is given, checked before anything is changed.
+
+In: values of any kind, from callers without types. Out: what they stand for, or a
+`UserError` of one line.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from halfstep.errors import UserError, require, require_kind, shown
+from halfstep.numerics import formats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from halfstep.machine.recommendation import Choice
+
+_prepared: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
+"""Model or optimizer -> the level and format that it was prepared at."""
+
+
+def model_and_optimizer(model: object, optimizer: object) -> None:
+    """Refuse what is no model, no optimizer, or the two of different programs.
+
+    Raises:
+        UserError: With what would be right.
+    """
+    if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
+        message = (
+            "prepare was given the optimizer first: write prepare(model, optimizer)."
+        )
+        raise UserError(message)
+    require_kind("model", model, isinstance(model, nn.Module), "an nn.Module")
+    assert isinstance(model, nn.Module)  # noqa: S101
+    _check_optimizer(optimizer)
+    assert isinstance(optimizer, torch.optim.Optimizer)  # noqa: S101
+    _check_new(model, optimizer)
+    own = {id(param) for param in model.parameters()}
+    groups = optimizer.param_groups
+    # Of sharded parameters `session.fsdp` knows why the optimizer has others.
+    sharded = any(hasattr(param, "device_mesh") for param in model.parameters())
+    holds = any(id(param) in own for group in groups for param in group["params"])
+    if not holds and not sharded:
+        message = (
+            f"the {type(optimizer).__name__} holds none of the model's parameters: "
+            "make it over model.parameters(), after the model has been built and moved."
+        )
+        raise UserError(message)
+
+
+def _check_optimizer(optimizer: object) -> None:
+    kind = type(optimizer).__name__
+    inner = None if isinstance(optimizer, type) else _inner(optimizer)
+    if isinstance(optimizer, list | tuple | set | dict):
+        message = (
+            f"optimizer is of type {kind}: prepare takes one optimizer. Give one with "
+            "a parameter group for each part."
+        )
+        raise UserError(message)
+    # A wrapper may inherit from Optimizer without having been set up as one.
+    real = isinstance(optimizer, torch.optim.Optimizer) and hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    )
+    if isinstance(optimizer, LRScheduler):
+        message = (
+            f"the optimizer given is a scheduler, {kind}: write "
+            "prepare(model, optimizer, scheduler=scheduler)."
+        )
+        raise UserError(message)
+    if not real and inner is not None:
+        message = (
+            f"optimizer is of type {kind}, around {type(inner).__name__}: a session "
+            "scales and steps by itself, so give prepare what is inside, "
+            "optimizer.optimizer."
+        )
+        raise UserError(message)
+    require_kind("optimizer", optimizer, real, "a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        message = "LBFGS evaluates the model inside its step; use another optimizer."
+        raise UserError(message)
+
+
+def _inner(wrapper: object) -> torch.optim.Optimizer | None:
+    """Return the optimizer that another holds, as AcceleratedOptimizer does."""
+    inner = getattr(wrapper, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else None
+
+
+def _check_new(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to prepare twice: hooks and master weights would be doubled."""
+    was = _prepared.get(optimizer)
+    what = "the optimizer"
+    for path, module in model.named_modules():
+        if was is None and module in _prepared:
+            was = _prepared[module]
+            what = f"module {path!r}" if path else "the model"
+    if was is not None:
+        message = (
+            f"{what} was prepared before, at {was}: go on with that session, or build "
+            "model and optimizer anew and load session.weights() into the model."
+        )
+        raise UserError(message)
+
+
+def remember(
+    model: nn.Module, optimizer: torch.optim.Optimizer, choice: Choice
+) -> None:
+    """Take down what was prepared, for as long as it lives."""
+    _prepared[model] = _prepared[optimizer] = str(choice)
+    for module in model.modules() if choice.level.low_weights else ():
+        # Frozen weights, and modules without any, may be shared.
+        if any(param.requires_grad for param in module.parameters(recurse=False)):
+            _prepared[module] = str(choice)
+
+
+def fp32_weights(model: nn.Module, choice: Choice) -> None:
+    """Refuse to train 16-bit weights where the level has them in fp32.
+
+    Those that are frozen are welcome: an adapter in fp32 on a model in bf16.
+
+    Raises:
+        UserError: With the name of the first.
+    """
+    if choice.level.low_weights:
+        return
+    for name, param in model.named_parameters():
+        if param.requires_grad and formats.is_low(param.dtype):
+            message = (
+                f"level={choice.level} trains fp32 weights, and {name!r} is "
+                f"{formats.word(param.dtype)}: call model.float() before you make the "
+                "optimizer, freeze it, or choose O2, which keeps fp32 master weights."
+            )
+            raise UserError(message)
+
+
+def names_of(
+    names: Iterable[tuple[str, nn.Parameter]] | None, model: nn.Module
+) -> list[tuple[str, nn.Parameter]]:
+    """Return the names of parameters for reports.
+
+    Raises:
+        UserError: If they are not pairs of a name and a parameter.
+    """
+    right = "pairs of name and parameter, as model.named_parameters() gives them"
+    if names is None:
+        return list(model.named_parameters())
+    good = hasattr(names, "__iter__") and not isinstance(names, str | torch.Tensor)
+    require_kind("names", names, good, right)
+    pairs: list[Any] = list(names)
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple | list)
+            and len(pair) == 2  # noqa: PLR2004
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], torch.Tensor)
+        ):
+            message = f"names holds {shown(pair)}; it must be {right}."
+            raise UserError(message)
+    return pairs
+
+
+def check_group(group: object) -> None:
+    """Refuse what is no process group.
+
+    Raises:
+        UserError: With what would be right.
+    """
+    known = getattr(torch.distributed, "ProcessGroup", ())  # not in every build
+    good = group is None or isinstance(group, known)
+    require("process_group", group, good, "a torch.distributed.ProcessGroup, or None")

@@ -1,0 +1,175 @@
+"""What data-parallel processes tell each other, and when.
+
+In: a model, wrapped in DDP or not, and its masters. Out: the same masters on every
+rank, and gradients that are averaged once a step, in 16 bits where weights are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep.distributed import bucketed_all_reduce, ddp
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from halfstep.masters import MasterWeights
+
+
+class Exchange:
+    """Decides for each micro-batch who averages its gradients: DDP, we, or nobody yet.
+
+    Args:
+        masters: Whose gradients leave the model.
+        low: What gradients of 16-bit weights travel in.
+        accumulate: Micro-batches of a step.
+    """
+
+    def __init__(
+        self, masters: MasterWeights, low: torch.dtype, accumulate: int
+    ) -> None:
+        self._masters = masters
+        self._low = low
+        self._accumulate = accumulate
+        self._local = self._owed = False
+        self._met: DistributedDataParallel | None = None
+        self._fresh = False
+        self._theirs: dict[Tensor, bool] = {}
+        self._averager = bucketed_all_reduce.Averager()
+
+    def begin(
+        self, model: nn.Module, micro: int, *, apart: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the region for the forward pass of a micro-batch.
+
+        Gradients that are looked at after each micro-batch are averaged each time, by
+        DDP. Those that leave the model for their masters are averaged once, by
+        ourselves; others by DDP, in the last micro-batch. A communication hook is
+        asked each time: it may do something else than take a mean.
+
+        Args:
+            model: As the user calls it.
+            micro: Micro-batches of this step so far.
+            apart: Gradients of each micro-batch are looked at by themselves.
+
+        Raises:
+            UserError: If ranks may run out of data while there are masters.
+        """
+        wrapper = self._meet(model)
+        self._local = False
+        if wrapper is None:
+            return contextlib.nullcontext()
+        leaves, hooked = bool(self._masters.slots), bool(wrapper._comm_hooks)  # noqa: SLF001
+        if leaves and wrapper._join_config.enable:  # noqa: SLF001 -- tells nobody else
+            message = (
+                "DDP's join() beside master weights: a rank that runs out of data "
+                "would miss updates of its masters. Give all ranks as many batches, as "
+                "DistributedSampler does, or use level='O1'."
+            )
+            raise UserError(message)
+        last = micro + 1 == self._accumulate
+        ours = leaves and self._accumulate > 1
+        # A static graph is learnt in a pass that DDP averages. The mean of that and of
+        # what each rank keeps to itself after it is still the mean.
+        by_ddp = apart or (leaves and hooked) or (self._fresh and wrapper.static_graph)
+        self._local = not by_ddp and (ours or not last)
+        if not self._local:
+            return contextlib.nullcontext()
+        if ours and micro == 0:
+            # DDP gives out the first rank's buffers after a pass that it averaged,
+            # and it averages none here.
+            wrapper.require_forward_param_sync = True
+        return wrapper.no_sync()
+
+    def _meet(self, model: nn.Module) -> DistributedDataParallel | None:
+        """Return the DDP in a model; if it is new, make all masters the first rank's.
+
+        Why: wrapping gave every rank the weights of the first, but in 16 bits.
+        """
+        wrapper = ddp.wrapper(model)
+        if wrapper is None or wrapper is self._met:
+            return wrapper
+        self._masters.share(
+            partial(bucketed_all_reduce.first_rank, wrapper.process_group)
+        )
+        self._met, self._fresh = wrapper, True
+        self._theirs = _averaged_by(wrapper)
+        return wrapper
+
+    def passed(self, *, apart: bool) -> None:
+        """Take note that a backward pass has run."""
+        self._owed = self._local and not apart
+        self._fresh = False
+
+    def drop(self) -> None:
+        """Forget what was left to average: its gradients are gone."""
+        self._owed = False
+
+    def settle(self, model: nn.Module) -> None:
+        """Average what has been kept to each rank, for it is looked at now."""
+        if self._local or self._owed:
+            self._average(model)
+
+    def finish(self, model: nn.Module) -> None:
+        """Average what is left to do at the end of a step."""
+        self._meet(model)  # who needs no region has opened none
+        if self._owed:
+            self._average(model)
+
+    def _average(self, model: nn.Module) -> None:
+        self._owed = False
+        wrapper = self._meet(model)
+        if wrapper is None:
+            return
+        group, masters = wrapper.process_group, self._masters
+        wires: dict[Tensor, torch.dtype] = {}
+        for held in masters.optimizer.param_groups:
+            for param in held["params"]:
+                is_sparse = self._theirs.get(masters.stored(param))
+                if is_sparse:
+                    _average_sparse(param, group)
+                elif is_sparse is not None:
+                    is_low = param in masters.slots
+                    wires[param] = self._low if is_low else param.dtype
+        headroom = 1
+        if self._low == torch.float16:
+            # What each micro-batch could hold, their sum must not overflow.
+            headroom = 1 << (self._accumulate - 1).bit_length()
+        self._averager.average(wires, group, headroom=headroom)
+
+
+def _averaged_by(wrapper: DistributedDataParallel) -> dict[Tensor, bool]:
+    """Return the parameters that DDP averages; True if their gradients are sparse."""
+    sparse = {
+        module.weight
+        for module in wrapper.module.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    return {
+        param: param in sparse
+        for name, param in wrapper.module.named_parameters()
+        if param.requires_grad and name not in wrapper.parameters_to_ignore
+    }
+
+
+@torch.no_grad()
+def _average_sparse(param: Tensor, group: dist.ProcessGroup) -> None:
+    """Average a gradient of which each rank holds some rows."""
+    held = param.grad
+    if held is None:
+        held = torch.zeros(
+            param.shape,
+            dtype=param.dtype,
+            device=param.device,
+            layout=torch.sparse_coo,
+        )
+    held = (held / group.size()).coalesce()
+    dist.all_reduce(held, group=group)
+    param.grad = held if held._nnz() else None  # noqa: SLF001

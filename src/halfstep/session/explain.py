@@ -1,0 +1,136 @@
+"""Which modules are stored and run in what, and why: a table for people.
+
+In: a prepared model, its choice and policy. Out: a `Table`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from halfstep.numerics import formats
+from halfstep.policy import op_tables
+from halfstep.policy.decision import around, decide, deciding_rule
+from halfstep.policy.rules import Policy, type_names
+from halfstep.reporting.table import Cell, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import nn
+
+    from halfstep.machine.recommendation import Choice
+    from halfstep.scaling import LossScaler
+
+_COLUMNS = ("module", "count", "parameters", "stored", "runs in", "why")
+
+
+def explained(
+    model: nn.Module,
+    choice: Choice,
+    policy: Policy,
+    device: str,
+    *,
+    ran: Table | None,
+    scaler: LossScaler,
+    masters: Sequence[str],
+) -> Table:
+    """Return what ran how, if that was recorded, or else what is stored how.
+
+    Args:
+        model: Prepared: stored as its level says.
+        choice: Level and format.
+        policy: Rules that put modules apart.
+        device: "cpu", "cuda", "mps" or "xpu".
+        ran: Operations that were recorded.
+        scaler: Of the loss.
+        masters: Lines on what is kept beside weights, and how they are updated.
+    """
+    notes = notes_on(choice, policy, scaler, masters)
+    if ran is not None:
+        return replace(ran, notes=(*ran.notes, *notes))
+    return precision_table(model, choice, policy, device, notes)
+
+
+def notes_on(
+    choice: Choice, policy: Policy, scaler: LossScaler, masters: Sequence[str]
+) -> tuple[str, ...]:
+    """Return what holds for all of a session, a line each; as for `explained`."""
+    rule = scaler.rule
+    moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
+    return (
+        f"level {choice}: {choice.reason}",
+        f"policy: {policy}",
+        *masters,
+        f"loss scale: {scaler.state.scale.item():g}, {moves}",
+    )
+
+
+def precision_table(
+    model: nn.Module,
+    choice: Choice,
+    policy: Policy,
+    device: str,
+    notes: Sequence[str] = (),
+) -> Table:
+    """Return one row for each type of module that holds parameters.
+
+    Args:
+        model: Prepared: stored as its level says.
+        choice: Level and format.
+        policy: Rules that put modules apart.
+        device: "cpu", "cuda", "mps" or "xpu".
+        notes: Lines below the table.
+    """
+    rows: dict[tuple[str, ...], tuple[int, int]] = {}
+    for path, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own:
+            stored = ", ".join(sorted({_word(param.dtype) for param in own}))
+            runs = _runs_in(model, path, stored, choice, policy, device)
+            key = (type(module).__name__, stored, *runs)
+            count, numbers = rows.get(key, (0, 0))
+            rows[key] = count + 1, numbers + sum(param.numel() for param in own)
+    shown: list[tuple[Cell, ...]] = [
+        (key[0], *rows[key], *key[1:]) for key in sorted(rows)
+    ]
+    return Table("Precision", _COLUMNS, tuple(shown), tuple(notes))
+
+
+def _runs_in(
+    model: nn.Module,
+    path: str,
+    stored: str,
+    choice: Choice,
+    policy: Policy,
+    device: str,
+) -> tuple[str, str]:
+    """Return the format that a module runs in, and why."""
+    types = [
+        name
+        for outer in around(path)
+        for name in type_names(model.get_submodule(outer))
+    ]
+    island = deciding_rule(policy, path, types)
+    if island is not None and choice.level.low:
+        rule = policy.rules[island]
+        if rule.category == op_tables.FP32:
+            return formats.FP32.name, f"rule {rule}"
+    if not choice.level.autocast:
+        return stored, "as stored: this level has no autocast"
+    operation = op_tables.OPERATION_OF.get(type(model.get_submodule(path)).__name__)
+    if operation is None:
+        return "each operation's own", "no single operation does its work"
+    low = choice.format.dtype
+    decision = decide(
+        operation, (low,), device, policy=policy, low=low, module=path, types=types
+    )
+    runs = "as called" if decision.dtype is None else _word(decision.dtype)
+    return runs, decision.reason
+
+
+def _word(dtype: torch.dtype) -> str:
+    """Return a format's short word, or torch's for a dtype that is none of ours."""
+    known = {format_.dtype: format_.name for format_ in formats.FORMATS.values()}
+    return known.get(dtype, str(dtype).removeprefix("torch."))

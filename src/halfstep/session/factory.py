@@ -1,0 +1,179 @@
+"""One call prepares a model and its optimizer to train in mixed precision.
+
+In: a model, an optimizer, a level and a dtype, or "auto". Out: a `Session`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep.errors import UserError, count, flag
+from halfstep.machine.recommendation import Choice, cautions, choose
+from halfstep.masters import encoding as forms
+from halfstep.masters import optimizer_in_backward
+from halfstep.numerics import formats
+from halfstep.policy import levels
+from halfstep.policy.rules import Policy
+from halfstep.scaling import ScaleRule
+from halfstep.session import arguments, fsdp
+from halfstep.session.lr_schedule import check_scheduler
+from halfstep.session.optimizer_step import norm_of
+from halfstep.session.session import Session
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+    from torch import nn
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from halfstep.masters.encoding import Form
+    from halfstep.numerics.formats import FloatFormat
+    from halfstep.policy.levels import Level
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    level: str | Level | Choice = "auto",
+    *,
+    dtype: str | torch.dtype | FloatFormat = "auto",
+    policy: Policy | str | os.PathLike[str] = "lean",
+    loss_scale: str | float | ScaleRule = "auto",
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    drop_bad_microbatch: bool = False,
+    retries: int = 0,
+    master: str = "fp32",
+    release_gradients: bool = False,
+    lost_updates_every: int | None = None,
+    scheduler: LRScheduler | None = None,
+    names: Iterable[tuple[str, nn.Parameter]] | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> Session:
+    """Prepare a model and its optimizer, in place, to train in mixed precision.
+
+    Args:
+        model: On its device, in fp32; O2 and O3 also take one that came in 16 bits. A
+            model is prepared once. Where the level stores weights in 16 bits, wrap
+            `session.model` for data parallelism afterwards. `fully_shard` comes before,
+            with `halfstep.sharded.fsdp_policy`: its fp32 shards are the masters.
+        optimizer: Any torch optimizer over the model's parameters, not wrapped.
+        level: "O0" to "O3"; "auto" takes what this machine measures as worth it. A
+            `Choice` is taken as it is, dtype included.
+        dtype: "bf16", "fp16"; "auto" takes bf16 unless only fp16 is fast here. It has
+            no effect at O0, which is fp32 throughout, and says so.
+        policy: "lean", the same on every device, or "torch", each with rules of your
+            own behind it ("lean + module:head=fp32"); a TOML file; a `Policy`.
+        loss_scale: "dynamic", "measured", "logmax", "none", a number, or a
+            `halfstep.scaler.ScaleRule`; "auto" is dynamic for fp16, none otherwise.
+            Steps with inf or NaN gradients are skipped in every case.
+        clip_grad_norm: Largest norm of all unscaled gradients; None neither clips nor
+            takes the norm, `math.inf` only takes it.
+        accumulate: Micro-batches in one optimizer step, >= 1. The loss of each is
+            divided by it, so that their mean counts.
+        drop_bad_microbatch: Leave out a micro-batch whose gradients hold inf or NaN,
+            and let the mean of the others stand for all, rather than lose the step.
+            Under DDP every micro-batch is then averaged by itself.
+        retries: How often a backward pass that overflowed is run again, at a lower
+            scale, before it counts as lost. The host then waits for each pass. Not
+            under DDP, which averages gradients once for each forward pass.
+        master: What is kept beside a 16-bit weight where the level has masters:
+            "fp32" its fp32 value; "split" the 16 bits that bf16 cuts off, exact and
+            leaner; "kahan" a bf16 rest, "stochastic" nothing but rounding at random,
+            both with bf16 moments; "none": the optimizer updates 16-bit weights. All
+            but "fp32" and "none" need bf16.
+        release_gradients: Update each weight as soon as its gradient is there, inside
+            `session.backward`, and free the gradient. It excludes loss scales,
+            clipping and accumulation. A gradient with inf or NaN leaves its own
+            parameter alone (`StepReport.left_out`), not the whole step. Under DDP
+            weights are updated when the backward pass ends: buckets stay anyway.
+        lost_updates_every: Count every so many steps, on a sample, the updates that
+            rounding swallowed (`session.lost_updates`); None never does.
+        scheduler: Of the optimizer's learning rate; the session steps it, once for each
+            step that is applied. May be set later: `session.scheduler`.
+        names: (name, parameter) for reports; default the model's own.
+        process_group: Ranks that must agree to skip. Not needed under DDP, whose
+            averaged gradients carry an inf to every rank.
+
+    Raises:
+        UserError: If an argument is of the wrong type or out of range, or shards do not
+            fit. Nothing has been changed then.
+    """
+    arguments.model_and_optimizer(model, optimizer)
+    accumulate = count("accumulate", accumulate, 1)
+    retries = count("retries", retries, 0)
+    clip_grad_norm = norm_of(clip_grad_norm)
+    drop_bad_microbatch = flag("drop_bad_microbatch", drop_bad_microbatch)
+    release_gradients = flag("release_gradients", release_gradients)
+    if lost_updates_every is not None:
+        lost_updates_every = count("lost_updates_every", lost_updates_every, 1)
+    arguments.check_group(process_group)
+    check_scheduler(scheduler, optimizer)
+    named = arguments.names_of(names, model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    kind = device.type
+    choice = level if isinstance(level, Choice) else choose(level, dtype, kind)
+    arguments.fp32_weights(model, choice)
+    kept = _masters(master, choice)
+    given = level is not choice and dtype != "auto"
+    if given and not choice.level.low and formats.parse(dtype) is not formats.FP32:
+        warnings.warn(choice.reason, stacklevel=2)
+    for caution in cautions(choice, optimizer, kind, masters=kept is not None):
+        warnings.warn(caution, stacklevel=2)
+    if isinstance(loss_scale, str) and loss_scale == "auto":
+        loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
+    rules = Policy.of(policy)
+    released = release_gradients
+    fsdp.check(model, optimizer, choice, rules, master=master, release=released)
+    if fsdp.is_sharded(model):
+        kept = None  # its shards are
+    rule = loss_scale
+    if not isinstance(rule, ScaleRule):
+        rule = ScaleRule.parse(rule)
+    if release_gradients:
+        whole = drop_bad_microbatch or retries > 0 or lost_updates_every is not None
+        agreed = process_group is not None
+        optimizer_in_backward.check(
+            rule, clip_grad_norm, accumulate, agreed=agreed, whole=whole
+        )
+        optimizer_in_backward.check_optimizer(optimizer)
+    session = Session(
+        model,
+        optimizer,
+        choice,
+        policy=rules,
+        rule=rule,
+        device=device,
+        clip_grad_norm=clip_grad_norm,
+        accumulate=accumulate,
+        drop_bad_microbatch=drop_bad_microbatch,
+        retries=retries,
+        scheduler=scheduler,
+        names=named,
+        process_group=process_group,
+        master=kept,
+        release_gradients=release_gradients,
+        lost_updates_every=lost_updates_every,
+    )
+    arguments.remember(model, optimizer, choice)
+    return session
+
+
+def _masters(word: str, choice: Choice) -> Form | None:
+    """Return the form of masters that a word means at a level; None for none."""
+    kept = forms.parse(word)
+    if not choice.level.masters:
+        if word not in {forms.FP32.name, forms.NONE}:
+            message = (
+                f"master={word!r} at level {choice.level.name}, which has no master "
+                "weights: use level='O2', or leave master out."
+            )
+            raise UserError(message)
+        return None
+    if kept is not None:
+        forms.check(kept, choice.format.dtype)
+    return kept

@@ -1,0 +1,341 @@
+"""Models whose weights FSDP2 has split over ranks: fp32 shards, computed in 16 bits.
+
+In: a model, and how it is to be prepared. Out: whether its shards can be the master
+weights, or what has to be called otherwise; and parts of whole tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep.casting.module_rules import scopes_of
+from halfstep.errors import UserError
+from halfstep.masters import MasterWeights, NoMasters
+from halfstep.masters.generic_step import narrow_all
+from halfstep.numerics import formats
+from halfstep.policy import decision, levels, op_tables
+from halfstep.policy import rules as policy_rules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+    from halfstep.machine.recommendation import Choice
+    from halfstep.masters.encoding import Form
+    from halfstep.policy.levels import Level
+    from halfstep.policy.rules import Policy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Say whether a tensor is this rank's part of one: a DTensor."""
+    return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Say whether `fully_shard` was called on a model, or on a module in it."""
+    return any(True for _ in _grouped(model))
+
+
+def _grouped(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that `fully_shard` was called on, with their paths."""
+    # Who has called it has imported it; the rest need not wait for that.
+    room = sys.modules.get("torch.distributed.fsdp")
+    kind: Any = getattr(room, "FSDPModule", ())
+    for path, module in model.named_modules() if kind else ():
+        if isinstance(module, kind):
+            yield path, module
+
+
+def check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    choice: Choice,
+    rules: Policy,
+    *,
+    master: str,
+    release: bool,
+) -> None:
+    """Refuse a sharded model that could not be trained as asked.
+
+    Args:
+        model: Sharded or not.
+        optimizer: Over its parameters.
+        choice: Level and format.
+        rules: The modules they put in fp32 must be shards of their own.
+        master: The user's word.
+        release: Gradients are released.
+
+    Raises:
+        UserError: With the call that would be right.
+    """
+    level = choice.level
+    room = sys.modules.get("torch.distributed.fsdp")
+    first = getattr(room, "FullyShardedDataParallel", None)
+    if first is not None and level.low_weights and isinstance(model, first):
+        message = (
+            f"level={level} cannot change weights inside FullyShardedDataParallel: "
+            f"use torch.distributed.fsdp.fully_shard with {_call(choice)}."
+        )
+        raise UserError(message)
+    if not is_sharded(model):
+        return
+    check_held(model, [p for g in optimizer.param_groups for p in g["params"]])
+    if release:
+        message = (
+            "release_gradients=True leaves out gradients that are not finite, and of "
+            "one parameter FSDP2 gives each rank a part: ranks would not agree."
+        )
+        raise UserError(message)
+    if not level.low_weights:
+        return
+    if level.masters and master != "fp32":
+        message = (
+            f"master={master!r} with FSDP2, whose fp32 shards are the masters already: "
+            "leave master out."
+        )
+        raise UserError(message)
+    islands = [
+        scope.path
+        for scope in scopes_of(model, rules)
+        if scope.category == op_tables.FP32
+    ]
+    for path, name, param, low in _sharded_parameters(model):
+        types = policy_rules.type_names(model.get_submodule(path))
+        apart = bool({*islands} & {*decision.around(path)})
+        spared = apart or (level.fp32_norms and policy_rules.is_normalisation(types))
+        if level.masters:
+            _check_group(model.get_submodule(path), path, low, choice, apart, spared)
+        if param.is_floating_point() and not spared:
+            _check_stored(name, param, choice)
+
+
+def _call(choice: Choice) -> str:
+    return (
+        f"mp_policy=halfstep.sharded.fsdp_policy({choice.level.name!r}, "
+        f"{choice.format.name!r})"
+    )
+
+
+def _check_group(
+    module: nn.Module,
+    path: str,
+    low: torch.dtype | None,
+    choice: Choice,
+    apart: bool,
+    spared: bool,
+) -> None:
+    """Refuse a module whose weights FSDP2 does not cast as the level has it."""
+    low = None if low == torch.float32 else low
+    if low is None and spared:
+        return
+    if low is not None and apart:
+        message = (
+            f"a rule keeps {path!r} in fp32, and FSDP2 casts its weights to {low}: "
+            "call fully_shard on it first, without mp_policy."
+        )
+        raise UserError(message)
+    if low != choice.format.dtype:
+        message = (
+            f"level={choice.level} with FSDP2 computes in {choice.format}, and "
+            f"fully_shard was told {low or 'nothing'} for {path!r}: call "
+            f"fully_shard(..., {_call(choice)})."
+        )
+        raise UserError(message)
+    if any(n.startswith("running_") for n, _ in module.named_buffers(recurse=False)):
+        message = (
+            f"{path!r} keeps fp32 statistics, and takes no {choice.format} weights "
+            "beside them: call fully_shard on it first, without mp_policy."
+        )
+        raise UserError(message)
+
+
+def _check_stored(name: str, param: Tensor, choice: Choice) -> None:
+    """Refuse a shard of a dtype in which the level does not store it."""
+    if choice.level.masters and param.dtype != torch.float32:
+        message = (
+            f"{name!r} is sharded in {param.dtype}, and its shards are to be the fp32 "
+            "masters: call fully_shard on the model while it is fp32."
+        )
+        raise UserError(message)
+    if not choice.level.masters and param.dtype == torch.float32:
+        message = (
+            f"level={choice.level} stores weights in 16 bits, and {name!r} is sharded "
+            f"in fp32: call model.to({choice.format.dtype}) before fully_shard, or "
+            "use level='O2'."
+        )
+        raise UserError(message)
+
+
+def _sharded_parameters(
+    model: nn.Module,
+) -> Iterator[tuple[str, str, Tensor, torch.dtype | None]]:
+    """Yield module, name, parameter and what FSDP2 casts it to, of each shard."""
+    groups = dict(_grouped(model))
+    for path, module in model.named_modules():
+        inside = next((p for p in decision.around(path) if p in groups), None)
+        if inside is None:
+            continue
+        # torch has no public way to ask what fully_shard was told.
+        told = groups[inside]._get_fsdp_state()._mp_policy.param_dtype  # noqa: SLF001
+        for name, param in module.named_parameters(path, recurse=False):
+            if is_part(param):
+                yield path, name, param, told
+
+
+def check_held(model: nn.Module, params: Iterable[Tensor]) -> None:
+    """Refuse an optimizer over parameters that `fully_shard` has replaced since.
+
+    Args:
+        model: As it is now.
+        params: The model's, as the optimizer knows them.
+
+    Raises:
+        UserError: With the order that is right.
+    """
+    held = {id(param) for param in params}
+    named = dict(model.named_parameters())
+    foreign = held - {id(param) for param in named.values()}
+    for name, param in named.items() if foreign else ():
+        if is_part(param) and param.requires_grad and id(param) not in held:
+            message = (
+                f"{name!r} was sharded after the optimizer was made, which still "
+                "holds it whole: call fully_shard first, then make the optimizer, then "
+                "prepare."
+            )
+            raise UserError(message)
+
+
+def converted_at(model: nn.Module, level: Level) -> Level:
+    """Return the level that says what to convert: of fp32 shards nothing."""
+    if level.masters and is_sharded(model):
+        return replace(level, low_weights=False, fp32_norms=False)
+    return level
+
+
+class Shards(NoMasters):
+    """The same where the model's own parameters are the fp32 shards of FSDP2."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, said: str) -> None:
+        super().__init__(optimizer)
+        self._said = said
+
+    def note(self) -> str:
+        """Say whose the masters are."""
+        return self._said
+
+
+def masters_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    choice: Choice,
+    form: Form | None,
+    originals: dict[nn.Parameter, Tensor],
+) -> MasterWeights:
+    """Return the master weights of a model, or what stands for them.
+
+    Args:
+        model: Converted.
+        optimizer: Over its parameters.
+        choice: Level and format.
+        form: What is kept beside each 16-bit weight; None for no masters.
+        originals: Parameter now stored low -> its fp32 value before.
+    """
+    if form is not None:
+        return MasterWeights(optimizer, originals, master=form.name)
+    narrow_all(optimizer, originals)
+    if choice.level.masters and is_sharded(model):
+        return Shards(optimizer, _said(model, choice))
+    return NoMasters(optimizer)
+
+
+def _said(model: nn.Module, choice: Choice) -> str:
+    """Say in one line whose the masters are."""
+    parts = list(_sharded_parameters(model))
+    norms = {
+        path
+        for path, _, _, low in parts
+        if low == choice.format.dtype
+        and policy_rules.is_normalisation(
+            policy_rules.type_names(model.get_submodule(path))
+        )
+    }
+    count = sum(param.numel() for _, _, param, _ in parts)
+    said = (
+        f"master weights: the fp32 shards of {count} numbers that FSDP2 keeps, and no "
+        f"others; it casts them to {choice.format} for each pass"
+    )
+    return said + f", {len(norms)} normalisation layers too" if norms else said
+
+
+def part(value: Tensor, like: Tensor) -> Tensor:
+    """Return of a tensor what this rank holds of another of its shape.
+
+    Where it comes from other ranks, all of them must come here.
+
+    Args:
+        value: Whole, the same on every rank, or a DTensor.
+        like: Whole, or a DTensor.
+    """
+    mesh = getattr(like, "device_mesh", None)
+    if is_part(value) and getattr(value, "device_mesh", None) != mesh:
+        value = value.full_tensor()  # type: ignore[attr-defined]
+    if not is_part(like):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(like, DTensor)  # noqa: S101
+    if not isinstance(value, DTensor):
+        everywhere = [Replicate()] * like.device_mesh.ndim
+        value = DTensor.from_local(
+            value.to(like.device), like.device_mesh, everywhere, run_check=False
+        )
+    return value.redistribute(like.device_mesh, like.placements)
+
+
+def fsdp_policy(
+    level: str = "O2",
+    dtype: str | torch.dtype = "bf16",
+    *,
+    reduce_dtype: torch.dtype | None = None,
+) -> MixedPrecisionPolicy:
+    """Return what to tell `fully_shard`, so that a level has one set of fp32 weights.
+
+    At O2 the shards stay fp32, and are the master weights: FSDP2 gathers them in 16
+    bits, computes, and adds up gradients over ranks in 16 bits. Casting by modules is
+    left to autocast. Every weight of the call is cast, normalisation too; call
+    `fully_shard` without a policy on what must stay fp32 before. At the other levels
+    FSDP2 casts nothing.
+
+    Args:
+        level: "O0" to "O3", the one for `prepare`.
+        dtype: "bf16" or "fp16".
+        reduce_dtype: What gradients are added up in over ranks; default `dtype`.
+            `torch.float32` costs twice the bytes, and rounds less.
+
+    Example:
+        >>> fsdp_policy("O2", "bf16").param_dtype
+        torch.bfloat16
+        >>> fsdp_policy("O1", "bf16").param_dtype
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    at, low = levels.parse(level), formats.parse(dtype)
+    if at.low and low is formats.FP32:
+        message = f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
+        raise UserError(message)
+    param_dtype = low.dtype if at.low_weights and at.masters else None
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype,
+        # Without one, newer versions of torch add up in the dtype of the shards.
+        reduce_dtype=reduce_dtype or param_dtype,
+        cast_forward_inputs=False,
+    )

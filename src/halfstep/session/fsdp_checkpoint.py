@@ -1,0 +1,191 @@
+"""FSDP2 with one set of fp32 weights, and states that ranks save and load together.
+
+In: a level and a format; a session and a directory. Out: what `fully_shard` must be
+told; a directory of torch.distributed.checkpoint that any number of processes can load,
+sharded or not.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep.checkpoint import sharded
+from halfstep.checkpoint.single import CheckpointError
+from halfstep.distributed import ddp, process_group
+from halfstep.session import fsdp, state_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from halfstep.session.session import Session
+
+_REST = "rest"
+_WEIGHT, _LOW, _MOMENT = "weights/", "low/", "optimizer/"
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which each rank holds a part as whole ones, on every rank.
+
+    `whole(session.weights())` is the export for everybody else. All ranks must call it.
+    """
+    parts: dict[str, Any] = dict(tensors)
+    return {
+        name: held.full_tensor() if fsdp.is_part(held) else held
+        for name, held in parts.items()
+    }
+
+
+def save(
+    session: Session,
+    directory: Path,
+    notes: Mapping[str, Any] | None = None,
+    *,
+    replace: bool = False,
+) -> None:
+    """Write a session's state by torch.distributed.checkpoint; all ranks must call it.
+
+    Each rank writes its own parts. Weights and moments are there by the names of the
+    parameters, in fp32 as in `session.state_dict()`. The directory appears once all
+    parts are on disk, with the SHA-256 of each, or not at all.
+
+    Args:
+        session: What to save.
+        directory: On a disk that all ranks see. Must not exist yet.
+        notes: Json-able; those of the first rank are kept in the manifest.
+        replace: `directory` may exist. It is removed once the new one is on disk.
+
+    Raises:
+        CheckpointError: If `directory` exists, or cannot be written by one of the
+            ranks. All raise, and nothing is left behind.
+    """
+    sharded.write(
+        _flat(session.state_dict()), directory, dict(notes or {}), replace=replace
+    )
+
+
+def load(session: Session, directory: Path) -> None:
+    """Go on from what `save` wrote, however many processes did; all must call it.
+
+    The session may be of another level, form of masters or way of sharding, or of none.
+    What is refused leaves it untouched: everything is read into fresh memory first,
+    this rank's parts of it. Before that, every byte is held against the manifest, by
+    the ranks together, and the index of torch.distributed.checkpoint, a pickle, is
+    read as data: nothing in it can run.
+
+    Raises:
+        CheckpointError: If it is none of ours or not whole, or memory is too short.
+        UserError: If the state does not fit.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    index = sharded.verified(directory, _REST)
+    saved: dict[str, Any] = index.state_dict_metadata
+    # What is not a tensor torch would unpickle, with no limit to what that may call.
+    if not all(isinstance(entry, TensorStorageMetadata) for entry in saved.values()):
+        raise _foreign(directory)
+    box = {_REST: _empty(_REST, saved[_REST], None)}
+    sharded.read(box, directory, index)
+    try:
+        rest = torch.load(io.BytesIO(bytes(box[_REST].tolist())), weights_only=True)
+    except Exception as error:
+        raise _foreign(directory) from error
+    found = _template(session, saved)
+    sharded.read(found, directory, index)
+    try:
+        state = _nested(found, rest)
+    except Exception as error:
+        raise _foreign(directory) from error
+    session.load_state_dict(state)
+
+
+def _foreign(directory: Path) -> CheckpointError:
+    """Return what to raise where every byte is as the manifest says, and none fits.
+
+    Whoever wrote both was not halfstep.
+    """
+    return CheckpointError(
+        f"{directory} holds more than tensors and plain values, or none; it was not "
+        "written by halfstep and is not loaded."
+    )
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a state as tensors by name: one for all that is small, as bytes."""
+    names = [*state["parameters"]]
+    groups = state["optimizer"]["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    found = {_WEIGHT + name: held for name, held in state["weights"].items()}
+    small: dict[str, Any] = {}
+    for number, name in zip(numbers, names, strict=True):
+        for key, value in state["optimizer"]["state"].get(number, {}).items():
+            elsewhere = torch.is_tensor(value) and value.dim() > 0
+            if elsewhere:
+                found[f"{_MOMENT}{name}/{key}"] = value
+            # Their order counts: random rounding numbers them by it.
+            small.setdefault(name, {})[key] = None if elsewhere else value
+    masters = dict(state["masters"])
+    found |= {_LOW + name: held for name, held in masters.pop("low").items()}
+    rest = {key: state[key] for key in state if key not in {"weights", "optimizer"}}
+    rest |= {"masters": masters, "groups": groups, "small": small}
+    file = io.BytesIO()
+    torch.save(rest, file)
+    # Ranks agree on every number in it, but perhaps not on every byte.
+    told = process_group.same_everywhere(file.getvalue())
+    return found | {_REST: torch.frombuffer(bytearray(told), dtype=torch.uint8)}
+
+
+def _nested(found: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return what `_flat` was given."""
+    names = [*rest["parameters"]]
+    groups, small = rest.pop("groups"), rest.pop("small")
+    numbers = [number for group in groups for number in group["params"]]
+    number_of = dict(zip(names, numbers, strict=True))
+    state = {
+        number_of[name]: {
+            key: found.get(f"{_MOMENT}{name}/{key}", value)
+            for key, value in values.items()
+        }
+        for name, values in small.items()
+    }
+    weights, low = (
+        {p.removeprefix(kind): held for p, held in found.items() if p.startswith(kind)}
+        for kind in (_WEIGHT, _LOW)
+    )
+    optimizer = {"state": state, "param_groups": groups}
+    masters = rest["masters"] | {"low": low}
+    return rest | {"weights": weights, "optimizer": optimizer, "masters": masters}
+
+
+def _template(
+    session: Session, saved: Mapping[str, TensorStorageMetadata]
+) -> dict[str, Tensor]:
+    """Return memory for all that was saved, split as this session's weights are."""
+    held = state_dict.held(ddp.bare(session.model))
+    found = {}
+    for path in (path for path in saved if path != _REST):
+        name = path.partition("/")[2]
+        name = name.rpartition("/")[0] if path.startswith(_MOMENT) else name
+        found[path] = _empty(path, saved[path], held.get(name))
+    return found
+
+
+def _empty(path: str, saved: TensorStorageMetadata, like: Tensor | None) -> Tensor:
+    """Return memory for what was saved, split as a tensor of that shape is."""
+    dtype = saved.properties.dtype
+    try:
+        if like is None or like.shape != saved.size:
+            return torch.empty(saved.size, dtype=dtype)
+        return torch.empty_like(like.detach(), dtype=dtype)
+    except RuntimeError as error:
+        message = (
+            f"the checkpoint holds {path}, a tensor of {dtype} and {list(saved.size)}, "
+            "for which there is no memory here."
+        )
+        raise CheckpointError(message) from error

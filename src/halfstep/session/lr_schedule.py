@@ -1,0 +1,117 @@
+"""A learning-rate schedule that follows applied steps only.
+
+In: how many steps were applied, perhaps still on a device. Out: as many steps of the
+schedule.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from halfstep._torch.async_read import Late
+from halfstep.errors import UserError, require_kind, warn_caller
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
+    """Refuse what cannot be stepped without arguments, or steps another optimizer.
+
+    Args:
+        scheduler: None, or with a method `step`.
+        optimizer: Of the session.
+
+    Raises:
+        UserError: With what would be right.
+    """
+    if scheduler is None:
+        return
+    good = not isinstance(scheduler, type) and callable(
+        getattr(scheduler, "step", None)
+    )
+    right = "a torch.optim.lr_scheduler.LRScheduler, or None"
+    require_kind("scheduler", scheduler, good, right)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        message = (
+            "scheduler is a ReduceLROnPlateau, which needs a metric: leave it out, and "
+            "call its step(metric) yourself after each evaluation."
+        )
+        raise UserError(message)
+    theirs = getattr(scheduler, "optimizer", optimizer)
+    if theirs is not optimizer:
+        message = (
+            f"the {type(scheduler).__name__} belongs to another optimizer than the "
+            "session's: make it over session.optimizer."
+        )
+        raise UserError(message)
+
+
+class Schedule:
+    """A schedule, or none.
+
+    Args:
+        scheduler: To be stepped.
+        applied: Steps applied before it came.
+    """
+
+    def __init__(self, scheduler: LRScheduler | None, applied: int = 0) -> None:
+        self.scheduler = scheduler
+        self._followed = applied
+        self._late = Late()
+        self._left_at: int | None = None
+        """Its `last_epoch` after our last step."""
+        self._warned = False
+
+    def step(self, applied: Tensor) -> None:
+        """Step once for each applied step that is known of.
+
+        On a GPU that is `async_read.LAG` steps late, where nobody waits for what was
+        skipped.
+
+        Args:
+            applied: Steps applied so far, shape ().
+        """
+        if self.scheduler is None:
+            return
+        arrived = self._late.send((applied,))
+        while arrived and self._followed < arrived[0]:
+            self._check_alone()
+            self.scheduler.step()
+            self._left_at = getattr(self.scheduler, "last_epoch", None)
+            self._followed += 1
+
+    def _check_alone(self) -> None:
+        """Warn once if somebody else steps the schedule too."""
+        if self._warned or self._left_at is None:
+            return
+        # Any other distance is that of a state which was loaded.
+        if getattr(self.scheduler, "last_epoch", None) == self._left_at + 1:
+            self._warned = True
+            warn_caller(
+                f"the {type(self.scheduler).__name__} was given to prepare, and is "
+                "also stepped by hand, so it runs twice as fast: leave "
+                "scheduler.step() out, or scheduler= of prepare."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state, and how far it has followed; {} without one."""
+        if self.scheduler is None:
+            return {}
+        return {"followed": self._followed, "state": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], applied: int) -> None:
+        """Go on from a state.
+
+        Args:
+            state: Of a schedule, or {}: then this one begins here.
+            applied: Steps applied so far.
+        """
+        self._followed, self._late, self._left_at = applied, Late(), None
+        if self.scheduler is not None and state:
+            self.scheduler.load_state_dict(state["state"])
+            self._followed = state["followed"]

@@ -1,0 +1,81 @@
+"""The memory that training holds between steps, by what it is for.
+
+In: a model and its master weights. Out: bytes of weights, gradients, masters, moments.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+    from halfstep.masters import MasterWeights
+
+
+class Footprint(dict[str, int]):
+    """Bytes by what they are for; printed, in units that people read."""
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        parts = [f"{name} {_word(count)}" for name, count in self.items()]
+        return f"{', '.join(parts)}: {_word(sum(self.values()))} in all"
+
+
+def _word(count: int) -> str:
+    """Return bytes in the largest unit that leaves at least 1."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:  # noqa: PLR2004
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def of(model: nn.Module, masters: MasterWeights) -> Footprint:
+    """Return the bytes allocated now, each stretch of memory counted once.
+
+    Args:
+        model: Its parameters and buffers are "weights".
+        masters: Fp32 masters, remainders and compensations are "masters"; whatever
+            tensors the optimizer keeps are "moments"; gradients in either dtype, and
+            the buffers they are added up in, are "gradients".
+    """
+    seen: set[int] = set()
+    slots = masters.slots.values()
+    weights = [*model.parameters(), *model.buffers()]
+    held = [p for group in masters.optimizer.param_groups for p in group["params"]]
+    gradients = [t.grad for t in (*weights, *held) if t.grad is not None]
+    buffers = [slot.buffer for slot in slots if slot.buffer is not None]
+    kept = [slot.extra for slot in slots if slot.extra is not None]
+    states = [
+        value
+        for state in masters.optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
+    return Footprint(
+        weights=_bytes(weights, seen),
+        gradients=_bytes([*gradients, *buffers], seen),
+        masters=_bytes([*kept, *(slot.master for slot in slots)], seen),
+        moments=_bytes(states, seen),
+    )
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Return the bytes of storages not seen before."""
+    total = 0
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.layout != torch.strided:
+            total += local._values().nbytes + local._indices().nbytes  # noqa: SLF001
+            continue
+        storage = local.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total

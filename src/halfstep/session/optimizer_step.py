@@ -1,0 +1,233 @@
+"""From the gradients of a step to updated weights.
+
+In: gradients that backward passes left, scaled, in 16 bits or folded up. Out: a
+verdict on them that all ranks share, and the update, clipped, or nothing changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._torch import async_read, fused_optimizers, optimizer_hooks
+from halfstep.errors import UserError, positive, warn_caller
+from halfstep.masters import cpu_kernels, fused_step
+from halfstep.numerics.norms import by_mesh, total_norm
+from halfstep.scaling.loss_scaler import one_over
+from halfstep.scaling.unscale import Agreement
+
+if TYPE_CHECKING:
+    from halfstep.masters import MasterWeights
+    from halfstep.scaling.per_pass import Passes
+    from halfstep.scaling.step_report import StepReport
+
+
+def norm_of(clip: object) -> float | None:
+    """Return a largest norm of gradients; None for none.
+
+    Raises:
+        UserError: If it is no number above 0.
+    """
+    if clip is None:
+        return None
+    return positive("clip_grad_norm", clip, "a number above 0, or None")
+
+
+class Updates:
+    """Judges the gradients of each step, and updates the weights by them.
+
+    Where the masters have a kernel, gradients are read twice and never written: once
+    to look for inf and NaN, once in the pass that unscales, clips, updates and
+    publishes. Otherwise they are unscaled in place, and the optimizer steps itself.
+
+    Args:
+        masters: Over the optimizer.
+        passes: Whose gradients they are.
+        clip: Largest norm of all gradients; None neither clips nor takes the norm.
+        device: Of the loss scale.
+    """
+
+    def __init__(
+        self,
+        masters: MasterWeights,
+        passes: Passes,
+        clip: float | None,
+        device: torch.device,
+    ) -> None:
+        self.masters = masters
+        self.clip = clip
+        self.norm: Tensor | None = None
+        """Norm of the unscaled gradients of the step under way, shape ()."""
+        self._passes = passes
+        self._device = device
+        self._inverse = torch.ones((), device=device)
+        self._shown: Tensor | None = None
+        self._by_kernel = self._scaled = self._warned = False
+        # The optimizer outlives the session, which is then no more to be called.
+        optimizer_hooks.guard(
+            masters.optimizer, partial(_guard, masters, weakref.ref(self))
+        )
+
+    def stepped_by_hand(self) -> None:
+        """Refuse a step of gradients that the session scaled; warn of others.
+
+        Raises:
+            UserError: After `session.backward` of a scaled loss.
+        """
+        scales = self._passes.scales.rule.scales
+        if self._passes.any_run and scales:
+            message = (
+                "optimizer.step() was called after session.backward(), whose gradients "
+                "are multiplied by the loss scale: call session.step(), which unscales "
+                "them."
+            )
+            raise UserError(message)
+        if self._warned or not (scales or self._passes.any_run):
+            return
+        self._warned = True
+        if self._passes.any_run:
+            warn_caller(
+                "optimizer.step() was called after session.backward(): it neither "
+                "clips, nor skips inf and NaN, nor waits for all micro-batches, nor "
+                "steps the schedule. Call session.step() instead."
+            )
+        else:
+            warn_caller(
+                "optimizer.step() was called in place of session.step(): unless "
+                "another scaler scales the loss, small gradients become zero in fp16. "
+                "Call session.backward(loss), then session.step()."
+            )
+
+    def gradients(self, *, folded: bool) -> list[tuple[Tensor, Tensor]]:
+        """Return (parameter of the optimizer, gradient) for each that has one.
+
+        Args:
+            folded: They must be in fp32, for they were added up.
+        """
+        self.masters.adopt()
+        self._shown = self._passes.show()
+        found = self.masters.gradients()
+        self._by_kernel = self._has_kernel and fused_step.usable(g for _, g in found)
+        self._scaled = self._by_kernel and self._passes.only_judged
+        if not self._scaled and not folded:
+            self.masters.fold()
+            found = self.masters.gradients()
+        return found
+
+    @property
+    def _has_kernel(self) -> bool:
+        masters = self.masters
+        return masters.kernel is not None and not fused_step.hindrance(
+            masters.optimizer
+        )
+
+    def judge(self, gradients: list[Tensor]) -> Agreement:
+        """Look for inf and NaN, unscale if it is time, and ask the other ranks."""
+        norm = self.clip is not None
+        if self._scaled and self.masters.kernel is not None:
+            self._inverse = one_over(self._passes.scale)
+            found, squares = self.masters.kernel.look(gradients, norm=norm)
+            if squares is not None:
+                self.norm = (squares.sqrt() * self._inverse).float()
+            return self._passes.judged(found, gradients)
+        self._inverse = torch.ones((), device=self._device)
+        if self._shown is not None:
+            agreement = Agreement(self._shown)
+        elif self._needs_no_unscaling(gradients):
+            # torch's kernel writes what it reads, also where the scale is 1.
+            found, _ = cpu_kernels.look(gradients, norm=False)
+            agreement = self._passes.judged(found, gradients)
+        else:
+            agreement = self._passes.unscale_(gradients)
+        self.norm = total_norm(gradients) if norm and gradients else None
+        return agreement
+
+    def _needs_no_unscaling(self, gradients: list[Tensor]) -> bool:
+        """Say whether gradients were never scaled, and C can read them."""
+        return (
+            self._device.type == "cpu"
+            and not self._passes.scales.rule.scales
+            and self._passes.only_judged
+            and fused_step.usable(gradients)
+            and cpu_kernels.available()
+        )
+
+    @property
+    def skips_on_device(self) -> bool:
+        """A kernel on the device itself leaves everything alone on overflow."""
+        if self._by_kernel and self.masters.kernel is not None:
+            return self.masters.kernel.on_device
+        inside = fused_optimizers.skips_inside(self.masters.optimizer)
+        return (
+            inside
+            and not self.masters.form.lean
+            and not async_read.on_host(self._device)
+        )
+
+    @torch.no_grad()
+    def apply(self, report: StepReport) -> None:
+        """Update the weights unless the step is skipped."""
+        optimizer = self.masters.optimizer
+        found_inf = torch.as_tensor(report.found_inf)
+        if self._by_kernel:
+            factor = self._inverse * self._coefficient()
+            if self.skips_on_device:
+                self.masters.update(factor, found_inf=found_inf)
+            elif report.applied:
+                self.masters.update(factor)
+        elif self.skips_on_device:
+            self._clip()
+            self.masters.refresh()
+            with self.masters.told():
+                fused_optimizers.step(optimizer, found_inf)
+            self.masters.publish()
+        elif report.applied:
+            self._clip()
+            self.masters.step()
+
+    def _coefficient(self) -> Tensor | float:
+        """Return what gradients are multiplied by, as torch clips them."""
+        if self.norm is None or self.clip is None or self.clip == torch.inf:
+            return 1.0
+        return (self.clip / (self.norm + 1e-6)).clamp(max=1.0)
+
+    def _clip(self) -> None:
+        if self.norm is not None and self.clip is not None and self.clip != torch.inf:
+            params = [param for param, _ in self.masters.gradients()]
+            for alike in by_mesh(params):
+                nn.utils.clip_grads_with_norm_(alike, self.clip, self.norm)
+
+    def clear(self) -> None:
+        """Forget the gradients of the step."""
+        self.masters.optimizer.zero_grad()
+        self.masters.clear()
+        self._passes.close()
+        self.norm = self._shown = None
+        self._by_kernel = self._scaled = False
+
+
+def _guard(masters: MasterWeights, updates: weakref.ref[Updates]) -> None:
+    """Refuse a step by hand, which would find no gradients in the masters.
+
+    Where parameters are the optimizer's own, it finds them. Without any, there is
+    nothing to lose: schedules are kept quiet by such a step.
+    """
+    if masters.stepping:
+        return
+    slots = masters.slots.values()
+    if any(s.weight.grad is not None or s.master.grad is not None for s in slots):
+        message = (
+            "optimizer.step() was called while the session holds gradients of 16-bit "
+            "weights: call session.step(), which unscales and clips them, steps, and "
+            "publishes the weights."
+        )
+        raise UserError(message)
+    groups = masters.optimizer.param_groups
+    held = any(p.grad is not None for group in groups for p in group["params"])
+    here = updates()
+    if held and here is not None:
+        here.stepped_by_hand()

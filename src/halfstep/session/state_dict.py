@@ -1,0 +1,362 @@
+"""What a session saves, in fp32 whatever its level, and how another one goes on.
+
+In: a model, its master weights. Out: a state of tensors and plain values that a session
+of any level and form of masters can load.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.casting import convert_model
+from halfstep.errors import UserError
+from halfstep.numerics.formats import is_low
+from halfstep.session import fsdp
+
+if TYPE_CHECKING:
+    from halfstep.machine.recommendation import Choice
+    from halfstep.masters import MasterWeights
+
+VERSION = 3
+BEFORE = 2
+"""Version that knew fp32 masters only, and no names in the optimizer."""
+KEYS = ("dtype", "weights", "optimizer", "scales", "steps", "schedule")
+LATER = ("parameters", "moments", "masters", "extra")
+"""Keys that came with version 3."""
+INNER = {
+    "optimizer": ("state", "param_groups"),
+    "steps": ("attempted", "skipped"),
+    "masters": ("form", "seed", "step", "low"),
+    "schedule": ("followed", "state"),
+}
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""State of torch's optimizers that has one number for each of a weight's."""
+SCALARS = ("step", "mu_product", "eta", "mu")
+"""State of torch's optimizers that is one number, whatever the weight's shape."""
+
+
+@torch.no_grad()
+def weights(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
+    """Return every weight and buffer by name, in fp32 what is stored in 16 bits.
+
+    Where there are masters, they are what is returned; where there are none, 16 bits
+    are widened. Tied weights are one tensor.
+    """
+    masters.refresh()
+    behind = {id(slot.weight): slot.master for slot in masters.slots.values()}
+    found: dict[str, Tensor] = {}
+    known: dict[int, Tensor] = {}
+    for name, tensor in held(model).items():
+        if id(tensor) not in known:
+            master = behind.get(id(tensor))
+            truth = tensor.detach() if master is None else masters.truth(master)
+            known[id(tensor)] = truth.float() if is_low(truth.dtype) else truth
+        found[name] = known[id(tensor)]
+    return found | {n: e for n, e in _extra(model).items() if torch.is_tensor(e)}
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, as they are stored."""
+    found = model.state_dict(keep_vars=True)
+    named = {name: found[name] for name in found if not _is_extra(name)}
+    return {name: t for name, t in named.items() if isinstance(t, Tensor)}
+
+
+def _extra(model: nn.Module) -> dict[str, Any]:
+    """Return what modules give by `get_extra_state`."""
+    found = model.state_dict(keep_vars=True)
+    return {name: found[name] for name in found if _is_extra(name)}
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _parameters(model: nn.Module, masters: MasterWeights) -> dict[str, int]:
+    """Return the name of each of the optimizer's parameters, in order -> its group.
+
+    One that is not the model's has only its number.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in held(model).items():
+        names.setdefault(id(tensor), name)
+    found: dict[str, int] = {}
+    for number, group in enumerate(masters.optimizer.param_groups):
+        for param in group["params"]:
+            stored = id(masters.stored(param))
+            found[names.get(stored, f"{len(found)} of the optimizer")] = number
+    return found
+
+
+def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, Any]:
+    """Return weights, optimizer, and what rounding needs to go on to the bit."""
+    masters.adopt()
+    masters.refresh()
+    by_weight = {id(slot.weight): slot for slot in masters.slots.values()}
+    low = {}
+    if masters.form.extra == torch.bfloat16:
+        # Fp32 holds the sum of weight and rest, which several pairs can have.
+        low = {n: t.detach() for n, t in held(model).items() if id(t) in by_weight}
+    optimizer = masters.optimizer.state_dict()
+    extra = _extra(model).items()
+    return {
+        "version": VERSION,
+        "level": choice.level.name,
+        "dtype": choice.format.name,
+        "weights": weights(model, masters),
+        "extra": {name: value for name, value in extra if not torch.is_tensor(value)},
+        "optimizer": optimizer,
+        "parameters": _parameters(model, masters),
+        "moments": len(optimizer["state"]),
+        "masters": {
+            "form": _form(masters),
+            "seed": masters.clock.seed,
+            "step": masters.clock.step,
+            "low": low,
+        },
+    }
+
+
+def check(
+    state: dict[str, Any], model: nn.Module, masters: MasterWeights
+) -> dict[str, Any]:
+    """Refuse a state that cannot be loaded; return it as the present version has it.
+
+    Raises:
+        UserError: If it is of another version, lacks something, or its weights or its
+            optimizer do not fit.
+    """
+    if state.get("version") not in {BEFORE, VERSION}:
+        message = (
+            f"session state has version {state.get('version')!r}; this halfstep "
+            f"reads versions {BEFORE} and {VERSION}."
+        )
+        raise UserError(message)
+    if state["version"] == BEFORE:
+        kept = {"form": "fp32", "seed": 0, "step": 0, "low": {}}
+        state = {"parameters": None, "masters": kept, "extra": {}} | state
+    for key in (*KEYS, *(LATER if state["version"] > BEFORE else ())):
+        _require(state, key)
+    for key, inner in INNER.items():
+        # No schedule at all is {}.
+        for name in inner if state[key] or key != "schedule" else ():
+            _require(state, key, name)
+    _check_weights(state["weights"], model)
+    for name, tensor in held(model).items():
+        if is_low(tensor.dtype) and isinstance(tensor, nn.Parameter):
+            named = [(name, state["weights"][name])]
+            convert_model.refuse_overflow(named, tensor.dtype)
+    _check_extra(state, model)
+    _check_optimizer(state, model, masters)
+    return state
+
+
+def _require(state: dict[str, Any], *path: str) -> None:
+    """Refuse a state without a value under some keys, one inside the other."""
+    inner: Any = state
+    for key in path:
+        if not isinstance(inner, dict) or key not in inner:
+            held = [*inner] if isinstance(inner, dict) else inner
+            message = f"session state has no {'.'.join(path)!r}; it holds {held}."
+            raise UserError(message)
+        inner = inner[key]
+
+
+def _check_weights(saved: dict[str, Tensor], model: nn.Module) -> None:
+    own = held(model)
+    for name in sorted(own.keys() | {n for n in saved if not _is_extra(n)}):
+        mine, other = own.get(name), saved.get(name)
+        if mine is None or other is None or mine.shape != other.shape:
+            message = (
+                f"weight {name!r}: the state holds {_shape(other)}, the model "
+                f"{_shape(mine)}; build the model that was saved."
+            )
+            raise UserError(message)
+        if _kind(mine) != _kind(other):
+            message = (
+                f"weight {name!r}: the state holds {other.dtype}, the model "
+                f"{mine.dtype}; build the model that was saved."
+            )
+            raise UserError(message)
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
+
+
+def _check_extra(state: dict[str, Any], model: nn.Module) -> None:
+    own, saved = _extra(model), {*state["extra"], *filter(_is_extra, state["weights"])}
+    # The version before did not save any but tensors.
+    known = own.keys() if state["version"] > BEFORE else own.keys() & saved
+    for name in sorted(known ^ saved):
+        message = (
+            f"{name!r} is in {'the model' if name in own else 'the state'} alone; "
+            "build the model that was saved."
+        )
+        raise UserError(message)
+
+
+def _check_optimizer(
+    state: dict[str, Any], model: nn.Module, masters: MasterWeights
+) -> None:
+    """Refuse groups that do not fit, or moments that are not there, or of others."""
+    saved, own = state["optimizer"], masters.optimizer
+    there, here = saved["param_groups"], own.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in (there, here)]
+    if sizes[0] != sizes[1]:
+        message = (
+            f"the state's optimizer has groups of {sizes[0]} parameters, this one "
+            f"of {sizes[1]}; group parameters as they were."
+        )
+        raise UserError(message)
+    mine = _parameters(model, masters)
+    names = mine if state["parameters"] is None else state["parameters"]
+    for name, other in zip_longest(mine, names):
+        if name != other:
+            message = (
+                f"the state's optimizer holds {other!r} where this one holds {name!r}; "
+                "give parameters in the order they had."
+            )
+            raise UserError(message)
+    _check_kind(own, there)
+    if state.get("moments", len(saved["state"])) != len(saved["state"]):
+        message = (
+            f"the state was saved with moments of {state['moments']} parameters, and "
+            f"holds those of {len(saved['state'])}. From a directory of "
+            "torch.distributed.checkpoint, read it by halfstep.sharded.load."
+        )
+        raise UserError(message)
+    _check_moments(saved, [param for group in here for param in group["params"]])
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, there: list[dict[str, Any]]) -> None:
+    """Refuse hyper-parameters of another optimizer."""
+    for group in there:
+        # Another version of torch may know more, or less; another optimizer both.
+        lacks = sorted(optimizer.defaults.keys() - group.keys())
+        more = group.keys() - optimizer.defaults.keys()
+        more -= {"params", "param_names", "initial_lr"}
+        if lacks and more:
+            message = (
+                f"the state is of another optimizer than "
+                f"{type(optimizer).__name__}: its groups have {sorted(more)} and no "
+                f"{lacks}. Build the optimizer that was saved."
+            )
+            raise UserError(message)
+
+
+def _check_moments(saved: dict[str, Any], params: list[Tensor]) -> None:
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            fits = not torch.is_tensor(value) or value.shape == param.shape
+            if key in MOMENTS and not fits:
+                message = (
+                    f"optimizer state {key!r} of parameter {number} has shape "
+                    f"{tuple(value.shape)}, the parameter {tuple(param.shape)}; give "
+                    "parameters in the order they had."
+                )
+                raise UserError(message)
+
+
+@torch.no_grad()
+def load(
+    state: dict[str, Any], model: nn.Module, masters: MasterWeights, choice: Choice
+) -> None:
+    """Take over a state that `check` has returned; of its tensors, copies."""
+    masters.adopt()
+    # First, for an optimizer may refuse what we did not.
+    optimizer = _split(state["optimizer"], masters)
+    masters.optimizer.load_state_dict(optimizer)
+    saved = state["masters"]
+    here = choice.level.name, choice.format.name, _form(masters)
+    same = (state.get("level"), state["dtype"], saved["form"]) == here
+    _keep_dtypes(optimizer, masters.optimizer, same=same)
+    masters.resume(saved["seed"], saved["step"])
+    low = saved["low"] if saved["form"] == masters.form.name else {}
+    slots = {id(slot.weight): slot for slot in masters.slots.values()}
+    for name, tensor in held(model).items():
+        truth, slot = state["weights"][name], slots.get(id(tensor))
+        if slot is None:
+            tensor.copy_(fsdp.part(truth, tensor))
+            continue
+        weight = low.get(name)
+        if weight is None and slot.extra is None:
+            # Once, and to nearest: the random numbers are the next step's.
+            weight = truth.to(slot.weight.dtype)
+        masters.put(slot.master, fsdp.part(truth, tensor), weight)
+    masters.settle_states()
+    for name, value in (state["weights"] | state["extra"]).items():
+        if _is_extra(name):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            owner.set_extra_state(copy.deepcopy(value))
+
+
+def _form(masters: MasterWeights) -> str:
+    return masters.form.name if masters.slots else "none"
+
+
+def _keep_dtypes(
+    saved: dict[str, Any], optimizer: torch.optim.Optimizer, *, same: bool
+) -> None:
+    """Undo the casts that `Optimizer.load_state_dict` makes, where they lose digits.
+
+    Why: it casts all but "step" to the dtype of the parameter. In 16 bits a product or
+    a rate that the optimizer keeps in fp32 (NAdam, ASGD) is no longer the one saved.
+
+    Args:
+        saved: State as it was given to the optimizer.
+        optimizer: Has loaded it.
+        same: It was saved at this level, format and form of masters: as it is then.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            if not torch.is_tensor(value) or not value.is_floating_point():
+                continue
+            scalar = not value.dim() and (param.dim() > 0 or key in SCALARS)
+            loaded = optimizer.state[param][key]
+            if (same or scalar) and loaded.dtype != value.dtype:
+                optimizer.state[param][key] = value.to(loaded.device)
+
+
+def _split(saved: dict[str, Any], masters: MasterWeights) -> dict[str, Any]:
+    """Return an optimizer's state with moments in parts, or whole, as weights are."""
+    params = [p for group in masters.optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    home = dict(zip(numbers, params, strict=True))
+    state = {
+        number: {key: _fit(value, home.get(number)) for key, value in values.items()}
+        for number, values in saved["state"].items()
+    }
+    return saved | {"state": state}
+
+
+def _fit(value: object, param: Tensor | None) -> object:
+    if param is None or not torch.is_tensor(value) or value.shape != param.shape:
+        return value
+    return fsdp.part(value, param) if value.dim() else value
+
+
+def settle(masters: MasterWeights) -> None:
+    """Keep moments in the form's dtype, whoever loads a state into the optimizer.
+
+    Why: `Optimizer.load_state_dict` casts them to the dtype of the parameter, which
+    is fp32 for masters, even where they are kept in bf16.
+    """
+
+    def hook(_optimizer: torch.optim.Optimizer) -> None:
+        masters.settle_states()
+
+    if masters.form.lean:
+        masters.optimizer.register_load_state_dict_post_hook(hook)

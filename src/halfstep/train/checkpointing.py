@@ -1,0 +1,194 @@
+"""Checkpoints of a run: what is in them, who writes them, which is gone on from.
+
+In: a session, how far the run has come, the run's folder. Out: checkpoints, and a
+session that stands where one of them stood.
+
+With DDP each process holds everything, and the first writes it. With FSDP2 each writes
+its own parts; any number of processes can read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from halfstep.checkpoint import atomic_directory, single
+from halfstep.checkpoint.single import CheckpointError
+from halfstep.distributed import process_group
+from halfstep.errors import UserError
+from halfstep.session import fsdp_checkpoint
+from halfstep.train.parallelize import FSDP2
+from halfstep.train.train_state import Standing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from halfstep.distributed.process_group import World
+    from halfstep.session.session import Session
+    from halfstep.train.output.run_directory import RunFolder
+    from halfstep.train.train_state import Job
+
+T = TypeVar("T")
+
+_COUNTS = ("step", "best_step", "waited", "processes")
+_WORDS = ("level", "dtype", "reason", "fingerprint")
+
+
+def save(
+    session: Session, standing: Standing, job: Job, folder: RunFolder, world: World
+) -> None:
+    """Write a checkpoint, and delete those that are no longer needed; all must call it.
+
+    Raises:
+        UserError: If it cannot be written; those before it are as they were.
+    """
+    notes = _notes(session, standing, job, world)
+    if job.plan.parallel == FSDP2:
+        path = folder.checkpoint_path(standing.step)
+        with folder.writing(path):
+            fsdp_checkpoint.save(session, path, notes, replace=True)
+        first_alone(world, lambda: folder.prune(job.plan.keep))
+        return
+    state = session.state_dict()
+    weights = state.pop("weights")
+
+    def write() -> None:
+        folder.save(standing.step, weights, state, notes)
+        folder.prune(job.plan.keep)
+
+    first_alone(world, write)
+
+
+def load(session: Session, path: Path) -> None:
+    """Put a checkpoint into the session, in parts or whole, whoever wrote it."""
+    if atomic_directory.read(path)["format"] == atomic_directory.PLAIN:
+        found = single.load(path)
+        session.load_state_dict(found.state | {"weights": found.weights})
+    else:
+        fsdp_checkpoint.load(session, path)
+
+
+def _notes(
+    session: Session, standing: Standing, job: Job, world: World
+) -> dict[str, Any]:
+    """Return what a checkpoint says of itself, for the run and for readers."""
+    choice = session.choice
+    return {
+        **asdict(standing),
+        "level": choice.level.name,
+        "dtype": choice.format.name,
+        "reason": choice.reason,
+        "labels": list(job.corpus.labels),
+        "fingerprint": job.plan.fingerprint,
+        "processes": world.size,
+    }
+
+
+def first_alone(world: World, act: Callable[[], T]) -> T | None:
+    """Let the first process act while the others wait; where it fails, all fail.
+
+    Why: to those that wait, one that leaves is lost, and they may not learn why.
+
+    Returns:
+        What it returned, on the first; None on the others.
+
+    Raises:
+        UserError: On all, if it raises that or, on the others, an `OSError`.
+        OSError: On the first, if it raises that.
+    """
+    made: T | None = None
+    own: UserError | OSError | None = None
+    if world.leads:
+        try:
+            made = act()
+        except (UserError, OSError) as error:
+            own = error
+    fault = process_group.same_everywhere(None if own is None else str(own))
+    if fault is not None:
+        raise own or UserError(fault)
+    return made
+
+
+def resumed(folder: RunFolder, world: World) -> tuple[dict[str, Any], list[str]] | None:
+    """Find the newest checkpoint that is whole; the same on every process.
+
+    Returns:
+        Its notes, and a line for each newer one that is damaged or not a run's. None
+        if there is none yet.
+
+    Raises:
+        UserError: If there are checkpoints, and none is whole.
+    """
+
+    def find() -> tuple[dict[str, Any], list[str]] | None:
+        found = folder.newest(_checked_notes)
+        return None if found is None else _with_best(folder, *found)
+
+    return process_group.same_everywhere(first_alone(world, find))
+
+
+def _with_best(
+    folder: RunFolder, notes: dict[str, Any], faults: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the same; where the best checkpoint is damaged, without it."""
+    best = notes["best_step"]
+    if best in {0, notes["step"]}:
+        return notes, faults
+    try:
+        _checked_notes(folder.checkpoint_path(best))
+    except CheckpointError as error:
+        fault = f"the checkpoint of step {best}, the best, is not used: {error}"
+        return notes | {"best_step": 0, "best_score": None}, [*faults, fault]
+    return notes, faults
+
+
+def _checked_notes(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's notes, their shape and every byte of it checked.
+
+    Raises:
+        CheckpointError: If it is damaged, or not a run's.
+    """
+    manifest = atomic_directory.read(path)
+    atomic_directory.verify(path, manifest)
+    notes: dict[str, Any] = manifest["notes"]
+    misfit = _misfit(notes)
+    if misfit is not None:
+        message = (
+            f"checkpoint file {path / atomic_directory.MANIFEST} was not written by a "
+            f"run: {misfit!r} of its notes is missing, or not what a run notes there."
+        )
+        raise CheckpointError(message)
+    return notes
+
+
+def _misfit(notes: Mapping[str, Any]) -> str | None:
+    """Return what of the notes a run could not go on from; None if it can."""
+    score = notes.get("best_score", "missing")
+    counts = {name: notes.get(name) for name in _COUNTS}
+    fits = {
+        **{name: type(n) is int and n >= 0 for name, n in counts.items()},
+        **{name: type(notes.get(name)) is str for name in _WORDS},
+        "best_score": score is None or type(score) in {int, float},
+    }
+    return next((name for name, fit in fits.items() if not fit), None)
+
+
+def check_fits(notes: Mapping[str, Any], fingerprint: str) -> None:
+    """Refuse to go on from a checkpoint of other data.
+
+    Raises:
+        UserError: If its fingerprint is not that of the corpus.
+    """
+    if notes.get("fingerprint") != fingerprint:
+        message = (
+            "--resume: the checkpoint was made from other data; resume with the data "
+            "it was trained on."
+        )
+        raise UserError(message)
+
+
+def standing_of(notes: Mapping[str, Any]) -> Standing:
+    """Return how far a run had come."""
+    names = ("step", "best_step", "best_score", "waited")
+    return Standing(**{name: notes[name] for name in names})

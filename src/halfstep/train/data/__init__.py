@@ -1,0 +1,1 @@
+"""Text files as examples, token ids and batches."""

@@ -1,0 +1,454 @@
+"""Examples as a corpus: split into train, dev and test, each label or kind an id.
+
+In: a file, a directory of splits, or None for the built-in ones. Out: `Corpus`, or a
+`UserError` that names the file, the line and the cure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import heapq
+import json
+import math
+import random
+from array import array
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from halfstep.errors import UserError
+from halfstep.reporting.table import count
+from halfstep.train.data.example_store import MOST_WORDS, READERS, Store, open_store
+from halfstep.train.data.labelled_text import AS_NAMED, Columns, is_headless, is_number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Int64 = np.ndarray[Any, np.dtype[np.int64]]
+    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+
+__all__ = ["BUILT_IN", "EMOTIONS", "Corpus", "Split", "load"]
+
+BUILT_IN = {"classify": "emotions", "ner": "entities"}
+"""Of each task: the built-in data."""
+
+EMOTIONS = ("other", "like", "sad", "disgust", "angry", "happy")
+"""The classes of the built-in emotions, in the order of their ids."""
+
+# What a label is called.
+_NOUNS = {"classify": "label", "ner": "kind"}
+# One for train and one for dev.
+_FEWEST_ROWS = 2
+# In two rows, labels that differ are nothing strange.
+_FEWEST_TO_TELL = 3
+# Label names that a message lists.
+_SHOWN = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Some examples of a file, in an order."""
+
+    store: Store
+    """The file."""
+    rows: Int64
+    """Of each example, its row in the file; shape (N,)."""
+    ids: Int64
+    """Of each word of the store, its index in `Corpus.labels`; -1 if it has none."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def text(self, i: int) -> str:
+        """Return the text of an example."""
+        return self.store.text(int(self.rows[i]))
+
+    def texts(self) -> Iterator[str]:
+        """Yield the text of each example."""
+        return map(self.store.text, map(int, self.rows))
+
+    def where(self, i: int) -> str:
+        """Return the file and the line of an example, for messages."""
+        return self.store.where(int(self.rows[i]))
+
+    def words(self) -> set[str]:
+        """Return the label words, or kinds of entities, that the examples hold."""
+        rows, words = self.store.uses()
+        taken = np.zeros(len(self.store), bool)
+        taken[self.rows] = True
+        return {self.store.words[word] for word in np.unique(words[taken[rows]])}
+
+    def labels(self) -> Int64:
+        """Return the class of each example: an index into `Corpus.labels`; (N,)."""
+        return self.ids[self.store.word_at[self.rows]]
+
+    def spans(self, i: int) -> list[tuple[int, int, int]]:
+        """Return the entities of an example.
+
+        Returns:
+            Of each: its first character, the one after its last, and its kind, an
+            index into `Corpus.labels`.
+        """
+        row = int(self.rows[i])
+        first, end = self.store.span_starts[row : row + 2]
+        found = self.store.spans[first:end].tolist()
+        return [(start, stop, int(self.ids[word])) for start, stop, word in found]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run learns from, chooses by and is judged on."""
+
+    name: str
+    """Of the built-in data, or of the directory, or of the file without its suffix."""
+    task: str
+    """`classify` or `ner`."""
+    labels: tuple[str, ...]
+    """The name of each class, or of each kind of entity, at its id."""
+    train: Split
+    """What the model learns from; two classes or more, or one kind of entity."""
+    dev: Split
+    """What chooses the checkpoint; never empty, and no label that train lacks. Some of
+    its texts hold entities, where the task is to find them."""
+    test: Split
+    """What only the final score sees; may be empty."""
+    fingerprint: str
+    """SHA-256 of what decides which examples, in which order, with which labels."""
+
+    @property
+    def sizes(self) -> str:
+        """How many texts each split holds, in words."""
+        tests = count(len(self.test), "test text")
+        return f"{len(self.train)} train, {len(self.dev)} dev, {tests}"
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Of each sentence that no split holds: where it stands, and what is wrong."""
+        stores = {id(s.store): s.store for s in (self.train, self.dev, self.test)}
+        return tuple(fault for store in stores.values() for fault in store.left_out)
+
+
+def load(
+    path: Path | None,
+    *,
+    task: str,
+    label_names: tuple[str, ...] | None,
+    limit: int | None,
+    dev_share: float,
+    seed: int,
+    columns: Columns = AS_NAMED,
+) -> Corpus:
+    """Return the corpus of a file, of a directory of splits, or the built-in one.
+
+    Why: a class that only dev holds, or a label that is a number here and a word
+    there, trains without complaint and shows only as a poor score. So it is refused.
+
+    Args:
+        path: A file, to be shuffled and split; or a directory with `train.*`, `dev.*`
+            and perhaps `test.*`, taken as they are; or None for the built-in data.
+        task: "classify": each text has one label. "ner": each has entities.
+        label_names: The classes (at least two) or kinds of entities in the order of
+            their ids. None takes the words of train, sorted, or the numbers from 0 to
+            the largest in train.
+        limit: Take the first rows of the file (of train, in a directory) as if they
+            were all. Rows, >= 2; None for all.
+        dev_share: Part of a file that becomes dev, between 0 and 1; at least one row
+            each for train and dev. Without effect where the splits are given.
+        seed: Of the shuffle that comes before the split of a file.
+        columns: classify: names of those that hold the text and the label.
+
+    Returns:
+        The corpus. Duplicates stay, since real data has them.
+
+    Raises:
+        UserError: If a file, row, label or setting cannot be used.
+    """
+    _check_settings(task, label_names, limit, dev_share)
+    if path is None and columns != AS_NAMED:
+        message = (
+            "--text-column and --label-column name columns of --data; the built-in "
+            "texts have none: leave them out."
+        )
+        raise UserError(message)
+    if path is None:
+        name = BUILT_IN[task]
+        if task == "classify":
+            label_names = label_names or EMOTIONS
+        with as_file(files("halfstep.train") / name) as folder:
+            stores = _given_splits(folder, task, limit, AS_NAMED)
+    elif path.is_dir():
+        name, stores = path.resolve().name, _given_splits(path, task, limit, columns)
+    else:
+        name, stores = path.stem, {"train": open_store(path, task, limit, columns)}
+    labels, ids = _label_ids(stores, task, label_names)
+    # With names given, a header's word is unknown, and refused already.
+    if task == "classify" and not label_names and columns == AS_NAMED:
+        _check_header(stores["train"])
+    splits = {
+        split: Split(store, np.arange(len(store)), _ids(store, ids))
+        for split, store in stores.items()
+    }
+    if "dev" not in splits:
+        splits = _drawn_splits(splits["train"], dev_share, seed)
+    train = splits["train"]
+    splits.setdefault("test", Split(train.store, train.rows[:0], train.ids))
+    _check_train(str(path or name), task, splits)
+    return Corpus(
+        name, task, labels, **splits, fingerprint=_fingerprint(task, labels, splits)
+    )
+
+
+def _check_settings(
+    task: str, label_names: tuple[str, ...] | None, limit: int | None, dev_share: float
+) -> None:
+    """Refuse settings that no data can satisfy."""
+    message = ""
+    fewest, words = (2, "two") if task == "classify" else (1, "one")
+    names = label_names or ()
+    if limit is not None and limit < _FEWEST_ROWS:
+        message = (
+            f"--limit must be 2 or more, a row each for train and dev, not {limit}."
+        )
+    elif not 0 < dev_share < 1:
+        message = (
+            f"--dev-share must lie between 0 and 1, such as 0.08, not {dev_share}."
+        )
+    elif label_names is not None and len(set(names)) < max(fewest, len(names)):
+        message = f"--labels {','.join(names)}: name {words} or more labels, each once."
+    if message:
+        raise UserError(message)
+
+
+def _given_splits(
+    folder: Path, task: str, limit: int | None, columns: Columns
+) -> dict[str, Store]:
+    """Return the splits that a directory holds, train cut to its first rows."""
+    reader = READERS[task]
+    stores: dict[str, Store] = {}
+    for split in ("train", "dev", "test"):
+        known = [f for f in folder.iterdir() if f.suffix.lower() in reader.FORMATS]
+        found = sorted(f for f in known if f.stem == split)
+        # Corpora say more in their names: train.char.bmes.
+        found = found or sorted(f for f in known if f.name.startswith(f"{split}."))
+        message = ""
+        if len(found) > 1:
+            message = f"{found[0]} and {found[1].name} are both {split}; keep one."
+        elif not found and split != "test":
+            message = (
+                f"{folder} holds no {split} file; name one {split} with "
+                f"{reader.ACCEPTED}."
+            )
+        if message:
+            raise UserError(message)
+        if found:
+            stores[split] = open_store(
+                found[0], task, limit if split == "train" else None, columns
+            )
+    return stores
+
+
+def _drawn_splits(whole: Split, dev_share: float, seed: int) -> dict[str, Split]:
+    """Return the rows of one file, shuffled and cut in two.
+
+    Each label has its share of dev, and at least one row of it stays in train. Of
+    entities, a text goes to dev only if train keeps each of its kinds.
+    """
+    if len(whole) < _FEWEST_ROWS:
+        message = f"{whole.where(0)} is the only row; train and dev need one each."
+        raise UserError(message)
+    order = array("q", range(len(whole)))
+    random.Random(seed).shuffle(order)  # noqa: S311 - a split is no secret
+    rows = np.array(order, np.int64)
+    seats = min(max(1, round(len(rows) * dev_share)), len(rows) - 1)
+    is_dev = _dev_rows(whole.store, rows, seats)
+    if not is_dev.any():
+        noun = "label" if whole.store.task == "classify" else "kind of entity"
+        message = (
+            f"{whole.store.source}: no row can go to dev, for train would lack its "
+            f"{noun}; add rows with each {noun}."
+        )
+        raise UserError(message)
+    return {
+        "train": Split(whole.store, rows[~is_dev], whole.ids),
+        "dev": Split(whole.store, rows[is_dev], whole.ids),
+    }
+
+
+def _dev_rows(store: Store, rows: Int64, seats: int) -> BoolArray:
+    """Say which of the rows of a store, in their order, go to dev; `seats` or fewer."""
+    if store.task == "classify":
+        words = store.word_at[rows]
+        quota = _dev_counts(np.bincount(words), seats)
+        # Of each row, how many with its label come before.
+        by_word = np.argsort(words, kind="stable")
+        counts = np.bincount(words)
+        before = np.empty(len(rows), np.int64)
+        before[by_word] = np.arange(len(rows)) - np.repeat(
+            np.cumsum(counts) - counts, counts
+        )
+        return before < quota[words]
+    uses = np.unique(np.stack(store.uses()), axis=1)  # a kind counts once a text
+    left = np.bincount(uses[1])
+    starts = np.searchsorted(uses[0], np.arange(len(rows) + 1))
+    is_dev = np.zeros(len(rows), bool)
+    for place, row in enumerate(rows.tolist()):
+        kinds = uses[1, starts[row] : starts[row + 1]]
+        if (left[kinds] > 1).all():
+            left[kinds] -= 1
+            is_dev[place] = True
+            seats -= 1
+            if not seats:
+                break
+    return is_dev
+
+
+def _dev_counts(counts: Int64, seats: int) -> Int64:
+    """Return how many rows of each label go to dev.
+
+    Formula: the next seat is that of the label with the largest n / sqrt(k (k + 1)),
+    n its rows and k its seats, as seats of a parliament are shared out (Huntington,
+    Hill). So each label has one before any has two, then as many as its share, and
+    never all of its rows.
+    """
+    taken = np.zeros(len(counts), np.int64)
+    heap = [(-math.inf, -int(n), word) for word, n in enumerate(counts) if n > 1]
+    heapq.heapify(heap)
+    while heap and seats:
+        _, count, word = heapq.heappop(heap)
+        taken[word] += 1
+        seats -= 1
+        k = int(taken[word])
+        if k < -count - 1:
+            heapq.heappush(heap, (count / math.sqrt(k * (k + 1)), count, word))
+    return taken
+
+
+def _label_ids(
+    stores: dict[str, Store], task: str, label_names: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return the name of each class or kind, and the id of each label word."""
+    train = stores["train"]
+    numbers = task == "classify" and is_number(train.words[0])
+    for store in stores.values():
+        # Words stand in the order of their rows, so the first fault is the first row's.
+        for word in store.words:
+            fault = _label_fault(word, train, label_names, task=task, numbers=numbers)
+            if fault:
+                rows, words = store.uses()
+                row = int(rows[words == store.words.index(word)][0])
+                message = f"{store.where(row)}: {fault}."
+                raise UserError(message)
+    if not numbers:
+        names = label_names or tuple(sorted(train.words))
+        return names, {name: number for number, name in enumerate(names)}
+    names = label_names or tuple(map(str, range(max(map(int, train.words)) + 1)))
+    return names, {str(number): number for number in range(len(names))}
+
+
+def _label_fault(
+    word: str,
+    first: Store,
+    label_names: tuple[str, ...] | None,
+    *,
+    task: str,
+    numbers: bool,
+) -> str:
+    """Return what is wrong with a word that stands for a label; nothing if sound."""
+    if task == "classify" and is_number(word) != numbers:
+        return (
+            f"label {word!r} does not go with {first.words[0]!r} in {first.where(0)}; "
+            "use whole numbers throughout, or words"
+        )
+    if numbers:
+        top = len(label_names or range(MOST_WORDS)) - 1
+        if not 0 <= int(word) <= top:
+            cure = "give more label names" if label_names else "count classes from 0"
+            return f"labels out of range: {word} is not in 0 to {top}; {cure}"
+    elif label_names and word not in label_names:
+        near = difflib.get_close_matches(word, label_names, n=1)
+        hint = f", perhaps {near[0]!r}" if near else ""
+        known = ", ".join(label_names[:_SHOWN])
+        more = ", ..." if label_names[_SHOWN:] else ""
+        return f"{_NOUNS[task]} {word!r} is unknown{hint}; use {known}{more}"
+    return ""
+
+
+def _check_header(train: Store) -> None:
+    """Refuse a first row that looks like a header which names the columns otherwise."""
+    if len(train) < _FEWEST_TO_TELL or any(map(is_number, train.words)):
+        return
+    alone = np.count_nonzero(train.word_at == train.word_at[0]) == 1
+    if alone and is_headless(Path(train.source)):
+        message = (
+            f"{train.where(0)}: label {train.words[0]!r} stands in no other row: if it "
+            "is a header, give --text-column and --label-column; otherwise drop the "
+            "row."
+        )
+        raise UserError(message)
+
+
+def _ids(store: Store, ids: dict[str, int]) -> Int64:
+    """Return the id of each word of a store; -1 of one that train lacks."""
+    return np.array([ids.get(word, -1) for word in store.words], np.int64)
+
+
+def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
+    """Refuse a train split that teaches nothing, or lacks a word of dev or test.
+
+    A dev split without entities is refused too: whatever the model, its F1 is 0, and
+    the first evaluation would pass for the best.
+    """
+    known = splits["train"].words()
+    message = ""
+    if task == "ner" and not known:
+        message = f"{source}: train holds no entity; mark some, or take more rows."
+    elif task == "ner" and not splits["dev"].words():
+        message = (
+            f"{source}: dev holds no entity to choose the best model by; mark some, "
+            "or take more rows."
+        )
+    elif task == "classify" and len(known) == 1:
+        message = (
+            f"{source}: train holds only one class {known.pop()!r}; "
+            "a classifier needs at least two."
+        )
+    if message:
+        raise UserError(message)
+    for name in ("dev", "test"):
+        _check_words(name, splits[name], known, _NOUNS[task])
+
+
+def _check_words(name: str, split: Split, known: set[str], noun: str) -> None:
+    """Refuse a split with a word that is not known."""
+    store = split.store
+    foreign = np.array([word not in known for word in store.words], bool)
+    rows, words = store.uses()
+    bad = foreign[words]
+    hit = np.zeros(len(store), bool)
+    hit[rows[bad]] = True
+    found = np.flatnonzero(hit[split.rows])
+    if len(found):
+        at = int(found[0])
+        word = store.words[words[bad & (rows == split.rows[at])][0]]
+        message = (
+            f"{split.where(at)}: {noun} {word!r} of {name} is absent from train; add "
+            "rows with it, take more rows, or drop this one."
+        )
+        raise UserError(message)
+
+
+def _fingerprint(task: str, labels: tuple[str, ...], splits: dict[str, Split]) -> str:
+    """Return the SHA-256 of what makes a corpus."""
+    facts = [
+        [name, split.store.key, _sha256(split.rows), _sha256(split.ids)]
+        for name, split in splits.items()
+    ]
+    return hashlib.sha256(json.dumps([task, labels, facts]).encode()).hexdigest()
+
+
+def _sha256(numbers: Int64) -> str:
+    return hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()

@@ -1,0 +1,320 @@
+"""Rows of labelled text from one file, each checked and able to say where it stands.
+
+In: a .json, .jsonl, .ndjson, .csv or .tsv file. Out: `Row` values, or a `UserError`
+that names the file, the line and the cure.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from halfstep.errors import UserError
+from halfstep.train.data import text_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+    from pathlib import Path
+
+ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
+
+# More digits than these are a telephone number or a hash, so a word.
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
+# A text and its label.
+_PAIR = 2
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# Names of columns that a message lists.
+_SHOWN = 8
+# Of characters in a cell; csv's own is 131,072, and a text may be longer.
+_LONGEST_CELL = 2**31 - 1
+
+
+class Columns(NamedTuple):
+    """Names of the columns of a table, or keys of a JSON object, that are read."""
+
+    text: str = "text"
+    label: str = "label"
+
+
+AS_NAMED = Columns()
+"""Where nothing is said: these names, or the first two columns, or a pair."""
+
+
+class Row(NamedTuple):
+    """One text and its label as a file holds them."""
+
+    text: str
+    """The text, unchanged and not blank."""
+    label_word: str
+    """The label without outer white space; a whole number in its shortest form. JSON's
+    true, false and numbers with a point are words, as in a table."""
+    line: int
+    """Where the row begins in its file, counted from 1."""
+    where: str
+    """The same for messages: file, line and, in an array, the number of the entry."""
+
+
+def is_number(label_word: str) -> bool:
+    """Say whether a label is a whole number and not a word."""
+    return _NUMBER.fullmatch(label_word) is not None
+
+
+def read(path: Path, columns: Columns = AS_NAMED) -> Iterator[Row]:
+    """Return the rows of one file, one after another; one bad row refuses the file.
+
+    Why: a reader that skips what it does not understand trains on less than the user
+    believes, or on a column that is not the label. And a file may be large: only an
+    array of JSON is held, as text.
+
+    Args:
+        path: A UTF-8 file. The suffix tells the format: `.json` is one array of
+            `[text, label]` pairs or objects, `.jsonl` and `.ndjson` one of these a
+            line, `.csv` and `.tsv` a table. The header of a table names the columns
+            `text` and `label`; without one they are the first two.
+        columns: Names to look for in place of these two; a table then has a header,
+            and an entry of JSON is an object.
+
+    Returns:
+        At least one row, in the order of the file.
+
+    Raises:
+        UserError: If the file or one of its rows cannot be used: the file at once, a
+            row when its turn comes.
+    """
+    entries, form = FORMATS[text_lines.check(path, FORMATS, ACCEPTED)]
+    return _rows(path, entries(path, columns), form)
+
+
+def is_headless(path: Path, columns: Columns = AS_NAMED) -> bool:
+    """Say whether a file is a table whose first row is data, by its names.
+
+    Why: a header with other names is such a row too, and its label a class.
+
+    Args:
+        path: A file that `read` takes.
+        columns: As for `read`.
+
+    Raises:
+        UserError: If the file cannot be read up to the end of its first row.
+    """
+    delimiter = _DELIMITERS.get(path.suffix.lower())
+    first = next(_cells(path, delimiter), None) if delimiter else None
+    return first is not None and not _is_header(first[1], columns)
+
+
+def _rows(path: Path, entries: Iterator[text_lines.Entry], form: str) -> Iterator[Row]:
+    """Yield the rows of the entries of a file."""
+    # What a sound row asks is asked first and quickly; the rest is in `_checked`.
+    words: dict[int | str, str] = {}
+    line = 0
+    for where, line, entry in entries:
+        text: object = None
+        label: object = None
+        if type(entry) is dict:
+            text, label = entry.get("text"), entry.get("label")
+        elif type(entry) is list and len(entry) == _PAIR:
+            text, label = entry
+        # 1, True and 1.0 are one key.
+        if type(label) is str or type(label) is int:
+            word = words.get(label)
+            if word is not None and type(text) is str and _is_sound(text):
+                yield Row(text, word, line, where)
+                continue
+        text, label = _checked(where, entry, form)
+        # What a cell of a table would hold: JSON's true, not Python's True.
+        word = (label if isinstance(label, str) else json.dumps(label)).strip()
+        if is_number(word):
+            word = str(int(word))
+        if type(label) is str or type(label) is int:
+            words[label] = word
+        yield Row(text, word, line, where)
+    if not line:
+        message = f"{path} holds no rows; {form}."
+        raise UserError(message)
+
+
+def _is_sound(text: str) -> bool:
+    """Say whether a text has ink and can be written."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return bool(text) and not text.isspace() and "\0" not in text
+
+
+def _checked(where: str, entry: object, form: str) -> tuple[str, float | str]:
+    """Return text and label of one entry, which is a pair or an object."""
+    text: object = None
+    label: object = None
+    fault = ""
+    match entry:
+        case {"text": text, "label": label} | [text, label]:
+            fault = _fault(text, label)
+        case {"text": _}:
+            fault = f"label is missing; {form}"
+        case {}:
+            fault = f"text is missing; {form}"
+        case _:
+            fault = f"{text_lines.shown(entry)} is not a text and its label; {form}"
+    if fault:
+        message = f"{where}: {fault}."
+        raise UserError(message)
+    return cast("str", text), cast("float | str", label)
+
+
+def _fault(text: object, label: object) -> str:
+    """Return what is wrong with a text or a label; nothing if both are sound."""
+    if not isinstance(text, str):
+        return f"text is {text_lines.shown(text)}; a text is a string"
+    if not text.strip():
+        return "text is blank; give it words or drop the row"
+    if not isinstance(label, int | float | str) or not _is_finite(label):
+        return f"label is {text_lines.shown(label)}; a label is a number or a word"
+    if not str(label).strip():
+        return "label is blank; a label is a number or a word"
+    return text_lines.fault_of(f"{text}{label}")
+
+
+def _is_finite(label: float | str) -> bool:
+    """Say whether a label is not JSON's NaN, which stands for a missing one."""
+    return not isinstance(label, float) or math.isfinite(label)
+
+
+def _objects(
+    path: Path, columns: Columns, *, read: Callable[[Path], Iterator[text_lines.Entry]]
+) -> Iterator[text_lines.Entry]:
+    """Yield the entries of JSON; of objects with other names, text and label alone."""
+    if columns == AS_NAMED:
+        yield from read(path)
+        return
+    for where, line, entry in read(path):
+        fault = ""
+        if not isinstance(entry, dict):
+            fault = f"{text_lines.shown(entry)} has no key {columns.text!r}"
+        elif missing := [name for name in columns if name not in entry]:
+            fault = f"key {missing[0]!r} is missing{_there_are(entry)}"
+        if fault:
+            message = f"{where}: {fault}; see --text-column and --label-column."
+            raise UserError(message)
+        found = cast("dict[str, object]", entry)
+        yield where, line, {"text": found[columns.text], "label": found[columns.label]}
+
+
+def _there_are(names: Collection[str]) -> str:
+    """Return which names there are instead of one that is missing, for a message."""
+    shown = ", ".join(text_lines.shown(name) for name in [*names][:_SHOWN])
+    more = ", ..." if len(names) > _SHOWN else ""
+    return f", there are {shown}{more}" if names else ""
+
+
+def _table(
+    path: Path, columns: Columns, *, delimiter: str
+) -> Iterator[text_lines.Entry]:
+    """Yield text and label of each row of a table."""
+    rows = _cells(path, delimiter)
+    first = next(rows, None)
+    if first is None:
+        return
+    line, head = first
+    names, wanted = _names(head), _names(columns)
+    text, label = 0, 1
+    if _is_header(head, columns):
+        for name in wanted:
+            if names.count(name) > 1:
+                message = (
+                    f"{path} line {line}: {names.count(name)} columns are named "
+                    f"{name!r}; rename all but one."
+                )
+                raise UserError(message)
+        text, label = map(names.index, wanted)
+    elif columns != AS_NAMED:
+        missing = next(name for name in columns if _names([name])[0] not in names)
+        message = (
+            f"{path} line {line}: no column is named {missing!r}{_there_are(head)}; "
+            "see --text-column and --label-column."
+        )
+        raise UserError(message)
+    elif "label" in names or names[0] == "text" or len(head) == 1:
+        # Half a header, taken for data, would become a class of its own.
+        message = (
+            f"{path} line {line}: text and label are two columns; begin with a header "
+            "row that names them, or give --text-column and --label-column."
+        )
+        raise UserError(message)
+    else:
+        rows = chain([first], rows)
+    width = len(head)
+    for line, cells in rows:
+        if len(cells) != width:
+            message = (
+                f"{path} line {line}: cell count is {len(cells)}, but {width} in "
+                f"line {first[0]}; quote a text that holds {delimiter!r}, or fill up "
+                "the row."
+            )
+            raise UserError(message)
+        yield f"{path} line {line}", line, [cells[text], cells[label]]
+
+
+def _names(head: Iterable[str]) -> list[str]:
+    """Return the cells of a first row as the names of columns."""
+    return [cell.strip().lower() for cell in head]
+
+
+def _is_header(head: list[str], columns: Columns) -> bool:
+    """Say whether a first row tells which columns are the text and the label."""
+    return set(_names(columns)) <= set(_names(head))
+
+
+def _cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line and the cells of each row of a table that is not blank."""
+    # The limit is one of the whole process, and csv has no other.
+    csv.field_size_limit(_LONGEST_CELL)
+    # Without `strict`, a stray quote swallows every row up to the next one, unseen.
+    table = csv.reader(_csv_lines(path), delimiter=delimiter, strict=True)
+    line = 1
+    try:
+        for cells in table:
+            if len(cells) > 1 or "".join(cells).strip():
+                yield line, cells
+            line = table.line_num + 1
+    except csv.Error as error:
+        message = (
+            f"{path} line {line}: {error}; a cell that begins with a quote must end "
+            "with one, and a quote inside it is written twice."
+        )
+        raise UserError(message) from error
+
+
+def _csv_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, of which a carriage return ends one as well."""
+    for line in text_lines.lines(path):
+        # Most often it is the one before a line feed.
+        if 0 <= line.find("\r") < len(line) - len("\r\n"):
+            yield from io.StringIO(line, newline="")
+        else:
+            yield line
+
+
+_OBJECT = '{"text": "...", "label": ...}'
+_EACH_LINE = f"each line holds {_OBJECT}"
+_EACH_ROW = "each row holds a text and a label"
+_json_lines = partial(_objects, read=text_lines.json_lines)
+FORMATS: dict[
+    str, tuple[Callable[[Path, Columns], Iterator[text_lines.Entry]], str]
+] = {
+    ".json": (
+        partial(_objects, read=text_lines.json_array),
+        f'each entry is ["text", label] or {_OBJECT}',
+    ),
+    ".jsonl": (_json_lines, _EACH_LINE),
+    ".ndjson": (_json_lines, _EACH_LINE),
+    ".csv": (partial(_table, delimiter=_DELIMITERS[".csv"]), _EACH_ROW),
+    ".tsv": (partial(_table, delimiter=_DELIMITERS[".tsv"]), _EACH_ROW),
+}
+"""Of each suffix: what reads it, and the form that its entries must have."""

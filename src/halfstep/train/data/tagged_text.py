@@ -1,0 +1,319 @@
+"""Texts with marked entities from one file, each checked and able to say where it is.
+
+In: a file of tagged tokens (.bmes, .bio, .bioes, .conll, .iob, .txt) or of texts with
+offsets (.json, .jsonl, .ndjson). Out: `Marked` values, or a `UserError` that names the
+file, the line and the cure.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from halfstep.errors import UserError
+from halfstep.train.data import text_lines
+from halfstep.train.data.annotated_text import (
+    Marked,
+    Span,
+    has_width,
+    marked,
+    of_objects,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+__all__ = ["ACCEPTED", "FORMATS", "Marked", "Span", "read"]
+
+ACCEPTED = ".bmes, .bio, .bioes, .conll, .iob, .txt, .json, .jsonl or .ndjson"
+"""The suffixes that `read` knows, in words."""
+
+_TAG = re.compile(r"([BIMES])-(.+)")
+_BLANKS = re.compile(" +")
+_START_OF_DOCUMENT = "-DOCSTART-"
+# Of a tag: its prefix and its kind, both empty for O.
+_Parts = tuple[str, str]
+# A line of a sentence: its number, token and tag.
+_Tagged = tuple[int, str, str]
+
+
+class InvalidTagsError(UserError):
+    """A sentence whose tags cannot follow each other."""
+
+
+def read(path: Path, left_out: list[str] | None = None) -> Iterator[Marked]:
+    """Yield the texts of one file, one at a time; one bad text refuses the file.
+
+    Why: a tag that no scheme allows, or an offset past the end, is a slip in the file.
+    Mended by a guess, it would teach the model an entity that nobody marked.
+
+    Args:
+        path: A UTF-8 file. The suffix tells the format. `.json` is one array of
+            objects, `.jsonl` and `.ndjson` one object a line. The others hold a token
+            and its tag a line, apart by tabs or blanks, in the first and the last
+            column; a blank line ends a sentence. The tags tell their scheme: IOB2
+            (B, I), BIOES (B, I, E, S) or BMES (M for I). Tokens are joined by a
+            blank, except between Chinese or Japanese characters, and in a sentence
+            of single characters.
+        left_out: Given a list, a sentence whose tags cannot follow each other does not
+            refuse the file: it is left out, and what is wrong with it is added here.
+
+    Yields:
+        At least one text, in the order of the file.
+
+    Raises:
+        UserError: If the file or one of its texts cannot be used.
+    """
+    entries, form = FORMATS[text_lines.check(path, FORMATS, ACCEPTED)]
+    empty = True
+    for entry in entries(path, form, left_out):
+        empty = False
+        yield entry
+    if empty and not left_out:
+        message = f"{path} holds no texts; {form}."
+        raise UserError(message)
+
+
+@dataclass(slots=True)
+class _Scheme:
+    """How a file marks the end and the middle of an entity, once its tags tell."""
+
+    ends: bool | None = None
+    """Whether E and S mark the end; None until a sentence holds an entity."""
+    ends_line: int = 0
+    """The line that told."""
+    inner: str = ""
+    """I or M, as the first such tag; empty before."""
+    inner_line: int = 0
+
+
+def _of_columns(path: Path, form: str, left_out: list[str] | None) -> Iterator[Marked]:
+    """Yield the sentences of tagged tokens."""
+    scheme = _Scheme()
+    for sentence in _sentences(path, form):
+        told = replace(scheme)  # a sentence that is left out must not say the scheme
+        try:
+            made = _sentence(path, sentence, told)
+        except InvalidTagsError as error:
+            if left_out is None:
+                raise
+            left_out.append(str(error))
+        else:
+            scheme = told
+            yield made
+
+
+def _sentences(path: Path, form: str) -> Iterator[list[_Tagged]]:
+    """Yield the lines of each sentence."""
+    sentence: list[_Tagged] = []
+    first: tuple[int, int] | None = None
+    for number, line in enumerate(text_lines.lines(path), start=1):
+        columns = _columns(line)
+        if not columns or columns[0] == _START_OF_DOCUMENT:
+            if sentence:
+                yield sentence
+                sentence = []
+            continue
+        first = first or (len(columns), number)
+        if fault := _line_fault(line, columns, first, form):
+            message = f"{path} line {number}: {fault}."
+            raise UserError(message)
+        sentence.append((number, columns[0], columns[-1]))
+    if sentence:
+        yield sentence
+
+
+def _columns(line: str) -> list[str]:
+    """Return the columns of a line, none where it is blank."""
+    if not line.strip():
+        return []
+    if "\t" not in line:
+        return _BLANKS.split(line.strip(" \r\n"))
+    # Between tabs a blank is a token, and a token may hold one.
+    cells = line.rstrip().split("\t")
+    return [cell.strip(" ") or cell for cell in cells]
+
+
+def _line_fault(
+    line: str, columns: list[str], first: tuple[int, int], form: str
+) -> str:
+    """Return what is wrong with the columns of a line, the tag apart."""
+    if "\r" in line.rstrip("\r\n"):
+        return "a carriage return stands inside the line; end lines with line feeds"
+    if len(columns) == 1:
+        return f"{text_lines.shown(columns[0])} is the only column; {form}"
+    if len(columns) != first[0]:
+        return (
+            f"column count is {len(columns)}, but {first[0]} in line {first[1]}; "
+            "put tabs round a token that holds blanks, or fill up the line"
+        )
+    token = columns[0]
+    if not token.isspace() and not any(map(has_width, token)):
+        return f"token {text_lines.shown(token)} has no width; drop the line"
+    return ""
+
+
+def _sentence(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> Marked:
+    """Return the text and the entities of one sentence."""
+    tags = _tags(path, sentence, scheme)
+    text, starts = _joined([token for _, token, _ in sentence])
+    spans: list[Span] = []
+    for (prefix, kind), start, (_, token, _) in zip(
+        tags, starts, sentence, strict=True
+    ):
+        if prefix in {"B", "S"}:
+            spans.append(Span(start, start + len(token), kind))
+        elif prefix:
+            spans[-1] = Span(spans[-1].start, start + len(token), kind)
+    line = sentence[0][0]
+    return marked(text, spans, line, f"{path} line {line}")
+
+
+def _tags(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> list[_Parts]:
+    """Return the tags of a sentence, which are checked against the scheme."""
+    tags: list[_Parts] = []
+    for number, _, tag in sentence:
+        parts = _parts(tag)
+        if parts is None:
+            right = "a tag is O, or B, I, M, E or S, then - and a kind, as in B-PER"
+            message = f"{path} line {number}: tag {tag!r} is unknown; {right}."
+            raise UserError(message)
+        tags.append(parts)
+    prefixes = {prefix for prefix, _ in tags}
+    if scheme.ends is None and prefixes != {""}:
+        scheme.ends = not prefixes.isdisjoint("MES")
+        scheme.ends_line = next(
+            tagged[0] for tagged, parts in zip(sentence, tags, strict=True) if parts[0]
+        )
+    before = ""
+    for (number, _, tag), parts in zip(sentence, tags, strict=True):
+        fault = _mix(parts[0], scheme, number) or _step(before, tag, scheme)
+        if fault:
+            message = f"{path} line {number}: tag {tag} {fault}."
+            raise InvalidTagsError(message)
+        before = tag
+    if fault := _step(before, "", scheme):
+        message = f"{path} line {sentence[-1][0]}: {fault}."
+        raise InvalidTagsError(message)
+    return tags
+
+
+@lru_cache(maxsize=4096)
+def _parts(tag: str) -> _Parts | None:
+    """Return prefix and kind of a tag; None if it is none."""
+    if tag == "O":
+        return "", ""
+    found = _TAG.fullmatch(tag)
+    return (found[1], found[2]) if found else None
+
+
+def _mix(prefix: str, scheme: _Scheme, number: int) -> str:
+    """Return what is wrong with a prefix beside those of the lines before."""
+    if prefix in {"E", "S", "M"} and not scheme.ends:
+        began = f"but IOB2 began in line {scheme.ends_line}"
+        return f"is of BMES or BIOES, {began}; use one scheme in a file"
+    if prefix in {"I", "M"}:
+        if not scheme.inner:
+            scheme.inner, scheme.inner_line = prefix, number
+        elif prefix != scheme.inner:
+            other = f"{scheme.inner} in line {scheme.inner_line}"
+            return f"stands beside {other}; use one of the two in a file"
+    return ""
+
+
+def _step(before: str, tag: str, scheme: _Scheme) -> str:
+    """Return why a tag cannot follow the one before; an empty tag is no tag at all.
+
+    The sentence begins after an empty tag, and ends before one.
+    """
+    prefix, kind = _parts(tag or "O") or ("", "")
+    was, open_kind = _parts(before or "O") or ("", "")
+    inside = {"I", "M", "E"} if scheme.ends else {"I"}
+    after = f"cannot follow {before}" if before else "cannot begin a sentence"
+    if scheme.ends and was in {"B", "I", "M"}:
+        if prefix in inside and kind == open_kind:
+            return ""
+        end = f"E-{open_kind}"
+        right = f"{scheme.inner}-{open_kind} or {end}" if scheme.inner else end
+        return (
+            f"{after}, which is unclosed; put {right}"
+            if tag
+            else f"the sentence ends after {before}, which is unclosed; put {end}, or "
+            "drop a blank line too many"
+        )
+    if prefix not in inside or (was and not scheme.ends and kind == open_kind):
+        return ""
+    if scheme.ends:
+        return f"{after}; begin with B-{kind}, or S-{kind} for a single token"
+    return f"{after}; in IOB1 it could: save as IOB2, where B-{kind} begins it"
+
+
+def _joined(tokens: list[str]) -> tuple[str, list[int]]:
+    """Return the text of tokens, and where each of them starts.
+
+    A blank stands between two tokens unless the characters at the seam are written
+    without. A sentence of single characters comes from a file that has a character
+    a line, where 2 0 1 9 is a year.
+    """
+    single = max(map(len, tokens)) == 1 and any(map(_is_close, tokens))
+    parts, starts, length, last = [], [], 0, " "
+    for token in tokens:
+        head = token[0]
+        if not (
+            single
+            or last.isspace()
+            or head.isspace()
+            or (_is_close(last) and _is_close(head))
+        ):
+            parts.append(" ")
+            length += 1
+        starts.append(length)
+        parts.append(token)
+        length += len(token)
+        last = token[-1]
+    return "".join(parts), starts
+
+
+@lru_cache(maxsize=65536)
+def _is_close(character: str) -> bool:
+    """Tell whether a character is Chinese or Japanese, or punctuation of these.
+
+    Korean is as wide, but has blanks between words.
+    """
+    width = unicodedata.east_asian_width(character)
+    if width in {"W", "F", "H"}:
+        return not unicodedata.name(character, "").startswith(
+            ("HANGUL", "HALFWIDTH HANGUL")
+        )
+    # Quotes, dashes and dots that Chinese and western texts share.
+    return width == "A" and unicodedata.category(character).startswith("P")
+
+
+def _json_lines(path: Path, form: str, left_out: object) -> Iterator[Marked]:
+    del left_out  # offsets are right or wrong by themselves
+    return of_objects(text_lines.json_lines(path), form)
+
+
+def _json_array(path: Path, form: str, left_out: object) -> Iterator[Marked]:
+    del left_out
+    return of_objects(text_lines.json_array(path), form)
+
+
+_OBJECT = '{"text": "...", "entities": [[start, end, kind], ...]}'
+_TOKENS = "each line holds a token and its tag, and a blank line ends a sentence"
+_EACH_LINE = f"each line holds {_OBJECT}"
+FORMATS: dict[
+    str, tuple[Callable[[Path, str, list[str] | None], Iterator[Marked]], str]
+] = {
+    ".json": (_json_array, f"each entry is {_OBJECT}"),
+    ".jsonl": (_json_lines, _EACH_LINE),
+    ".ndjson": (_json_lines, _EACH_LINE),
+    **dict.fromkeys(
+        (".bmes", ".bio", ".bioes", ".conll", ".iob", ".txt"), (_of_columns, _TOKENS)
+    ),
+}
+"""Of each suffix: what reads it, and the form that its entries must have."""

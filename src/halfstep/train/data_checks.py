@@ -1,0 +1,117 @@
+"""What a reader should know about a run's data, and what to do about it.
+
+In: a trainer. Out: sentences for the report, none where there is nothing to say. What
+there is to say of the training itself the doctor says, and of texts that come more
+than once, which are counted here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from halfstep.train.data.corpus import Corpus, Split
+    from halfstep.train.data.tokenized import Encoded
+    from halfstep.train.loop import Trainer
+
+_SHOWN = 20  # sentences left out that are named
+_MOST = 2_000_000  # texts that are compared: some 10 seconds
+
+
+def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return what is worth knowing about the examples, before any step.
+
+    Args:
+        trainer: Of a run; its steps are the doctor's matter.
+        faults: Lines about checkpoints that could not be used; they come first.
+    """
+    corpus = trainer.job.corpus
+    told = [*faults, *left_out(corpus)]
+    if corpus.task == "ner" and len(corpus.test) and not corpus.test.words():
+        told.append(
+            "The test texts hold no entity: whatever the model finds there, its F1 is "
+            "0; mark some, or judge on other texts."
+        )
+    for split, encoded in trainer.job.encoded.items():
+        cut = cut_texts(encoded, trainer.job.longest)
+        if cut:
+            reach = "reaches" if cut == 1 else "reach"
+            told.append(
+                f"{cut} of {len(encoded)} {split} texts {reach} {trainer.job.longest} "
+                "tokens, where texts are cut: raise --max-length, if the model takes "
+                "more."
+            )
+    inexact = trainer.job.encoded["train"].inexact
+    if inexact:
+        things, they = "entities", "they begin or end inside one, or lie"
+        if inexact == 1:
+            things, they = "entity", "it begins or ends inside one, or lies"
+        told.append(
+            f"{inexact} {things} of the training file cannot be shown exactly by "
+            f"tokens: {they} beyond --max-length."
+        )
+    return tuple(told)
+
+
+def left_out(corpus: Corpus) -> list[str]:
+    """Return what to say of sentences whose tags were invalid."""
+    faults = corpus.left_out
+    if not faults:
+        return []
+    shown = " ".join(faults[:_SHOWN])
+    more = f" And {len(faults) - _SHOWN} more." if len(faults) > _SHOWN else ""
+    are = "sentence is" if len(faults) == 1 else "sentences are"
+    return [f"{len(faults)} {are} left out for invalid tags: {shown}{more}"]
+
+
+def cut_texts(encoded: Encoded, longest: int) -> int:
+    """Return how many texts fill all the tokens that a text may have."""
+    return int(np.count_nonzero(encoded.lengths >= longest))
+
+
+def repeats(corpus: Corpus, most: int = _MOST) -> dict[str, dict[str, int]]:
+    """Return by split how many texts come more than once, for `data.json`.
+
+    Texts are compared by 64-bit hashes, so that a million of them takes 16 MB.
+
+    Args:
+        corpus: That a run learns from.
+        most: Texts beyond which nothing is counted, and the result is empty.
+    """
+    splits = {"train": corpus.train, "dev": corpus.dev, "test": corpus.test}
+    if sum(map(len, splits.values())) > most:
+        return {}
+    train = _hashes(corpus.train)
+    found = {}
+    for name, split in splits.items():
+        texts = train if name == "train" else _hashes(split)
+        # Row by row: a text, and the text with its label or its entities.
+        both = np.stack([texts, _targets(split, texts, corpus.task)], axis=1)
+        distinct = np.unique(both, axis=0)
+        _, answers = np.unique(distinct[:, 0], return_counts=True)
+        several = np.unique(distinct[:, 0])[answers > 1]
+        found[name] = {
+            "texts": len(texts),
+            "repeated": len(texts) - len(distinct),
+            "contradicting": int(np.isin(texts, several).sum()),
+            "in_train": 0 if name == "train" else int(np.isin(texts, train).sum()),
+        }
+    return found
+
+
+def _hashes(split: Split) -> np.ndarray:
+    """Return a number for each text, blanks at its ends left out. int64, shape (N,)."""
+    numbers = (hash(text.strip()) for text in split.texts())
+    return np.fromiter(numbers, np.int64, len(split))
+
+
+def _targets(split: Split, texts: np.ndarray, task: str) -> np.ndarray:
+    """Return a number for the label, or the entities, of each text. int64."""
+    if task == "classify":
+        return np.asarray(split.labels(), np.int64)
+    numbers = (hash(tuple(sorted(split.spans(i)))) for i in range(len(texts)))
+    return np.fromiter(numbers, np.int64, len(texts))

@@ -1,0 +1,125 @@
+"""How good is a classifier: scores, confusions, and mistakes worth reading.
+
+In: the logits and labels of a split. Out: a `Judged`, and a table of mistakes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from halfstep.reporting.table import Cell, Table
+from halfstep.train.metrics.result import Judged, apart, most_mistaken
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from halfstep.train.metrics.result import Counts
+
+_MOST_CLASSES = 25  # of a confusion matrix that a person can read
+_MOST_CHARACTERS = 400  # of a text in a table of mistakes
+
+
+def judge(logits: Tensor, truth: Tensor, labels: Sequence[str]) -> Judged:
+    """Return how well guesses, the largest logits, agree with the truth.
+
+    Means over classes are unweighted, so that rare classes count; a class that is
+    neither there nor guessed counts as zero.
+
+    Args:
+        logits: float32, shape (N, C), on the CPU, N at least 1.
+        truth: int64, shape (N,), on the CPU.
+        labels: Names of the C classes, 2 or more, each once.
+    """
+    from sklearn.metrics import (
+        confusion_matrix,
+        matthews_corrcoef,
+        precision_recall_fscore_support,
+    )
+
+    true, guessed = truth.numpy(), logits.argmax(-1).numpy()
+    classes = range(len(labels))
+    precision, recall, f1, support = precision_recall_fscore_support(
+        true, guessed, labels=classes, zero_division=0.0
+    )
+    counts = confusion_matrix(true, guessed, labels=classes)
+    several = ((counts.sum(0) + counts.sum(1)) > 0).sum() > 1
+    scores = {
+        "accuracy": float((true == guessed).mean()),
+        "macro_f1": float(f1.mean()),
+        "macro_precision": float(precision.mean()),
+        "macro_recall": float(recall.mean()),
+        # Of a single class scikit-learn says 0, and warns.
+        "mcc": float(matthews_corrcoef(true, guessed)) if several else 0.0,
+    }
+    per = tuple(
+        (label, float(precision[i]), float(recall[i]), float(f1[i]), int(support[i]))
+        for i, label in enumerate(labels)
+    )
+    loss = float(torch.nn.functional.cross_entropy(logits, truth))
+    predicted = dict(zip(labels, map(int, counts.sum(0)), strict=True))
+    return Judged(loss, scores, per, _confusion(counts, tuple(labels)), predicted)
+
+
+def mistakes(
+    texts: Callable[[int], str],
+    logits: Tensor,
+    truth: Tensor,
+    labels: Sequence[str],
+    most: int = 20,
+) -> Table:
+    """Return the wrong guesses that were made with the most confidence.
+
+    Why: these show wrong labels in the data, and what the model has not understood,
+    sooner than guesses that were close.
+
+    Args:
+        texts: The text of an example; asked only for those shown.
+        logits: float32, shape (N, C), on the CPU.
+        truth: int64, shape (N,), on the CPU.
+        labels: Names of the C classes.
+        most: How many to show.
+    """
+    guesses = logits.argmax(-1)
+    wrong = (guesses != truth).nonzero().squeeze(-1)
+    chances = logits[wrong].softmax(-1).amax(-1)
+    order = chances.sort(descending=True, stable=True).indices[:most]
+    rows = tuple(
+        (
+            _shortened(texts(int(wrong[i]))),
+            labels[int(truth[wrong[i]])],
+            labels[int(guesses[wrong[i]])],
+            float(chances[i]),
+        )
+        for i in order
+    )
+    note = f"{len(wrong):,} of {len(truth):,} guesses are wrong"
+    if len(rows) < len(wrong):
+        note += f"; the {len(rows)} most confident are shown"
+    columns = ("text", "truth", "guess", "probability")
+    return Table("Most confident mistakes", columns, rows, (f"{note}.",))
+
+
+def _confusion(counts: Counts, labels: tuple[str, ...]) -> Table:
+    """Return counts as a table; of many classes the most mistaken, the rest as one."""
+    notes: tuple[str, ...] = ()
+    if len(labels) > _MOST_CLASSES:
+        whole = len(labels)
+        counts, labels = most_mistaken(counts, labels, _MOST_CLASSES)
+        kept = len(labels) - 1
+        named = f"The {kept} labels with the most mistakes"
+        notes = (f"{named}, and the other {whole - kept} as one.",)
+    head = apart("truth", labels)
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (label, *map(int, row)) for label, row in zip(labels, counts, strict=True)
+    )
+    return Table("Confusion", (head, *labels), rows, notes)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return text[: _MOST_CHARACTERS - 3] + "..."

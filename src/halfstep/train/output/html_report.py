@@ -1,0 +1,267 @@
+"""The report of a training run, as one page of HTML.
+
+In: what a run has to tell, as plain data. Out: the document, which needs no network.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from halfstep.machine import hardware
+from halfstep.reporting import html
+from halfstep.reporting.html import Bar, Card, Chart, Curve, Heat, Section
+from halfstep.reporting.table import Cell, Table
+from halfstep.train.metrics.result import Judged, words_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_PARTS = ("input", "forward", "backward", "update", "rest")
+_WARM_UP = 10  # steps that also allocate, compile and fill caches
+_MOST_SKIPS = 20
+_LOSS, _SCORE = "dev_loss", "dev_"
+_CHART_OF_LOSS = "Loss"
+_OF_LOSS = (
+    "The training loss is the one that is trained on: with class weights, label "
+    "smoothing, dropout and hidden tokens as set. That on dev is without them."
+)
+_OF_HOST = (
+    "These are the host's times: the GPU works on after the part that gave it work, "
+    "and the part that waits for it is charged."
+)
+
+
+def where_it_ran() -> Table:
+    """Return what this machine is."""
+    facts = hardware.capabilities()
+    rows = [
+        ("processor", facts.cpu),
+        ("cores", str(facts.cores)),
+        ("threads", str(facts.threads)),
+        ("instruction sets", ", ".join(facts.instruction_sets) or "none known"),
+        *(("GPU", f"{gpu.name}, {gpu.memory_bytes >> 30} GiB") for gpu in facts.gpus),
+        ("torch", facts.torch),
+        ("Python", platform.python_version()),
+    ]
+    return Table("", ("what", "value"), tuple(rows))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a run has to tell."""
+
+    title: str
+    lead: str
+    """A sentence or two: how it went."""
+    settings: Mapping[str, object]
+    """As the run used them."""
+    chosen: frozenset[str]
+    """Names of the settings that the run chose itself."""
+    judged: Mapping[str, Judged]
+    """By split; the last is the one that counts."""
+    mistakes: tuple[Table, ...]
+    beside: Table | None
+    """The model beside a baseline."""
+    precision: Table
+    records: Sequence[Mapping[str, Any]]
+    """Steps and evaluations as in metrics.jsonl; of older runs without "seconds"."""
+    summary: Mapping[str, Any]
+    """As in summary.json; what is missing in it is not shown."""
+    findings: tuple[str, ...]
+    """What somebody should know about its data."""
+    machine: Table = field(default_factory=where_it_ran)
+    cards: tuple[Card, ...] = ()
+    """What the doctor found."""
+
+
+def page(told: Told) -> str:
+    """Return the report, an HTML document.
+
+    Raises:
+        UserError: If jinja2 or matplotlib is not installed.
+    """
+    steps = [record for record in told.records if "event" not in record]
+    evals = [record for record in told.records if record.get("event") == "eval"]
+    beside = () if told.beside is None else (told.beside,)
+    charts, on_gpu = _charts(steps, evals), told.settings.get("device") == "cuda"
+    about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
+    memory = _memory(told.summary, on_gpu=on_gpu)
+    sections = [
+        Section("Findings", points=told.findings, cards=told.cards),
+        Section("Quality", tables=(*_quality(told.judged), *beside)),
+        Section("Confusion", heats=_confusion(told.judged)),
+        Section(
+            "Mistakes worth reading", tables=tuple(t for t in told.mistakes if t.rows)
+        ),
+        Section("Curves", about, charts=charts),
+        _time(steps, on_gpu=on_gpu),
+        Section("Cost", tables=(*_cost(told.summary), *memory)),
+        _skips(steps),
+        Section("Precision", tables=(replace(told.precision, title=""),)),
+        Section("Configuration", tables=(_settings(told.settings, told.chosen),)),
+        Section("Machine", tables=(told.machine,)),
+    ]
+    shown = [section for section in sections if section != Section(section.heading)]
+    return html.page(told.title, shown, told.lead)
+
+
+def _quality(judged: Mapping[str, Judged]) -> list[Table]:
+    """Return the scores of every split, then what the last one is made of."""
+    if not judged:
+        return []
+    split, final = list(judged.items())[-1]
+    columns = [{**one.scores, "loss": one.loss} for one in judged.values()]
+    rows: list[tuple[Cell, ...]] = [
+        (words_of(name), *(column.get(name) for column in columns))
+        for name in columns[-1]
+    ]
+    scores = Table("Scores", ("score", *judged), tuple(rows), digits=4)
+    return [scores, replace(final.table(f"By label, on {split}"), notes=())]
+
+
+def _confusion(judged: Mapping[str, Judged]) -> tuple[Heat, ...]:
+    split, final = list(judged.items())[-1] if judged else ("", None)
+    if final is None or final.confusion is None:
+        return ()
+    return (Heat(replace(final.confusion, title=f"On {split}"), "guess"),)
+
+
+def _charts(
+    steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
+) -> tuple[Chart, ...]:
+    """Return the curves of a run; those of which nothing is known are left out."""
+
+    def curve(name: str, records: Iterable[Mapping[str, Any]], key: str) -> Curve:
+        x, y = [], []
+        for record in records:
+            if key in record:
+                x.append(float(record["step"]))
+                # What was not finite is null in JSON: a gap.
+                y.append(float("nan" if record[key] is None else record[key]))
+        return Curve(name, tuple(x), tuple(y))
+
+    seen = dict.fromkeys(key for record in evals for key in record)
+    keys = [key for key in seen if key.startswith(_SCORE) and key != _LOSS]
+    scores = tuple(curve(words_of(k.removeprefix(_SCORE)), evals, k) for k in keys)
+    loss = (curve("training", steps, "loss"), curve("dev", evals, _LOSS))
+    rate, speed = curve("", steps, "lr"), curve("", steps, "examples_per_s")
+    scale, norm = curve("", steps, "scale"), curve("", steps, "grad_norm")
+    charts = (
+        Chart(_CHART_OF_LOSS, "step", "cross-entropy, nats", loss),
+        Chart("Scores on dev", "step", "score", scores),
+        Chart("Learning rate", "step", "rate", (rate,)),
+        Chart("Loss scale", "step", "scale", (scale,), log_y=True, step=True),
+        Chart("Gradient norm before clipping", "step", "norm", (norm,), log_y=True),
+        Chart("Speed", "step", "examples per second", (speed,)),
+    )
+    return tuple(
+        chart
+        for chart in charts
+        if np.isfinite([y for c in chart.curves for y in c.y]).any()
+    )
+
+
+def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
+    """Return where the time of a step went, if the records say so."""
+    heading = "Where the time of a step went"
+    timed = [record["seconds"] for record in steps if record.get("seconds")]
+    if not timed:
+        return Section(heading)
+    left_out = min(_WARM_UP, len(timed) // 2)
+    names = [name for name in _PARTS if any(name in parts for parts in timed)]
+    spent = np.array([[s.get(n) or 0.0 for n in names] for s in timed[left_out:]])
+    spent *= 1000
+    whole = spent.sum(1)
+    rows: list[tuple[Cell, ...]] = []
+    for name, part in [*zip(names, spent.T, strict=True), ("whole step", whole)]:
+        middle, late = (float(value) for value in np.percentile(part, [50, 95]))
+        share = 100 * float(part.sum()) / (float(whole.sum()) or 1.0)
+        rows.append((name, middle, late, share))
+    columns = ("part", "median, ms", "95th percentile, ms", "share, %")
+    note = (
+        f"Over {len(spent):,} steps; the first {left_out} are left out. "
+        "A share is one of all the time, not of the median. The rest is what lies "
+        "between these parts: seeds, rates, and agreeing on the loss, which waits for "
+        "other processes and for a GPU."
+    )
+    notes = (note, _OF_HOST) if on_gpu else (note,)
+    table = Table("", columns, tuple(rows), notes, digits=1)
+    means = tuple(zip(names, map(float, spent.mean(0)), strict=True))
+    return Section(heading, bars=(Bar("", means),), tables=(table,))
+
+
+def _cost(summary: Mapping[str, Any]) -> list[Table]:
+    known = {
+        "train_seconds": "time in training steps, s",
+        "evaluate_seconds": "time in evaluations, s",
+        "save_seconds": "time in writing checkpoints, s",
+        "tokenise_seconds": "time for tokenising, once, s",
+        "examples_per_s": "training examples per second",
+        "padded_share": "places that held padding, %",
+        "applied": "steps applied",
+        "skipped": "steps skipped",
+        "best_step": "step of the weights that were kept",
+        "loss_scale": "last loss scale",
+        "processes": "processes",
+    }
+    facts = dict(summary)
+    if facts.get("padded_share") is not None:
+        facts["padded_share"] *= 100
+    rows = [(words, facts[key]) for key, words in known.items() if key in facts]
+    note = "Times and memory are this process's, since it was started or resumed."
+    table = Table("Time and steps", ("what", "value"), tuple(rows), (note,), digits=1)
+    return [table] if rows else []
+
+
+def _memory(summary: Mapping[str, Any], *, on_gpu: bool) -> list[Table]:
+    held = {"peak": summary.get("peak_memory_bytes"), **(summary.get("memory") or {})}
+    peak = "peak allocated by torch on the GPU" if on_gpu else "peak of the process"
+    words = {"peak": peak, "moments": "optimizer's moments"}
+    rows = [
+        (words.get(name, name), size / 2**20)
+        for name, size in held.items()
+        if size is not None
+    ]
+    table = Table("Memory", ("what", "MiB"), tuple(rows), digits=1)
+    return [table] if rows else []
+
+
+def _skips(steps: Sequence[Mapping[str, Any]]) -> Section:
+    """Return which steps were skipped, and where the gradients were not finite."""
+    skipped = [record for record in steps if record.get("skipped")]
+    if not skipped:
+        return Section("Skipped steps", "No step was skipped." if steps else "")
+    rows = tuple(
+        (
+            str(record["step"]),
+            f"{record['scale']:g}" if record.get("scale") else "-",
+            ", ".join(record.get("found_inf_in") or ()) or "-",
+        )
+        for record in skipped[:_MOST_SKIPS]
+    )
+    rest = len(skipped) - len(rows)
+    notes = (f"{rest:,} more steps were skipped.",) if rest else ()
+    columns = ("step", "loss scale", "parameters whose gradients were not finite")
+    return Section("Skipped steps", tables=(Table("", columns, rows, notes),))
+
+
+def _settings(settings: Mapping[str, object], chosen: frozenset[str]) -> Table:
+    rows = tuple(
+        (key, _word(value), "the run" if key in chosen else "")
+        for key, value in settings.items()
+    )
+    return Table("", ("setting", "value", "chosen by"), rows)
+
+
+def _word(value: object) -> str:
+    """Return a value of a setting as people write it."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_word, value)) or "none"
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,0 +1,113 @@
+"""What a person sees while a run goes on: a live line, or plain lines on a pipe.
+
+In: one record a step. Out: text on standard output; nothing on ranks but the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from halfstep.reporting.table import terminal_width, wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_LINES = 20
+"""Plain lines in a whole run."""
+
+
+class Progress(Protocol):
+    """Shows a run while it goes on."""
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show a training step."""
+
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+def progress(total: int, done: int, *, leads: bool) -> Progress:
+    """Return what suits this process and its standard output."""
+    if not leads:
+        return _Silent()
+    return _Live(total, done) if sys.stdout.isatty() else _Plain(total, done)
+
+
+def _numbers(record: Mapping[str, Any]) -> str:
+    parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"]
+    if record["scale"] != 1:
+        parts.append(f"scale {record['scale']:g}")
+    parts.append(f"skipped {record['skipped_total']}")
+    parts.append(f"{record['examples_per_s']:.0f} examples/s")
+    return "  ".join(parts)
+
+
+class _Silent:
+    def step(self, record: Mapping[str, Any]) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Plain:
+    def __init__(self, total: int, done: int) -> None:
+        self._total = total
+        self._first = done
+        self._every = max(1, total // _LINES)
+        self._began = time.perf_counter()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        number = record["step"]
+        if number % self._every and number != self._total:
+            return
+        spent = time.perf_counter() - self._began
+        left = spent / max(1, number - self._first) * (self._total - number)
+        numbers = _numbers(record)
+        self.say(f"step {number}/{self._total}  {numbers}  {left:.0f} s left")
+
+    def say(self, line: str) -> None:
+        # A reader that left (`| head`) must not end the training.
+        with contextlib.suppress(BrokenPipeError):
+            print(*wrapped(line, terminal_width()), sep="\n", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Live:
+    def __init__(self, total: int, done: int) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+        )
+        self._task = self._bar.add_task("", total=total, completed=done, numbers="")
+        self._bar.start()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self._bar.update(self._task, completed=record["step"], numbers=_numbers(record))
+
+    def say(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()

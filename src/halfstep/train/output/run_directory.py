@@ -1,0 +1,410 @@
+"""The folder of a run: settings, metrics, checkpoints, and what may be written there.
+
+In: settings and records. Out: `config.json`, `launch.json`, `metrics.jsonl`, and
+`checkpoints/step-00000012`, whose names and manifests alone tell which is the newest
+and which the best. Only the first process writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from halfstep.checkpoint import atomic_directory, single
+from halfstep.checkpoint.single import CheckpointError
+from halfstep.errors import UserError, require
+from halfstep.reporting.table import write_text
+from halfstep.train import torchrun
+from halfstep.train.model import without_bars
+from halfstep.train.output import jsonl
+from halfstep.train.output.jsonl import finite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+T = TypeVar("T")
+
+__all__ = ["RunFolder", "finite"]
+
+_OWN_FOLDERS = ("checkpoints", "model", "tensorboard")
+_OWN = (
+    *("metrics.jsonl", "summary.json", "report.html"),
+    *("environment.json", "profile.json", "data.json"),
+    # What tells that the others are a run's goes last.
+    *("launch.json", "resolved.toml", "config.json"),
+)
+_SET_ASIDE = "damaged-"
+_TORN = re.compile(r"\.[0-9a-f]{16}\.tmp")
+"""What `write_text` calls a file that is not whole yet."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run lives."""
+
+    path: Path
+
+    @property
+    def model(self) -> Path:
+        """The finished model, as transformers loads it."""
+        return self.path / "model"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def _config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def begin(self, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+        """Make the folder and write the settings, and who has begun the run.
+
+        Raises:
+            UserError: If it holds a run already and `overwrite` is not asked for, or
+                other files and no run, or cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            names = (*_OWN, *_OWN_FOLDERS)
+            held = [name for name in names if (self.path / name).exists()]
+            began = not all(map(self._is_bare, held))
+            if began and not overwrite:
+                message = (
+                    f"{self.path} already holds a run ({held[-1]}); add --resume to go "
+                    "on with it, --overwrite to replace it, or choose another --out."
+                )
+                raise UserError(message)
+            if began:
+                jsonl.check_own(self._config)
+            else:
+                self.refuse_foreign()
+            self._sweep()
+            for name in (*_OWN_FOLDERS, *_OWN):
+                atomic_directory.remove(self.path / name)
+            # In this order some flag accepts what a kill leaves, wherever it comes.
+            write_text(self.path / "launch.json", json.dumps(torchrun.identity()))
+            write_text(self._config, json.dumps(dict(settings), indent=1))
+            self._checkpoints.mkdir(parents=True)
+            atomic_directory.flush(self.path)
+            with contextlib.suppress(PermissionError):  # it may be another user's
+                atomic_directory.flush(self.path.parent)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def refuse_foreign(self) -> None:
+        """Refuse a folder that holds files of somebody else.
+
+        Hidden files do not count, nor what a file system puts on a new disk.
+
+        Raises:
+            UserError: If there is a file that no run writes.
+        """
+        ours = {*_OWN, *_OWN_FOLDERS, "lost+found"}
+        names = sorted(path.name for path in self.path.iterdir())
+        foreign = [name for name in names if name not in ours and name[0] != "."]
+        if foreign:
+            message = (
+                f"--out {self.path} is not empty ({foreign[0]}) and holds no run; "
+                "choose a new folder, or an empty one."
+            )
+            raise UserError(message)
+
+    def _unwritable(self, error: OSError) -> UserError:
+        why = atomic_directory.why(error)
+        message = f"--out {self.path} cannot be written: {why}; choose another folder."
+        return UserError(message)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other programs out of the folder, which is made if need be.
+
+        Raises:
+            UserError: If another program is at work there, or it cannot be written.
+        """
+        try:
+            claim = torchrun.Claim(self.path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            yield
+        except BaseException:
+            claim.undo()
+            raise
+        finally:
+            claim.release()
+
+    def _is_bare(self, name: str) -> bool:
+        """Say whether this is what is there before a run begins, and no trace of one.
+
+        Why: a program may be killed before `config.json` tells what it was to do.
+        """
+        path = self.path / name
+        if name in _OWN_FOLDERS:
+            return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+        return name == "launch.json" and torchrun.read(path) is not None
+
+    def resumes_after_restart(self) -> bool:
+        """Say whether torchrun has restarted the processes that began this run.
+
+        Why: after a failure torchrun starts the same command again, without --resume.
+        What this very launch has begun it must go on with; whatever else is in the
+        folder it must not.
+        """
+        if not self._config.exists():
+            return False
+        return torchrun.started_again(torchrun.read(self.path / "launch.json"))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the run that is there.
+
+        Raises:
+            UserError: If there is no run, or its settings are damaged.
+        """
+        return jsonl.settings(self._config)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Add a line to the metrics, whole or, if the disk is full, torn at its end.
+
+        Raises:
+            UserError: If it cannot be written.
+        """
+        with self.writing(self.metrics):
+            jsonl.add(self.metrics, record)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the metrics; a last line torn by a crash is left out.
+
+        Raises:
+            UserError: If any other line is damaged, or the file cannot be read.
+        """
+        return jsonl.read(self.metrics)
+
+    def rewind(self, step: int) -> None:
+        """Go back to a checkpoint: drop metrics after it, which will be written again.
+
+        Checkpoints after it are those that were not whole. They are set aside, under a
+        name beside theirs, so that none counts as the newest or stands in the way.
+
+        Raises:
+            UserError: If metrics are damaged, or something cannot be written.
+        """
+        kept = [record for record in self.records() if record["step"] <= step]
+        with self.writing(self.path):
+            self._sweep()
+            write_text(self.metrics, jsonl.text_of(kept))
+            for later in (each for each in self.steps() if each > step):
+                path = self.checkpoint_path(later)
+                aside = path.with_name(_SET_ASIDE + path.name)
+                atomic_directory.remove(aside)
+                path.rename(aside)
+
+    def _sweep(self) -> None:
+        """Remove what processes left that were killed while they wrote."""
+        for path in self.path.iterdir():
+            if _TORN.fullmatch(path.name):
+                atomic_directory.remove(path)
+        atomic_directory.sweep(self.path, self.model.name)
+        atomic_directory.sweep(self._checkpoints)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the folder, in one piece.
+
+        Raises:
+            UserError: If it cannot be written; the one from before stays.
+        """
+        with self.writing(self.path / name):
+            write_text(self.path / name, text)
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, or will be."""
+        return self._checkpoints / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, whole or not, the newest first.
+
+        Raises:
+            UserError: If the folder cannot be read.
+        """
+        try:
+            names = [each.name for each in self._checkpoints.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            message = (
+                f"{self._checkpoints} cannot be read: {atomic_directory.why(error)}."
+            )
+            raise UserError(message) from error
+        found = (re.fullmatch(r"step-(\d{8,})", name) for name in names)
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def save(
+        self,
+        step: int,
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        notes: Mapping[str, Any],
+    ) -> None:
+        """Write the checkpoint of a step; one that is there already is replaced.
+
+        Raises:
+            UserError: If it cannot be written; those before it are as they were.
+        """
+        path = self.checkpoint_path(step)
+        with self.writing(path):
+            single.save(path, weights, state, notes, replace=True)
+
+    def newest(self, load: Callable[[Path], T]) -> tuple[T, list[str]] | None:
+        """Load the newest checkpoint that is whole.
+
+        Args:
+            load: Reads a checkpoint; raises `CheckpointError` if it is damaged.
+
+        Returns:
+            What was loaded, and a line for each newer checkpoint that is damaged. None
+            if no checkpoint was ever finished.
+
+        Raises:
+            UserError: If there are checkpoints, and none is whole; or whatever else
+                `load` raises.
+        """
+        with self.writing(self._checkpoints):
+            atomic_directory.restore(self._checkpoints)
+        if not self.has_checkpoint():
+            return None
+        faults: list[str] = []
+        fate, cure = "is whole", "start anew with another --out"
+        for step in self.steps():
+            try:
+                return load(self.checkpoint_path(step)), faults
+            except CheckpointError as error:
+                if isinstance(error, atomic_directory.UnreadError):
+                    fate, cure = "can be used now", "mend the disk, then --resume again"
+                faults.append(f"the checkpoint of step {step} is not used: {error}")
+        names = ", ".join(self.checkpoint_path(step).name for step in self.steps())
+        message = (
+            f"no checkpoint in {self._checkpoints} {fate} ({names}); {cure}. Of the "
+            f"newest: {faults[0].partition(': ')[2]}"
+        )
+        raise UserError(message)
+
+    def has_checkpoint(self) -> bool:
+        """Say whether a checkpoint was ever finished, damaged since or not.
+
+        Raises:
+            UserError: If metrics tell of checkpoints, and there are none.
+        """
+        if self.steps():
+            return True
+        # A run killed while it saved for the first time has logged one evaluation.
+        evaluated = [r["step"] for r in self.records() if r.get("event") == "eval"]
+        if len(evaluated) > 1:
+            message = (
+                f"{self._checkpoints} has lost its checkpoints: metrics.jsonl tells of "
+                f"{len(evaluated)} evaluations. Restore them, or start anew with "
+                "another --out."
+            )
+            raise UserError(message)
+        return False
+
+    def prune(self, keep: int) -> None:
+        """Delete checkpoints but the newest, and the best that each of these names.
+
+        One with a manifest that cannot be read is neither counted nor deleted: why it
+        is damaged may be of interest.
+
+        Args:
+            keep: How many of the newest stay, at least one.
+
+        Raises:
+            UserError: If one cannot be deleted.
+        """
+        require("keep", keep, keep >= 1, "at least 1")
+        whole: list[int] = []
+        wanted: set[int] = set()
+        for step in self.steps():
+            try:
+                notes = atomic_directory.read(self.checkpoint_path(step))["notes"]
+            except CheckpointError:
+                wanted.add(step)
+                continue
+            if len(whole) < keep:
+                wanted |= {step, notes.get("best_step", step)}
+            whole.append(step)
+        with self.writing(self._checkpoints):
+            for step in set(whole) - wanted:
+                atomic_directory.discard(self.checkpoint_path(step))
+
+    def publish_model(self, model: Any, tokenizer: Any) -> None:  # noqa: ANN401
+        """Write the finished model for transformers, sealed; whole or not at all.
+
+        Raises:
+            UserError: If it cannot be written; the one from before stays.
+        """
+
+        def fill(part: Path) -> dict[str, Any]:
+            with without_bars():
+                model.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+            return {"notes": {}}
+
+        with self.writing(self.model):
+            atomic_directory.write(
+                self.model, atomic_directory.MODEL, fill, replace=True
+            )
+
+    @contextlib.contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Say what the disk refuses, and what the run can go on from.
+
+        Raises:
+            UserError: If writing `path` fails as the disk wills, or the folder is no
+                longer that of the run.
+        """
+        try:
+            jsonl.check_there(self._config)
+            yield
+        except Exception as error:
+            reason = atomic_directory.why(error)
+            if isinstance(error, atomic_directory.UnwrittenError):
+                reason = error.reason
+            if reason is None:
+                raise
+            message = f"{path} could not be written: {reason}. {self._what_is_left()}"
+            raise UserError(message) from error
+
+    def _what_is_left(self) -> str:
+        go_on = "mend that, then go on with --resume."
+        left = "No checkpoint is whole; mend that, then start anew."
+        unread = f"What was saved cannot be read now; {go_on}"
+        try:
+            jsonl.check_there(self._config)
+            self._checkpoints.stat()  # made with the folder
+            for step in self.steps():
+                whole = self._is_whole(step)
+                if whole:
+                    return f"The checkpoint of step {step} is whole; {go_on}"
+                left = unread if whole is None else left
+        except (UserError, OSError):
+            return unread
+        return left
+
+    def _is_whole(self, step: int) -> bool | None:
+        """Say whether a checkpoint is whole; None where it cannot be read now."""
+        try:
+            path = self.checkpoint_path(step)
+            atomic_directory.verify(path, atomic_directory.read(path))
+        except CheckpointError as error:
+            return None if isinstance(error, atomic_directory.UnreadError) else False
+        return True

@@ -1,0 +1,116 @@
+"""How a model is laid out over processes, compiled, and spared of activations.
+
+In: a bare model on its device and the settings --parallel, --recompute, --compile.
+Out: the same model, split or ready to be wrapped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from halfstep.distributed import ddp
+from halfstep.errors import UserError
+from halfstep.session import fsdp
+
+if TYPE_CHECKING:
+    from halfstep.distributed.process_group import World
+    from halfstep.machine.recommendation import Choice
+
+FSDP2 = "fsdp2"
+_FEWEST_BLOCKS = 2
+
+
+def lay_out(
+    model: nn.Module,
+    choice: Choice,
+    world: World,
+    *,
+    parallel: str,
+    recompute: bool,
+    compiled: bool,
+) -> None:
+    """Prepare a model, in place, before its optimizer is made.
+
+    Args:
+        model: In fp32, on its device.
+        choice: Level and format, for what FSDP2 gathers and adds up in.
+        world: All processes.
+        parallel: "ddp" or "fsdp2".
+        recompute: Keep no activations inside blocks; compute them again backward.
+        compiled: Compile the forward pass.
+
+    Raises:
+        UserError: If the model or this machine cannot do what is asked for.
+    """
+    if recompute:
+        _spare(model)
+    if parallel == FSDP2:
+        _shard(model, choice, world)
+    if compiled:
+        _compile(model, world)
+
+
+def wrapped(model: nn.Module, world: World, parallel: str) -> nn.Module:
+    """Return the model as the session runs it: FSDP2 has changed it in place."""
+    return model if parallel == FSDP2 else ddp.data_parallel(model, world)
+
+
+def _spare(model: Any) -> None:  # noqa: ANN401 -- transformers adds the method
+    # The second is its name before transformers 5.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    name = next((name for name in names if hasattr(model, name)), names[-1])
+    try:
+        getattr(model, name)({"use_reentrant": False})
+        model.config.use_cache = False  # which would be done anyway, with a warning
+    except (AttributeError, ValueError) as error:
+        message = (
+            f"--recompute: {type(model).__name__} of transformers does not support "
+            "activation checkpointing; leave it out."
+        )
+        raise UserError(message) from error
+
+
+def _shard(model: nn.Module, choice: Choice, world: World) -> None:
+    if world.size == 1:
+        message = (
+            "--parallel fsdp2 splits a model over processes, and there is one; start "
+            "several with torchrun --nproc-per-node N, or use --parallel ddp."
+        )
+        raise UserError(message)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = fsdp.fsdp_policy(choice.level.name, choice.format.name)
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that stand in lists, those inside others first.
+
+    What is split already cannot be split again as part of something larger; what
+    holds something split can.
+    """
+    modules = [*model.modules()]
+    lists = [each for each in modules if isinstance(each, nn.ModuleList)]
+    blocks = {block for each in lists if len(each) >= _FEWEST_BLOCKS for block in each}
+    return [each for each in reversed(modules) if each in blocks.difference(lists)]
+
+
+def _compile(model: nn.Module, world: World) -> None:
+    # The first is where torch looks first.
+    compilers = (os.environ.get("CXX") or "g++", "g++", "clang++")
+    if world.device.type == "cpu" and not any(map(shutil.which, compilers)):
+        message = (
+            "--compile needs a C++ compiler on a CPU, and g++ and clang++ are not "
+            "there; install one, or leave it out."
+        )
+        raise UserError(message)
+    # Batches have many widths; one program for all, not one for each.
+    model.compile(dynamic=True)

@@ -1,0 +1,181 @@
+"""Predictions on their way to a person or a file.
+
+In: predictions as they come. Out: a table, or a file of JSON lines, whole or not at
+all, with progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, BinaryIO, TextIO
+
+from halfstep.errors import UserError
+from halfstep.reporting.table import Cell, Table, count
+from halfstep.train.data.text_lines import decoded
+from halfstep.train.predict import Label
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from halfstep.train.predict import Predictions
+
+_EVERY = 2.0  # seconds between signs of progress
+
+
+def lines(source: BinaryIO) -> Iterator[str]:
+    """Yield the texts of a stream, one a line, blank ones left out.
+
+    Raises:
+        UserError: If it cannot be read, a line is not UTF-8 or holds a NUL byte, as in
+            a file to train on, or there is no text.
+    """
+    empty = True
+    for line in decoded("standard input", _read(source)):
+        if text := line.strip():
+            empty = False
+            yield text
+    if empty:
+        message = "standard input holds no text; give one a line."
+        raise UserError(message)
+
+
+def _read(source: BinaryIO) -> Iterator[bytes]:
+    try:
+        yield from source
+    except OSError as error:
+        message = f"standard input cannot be read: {error.strerror}."
+        raise UserError(message) from error
+
+
+def given(texts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return the texts of a command line that are not blank, and what to say of those.
+
+    Raises:
+        UserError: If all are blank.
+    """
+    blank = [str(n) for n, text in enumerate(texts, 1) if not text.strip()]
+    if len(blank) == len(texts):
+        message = f"text {', '.join(blank)} is blank; give at least one character."
+        raise UserError(message)
+    are = "text {} is" if len(blank) == 1 else "texts {} are"
+    notes = (f"{are.format(', '.join(blank))} blank, and left out.",) if blank else ()
+    return [text for text in texts if text.strip()], notes
+
+
+def tables(
+    found: Predictions, outputs: Sequence[str], notes: tuple[str, ...] = ()
+) -> list[Table]:
+    """Return predictions as tables to read.
+
+    Args:
+        found: Of one task.
+        outputs: Names of the model's outputs, for the columns of classes.
+        notes: What else is to be said.
+    """
+    first = next(found)
+    rows: list[tuple[Cell, ...]] = []
+    if isinstance(first, Label):
+        columns: tuple[str, ...] = ("label", *(f"p({name})" for name in outputs))
+        rows += [
+            (each.label, *each.probabilities.values(), each.text)
+            for each in itertools.chain([first], found)
+            if isinstance(each, Label)
+        ]
+        notes += _unread(found)
+        return [Table("Predictions", (*columns, "text"), tuple(rows), notes)]
+    for number, each in enumerate(itertools.chain([first], found), 1):
+        if not isinstance(each, Label):
+            rows += [
+                (number, entity.kind, entity.words, entity.start, entity.end)
+                for entity in each.entities
+            ] or [(number, "-", "no entity", None, None)]
+    columns = ("text", "kind", "entity", "start", "end")
+    about = "text: counted from 1; start, end: characters, the end not included"
+    notes = (about, *notes, *_unread(found))
+    return [Table("Entities", columns, tuple(rows), notes)]
+
+
+def _unread(found: Predictions) -> tuple[str, ...]:
+    """Return what is to be said of texts that were too long, if any was."""
+    if not found.cut:
+        return ()
+    texts = "1 text was" if found.cut == 1 else f"{found.cut} texts were"
+    return (f"{texts} cut after {found.longest} tokens; what follows was not read.",)
+
+
+def write(found: Predictions, path: Path | None, notes: tuple[str, ...] = ()) -> None:
+    """Write one JSON object a text to a file, and say on standard error how far it is.
+
+    Args:
+        found: The predictions.
+        path: File to write, or to replace once the last prediction is there: whatever
+            fails before leaves it as it was. A terminal or a pipe is written directly.
+            None: standard output.
+        notes: What else is to be said on standard error.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    began = shown = time.monotonic()
+    number = 0
+    with contextlib.nullcontext(sys.stdout) if path is None else _whole(path) as file:
+        for number, each in enumerate(found, 1):
+            line = json.dumps(asdict(each), ensure_ascii=False) + "\n"
+            with contextlib.nullcontext() if path is None else _writing(path):
+                file.write(line)
+            if time.monotonic() - shown >= _EVERY:
+                shown = time.monotonic()
+                _progress(number, shown - began)
+    _progress(number, time.monotonic() - began)
+    for note in (*notes, *_unread(found)):
+        print(note, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[TextIO]:
+    """Open a file that takes the place of another when all is written."""
+    with _writing(path):
+        direct = path.exists() and not path.is_file()
+        place = path.resolve()
+        part = path if direct else place.parent / f".{secrets.token_hex(8)}.tmp"
+        file = part.open("w" if direct else "x", encoding="utf-8")
+    try:
+        yield file
+        with _writing(path):
+            file.flush()
+            if not direct:
+                os.fsync(file.fileno())
+            file.close()
+            if not direct:
+                part.replace(place)
+    except BaseException:
+        # What could not be flushed fails again; the first error is the one to tell.
+        with contextlib.suppress(OSError):
+            file.close()
+        if not direct:
+            part.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Tell what went wrong with the file, and with nothing else."""
+    try:
+        yield
+    except OSError as error:
+        message = f"--json {path} cannot be written: {error.strerror}."
+        raise UserError(message) from error
+
+
+def _progress(number: int, seconds: float) -> None:
+    rate = number / seconds if seconds else 0.0
+    said = f"{count(number, 'text')}, {rate:.0f} a second"
+    print(said, file=sys.stderr, flush=True)

@@ -1,0 +1,197 @@
+"""What each step reads: its batch, this process's part of it, as tensors that wait.
+
+In: encoded examples and the order of batches. Out: `Work`, one a step, made in this
+process or ahead of time by others.
+
+Why: a step is known by its number alone. So a resumed run begins in the middle of an
+epoch without reading what came before, and any number of workers makes the same.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from halfstep.train.data.length_batches import epoch, share
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    import numpy as np
+    from torch import Tensor
+
+    from halfstep.distributed.process_group import World
+    from halfstep.train.data.length_batches import Epoch
+    from halfstep.train.data.tokenized import Encoded
+    from halfstep.train.tasks import Objective
+
+_HIDING = 0x9E3779B9
+"""Tells the seed of what is hidden from that of dropout, in the 32 bits that count."""
+
+_AHEAD = 4
+"""Steps that each worker prepares ahead: enough to bridge an evaluation's start."""
+
+
+class Work(NamedTuple):
+    """What one process does in one step."""
+
+    number: int
+    """Of the step, counted from 1."""
+    epoch: int
+    """Counted from 0."""
+    parts: list[dict[str, Tensor]]
+    """Its micro-batches: `input_ids`, `attention_mask`, `labels`."""
+    real: list[bool]
+    """Whether each counts; one that does not stands in where texts ran out."""
+    size: int
+    """Texts of the whole batch, over all processes and micro-batches."""
+    weight: float
+    """Sum of the weights of the whole batch's targets."""
+    tokens: int
+    """Tokens of this process's part, without padding."""
+    places: int
+    """The same with padding."""
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """Tokens hidden from training at random, against learning by heart."""
+
+    share: float
+    """Of the tokens, 0 <= share < 1."""
+    mask_id: int
+    special: Tensor
+    """Ids of the tokens that are never hidden."""
+
+    def hide(self, ids: Tensor, draw: torch.Generator) -> Tensor:
+        """Return the ids with a random share replaced by the mask."""
+        chosen = torch.rand(ids.shape, generator=draw) < self.share
+        return ids.masked_fill(chosen & ~torch.isin(ids, self.special), self.mask_id)
+
+
+@dataclass(frozen=True)
+class Order:
+    """How the examples are cut into steps; the same on every process."""
+
+    batch_size: int
+    epochs: int
+    accumulate: int
+    seed: int
+
+
+class Steps(Dataset[Work]):
+    """The work of each step, by its number."""
+
+    def __init__(
+        self,
+        encoded: Encoded,
+        order: Order,
+        objective: Objective,
+        world: World,
+        *,
+        pad_id: int,
+        multiple: int,
+        hiding: Hiding | None,
+    ) -> None:
+        self._encoded = encoded
+        self._order = order
+        self._objective = objective
+        self._rank, self._size = world.rank, world.size
+        self._pad_id = pad_id
+        self._multiple = multiple
+        self._hiding = hiding
+        self._epoch: tuple[int, Epoch] | None = None
+        self.per_epoch = -(-len(encoded) // order.batch_size)
+
+    def __getitem__(self, number: int) -> Work:
+        """Return the work of a step, counted from 1."""
+        at, place = divmod(number - 1, self.per_epoch)
+        batch = self._batches(at)[place]
+        mine = share(batch, self._encoded.lengths, self._rank, self._size)
+        micro = self._order.accumulate
+        pieces = [mine[start::micro] for start in range(micro)]
+        real = [len(piece) > 0 for piece in pieces]
+        # Without examples left, a process still takes part: the others wait for it.
+        pieces = [piece if len(piece) else batch[:1] for piece in pieces]
+        parts = [
+            self._encoded.collate(piece, self._pad_id, self._multiple)
+            for piece in pieces
+        ]
+        places = sum(part["input_ids"].numel() for part in parts)
+        if self._hiding is not None:
+            draw = torch.Generator().manual_seed(self.seed_of(number) ^ _HIDING)
+            for part in parts:
+                part["input_ids"] = self._hiding.hide(part["input_ids"], draw)
+        return Work(
+            number,
+            at,
+            parts,
+            real,
+            len(batch),
+            self._objective.weight(self._encoded, batch),
+            int(self._encoded.lengths[mine].sum()),
+            places,
+        )
+
+    def seed_of(self, number: int) -> int:
+        """Return the seed of all that a step draws on this process."""
+        total = self.per_epoch * self._order.epochs
+        return (self._order.seed * total + number) * self._size + self._rank
+
+    def _batches(self, number: int) -> Epoch:
+        """Return the batches of an epoch; those of the last one asked for are kept."""
+        if self._epoch is None or self._epoch[0] != number:
+            order = self._order
+            lengths = self._encoded.lengths
+            made = epoch(lengths, order.batch_size, seed=order.seed, number=number)
+            self._epoch = number, made
+        return self._epoch[1]
+
+
+def feed(
+    steps: Steps, first: int, last: int, *, workers: int, pin: bool
+) -> Generator[Work]:
+    """Yield the work of each step from `first` to `last`, both counted from 1.
+
+    Args:
+        steps: What to do at each.
+        first: Step to begin with; after `last` there is nothing to do.
+        last: Of the run.
+        workers: Processes that prepare batches ahead; 0 prepares each when asked.
+        pin: Keep them in memory that a GPU reads by itself.
+
+    Closing it ends the workers. That must be done: they outlive an error otherwise.
+    """
+    more: dict[str, Any] = {"prefetch_factor": _AHEAD} if workers else {}
+    numbers: Any = range(first, last + 1)  # an iterable will do, says torch's manual
+    yield from DataLoader(
+        steps,
+        batch_size=None,
+        sampler=numbers,
+        num_workers=workers,
+        pin_memory=pin,
+        worker_init_fn=_leave_signals,
+        **more,
+    )
+
+
+def _leave_signals(worker: int) -> None:
+    """Leave signals to the process that trains, which ends its workers itself.
+
+    Schedulers and terminals signal all processes of a group, and a worker that dies
+    takes the step under way with it.
+    """
+    del worker
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def padded_share(lengths: np.ndarray, order: Order) -> float:
+    """Return the share of a first epoch's places that hold padding."""
+    made = epoch(lengths, order.batch_size, seed=order.seed, number=0)
+    places = sum(int(lengths[batch].max()) * len(batch) for batch in made)
+    return 1 - float(lengths.sum()) / max(1, places)
