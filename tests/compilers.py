@@ -15,7 +15,10 @@ from halfstep.masters import c_compiler, cpu_kernels
 if TYPE_CHECKING:
     from pathlib import Path
 
-REAL = next((path for name in c_compiler.USUAL if (path := shutil.which(name))), None)
+REAL = next(
+    (path for name in c_compiler.DEFAULT_COMPILERS if (path := shutil.which(name))),
+    None,
+)
 needs_compiler = pytest.mark.skipif(REAL is None, reason="no C compiler here")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.masters import kahan_codec, split_codec, stochastic_codec
-from halfstep.masters.update_rules import Adam, Item, Sgd
+from halfstep.masters.update_rules import Adam, ParamUpdate, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ def make(
     form: str,
     low: torch.dtype = torch.bfloat16,
     sizes: Sequence[tuple[int, ...]] = SIZES,
-) -> list[Item]:
+) -> list[ParamUpdate]:
     """Return items whose truths are normal random numbers, with empty state."""
     items = []
     kept = torch.bfloat16 if form in LEAN else torch.float32
@@ -75,82 +75,86 @@ def make(
             extra = truth.to(types.get(form, torch.float32))
         states = tuple(torch.zeros(size, dtype=kept) for _ in range(states_of(rule)))
         step = None if isinstance(rule, Sgd) else torch.zeros(())
-        item = Item(weight, weight, extra, states, step, first=True, index=index)
+        item = ParamUpdate(
+            weight, weight, extra, states, step, is_first_step=True, param_index=index
+        )
         encode(form, truth, item, None)
         items.append(item)
     return items
 
 
-def next_step(items: Sequence[Item], dtype: torch.dtype, number: int) -> None:
+def next_step(items: Sequence[ParamUpdate], dtype: torch.dtype, number: int) -> None:
     """Give items new gradients, and count a step (the first is 0)."""
     for item in items:
         item.gradient = torch.randn(item.weight.shape).to(dtype)
-        item.first = number == 0
+        item.is_first_step = number == 0
         if item.step is not None:
             item.step += 1
 
 
-def copied(items: Sequence[Item]) -> list[Item]:
+def copied(items: Sequence[ParamUpdate]) -> list[ParamUpdate]:
     """Return items with memory of their own."""
     return [
-        Item(
+        ParamUpdate(
             item.weight.clone(),
             item.gradient.clone(),
-            None if item.extra is None else item.extra.clone(),
+            None if item.residual is None else item.residual.clone(),
             tuple(state.clone() for state in item.states),
             None if item.step is None else item.step.clone(),
-            item.first,
-            item.index,
+            item.is_first_step,
+            item.param_index,
         )
         for item in items
     ]
 
 
-def truth_of(item: Item, form: str) -> Tensor:
+def truth_of(item: ParamUpdate, form: str) -> Tensor:
     """Return the fp32 truth that an item holds, in memory of its own."""
     truth = torch.empty(item.weight.shape)
-    if item.extra is None:
+    if item.residual is None:
         return truth.copy_(item.weight)
     if form == "split":
-        split_codec.decode_(item.weight, item.extra, truth)
+        split_codec.decode_(item.weight, item.residual, truth)
     elif form == "kahan":
-        kahan_codec.decode_(item.weight, item.extra, truth)
+        kahan_codec.decode_(item.weight, item.residual, truth)
     else:
-        truth.copy_(item.extra)
+        truth.copy_(item.residual)
     return truth
 
 
-def encode(form: str, truth: Tensor, item: Item, sixteen: Tensor | None) -> None:
+def encode(form: str, truth: Tensor, item: ParamUpdate, sixteen: Tensor | None) -> None:
     """Put a truth into an item, as the rooms of pure torch operations do it."""
-    if form == "split" and item.extra is not None:
-        split_codec.encode_(truth, item.weight, item.extra)
-    elif form == "kahan" and item.extra is not None:
-        kahan_codec.encode_(truth, item.weight, item.extra)
+    if form == "split" and item.residual is not None:
+        split_codec.encode_(truth, item.weight, item.residual)
+    elif form == "kahan" and item.residual is not None:
+        kahan_codec.encode_(truth, item.weight, item.residual)
     elif form == "stochastic" and sixteen is not None:
         stochastic_codec.round_(truth, item.weight, sixteen)
     else:
         item.weight.copy_(truth)
-        if item.extra is not None:
-            item.extra.copy_(truth)
+        if item.residual is not None:
+            item.residual.copy_(truth)
 
 
-def draws(item: Item, number: int, clock: tuple[int, int]) -> Tensor:
+def draws(item: ParamUpdate, number: int, clock: tuple[int, int]) -> Tensor:
     """Return 16 bits for each number of the weight (0) or a state (1 and on)."""
     stream, half = divmod(number, 2)
-    key = stochastic_codec.key(*clock, item.index, stream)
-    return stochastic_codec.random16(key, item.weight.numel(), "cpu")[half]
+    key = stochastic_codec.key(*clock, item.param_index, stream)
+    return stochastic_codec.random_bits16(key, item.weight.numel(), "cpu")[half]
 
 
-def plainly(item: Item, form: str) -> Item:
+def plainly(item: ParamUpdate, form: str) -> ParamUpdate:
     """Return the fp32 numbers behind an item, as an item of the form "plain"."""
     states = tuple(state.float().clone() for state in item.states)
     step = None if item.step is None else item.step.clone()
     truth = truth_of(item, form)
-    return Item(truth, item.gradient, None, states, step, item.first, item.index)
+    return ParamUpdate(
+        truth, item.gradient, None, states, step, item.is_first_step, item.param_index
+    )
 
 
 def in_form(
-    plain: Item, like: Item, form: str, clock: tuple[int, int]
+    plain: ParamUpdate, like: ParamUpdate, form: str, clock: tuple[int, int]
 ) -> tuple[Tensor, ...]:
     """Return weight, extra and states that fp32 results become in a form."""
     out = copied([like])[0]
@@ -164,9 +168,9 @@ def in_form(
     return held(out)
 
 
-def held(item: Item) -> tuple[Tensor, ...]:
+def held(item: ParamUpdate) -> tuple[Tensor, ...]:
     """Return all that an update of an item writes."""
-    extra = () if item.extra is None else (item.extra,)
+    extra = () if item.residual is None else (item.residual,)
     return (item.weight, *extra, *item.states)
 
 
@@ -179,7 +183,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return bool((equal | (one.isnan() & other.isnan())).all())
 
 
-def optimizer_of(rule: Sgd | Adam, item: Item, inverse: float) -> Tensor:
+def optimizer_of(rule: Sgd | Adam, item: ParamUpdate, inverse: float) -> Tensor:
     """Return what torch's own optimizer makes of an item of the form "plain".
 
     Its states are written into those of the item, so give it a copy.
@@ -201,7 +205,7 @@ def optimizer_of(rule: Sgd | Adam, item: Item, inverse: float) -> Tensor:
             nesterov=rule.nesterov,
             **common,
         )
-        if item.states and not item.first:
+        if item.states and not item.is_first_step:
             optimizer.state[param]["momentum_buffer"] = item.states[0]
         optimizer.step()
         if item.states:
@@ -242,7 +246,7 @@ U = 2.0**-24
 """One fp32 rounding, relative."""
 
 
-def bound(rule: Sgd | Adam, item: Item, inverse: float) -> Bound:
+def bound(rule: Sgd | Adam, item: ParamUpdate, inverse: float) -> Bound:
     """Return how far two fp32 computations of a step may lie apart.
 
     Formula: a sum of products that takes n roundings is off by at most n u of the same
@@ -270,7 +274,7 @@ def bound(rule: Sgd | Adam, item: Item, inverse: float) -> Bound:
             return Bound(n * (w.abs() + rule.lr * size_g), ())
         keep = 1 - rule.dampening
         size = rule.momentum * old[0].abs() + keep * size_g
-        if item.first:
+        if item.is_first_step:
             size = size_g
         used = size_g + rule.momentum * size if rule.nesterov else size
         return Bound(n * (w.abs() + rule.lr * used), (n * size,))
@@ -339,12 +343,12 @@ def split_is_fp32(kernel: Any, rule: Sgd | Adam, steps: int) -> None:
     masters = make(rule, "fp32", sizes=((513,), (3,)))
     halves = make(rule, "split", sizes=((513,), (3,)))
     for one, other in zip(masters, halves, strict=True):
-        assert one.extra is not None
-        encode("split", one.extra, other, None)
+        assert one.residual is not None
+        encode("split", one.residual, other, None)
     for number in range(steps):
         next_step(masters, torch.bfloat16, number)
         for one, other in zip(masters, halves, strict=True):
-            other.gradient, other.first = one.gradient, one.first
+            other.gradient, other.is_first_step = one.gradient, one.is_first_step
             if other.step is not None:
                 other.step += 1
         for items, form in ((masters, "fp32"), (halves, "split")):

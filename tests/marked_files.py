@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train.data.tagged_text import Marked, read
+from halfstep.train.data.tagged_text import AnnotatedText, read
 
 LONGEST_MESSAGE = 35
 
 
-def texts_of(name: str, content: str | bytes) -> list[Marked]:
+def texts_of(name: str, content: str | bytes) -> list[AnnotatedText]:
     """Write a file and read it."""
     path = Path(name)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -30,7 +30,7 @@ def refusal(name: str, content: str | bytes) -> str:
     return message
 
 
-def brief(texts: list[Marked]) -> list[tuple[str, list[tuple[str, str]], int]]:
+def brief(texts: list[AnnotatedText]) -> list[tuple[str, list[tuple[str, str]], int]]:
     """Return text, entities (letters and kind) and line of each."""
     return [
         (

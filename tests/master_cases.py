@@ -162,7 +162,7 @@ def go(session: Session, *slopes: dict[str, Tensor]) -> StepReport:
 def by_name(session: Session) -> dict[str, Tensor]:
     """Return the optimizer's parameter for each of the model's."""
     masters = session._masters
-    held = {id(masters.stored(p)): p for p in adopted(session.optimizer)}
+    held = {id(masters.model_param(p)): p for p in adopted(session.optimizer)}
     return {
         name: held[id(param)]
         for name, param in session.model.named_parameters()
@@ -209,8 +209,8 @@ def everything(session: Session) -> Any:
     masters = session._masters
     parts: Sequence[Any] = [
         [p.detach() for p in session.model.parameters()],
-        [slot.extra for slot in masters.slots.values()],
+        [slot.residual for slot in masters.master_params.values()],
         {n: session.optimizer.state.get(p, {}) for n, p in by_name(session).items()},
-        [masters.clock.seed, masters.clock.step],
+        [masters.rng.seed, masters.rng.step],
     ]
     return copy.deepcopy(parts)

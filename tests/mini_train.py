@@ -25,7 +25,7 @@ from halfstep.train.loop import Trainer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from halfstep.train.step_dataset import Work
+    from halfstep.train.step_dataset import StepBatch
 
 REASON = "a planted fault"
 
@@ -54,7 +54,7 @@ def _disturb(patch: pytest.MonkeyPatch, told: argparse.Namespace) -> None:
     step = Trainer.train_step
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
-    def disturbed(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
+    def disturbed(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
         time.sleep(told.pause)
         while told.hold[0] == work.number and not told.hold[1].exists():
             time.sleep(0.01)

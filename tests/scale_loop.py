@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
-from halfstep.scaling.measured_strategy import Measured
+from halfstep.scaling.measured_strategy import MeasuredStrategy
 from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from halfstep.scaling.strategies import Strategy
+    from halfstep.scaling.strategies import ScaleStrategy
 
 RULE = ScaleRule(growth_factor=1.0, min_scale=2.0**-24, max_scale=2.0**60)
 CLEAN, BAD = torch.tensor(0.0), torch.tensor(1.0)
@@ -47,7 +47,7 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Loop:
     """A training loop without an optimizer: how a scale lives from step to step."""
 
-    strategy: Strategy
+    strategy: ScaleStrategy
     loss: Callable[[], Tensor]
     parameters: list[Tensor]
     scale: float = 2.0**16
@@ -62,7 +62,7 @@ class Loop:
     def begin(self) -> Tensor:
         """Compute a loss and show it; return it scaled."""
         loss = self.loss()
-        first = self.strategy.watch(loss, self.state)
+        first = self.strategy.on_loss(loss, self.state)
         if first is not None:
             self.state = replace(self.state, scale=first)
         return loss.float() * self.state.scale
@@ -125,7 +125,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 def training(
     net: nn.Module,
     size: float = 1.0,
-    own: Strategy | None = None,
+    own: ScaleStrategy | None = None,
     device: str = "cpu",
     **options: Any,
 ) -> Loop:
@@ -138,10 +138,10 @@ def training(
             out: Tensor = net(x)
         return out.float().square().mean() * size
 
-    return Loop(own or Measured(), loss, [*net.parameters()], **options)
+    return Loop(own or MeasuredStrategy(), loss, [*net.parameters()], **options)
 
 
-def plain(own: Strategy, *sizes: float, scale: float = 2.0**16) -> Loop:
+def plain(own: ScaleStrategy, *sizes: float, scale: float = 2.0**16) -> Loop:
     """Return a loop whose one 16-bit gradient is of these sizes, then of the last."""
     weight = torch.ones(3, requires_grad=True)
     size = chain(sizes, repeat(sizes[-1]))

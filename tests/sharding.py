@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep as hs
 from halfstep.machine import hardware
 from halfstep.session.fsdp import fsdp_policy
-from halfstep.session.fsdp_checkpoint import whole
+from halfstep.session.fsdp_checkpoint import full_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,7 +121,7 @@ def trained(
             dist.all_reduce(mean)
             mean /= ranks
         losses.append(mean.item())
-    return losses, whole(session.weights())
+    return losses, full_tensors(session.weights())
 
 
 def process(file: str, folder: Path) -> None:

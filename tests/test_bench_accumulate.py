@@ -16,7 +16,7 @@ from halfstep.machine import hardware
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WORK = accumulate.Work("cpu", "bf16", layers=2, width=8, batch=4, accumulate=3)
+WORK = accumulate.Workload("cpu", "bf16", layers=2, width=8, batch=4, accumulate=3)
 WEIGHTS = 2 * 2  # of two layers, with their biases
 
 
@@ -92,7 +92,7 @@ def test_memory_in_a_process_of_its_own() -> None:
     The twin in this process takes two steps and asks the machine, on that device.
     """
     task = asdict(WORK) | {"contender": "torch.amp"}
-    found = measure.apart("halfstep.bench.accumulate", task)
+    found = measure.run_in_subprocess("halfstep.bench.accumulate", task)
     assert found.keys() == {"peak_bytes"}
     assert 100 * 2**20 < found["peak_bytes"] < 2**40
 
@@ -125,7 +125,7 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
             mebibytes = 77
         return {"peak_bytes": mebibytes * 2**20}
 
-    monkeypatch.setattr(measure, "apart", apart)
+    monkeypatch.setattr(measure, "run_in_subprocess", apart)
     flags = asdict(WORK) | {"rounds": 2}
     (table,) = accumulate.tables(Namespace(**flags))
     assert table.title == "Gradient accumulation"

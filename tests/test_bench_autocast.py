@@ -12,7 +12,7 @@ from halfstep.bench import autocast
 from halfstep.bench.op_cases import ruled_operations, stock_operations
 
 LOW = torch.bfloat16
-PLACE = autocast.Place("cpu", LOW, calls=2, rounds=2)
+PLACE = autocast.Setup("cpu", LOW, calls=2, rounds=2)
 RULED = {each.rule: each for each in ruled_operations(4, "cpu", LOW)}
 
 
@@ -27,9 +27,9 @@ def same(one: object, other: object) -> bool:
 def test_stock_operations_are_the_same(name: str) -> None:
     """Law: in both regions a stock operation returns the same bits."""
     call = stock_operations(4, "cpu")[name]
-    with PLACE.torchs():
+    with PLACE.torch_context():
         theirs = call()
-    with PLACE.ours():
+    with PLACE.halfstep_context():
         ours = call()
     assert same(theirs, ours)
 
@@ -38,9 +38,9 @@ def test_stock_operations_are_the_same(name: str) -> None:
 def test_by_hand_is_what_the_rule_says(rule: str) -> None:
     """Law: by hand means what the rule does, and neither is what torch does."""
     ruled = RULED[rule]
-    with PLACE.torchs():
+    with PLACE.torch_context():
         theirs, by_hand = ruled.call(), ruled.by_hand()
-    with PLACE.ours(f"torch + {rule}"):
+    with PLACE.halfstep_context(f"torch + {rule}"):
         ours = ruled.call()
     assert same(by_hand, ours)
     assert not same(theirs, ours)
@@ -69,7 +69,7 @@ def test_rules(device: str) -> None:
 
 def test_turns_last_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: slow calls are made less often, but at least once; quick ones as asked."""
-    place = autocast.Place("cpu", LOW, calls=50, rounds=1)
+    place = autocast.Setup("cpu", LOW, calls=50, rounds=1)
     for seconds, calls in ((1e-6, 50), (0.01, 5), (9.0, 1)):
         monkeypatch.setattr(autocast, "_inside", lambda *_, s=seconds: s)
         assert autocast._calls(lambda: None, place) == calls

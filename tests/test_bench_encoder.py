@@ -19,7 +19,7 @@ from halfstep.machine import hardware
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WORK = encoder.Work(
+WORK = encoder.Workload(
     "cpu",
     "bf16",
     layers=1,
@@ -154,18 +154,18 @@ def test_every_contender_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(encoder, "_FAVOURED", 0.5)
     easy = replace(WORK, layers=2, hidden=32, length=32, batch=16, steps=40, lr=3e-3)
-    found = {name: encoder.Found() for name in encoder.CONTENDERS}
+    found = {name: encoder.TrainingResult() for name in encoder.CONTENDERS}
     encoder._train(easy, 0, found)
     for each in found.values():
         assert len(each.losses[0]) == 40
         assert len(each.seconds) == 37
-        assert each.last()[0] < 1.0
+        assert each.last_losses()[0] < 1.0
 
 
 def test_last() -> None:
     """Law: a last loss is the mean over a run's last tenth, one step at least."""
-    found = encoder.Found(losses=[[9.0] * 18 + [1.0, 3.0], [9.0, 5.0]])
-    assert found.last() == [2.0, 5.0]
+    found = encoder.TrainingResult(losses=[[9.0] * 18 + [1.0, 3.0], [9.0, 5.0]])
+    assert found.last_losses() == [2.0, 5.0]
 
 
 def test_tables() -> None:

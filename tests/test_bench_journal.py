@@ -28,7 +28,7 @@ def test_each_measurement_is_on_disk_at_once(
     """Law: a line of JSON is there as soon as it is recorded, and none at the end."""
     file, part = tmp_path / "found.json", tmp_path / "found.json.part"
     journal.record("before", seconds=1.0)
-    with journal.opened(file):
+    with journal.open_journal(file):
         journal.record("a", seconds=1.5, bad=math.nan, where={"deep": [1]})
         first = {"name": "a", "seconds": 1.5, "bad": "nan", "where": {"deep": [1]}}
         assert lines(part) == [first]
@@ -45,7 +45,7 @@ def test_what_stops_a_bench_loses_nothing(
     """Law: figures so far are printed, and their lines stay; the error goes on."""
 
     def run() -> None:
-        with journal.opened(tmp_path / "found.json"):
+        with journal.open_journal(tmp_path / "found.json"):
             for seconds in (1.0, 5.0, 3.0):
                 journal.record("a", seconds=seconds, level="O1")
             raise error
@@ -57,7 +57,7 @@ def test_what_stops_a_bench_loses_nothing(
     assert err[0] == "Measured so far"
     assert err[3].split() == ["a", "seconds", "3", "3.000000"]
     assert err[-1] == f"each measurement: {tmp_path / 'found.json.part'}"
-    with journal.opened(None):
+    with journal.open_journal(None):
         pass  # none is left open
 
 
@@ -68,7 +68,7 @@ def test_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     """
 
     def run(file: Path | None, *, measured: bool) -> None:
-        with journal.opened(file):
+        with journal.open_journal(file):
             if measured:
                 journal.record("a", steps=7)
             raise OSError
@@ -88,7 +88,7 @@ def test_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_file_is_told_before_it_measures(tmp_path: Path) -> None:
     """Law: a --json that cannot be written is no surprise after hours."""
     file = tmp_path / "nowhere" / "found.json"
-    with pytest.raises(UserError) as caught, journal.opened(file):
+    with pytest.raises(UserError) as caught, journal.open_journal(file):
         pytest.fail("it ran")
     assert str(caught.value) == (
         f"--json {file} cannot be written: No such file or directory."
@@ -99,7 +99,7 @@ def test_turns_are_recorded(tmp_path: Path) -> None:
     """Law: whatever takes turns is recorded turn by turn, with what it was."""
     seconds = iter([1.0, 2.0, 3.0, 4.0])
     turn = partial(next, seconds)
-    with journal.opened(tmp_path / "f"):
+    with journal.open_journal(tmp_path / "f"):
         measure.take_turns({"a": turn, "b": turn}, 2, "matmul 8")
         assert lines(tmp_path / "f.part") == [
             {"name": f"matmul 8: {name}", "round": number, "seconds": taken}
@@ -129,7 +129,7 @@ def test_each_bench_records(word: str) -> None:
 
 def test_traces_are_recorded(tmp_path: Path) -> None:
     """Law: a replay of each trace under each rule is recorded, nan and all."""
-    with journal.opened(tmp_path / "f"):
+    with journal.open_journal(tmp_path / "f"):
         tables = scale_traces.tables(argparse.Namespace(steps=40))
         names = [each["name"] for each in lines(tmp_path / "f.part")]
     assert names == [

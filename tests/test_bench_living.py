@@ -52,7 +52,7 @@ def answer(question):
 living.serve(answer)
 """
 
-Start = "Callable[[Mapping[str, str]], living.Living]"
+Start = "Callable[[Mapping[str, str]], living.WorkerProcess]"
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "echo_program.py").write_text(program, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
-    def starting(environment: Mapping[str, str]) -> worker_process.Living:
+    def starting(environment: Mapping[str, str]) -> worker_process.WorkerProcess:
         task = {"number": 1.5, "word": "\u00e9"}
         environment = {"PYTHONPATH": path} | dict(environment)
-        return worker_process.Living("echo", "echo_program", task, environment)
+        return worker_process.WorkerProcess("echo", "echo_program", task, environment)
 
     return starting
 
@@ -77,7 +77,7 @@ def test_questions_and_answers(start: Start) -> None:
     """
     with start({"PLANTED": "here"}) as process:
         for question in (3, "word", None, [1, {"a": 2.5}]):
-            assert process.ask(question) == {
+            assert process.request(question) == {
                 "asked": question,
                 "set": ["here", "PASSIVE"],
                 "task": {"number": 1.5, "word": "\u00e9"},
@@ -88,20 +88,20 @@ def test_questions_and_answers(start: Start) -> None:
 def test_a_fall(start: Start) -> None:
     """Law: a process that fails is told of with its name, status and last words."""
     with start({}) as process:
-        process.ask(1)
+        process.request(1)
         with pytest.raises(UserError) as caught:
-            process.ask("fall")
+            process.request("fall")
         expected = "contender echo ended with status 1: ValueError: fell over"
         assert str(caught.value) == expected
         with pytest.raises(UserError) as again:
-            process.ask(1)
+            process.request(1)
         assert str(again.value) == expected
 
 
 def test_a_sudden_end(start: Start) -> None:
     """Law: one that the system ends is told of too: the status is the signal."""
     with start({}) as process, pytest.raises(UserError) as caught:
-        process.ask("kill")
+        process.request("kill")
     assert "contender echo ended with status -9: " in str(caught.value)
 
 
@@ -111,9 +111,9 @@ def test_trouble_of_ours(start: Start) -> None:
 
     def fail() -> None:
         with process:
-            process.ask(1 / 0)
+            process.request(1 / 0)
 
-    process.ask(1)
+    process.request(1)
     with pytest.raises(ZeroDivisionError):
         fail()
     assert process._process.returncode == -9
@@ -121,9 +121,9 @@ def test_trouble_of_ours(start: Start) -> None:
 
 def test_one_that_does_not_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a process that does not end when nothing is left to ask is made to."""
-    monkeypatch.setattr(worker_process, "_PATIENCE", 0)
+    monkeypatch.setattr(worker_process, "_TIMEOUT", 0)
     with start({}) as process:
-        process.ask(1)
+        process.request(1)
         waits: list[float | None] = []
         whole = process._process.communicate
 
@@ -142,9 +142,9 @@ def test_one_that_does_not_end(start: Start, monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_is_kept(start: Start) -> None:
     """Law: memory that was freed goes back to the system, unless it is to be kept."""
     with start({}) as process:
-        assert process.ask("hold")["freed"] >= 2**26
-    with start({"GLIBC_TUNABLES": recipe.KEPT}) as process:
-        assert process.ask("hold")["freed"] == 0
+        assert process.request("hold")["freed"] >= 2**26
+    with start({"GLIBC_TUNABLES": recipe.KEEP_MEMORY}) as process:
+        assert process.request("hold")["freed"] == 0
 
 
 def test_memory_is_counted_in_bytes(

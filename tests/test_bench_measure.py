@@ -100,7 +100,7 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_fails() -> None:
     """Law: a contender that fails is told of with its status and its last words."""
     with pytest.raises(UserError) as caught:
-        measure.apart("json.tool", {"no": "file"})
+        measure.run_in_subprocess("json.tool", {"no": "file"})
     start = "contender {'no': 'file'} failed with status "
     assert str(caught.value).startswith(start)
     assert "No such file or directory" in str(caught.value)

@@ -165,7 +165,7 @@ def test_turns(
         tasks.append(task)
         return FOUND["O1-fp16"][task["seed"]]
 
-    monkeypatch.setattr(measure, "apart", apart)
+    monkeypatch.setattr(measure, "run_in_subprocess", apart)
     words = f"--data {texts} --limit 30 --epochs 2 --seeds 2 --device cpu".split()
     (table,) = ner.tables(flags(*words, "--contenders", f"{low},fp32"))
     shared: dict[str, Any] = {"lr": None, "mask_tokens": None}
@@ -202,7 +202,7 @@ def test_for_real(
         came_to = accuracy.train_once(json.loads(json.dumps(task)))
         return cast("dict[str, Any]", json.loads(json.dumps(came_to)))
 
-    monkeypatch.setattr(measure, "apart", apart)
+    monkeypatch.setattr(measure, "run_in_subprocess", apart)
     words = f"--data {texts} --model mini --epochs 1 --seeds 1 --device cpu".split()
     with one_thread():
         (table,) = ner.tables(flags(*words, "--contenders", "fp32,O1-fp16"))
@@ -237,7 +237,7 @@ def test_learning_rates_reach_their_runs(
         rates.append(task["lr"])
         return FOUND["fp32"][0]
 
-    monkeypatch.setattr(measure, "apart", apart)
+    monkeypatch.setattr(measure, "run_in_subprocess", apart)
     words = f"--data {texts} --epochs 2 --seeds 1 --device cpu".split()
     given = flags(*words, "--contenders", "fp32,O1-bf16", "--lr", "1e-3,O1-bf16=5e-4")
     (table,) = ner.tables(given)
@@ -271,7 +271,7 @@ def test_refusals(
     small_and_measured(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(measure, "apart", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(measure, "run_in_subprocess", lambda *_: pytest.fail("it ran"))
     try:
         status: Any = cli.run(["bench", "ner", *words.split()])
     except SystemExit as left:

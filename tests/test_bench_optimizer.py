@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WORK = update_cases.Work("cpu", "bf16", layers=2, width=8)
+WORK = update_cases.Workload("cpu", "bf16", layers=2, width=8)
 BYTES = 2 * 8 * 8
 """Parameters: so many bytes are one a parameter."""
 
@@ -72,16 +72,16 @@ def test_what_is_expected(name: str) -> None:
     """Law: bytes held are the published ones of each scheme; bytes moved, by hand."""
     form = update_cases.FORMS[name]
     for moments, held, moved in zip((0, 2), HELD[name], MOVED[name], strict=True):
-        assert form.held(moments) == held
-        assert form.moved(moments) == moved
+        assert form.expected_bytes(moments) == held
+        assert form.bytes_moved(moments) == moved
 
 
 @pytest.mark.parametrize("name", update_cases.FORMS)
 def test_real_memory(name: str) -> None:
     """Law: what AdamW holds at the end of a backward pass is what the form promises."""
     rule, form = update_cases.RULES["adamw"], update_cases.FORMS[name]
-    made = update_cases.make(rule, form, WORK, update_cases.draw(WORK))
-    found = optimizer.spent(made)
+    made = update_cases.make_update(rule, form, WORK, update_cases.draw_gradients(WORK))
+    found = optimizer.memory_after_backward(made)
     row = optimizer.cells(measure.Times({}), name, rule, found, WORK)
     assert row[-2], row
 
@@ -90,10 +90,13 @@ def test_real_memory(name: str) -> None:
 def test_moments(word: str) -> None:
     """Law: an optimizer keeps as many tensors of the weights' size as is said."""
     rule = update_cases.RULES[word]
-    made = update_cases.make(
-        rule, update_cases.FORMS["torch-foreach"], WORK, update_cases.draw(WORK)
+    made = update_cases.make_update(
+        rule,
+        update_cases.FORMS["torch-foreach"],
+        WORK,
+        update_cases.draw_gradients(WORK),
     )
-    found = optimizer.spent(made)
+    found = optimizer.memory_after_backward(made)
     assert found["weights"] == found["gradients"] == 4 * BYTES
     assert found["masters"] == 0
     assert 0 <= found["moments"] - rule.moments * 4 * BYTES <= 2 * 8
@@ -102,23 +105,25 @@ def test_moments(word: str) -> None:
 def test_storages_count_once() -> None:
     """Law: bytes are of whole storages, and views of one share it."""
     whole = torch.zeros(10)
-    assert update_cases.held([whole, whole[:5], whole[5:]]) == 40
-    assert update_cases.held([whole[:1], torch.zeros(3, dtype=torch.int16)]) == 46
-    assert update_cases.held([]) == 0
+    assert update_cases.storage_bytes([whole, whole[:5], whole[5:]]) == 40
+    assert (
+        update_cases.storage_bytes([whole[:1], torch.zeros(3, dtype=torch.int16)]) == 46
+    )
+    assert update_cases.storage_bytes([]) == 0
 
 
 def test_gradients() -> None:
     """Law: they are exact in 16 bits, one each, none 0, and the loss has just these."""
-    sources, same = update_cases.draw(WORK), update_cases.draw(WORK)
+    sources, same = update_cases.draw_gradients(WORK), update_cases.draw_gradients(WORK)
     assert [tuple(each.shape) for each in sources] == [(8, 8)] * 2
     assert all(map(torch.equal, sources, same))
     assert all(torch.equal(s, s.bfloat16().float()) and s.all() for s in sources)
     for form in ("torch-fused", "fp32"):
-        made = update_cases.make(
+        made = update_cases.make_update(
             update_cases.RULES["sgd"],
             update_cases.FORMS[form],
             WORK,
-            update_cases.draw(WORK),
+            update_cases.draw_gradients(WORK),
         )
         update_cases.loss_of(made.model, sources).backward()
         for weight, source in zip(made.model.parameters(), sources, strict=True):
@@ -134,13 +139,13 @@ def test_each_step_is_a_whole_update(name: str) -> None:
     twin is SGD in float64; a rate of 1/8 moves bf16 weights visibly.
     """
     rule = replace(update_cases.RULES["sgd"], kind=partial(torch.optim.SGD, lr=2**-3))
-    sources = update_cases.draw(WORK)
+    sources = update_cases.draw_gradients(WORK)
     drawn = [source.clone() for source in sources]
-    made = update_cases.make(rule, update_cases.FORMS[name], WORK, sources)
+    made = update_cases.make_update(rule, update_cases.FORMS[name], WORK, sources)
     torch.manual_seed(1)
     begun = [nn.Linear(8, 8, bias=False).weight.detach().double() for _ in range(2)]
     for count in (1, 2, 3):
-        made.arm()
+        made.write_gradients()
         given = [weight.grad for weight in made.model.parameters()]
         made.step()
         for each in given:
@@ -169,7 +174,7 @@ class Fake:
         """Take it down."""
         self.seen.append("backward")
 
-    def arm(self) -> None:
+    def write_gradients(self) -> None:
         """Take it down."""
         self.seen.append("arm")
 
@@ -187,7 +192,7 @@ class Fake:
 def test_memory_is_of_a_second_backward_pass() -> None:
     """Law: bytes are counted with all state made, after a backward, before a step."""
     fake = Fake("", {})
-    optimizer.spent(fake)
+    optimizer.memory_after_backward(fake)
     assert fake.seen == ["backward", "step", "backward", "memory", "step"]
 
 
@@ -258,11 +263,11 @@ def test_table(
     def make(
         rule: update_cases.Rule,
         form: update_cases.Form,
-        work: update_cases.Work,
+        work: update_cases.Workload,
         sources: object,
     ) -> Fake:
         assert work == WORK
-        assert len(update_cases.draw(work)) == len(sources)  # type: ignore[arg-type]
+        assert len(update_cases.draw_gradients(work)) == len(sources)  # type: ignore[arg-type]
         if form is update_cases.FORMS["stochastic"] and not rule.moments:
             message = "has no moments"
             raise UserError(message)
@@ -270,7 +275,7 @@ def test_table(
         made.append(Fake("", memory_of(*form_bytes)))
         return made[-1]
 
-    monkeypatch.setattr(optimizer, "make", make)
+    monkeypatch.setattr(optimizer, "make_update", make)
     forms = ["split", "split-released", "stochastic"]
     words = asdict(WORK) | {"optimizer": ["sgd", "adamw"], "rounds": 2}
     (table,) = optimizer.tables(Namespace(forms=forms, **words))
@@ -299,8 +304,8 @@ def test_settings_reach_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(update_cases, "prepare", asking)
     for form in update_cases.FORMS.values():
-        update_cases.make(
-            update_cases.RULES["adamw"], form, WORK, update_cases.draw(WORK)
+        update_cases.make_update(
+            update_cases.RULES["adamw"], form, WORK, update_cases.draw_gradients(WORK)
         )
     common = {"level": "O2", "dtype": "bf16"}
     assert asked == [

@@ -20,7 +20,7 @@ from halfstep.machine import hardware
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WORK = recipe_loops.Work("cpu", "bf16", 2, 8, 4, 3, optimizer="sgd")
+WORK = recipe_loops.Workload("cpu", "bf16", 2, 8, 4, 3, optimizer="sgd")
 """Two layers of 8 x 8, three micro-batches of 4."""
 
 
@@ -50,7 +50,7 @@ def test_the_loss_falls(optimizer: str) -> None:
         assert losses[-1] < losses[0] * (1 - 2**-8)  # which bf16 would tell
 
 
-def trained(name: str, work: recipe_loops.Work = WORK) -> list[float]:
+def trained(name: str, work: recipe_loops.Workload = WORK) -> list[float]:
     """Return the losses of a contender's first steps."""
     loop, batches = recipe_loops.make_loop(name, work), accumulate.draw_batches(work)
     return [loop.step(batches).item() for _ in range(4)]
@@ -94,7 +94,7 @@ def test_masters_by_hand(dtype: str) -> None:
     """
     work = replace(WORK, dtype=dtype, accumulate=1)
     loop = recipe_loops.make_loop("naive-O2", work)
-    assert isinstance(loop, recipe_loops.ByHand)
+    assert isinstance(loop, recipe_loops.ManualLoop)
     assert loop._scaler.is_enabled() == (dtype == "fp16")
     if dtype == "fp16":  # one that so small a network bears
         loop._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -234,7 +234,7 @@ def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         "timed",
         lambda call, device: (call(), 6.0 if device else 0),
     )
-    turns = recipe_loops.Turns("O2", WORK)
+    turns = recipe_loops.StepServer("O2", WORK)
     assert steps == [3]  # one on small ones, before memory is asked for
     found = turns.answer(2)
     assert steps == [3] * 3
@@ -254,9 +254,11 @@ def test_refusals_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UserError(message)
 
     monkeypatch.setitem(recipe_loops.CONTENDERS, "O3", recipe_loops.Contender(refuse))
-    assert recipe_loops.Turns("O3", WORK).answer(1) == {"refused": "no such master"}
+    assert recipe_loops.StepServer("O3", WORK).answer(1) == {
+        "refused": "no such master"
+    }
     monkeypatch.setitem(
         recipe_loops.CONTENDERS, "O3", recipe_loops.Contender(lambda *_: 1 / 0)
     )  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
-        recipe_loops.Turns("O3", WORK).answer(1)
+        recipe_loops.StepServer("O3", WORK).answer(1)

@@ -48,7 +48,7 @@ def test_words() -> None:
     assert tuple(accuracy.CONTENDERS) == QUALITIES
     assert accuracy.BASELINE in accuracy.CONTENDERS
     there = [each.get("master") for each in accuracy.CONTENDERS.values()]
-    assert {*there} == {None, *forms.FORMS, forms.NONE}
+    assert {*there} == {None, *forms.ENCODINGS, forms.NONE}
 
 
 # Intervals
@@ -186,7 +186,7 @@ def test_turns(
         tasks.append(task)
         return FOUND["O2"][task["seed"]]
 
-    monkeypatch.setattr(measure, "apart", apart)
+    monkeypatch.setattr(measure, "run_in_subprocess", apart)
     data = texts(tmp_path)
     words = f"--data {data} --limit 30 --share 0.5 --epochs 2 --seeds 2"
     names = ["O2-split", "fp32"]
@@ -216,7 +216,7 @@ def test_a_test_split_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for split, count in {"train": 20, "dev": 8, "test": 6}.items():
         rows = letters(count, "de", "ab", lengths=(3, 9))
         (tmp_path / f"{split}.json").write_text(json.dumps(rows))
-    monkeypatch.setattr(measure, "apart", lambda *_: FOUND["fp32"][0])
+    monkeypatch.setattr(measure, "run_in_subprocess", lambda *_: FOUND["fp32"][0])
     (table,) = accuracy.tables(flags(f"--data {tmp_path} --seeds 1 --device cpu"))
     (judged,) = [note for note in table.notes if note.startswith("accuracy:")]
     assert " of 6 test texts" in judged
@@ -315,7 +315,7 @@ def test_refusals(
     texts(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(measure, "apart", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(measure, "run_in_subprocess", lambda *_: pytest.fail("it ran"))
     try:
         status: Any = cli.run(["bench", "quality", *words.split()])
     except SystemExit as left:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-WORK = recipe_loops.Work("cpu", "bf16", 2, 8, 4, 3, optimizer="sgd")
+WORK = recipe_loops.Workload("cpu", "bf16", 2, 8, 4, 3, optimizer="sgd")
 """Two layers of 8 x 8, three micro-batches of 4."""
 
 
@@ -34,7 +34,7 @@ def test_words() -> None:
     """Law: the flags' words are those that can be run; the columns' are among them."""
     assert tuple(recipe_loops.CONTENDERS) == commands.PEERS
     assert set(recipe.BASELINES) <= set(commands.PEERS)
-    kept = {name for name, each in recipe_loops.CONTENDERS.items() if each.kept}
+    kept = {name for name, each in recipe_loops.CONTENDERS.items() if each.keeps_memory}
     assert kept == {name for name in commands.PEERS if name.endswith("-kept")}
 
 
@@ -46,8 +46,8 @@ def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu, fp16 = WORK, replace(WORK, dtype="fp16")
     on_cuda = replace(fp16, device="cuda")
 
-    def left_out(work: recipe_loops.Work) -> dict[str, str]:
-        reasons = {name: recipe.absent(name, work) for name in commands.PEERS}
+    def left_out(work: recipe_loops.Workload) -> dict[str, str]:
+        reasons = {name: recipe.why_absent(name, work) for name in commands.PEERS}
         return {name: why for name, why in reasons.items() if why is not None}
 
     missing = {"accelerate": "not installed"}
@@ -82,7 +82,7 @@ class Process:
         assert kept == name.endswith("-kept")
         self.name, self.turn = name, -1
 
-    def ask(self, question: Any) -> dict[str, Any]:
+    def request(self, question: Any) -> dict[str, Any]:
         """Take the question down; answer as planted."""
         self.log.append((self.name, question))
         if self.name == "O2-kahan":
@@ -112,7 +112,7 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
     Who is not installed, or refuses, has a row. All take turns; then all are closed.
     """
     Process.log = []
-    monkeypatch.setattr(worker_process, "Living", Process)
+    monkeypatch.setattr(worker_process, "WorkerProcess", Process)
     monkeypatch.setattr(recipe, "find_spec", lambda _: None)
     table = run("torch.amp,torch.amp-kept,accelerate,O2,O2-kahan")
     rows = {row[0]: row[1:] for row in table.rows}
@@ -183,7 +183,7 @@ def test_what_was_measured_outlives_a_defect(
         raise LookupError(message)
 
     Process.log = []
-    monkeypatch.setattr(worker_process, "Living", Process)
+    monkeypatch.setattr(worker_process, "WorkerProcess", Process)
     monkeypatch.setattr(recipe, "versions", defect)
     words = "--layers 2 --width 8 --batch 4 --accumulate 3 --rounds 3 --steps 5"
     words += f" --device cpu --contenders torch.amp,O2 --json {tmp_path / 'found'}"
@@ -225,9 +225,9 @@ def test_help_tells_who_they_are(
 
 def test_tunables_are_added() -> None:
     """Law: tunables that are set stay; ours come last, and count."""
-    assert recipe._kept_in({}) == {"GLIBC_TUNABLES": recipe.KEPT}
-    both = recipe._kept_in({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"})
-    expected = f"glibc.malloc.arena_max=1:{recipe.KEPT}"
+    assert recipe._keep_memory_env({}) == {"GLIBC_TUNABLES": recipe.KEEP_MEMORY}
+    both = recipe._keep_memory_env({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"})
+    expected = f"glibc.malloc.arena_max=1:{recipe.KEEP_MEMORY}"
     assert both == {"GLIBC_TUNABLES": expected}
 
 

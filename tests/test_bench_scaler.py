@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PLACE = scaler.Place("cpu", calls=2, rounds=3)
+PLACE = scaler.Setup("cpu", calls=2, rounds=3)
 SCALERS = {"torch": torch.amp.GradScaler, "halfstep": GradScaler}
 
 
@@ -36,7 +36,7 @@ def test_gradients() -> None:
     for parameter in gradients.parameters:
         assert parameter.grad is not None
         parameter.grad.zero_()
-    gradients.refill()
+    gradients.reset()
     assert all(map(torch.equal, before, gradients_of(gradients)))
 
 
@@ -55,7 +55,7 @@ def test_idle() -> None:
     A scaler that walks over the state must find as much as it would in training.
     """
     gradients = scaler.Gradients.draw("3x2", "cpu")
-    idle = scaler.Idle(gradients.parameters)
+    idle = scaler.NoOpOptimizer(gradients.parameters)
     idle.step()
     assert all(not parameter.any() for parameter in gradients.parameters)
     assert set(idle.state) == set(gradients.parameters)
@@ -117,7 +117,7 @@ def test_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", theirs)
     monkeypatch.setattr(measure, "timed", lambda step, _: (step(), 2.0**-10))
     gradients = scaler.Gradients.draw("2x2", "cpu")
-    scaler.take_times(gradients, scaler.Idle(gradients.parameters), PLACE)
+    scaler.take_times(gradients, scaler.NoOpOptimizer(gradients.parameters), PLACE)
     assert seen[:5] == ["torch", "halfstep", "torch", "torch", "torch"]
     both = ["torch"] * 2 + ["halfstep"] * 2
     assert seen[5:] == both + both[::-1] + both
@@ -225,6 +225,6 @@ def test_cuda() -> None:
     """Law: on a GPU each turn waits for the device, and takes some time."""
     gradients = scaler.Gradients.draw("4x8", "cuda")
     for make in scaler.OPTIMIZERS.values():
-        place = scaler.Place("cuda", calls=2, rounds=2)
+        place = scaler.Setup("cuda", calls=2, rounds=2)
         times = scaler.take_times(gradients, make(gradients.parameters), place)
         assert times.median("torch") > times.median("bare") > 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from halfstep import cli
 from halfstep.bench import scale_traces
-from halfstep.bench.scale_traces import Held, Trace
+from halfstep.bench.scale_traces import ScalerState, Trace
 from halfstep.scaling import ScaleRule, ScaleState, advance
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ NAN = math.nan
 CONSECUTIVE = partial(scale_traces.deepspeed, consecutive=True)
 
 
-def walk(rule: scale_traces.Rule, held: Held, steps: str) -> list[float | None]:
+def walk(rule: scale_traces.Rule, held: ScalerState, steps: str) -> list[float | None]:
     """Return the scales after steps spelled "x" (overflow) and "." (clean)."""
     scales: list[float | None] = []
     for step in steps:
@@ -91,12 +91,12 @@ def test_torchs_rule(exponent: int, clean: int, flags: list[bool]) -> None:
     """
     scale = torch.tensor(2.0**exponent)
     tracker = torch.tensor(clean, dtype=torch.int32)
-    held = Held(scale.item(), clean)
+    held = ScalerState(scale.item(), clean)
     for bad in flags:
         found = torch.tensor(float(bad))
         torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 2000)
         held = scale_traces.torch_amp(held, bad)
-        assert (held.scale, held.clean) == (scale.item(), tracker.item())
+        assert (held.scale, held.clean_steps) == (scale.item(), tracker.item())
 
 
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler("cpu")])
@@ -113,7 +113,7 @@ def test_megatrons_rule() -> None:
     By hand: 8 bears the first, then halves at each, clean steps between or not, and
     stays at 1. The 1,000th clean step doubles, and the next overflow is borne again.
     """
-    held = Held(8.0, left=2)
+    held = ScalerState(8.0, overflows_left=2)
     assert walk(scale_traces.megatron, held, "x.xx.xxx") == [8, 8, 4, 2, 2, 1, 1, 1]
     scales = walk(scale_traces.megatron, held, "xx" + "." * 1000 + "xx")
     assert scales[1] == scales[1000] == 4
@@ -123,9 +123,9 @@ def test_megatrons_rule() -> None:
 @pytest.mark.parametrize("rule", [scale_traces.deepspeed, CONSECUTIVE])
 def test_deepspeeds_rule(rule: scale_traces.Rule) -> None:
     """Law: DeepSpeed bears one overflow, halves down to 1, and then raises."""
-    held = Held(4.0, left=2)
+    held = ScalerState(4.0, overflows_left=2)
     assert walk(rule, held, "xxxx") == [4, 2, 1, None]
-    assert walk(rule, Held(1.0, left=2), "xx") == [1, None]
+    assert walk(rule, ScalerState(1.0, overflows_left=2), "xx") == [1, None]
     scales = walk(rule, held, "xx" + "." * 1000 + "xx")
     assert scales[1] == scales[1000] == 2
     assert scales[1001:] == [4, 4, 2]
@@ -133,7 +133,7 @@ def test_deepspeeds_rule(rule: scale_traces.Rule) -> None:
 
 def test_deepspeeds_refills() -> None:
     """Law: with consecutive hysteresis a clean step brings patience back."""
-    held = Held(8.0, left=2)
+    held = ScalerState(8.0, overflows_left=2)
     assert walk(scale_traces.deepspeed, held, "x.x.xx") == [8, 8, 4, 4, 2, 1]
     assert walk(CONSECUTIVE, held, "x.x.xx") == [8, 8, 8, 8, 8, 4]
 
@@ -262,7 +262,7 @@ def test_outcome() -> None:
 
 def test_written_down() -> None:
     """Law: the shapes are what their names say."""
-    by_name = {trace.name: trace for trace in scale_traces.written_down(1000)}
+    by_name = {trace.name: trace for trace in scale_traces.synthetic_traces(1000)}
     assert all(len(t.peaks) == len(t.level) == 1000 for t in by_name.values())
     bad = {name: sum(map(math.isnan, t.peaks)) for name, t in by_name.items()}
     assert bad.pop("one bad batch") == 1
@@ -288,8 +288,11 @@ def test_recorded() -> None:
     Before the first update a summed loss over 32 examples has 32 times the gradients of
     a mean one, as far as fp16 tells: its smallest are subnormal, its largest are not.
     """
-    mean, again = scale_traces.record(4, "mean"), scale_traces.record(4, "mean")
-    summed = scale_traces.record(4, "sum")
+    mean, again = (
+        scale_traces.record_trace(4, "mean"),
+        scale_traces.record_trace(4, "mean"),
+    )
+    summed = scale_traces.record_trace(4, "sum")
     assert mean == again
     assert mean.first is None
     assert all(0 < peak < math.inf for peak in (*mean.peaks, *summed.peaks))

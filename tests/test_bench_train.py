@@ -111,7 +111,9 @@ def test_where() -> None:
         measured(8, tokenise=0.4, forward=3.2, rest=0.16),
         measured(8, tokenise=1.6, forward=0.8, rest=0.04),
     ]
-    made = train._where({"O2-bf16": runs, "plain-amp": [measured(8, input=0.8)]})
+    made = train._step_time_table(
+        {"O2-bf16": runs, "plain-amp": [measured(8, input=0.8)]}
+    )
     assert made.columns == ("contender", *train.PARTS, "sum")
     one, other = ([*row] for row in made.rows)
     assert one[0] == "O2-bf16"
@@ -148,7 +150,7 @@ def test_turns(
         tasks.append(task)
         return measured(64)
 
-    monkeypatch.setattr(measure, "apart", apart)
+    monkeypatch.setattr(measure, "run_in_subprocess", apart)
     data = texts(tmp_path)
     names = ["O3-bf16", "plain-amp"]
     words = f"--data {data} --limit 60 --seed 5 --model mini --repeats 2"
@@ -175,7 +177,7 @@ def test_for_real(
         found.append(cast("dict[str, Any]", json.loads(json.dumps(came_to))))
         return found[-1]
 
-    monkeypatch.setattr(measure, "apart", apart)
+    monkeypatch.setattr(measure, "run_in_subprocess", apart)
     monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path))  # a contender sets its own
     names = ["plain-fp32", "plain-amp", "O2-bf16"]
     words = f"--data {texts(tmp_path)} --limit 60 --model mini"
@@ -219,7 +221,7 @@ def test_refusals(
     texts(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(measure, "apart", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(measure, "run_in_subprocess", lambda *_: pytest.fail("it ran"))
     try:
         status: Any = cli.run(["bench", "train", *words.split()])
     except SystemExit as left:

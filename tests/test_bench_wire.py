@@ -112,7 +112,7 @@ def test_what_sockets_sent() -> None:
         caller = socket.create_connection(server.getsockname())
         other, _ = server.accept()
         with caller, other:
-            before = comm_worker.sent()
+            before = comm_worker.bytes_sent()
             assert before is not None
             caller.sendall(bytes(100_000))
             other.sendall(bytes(7))
@@ -120,7 +120,7 @@ def test_what_sockets_sent() -> None:
             while left:
                 left -= len(other.recv(left))
             assert len(caller.recv(7)) == 7
-            after = comm_worker.sent()
+            after = comm_worker.bytes_sent()
             assert after == before + 100_007
 
 
@@ -143,12 +143,12 @@ def test_bytes_sent_again_are_taken_off(monkeypatch: pytest.MonkeyPatch) -> None
 
     files = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(comm_worker, "_socket", lambda _: Known())
-    counted = comm_worker.sent()
+    counted = comm_worker.bytes_sent()
     assert counted is not None
     assert counted % 700 == 0
     assert abs(counted // 700 - files) <= 2
     info = bytes(104)
-    assert comm_worker.sent() is None
+    assert comm_worker.bytes_sent() is None
 
 
 def test_collectives_are_counted() -> None:
@@ -174,8 +174,8 @@ def test_digest() -> None:
 
 def test_a_system_that_tells_nothing() -> None:
     """Law: without figures of sockets cells are empty; payloads are there."""
-    silent = comm_worker.Found(None, 10.0, 1.0, "a")
-    other = comm_worker.Found(None, 5.0, 1.0, "b")
+    silent = comm_worker.RankResult(None, 10.0, 1.0, "a")
+    other = comm_worker.RankResult(None, 5.0, 1.0, "b")
     row = comm_bytes.cells("O2", 1, [other, silent], [silent, silent])
     assert row == ("O2", 1, None, None, 5, 0.5, 1, False)
     assert comm_bytes.cells("O2", 1, [other, other], None)[5] is None
@@ -196,4 +196,4 @@ def fall(folder: Path) -> None:
         comm_bytes.start(0, folder / "s") as one,
         comm_bytes.start(1, folder / "s") as other,
     ):
-        comm_bytes.ask([one, other], task)
+        comm_bytes.request_all([one, other], task)

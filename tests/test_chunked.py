@@ -104,10 +104,10 @@ def test_empty_lists(kernel: Any) -> None:
     one = torch.tensor(1.0)
     kernel.update([], twin.ADAMW, "split", inverse=one, clock=(0, 0))
     for norm in (True, False):
-        found, total = kernel.look([], norm=norm)
+        found, total = kernel.check_finite([], norm=norm)
         assert found.item() == 0
         assert (total is not None) == norm
-        found, _ = kernel.look([torch.empty(0)], norm=norm)
+        found, _ = kernel.check_finite([torch.empty(0)], norm=norm)
         assert found.item() == 0
 
 
@@ -139,7 +139,7 @@ def test_strided_gradient(kernel: Any) -> None:
     kernel.update(items, twin.SGD, "plain", inverse=one, clock=(0, 0))
     step = items[0].gradient * torch.tensor(twin.SGD.lr)
     assert torch.equal(items[0].weight, before - step)
-    assert kernel.look([items[0].gradient], norm=True)[0].item() == 0
+    assert kernel.check_finite([items[0].gradient], norm=True)[0].item() == 0
 
 
 @every_kernel
@@ -170,12 +170,12 @@ def test_look_finds(
     """Law: one bad number anywhere is found, at either end and in the middle."""
     twin.ready(kernel)
     tensors = [torch.ones(size).to(dtype) for size in twin.SIZES]
-    assert kernel.look(tensors, norm=norm)[0].item() == 0
+    assert kernel.check_finite(tensors, norm=norm)[0].item() == 0
     for tensor in tensors:
         flat = tensor.view(-1)
         for at in {0, flat.numel() // 2, flat.numel() - 1} if flat.numel() else ():
             flat[at] = value
-            assert kernel.look(tensors, norm=norm)[0].item() == 1
+            assert kernel.check_finite(tensors, norm=norm)[0].item() == 1
             flat[at] = 1
 
 
@@ -198,7 +198,7 @@ def test_look_sums(kernel: Any, dtype: torch.dtype) -> None:
         sums = []
         for threads in (1, 2, 3):
             with twin.using_threads(threads):
-                found, total = kernel.look(some, norm=True)
+                found, total = kernel.check_finite(some, norm=True)
             assert found.item() == 0
             assert found.dtype == torch.float32
             assert total.dtype == torch.float64
@@ -244,7 +244,7 @@ def test_chunked_is_there() -> None:
 
 def test_scratch_is_used_again() -> None:
     """Law: large tensors are updated in the memory of one chunk, again and again."""
-    kept = chunk_codec.scratch.kept
+    kept = chunk_codec.scratch.buffers
     kept.clear()
     items = twin.make(twin.NESTEROV, "split", sizes=((4 * eager_chunks.CHUNK,),))
     for number in range(2):

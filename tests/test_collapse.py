@@ -14,8 +14,8 @@ import halfstep as hs
 from halfstep.nonfinite import graph_origin
 from halfstep.nonfinite.graph import Finding
 from halfstep.scaling import ScaleRule
-from halfstep.scaling.collapse import diagnose
-from halfstep.scaling.step_history import Losses
+from halfstep.scaling.collapse import find_cause
+from halfstep.scaling.step_history import LossHistory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -321,18 +321,22 @@ FOUND = Finding("range", "linear", "its result reaches inf", "Use bf16.")
 @pytest.mark.parametrize(
     ("losses", "now", "cause"),
     [
-        (Losses(), math.inf, "range"),  # it never worked: the format
-        (Losses(1.0, 1.0, 3), math.inf, "learning rate"),  # it did, for three steps
-        (Losses(1.0, 1.0, 500), math.inf, "range"),  # it did, for long
-        (Losses(1.0, 2.0, 500), math.nan, "learning rate"),  # it had diverged
-        (Losses(1.0, 1.0, 500), 1.9, "range"),
-        (Losses(1.0, 1.0, 500), -2.0, "learning rate"),  # it diverges now
+        (LossHistory(), math.inf, "range"),  # it never worked: the format
+        (
+            LossHistory(1.0, 1.0, 3),
+            math.inf,
+            "learning rate",
+        ),  # it did, for three steps
+        (LossHistory(1.0, 1.0, 500), math.inf, "range"),  # it did, for long
+        (LossHistory(1.0, 2.0, 500), math.nan, "learning rate"),  # it had diverged
+        (LossHistory(1.0, 1.0, 500), 1.9, "range"),
+        (LossHistory(1.0, 1.0, 500), -2.0, "learning rate"),  # it diverges now
     ],
 )
-def test_range_or_learning_rate(losses: Losses, now: float, cause: str) -> None:
+def test_range_or_learning_rate(losses: LossHistory, now: float, cause: str) -> None:
     """Law: overflow in a forward pass that worked before is the learning rate's."""
     finite = math.isfinite(now)
-    verdict = diagnose(FOUND, losses, torch.tensor(now), finite=finite)
+    verdict = find_cause(FOUND, losses, torch.tensor(now), finite=finite)
     assert verdict.cause == cause
 
 
@@ -397,8 +401,8 @@ def test_a_collapse_across_a_state(halt: int) -> None:
 def test_data_is_never_the_learning_rates() -> None:
     """Law: NaN in the data is that, however the loss went before."""
     found = Finding("data", "an input", "it holds NaN", "Find the batch.")
-    for losses in (Losses(), Losses(1.0, 9.0, 3)):
-        assert diagnose(found, losses, None, finite=None) is found
+    for losses in (LossHistory(), LossHistory(1.0, 9.0, 3)):
+        assert find_cause(found, losses, None, finite=None) is found
 
 
 class Block(nn.Module):

@@ -22,7 +22,7 @@ from halfstep import cli
 from halfstep.diagnostics.doctor import examination, examine, rules_speed, run_reader
 from halfstep.diagnostics.doctor.run_record import Config, RunFacts, SplitFacts, Step
 from halfstep.train.data.corpus import load
-from halfstep.train.data_checks import repeats
+from halfstep.train.data_checks import count_repeats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,12 +152,12 @@ def test_marked_texts_that_contradict(tmp_path: Path) -> None:
         path, task="ner", label_names=None, limit=None, dev_share=0.001, seed=1
     )
     plain = {(corpus.train.text(i)) for i in range(len(corpus.train))}
-    told = repeats(corpus)
+    told = count_repeats(corpus)
     assert "uabv" in plain
     assert told["train"]["texts"] == 42
     assert told["train"]["contradicting"] == 3
     assert told["train"]["repeated"] >= 1
-    assert repeats(corpus, most=42) == {}
+    assert count_repeats(corpus, max_texts=42) == {}
     assert set(KINDS) == {"LOC", "PER"}
 
 
@@ -228,8 +228,8 @@ def test_a_probe_that_is_on_is_not_suggested(tmp_path: Path, mode: str) -> None:
     settings = {"level": "O2", "dtype": "fp16", "loss_scale": "dynamic", "probe": mode}
     facts = run_reader.read(write(tmp_path / mode, [step(1)], settings=settings))
     blind = examination(facts)
-    said = " ".join(each.why for each in blind.unlooked)
-    rules = {name for each in blind.unlooked for name in each.rules}
+    said = " ".join(each.why for each in blind.not_evaluated)
+    rules = {name for each in blind.not_evaluated for name in each.rules}
     assert "halfstep.Probe(" not in said
     assert "not finite forward" not in rules  # it saw none
     assert "coarse" in rules
@@ -237,7 +237,7 @@ def test_a_probe_that_is_on_is_not_suggested(tmp_path: Path, mode: str) -> None:
     facts = run_reader.read(
         write(tmp_path / f"{mode}2", [step(1), stats], settings=settings)
     )
-    rules = {name for each in examination(facts).unlooked for name in each.rules}
+    rules = {name for each in examination(facts).not_evaluated for name in each.rules}
     assert "coarse" not in rules
 
 

@@ -16,7 +16,7 @@ from sick_run import counted, environment, profile, step, tally
 
 from halfstep.diagnostics.doctor import RULES, examination, examine
 from halfstep.diagnostics.doctor import environment as doctor_environment
-from halfstep.diagnostics.doctor.rule import NEEDS, Rule, Seen, percent
+from halfstep.diagnostics.doctor.rule import NEEDS, Observation, Rule, percent
 from halfstep.diagnostics.doctor.rules import markdown
 from halfstep.diagnostics.doctor.rules_range import safe_scale
 from halfstep.diagnostics.doctor.run_record import (
@@ -35,7 +35,7 @@ from halfstep.numerics import formats
 from halfstep.numerics.tensor_stats import measure
 from halfstep.numerics.tensor_summary import Sample, Tally, flushed, lowest, normal, top
 from halfstep.reporting.finding import Finding
-from halfstep.train.config import SETTINGS, called
+from halfstep.train.config import SETTINGS, flag_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -440,7 +440,9 @@ def test_each_rule_has_its_limit(
 ) -> None:
     """Law: a rule speaks beyond its limit and not up to it, and says what to do."""
     assert [found for found in examine(sound) if found.rule == name] == []
-    unlooked = [rule for each in examination(sound).unlooked for rule in each.rules]
+    unlooked = [
+        rule for each in examination(sound).not_evaluated for rule in each.rules
+    ]
     assert name not in unlooked or name == "bad op"
     found = [found for found in examine(sick) if found.rule == name]
     assert found
@@ -457,7 +459,7 @@ def test_flags_that_are_advised_exist() -> None:
     """Law: whatever flag an advice names, `halfstep train` takes it."""
     advice = " ".join(f.advice for *_, sick, _ in CASES for f in examine(sick))
     named = set(re.findall(r"--[a-z][a-z-]*", advice))
-    flags = {called(setting) for setting in SETTINGS.values()}
+    flags = {flag_of(setting) for setting in SETTINGS.values()}
     assert {"--lr", "--class-weights", "--patience"} <= named <= flags
 
 
@@ -519,16 +521,16 @@ def test_nothing_known_is_not_health() -> None:
     """Law: without facts there are no findings, and every rule says it was blind."""
     blind = examination(RunFacts())
     assert blind.findings == ()
-    assert blind.looked == 0
-    told = [name for each in blind.unlooked for name in each.rules]
+    assert blind.num_evaluated == 0
+    told = [name for each in blind.not_evaluated for name in each.rules]
     assert sorted(told) == sorted(rule.name for rule in RULES)
-    assert len({each.why for each in blind.unlooked}) == len(blind.unlooked)
+    assert len({each.why for each in blind.not_evaluated}) == len(blind.not_evaluated)
 
 
 def test_what_does_not_concern_a_run_is_not_missed() -> None:
     """Law: a run in fp32 is not asked for a loss scale, or for statistics of fp16."""
     plain = examination(RunFacts(config=Config("O0", "fp32", loss_scale="none")))
-    told = {name for each in plain.unlooked for name in each.rules}
+    told = {name for each in plain.not_evaluated for name in each.rules}
     assert not told & {"underflow", "no loss scale", "casts", "swamped updates"}
     assert told >= {"overhead", "data loading", "skipped steps"}
 
@@ -599,7 +601,7 @@ def test_gradients_in_fp32_lose_nothing() -> None:
     facts = held("norm.weight:grad", counted({-40: 100}, dtype="float32", zeros=100))
     rules = {each.rule for each in examine(facts)}
     assert not rules & {"underflow", "subnormal", "spread", "scale too low"}
-    told = [name for each in examination(facts).unlooked for name in each.rules]
+    told = [name for each in examination(facts).not_evaluated for name in each.rules]
     assert "underflow" in told
 
 
@@ -677,15 +679,17 @@ def test_a_cpu_has_nothing_to_wait_for() -> None:
     """Law: numbers read out of tensors on a CPU are nobody's fault."""
     facts = profiled(ON_CPU, waits=110, wait_s=0.001)
     assert "waits" not in {each.rule for each in examine(facts)}
-    assert "waits" not in {n for e in examination(facts).unlooked for n in e.rules}
+    assert "waits" not in {n for e in examination(facts).not_evaluated for n in e.rules}
 
 
 def test_masters_lose_no_updates() -> None:
     """Law: where masters keep all, nobody need count what 16 bits lose."""
-    said = {n for e in examination(RunFacts(config=BF16)).unlooked for n in e.rules}
+    said = {
+        n for e in examination(RunFacts(config=BF16)).not_evaluated for n in e.rules
+    }
     assert "swamped updates" not in said
     alone = RunFacts(config=replace(BF16, master="none"))
-    said = {n for e in examination(alone).unlooked for n in e.rules}
+    said = {n for e in examination(alone).not_evaluated for n in e.rules}
     assert "swamped updates" in said
 
 
@@ -695,7 +699,7 @@ def test_an_unknown_scale_gives_no_advice_on_scales() -> None:
     facts = RunFacts(config=FP16, stats=told)
     rules = {"underflow", "subnormal", "scale too low"}
     assert not rules & {each.rule for each in examine(facts)}
-    (why,) = [e.why for e in examination(facts).unlooked if "underflow" in e.rules]
+    (why,) = [e.why for e in examination(facts).not_evaluated if "underflow" in e.rules]
     assert "loss scale" in why
     none = replace(facts, config=replace(FP16, loss_scale="none"))
     assert rules & {each.rule for each in examine(none)}
@@ -705,7 +709,7 @@ def test_what_no_probe_saw_tells_how_to_get_it() -> None:
     """Law: a reader learns the setting and the call that make statistics."""
     (why,) = [
         e.why
-        for e in examination(RunFacts(config=BF16)).unlooked
+        for e in examination(RunFacts(config=BF16)).not_evaluated
         if "coarse" in e.rules
     ]
     assert "--probe sampled" in why
@@ -906,14 +910,16 @@ def test_any_facts_can_be_judged(
 
 def test_a_rule_below_its_limit() -> None:
     """Law: the comparison is made here, in either direction, and "none" is a limit."""
-    made = Rule("r", "a", (), lambda _: [Seen("w", "m", "a", 1.0)], "note", "s", 1.0)
-    assert made.found(RunFacts()) == []
-    assert replace(made, limit=0.9).found(RunFacts())[0].limit == "at most 0.9"
-    assert replace(made, limit=0).found(RunFacts())[0].limit == "none"
-    under = replace(made, limit=1.1, below=True).found(RunFacts())
+    made = Rule(
+        "r", "a", (), lambda _: [Observation("w", "m", "a", 1.0)], "note", "s", 1.0
+    )
+    assert made.evaluate(RunFacts()) == []
+    assert replace(made, limit=0.9).evaluate(RunFacts())[0].limit == "at most 0.9"
+    assert replace(made, limit=0).evaluate(RunFacts())[0].limit == "none"
+    under = replace(made, limit=1.1, below=True).evaluate(RunFacts())
     assert under[0].limit == "at least 1.1"
-    assert replace(made, limit=1.0, below=True).found(RunFacts()) == []
-    severe = replace(made, limit=0.5, severe=0.9).found(RunFacts())
+    assert replace(made, limit=1.0, below=True).evaluate(RunFacts()) == []
+    severe = replace(made, limit=0.5, severe=0.9).evaluate(RunFacts())
     assert severe[0].severity == "error"
 
 

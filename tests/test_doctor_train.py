@@ -25,7 +25,7 @@ from halfstep.train.output import html_report
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from halfstep.train.step_dataset import Work
+    from halfstep.train.step_dataset import StepBatch
 
 LEVELS = [("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")]
 
@@ -34,7 +34,7 @@ def stop_at(patch: pytest.MonkeyPatch, number: int) -> None:
     """Ask a run to stop after a step, as a signal does."""
     step = Trainer.train_step
 
-    def stopping(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
+    def stopping(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
         if work.number == number:
             self.stop.signal = signal.SIGTERM
         return step(self, work, *rest)
@@ -76,7 +76,7 @@ def test_a_sound_run_has_nothing_wrong(
     worse = [each for each in found.findings if each.severity != "note"]
     of_time = {rule.name for rule in rules_speed.RULES}
     assert [each for each in worse if each.rule not in of_time] == []
-    blind = {name for each in found.unlooked for name in each.rules}
+    blind = {name for each in found.not_evaluated for name in each.rules}
     assert not blind & {"skipped steps", "emulated", "loss not finite", "padding"}
     assert "overhead" not in blind
 

@@ -74,17 +74,17 @@ def truths(session: Any) -> list[Tensor]:
     """Return copies of all that updates add up in."""
     masters = session._masters
     params = [p for group in masters.optimizer.param_groups for p in group["params"]]
-    return [masters.truth(param).clone() for param in params]
+    return [masters.fp32_value(param).clone() for param in params]
 
 
 def all_of(session: Any) -> dict[str, Any]:
     """Return all that must be the same on every rank."""
-    slots = session._masters.slots.values()
+    slots = session._masters.master_params.values()
     return held(session.model, session.optimizer) | {
         "weights by name": session.weights(),
         "truths": truths(session),
-        "extras": [s.extra.clone() for s in slots if s.extra is not None],
-        "clock": session._masters.clock.step,
+        "extras": [s.residual.clone() for s in slots if s.residual is not None],
+        "clock": session._masters.rng.step,
     }
 
 
@@ -129,7 +129,7 @@ class Watched:
         masters = session._masters
         groups = session.optimizer.param_groups
         self.params = [param for held in groups for param in held["params"]]
-        weights = [masters.stored(param) for param in self.params]
+        weights = [masters.model_param(param) for param in self.params]
         self.sums = [torch.zeros(w.shape, dtype=torch.float64) for w in weights]
         self.wires = [w.dtype for w in weights]
         self.seen = [False] * len(weights)
@@ -196,7 +196,7 @@ def accuracy(group: Group) -> dict[str, Any]:
         session = prepared(wide_net(), accumulate=8, master=form, lr=0.0)
         watched = Watched(session, group)
         wrap(session, group)
-        session._passes.apart = way == "each"
+        session._passes.per_pass = way == "each"
         errors = []
         for step in range(3):
             one_step(session, step, 8)
@@ -219,7 +219,7 @@ def kept_memory(group: Group) -> dict[str, Any]:
         with ranks.counted() as made:
             one_step(session, step, 2)
         calls.append(made)
-        kept = session._exchange._averager._memory.values()
+        kept = session._grad_sync._averager._memory.values()
         places.append([tensor.data_ptr() for tensor in kept])
     return {"places": places, "calls": calls[1:]}
 

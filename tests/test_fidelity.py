@@ -11,7 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.diagnostics.preflight.gradient_similarity import Likeness, compare
+from halfstep.diagnostics.preflight.gradient_similarity import (
+    GradientSimilarity,
+    compare,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +55,7 @@ def test_like_numpy(pairs: list[tuple[float, float]]) -> None:
     assert layers[0].numbers == len(x)
 
 
-def only(x: list[float] | None, q: list[float] | None) -> Likeness:
+def only(x: list[float] | None, q: list[float] | None) -> GradientSimilarity:
     """Compare one gradient with another, either of which may be missing."""
 
     def named(values: list[float] | None) -> dict[str, Tensor]:

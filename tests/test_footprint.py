@@ -121,13 +121,13 @@ def test_stretches_count_once() -> None:
 def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the count of living memory sees an fp32 copy that the report does not."""
     kept: list[Tensor] = []
-    whole = MasterWeights.tick
+    whole = MasterWeights.advance_rng
 
     def leak(masters: MasterWeights) -> None:
-        kept.extend(masters.truth(held) for held in masters.slots)
+        kept.extend(masters.fp32_value(held) for held in masters.master_params)
         whole(masters)
 
-    monkeypatch.setattr(MasterWeights, "tick", leak)
+    monkeypatch.setattr(MasterWeights, "advance_rng", leak)
     session = trained("split", release=False)
     assert alive() - sum(session.memory().values()) == pytest.approx(4 * NUMEL, abs=64)
 

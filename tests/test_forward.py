@@ -346,7 +346,7 @@ def test_cast_once_a_step(name: str) -> None:
     """
     program = PROGRAMS[name]
     loop = Ours(program[3], SGD, MICRO)
-    cache, misses = loop.session._regions.cache, []
+    cache, misses = loop.session._contexts.cache, []
     for step in range(STEPS):
         for number in range(MICRO):
             program[0](loop, 10 * step + number)

@@ -45,7 +45,7 @@ def test_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             loop.backward(loss)
             grads = [p.grad.data_ptr() for p in params if p.grad is not None]
             loop.step()
-        entries = loop.session._regions.cache._entries.values()
+        entries = loop.session._contexts.cache._entries.values()
         places.add((*grads, *(entry.bare.data_ptr() for entry in entries)))
     assert len(places) == 1
 
@@ -118,7 +118,7 @@ def test_other_levels_have_no_casts(level: str) -> None:
             loss = nn.functional.mse_loss(net(batch(seed)[0]).float(), batch(seed)[1])
         session.backward(loss)
         session.step()
-    assert len(session._regions.cache) == 0
+    assert len(session._contexts.cache) == 0
 
 
 def test_a_region_is_left_by_an_error() -> None:

@@ -13,7 +13,7 @@ import halfstep as hs
 from halfstep._torch import async_read
 from halfstep._torch.async_read import LAG, Late, on_host
 from halfstep.scaling import LossScaler, ScaleRule
-from halfstep.session.lr_schedule import Schedule
+from halfstep.session.lr_schedule import LRSchedule
 
 
 class Slow(Late):
@@ -66,7 +66,7 @@ def test_collapse_comes_late_but_comes() -> None:
     """Law: a limit of 5 skips ends the run in the step that the fifth arrives in."""
     scaler = LossScaler(ScaleRule(max_consecutive_skips=5))
     for _ in range(5 + LAG - 1):
-        scaler.begin(torch.tensor(1.0))
+        scaler.observe_loss(torch.tensor(1.0))
         scaler.update(torch.tensor(1.0))
     with pytest.raises(hs.LossScaleCollapse) as caught:
         scaler.update(torch.tensor(1.0))
@@ -80,7 +80,7 @@ def test_a_state_holds_what_is_under_way() -> None:
     """Law: the steps before a state was saved are in it, arrived or not."""
     scaler = LossScaler(ScaleRule())
     for number in range(LAG + 2):
-        scaler.begin(torch.tensor(8.0 - number))
+        scaler.observe_loss(torch.tensor(8.0 - number))
         scaler.update(torch.tensor(float(number == LAG)))
         told = scaler.state_dict()["watch"]
         assert told["applied"] == number + (number < LAG)
@@ -93,22 +93,22 @@ def test_a_scale_that_may_be_below_one() -> None:
     scaler = LossScaler(ScaleRule(init_scale=4.0, min_scale=2.0**-10))
     below = []
     for _ in range(5):
-        below.append(scaler.watch.may_be_below_one(scaler.rule))
+        below.append(scaler.monitor.may_be_below_one(scaler.rule))
         scaler.update(torch.tensor(0.0))
     # 4, then for all we know 2, 1; then 4 arrives, of two steps ago: 1.
     assert below == [False] * 5
     scaler.update(torch.tensor(1.0))
-    assert not scaler.watch.may_be_below_one(scaler.rule)
+    assert not scaler.monitor.may_be_below_one(scaler.rule)
     for _ in range(2):
         scaler.update(torch.tensor(1.0))
     # 2 has arrived; two steps later it may be 1/2.
-    assert scaler.watch.may_be_below_one(scaler.rule)
+    assert scaler.monitor.may_be_below_one(scaler.rule)
 
 
 @pytest.mark.usefixtures("slow")
 def test_a_schedule_follows() -> None:
     """Law: a schedule makes as many steps as were applied, `LAG` steps late."""
-    schedule = Schedule(scheduler())
+    schedule = LRSchedule(scheduler())
     assert schedule.scheduler is not None
     seen = []
     for applied in (1, 2, 2, 3, 3, 3):
@@ -120,7 +120,7 @@ def test_a_schedule_follows() -> None:
 @pytest.mark.usefixtures("slow")
 def test_loading_forgets_what_is_under_way() -> None:
     """Law: numbers sent before a load are not taken for those of the run after it."""
-    schedule = Schedule(scheduler())
+    schedule = LRSchedule(scheduler())
     schedule.step(torch.tensor(1.0))
     saved = schedule.state_dict()
     for applied in range(2, 20):

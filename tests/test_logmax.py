@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from scale_loop import BAD, CLEAN, NETS, RULE, NoWaiting, training
 
 from halfstep.errors import UserError
-from halfstep.scaling.logmax_strategy import LogMax
+from halfstep.scaling.logmax_strategy import LogMaxStrategy
 from halfstep.scaling.loss_scale import STRATEGIES, ScaleState, advance
-from halfstep.scaling.measured_strategy import Measured
-from halfstep.scaling.strategies import Backoff, Strategy, strategy
+from halfstep.scaling.measured_strategy import MeasuredStrategy
+from halfstep.scaling.strategies import BackoffStrategy, ScaleStrategy, make_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def test_logmax_is_its_formulas(
 
     An overflow counts as 16 - log2 S, zeros alone as nothing.
     """
-    twin, own = Twin(*numbers), LogMax(*numbers)
+    twin, own = Twin(*numbers), LogMaxStrategy(*numbers)
     state = ScaleState.first(RULE)
     for peak in peaks:
         scale = state.scale.item()
@@ -84,7 +84,7 @@ def test_logmax_by_hand() -> None:
     Then 3 * 2**-5 with both betas 0.5: weights 1/3, 2/3; x = -7.415, -3.415; mean
     -4.748, deviation 4 * sqrt(2) / 3 = 1.886: 16 + 4.748 - 1.886 = 18.86: 2**18.
     """
-    own, state = LogMax(0.5, 0.5, 1.0), ScaleState.first(RULE)
+    own, state = LogMaxStrategy(0.5, 0.5, 1.0), ScaleState.first(RULE)
     for peak, expected in (3 * 2.0**-9, 2.0**23), (3 * 2.0**-5, 2.0**18):
         wish = own.propose([torch.tensor(peak)], state, CLEAN)
         assert wish is not None
@@ -97,14 +97,14 @@ def test_logmax_takes_the_others_word() -> None:
 
     S = 2**16: x = 0, so 2**16 is asked for, not what 2**-20 would allow.
     """
-    own, state = LogMax(), ScaleState.first(RULE)
+    own, state = LogMaxStrategy(), ScaleState.first(RULE)
     wish = own.propose([torch.tensor(2.0**-20)], state, BAD)
     assert wish.item() == 2.0**16
 
 
 def test_logmax_without_gradients() -> None:
     """Law: an optimizer without gradients changes nothing, but comes to the look."""
-    own, state = LogMax(), ScaleState.first(RULE)
+    own, state = LogMaxStrategy(), ScaleState.first(RULE)
     assert own.propose([], state, CLEAN).item() == 2.0**16
     state = advance(state, CLEAN, RULE)
     wish = own.propose([torch.tensor(1.0)], state, CLEAN)
@@ -115,13 +115,13 @@ def test_logmax_without_gradients() -> None:
 def test_logmax_goes_on() -> None:
     """Law: saved in mid-run and loaded, it asks for the same, bit for bit."""
     peaks = torch.randn(40).exp().unbind()
-    whole, half = LogMax(), LogMax()
+    whole, half = LogMaxStrategy(), LogMaxStrategy()
     state = ScaleState.first(RULE)
     for step, peak in enumerate(peaks):
         if step == 20:
             saved = half.state_dict()
             assert all(type(value) is float and value for value in saved.values())
-            half = LogMax()
+            half = LogMaxStrategy()
             half.load_state_dict(saved)
         whole.propose([peak], state, CLEAN)
         half.propose([peak], state, CLEAN)
@@ -135,9 +135,9 @@ def test_logmax_goes_on() -> None:
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_words(word: str) -> None:
     """Law: each word of a rule makes its strategy, new each time; {} begins anew."""
-    made = strategy(word)
+    made = make_strategy(word)
     assert made.name == word
-    assert made is not strategy(word)
+    assert made is not make_strategy(word)
     fresh = made.state_dict()
     made.load_state_dict({})
     assert made.state_dict() == fresh
@@ -145,8 +145,8 @@ def test_words(word: str) -> None:
 
 def test_backoff_asks_for_nothing() -> None:
     """Law: the null object never proposes."""
-    own, state = Backoff(), ScaleState.first(RULE)
-    assert own.watch(torch.ones((), requires_grad=True) * 2, state) is None  # type: ignore[func-returns-value]
+    own, state = BackoffStrategy(), ScaleState.first(RULE)
+    assert own.on_loss(torch.ones((), requires_grad=True) * 2, state) is None  # type: ignore[func-returns-value]
     assert own.propose([torch.ones(2)], state, BAD) is None  # type: ignore[func-returns-value]
     assert own.state_dict() == {}
 
@@ -155,21 +155,21 @@ def test_backoff_asks_for_nothing() -> None:
     ("make", "text"),
     [
         (
-            lambda: strategy("guess"),
+            lambda: make_strategy("guess"),
             "strategy='guess' is unknown; choose one of backoff, measured, logmax.",
         ),
-        (lambda: Measured(every=0), "every=0 must be at least 1."),
-        (lambda: Measured(margin=-1), "margin=-1 must be at least 0."),
+        (lambda: MeasuredStrategy(every=0), "every=0 must be at least 1."),
+        (lambda: MeasuredStrategy(margin=-1), "margin=-1 must be at least 0."),
         (
-            lambda: Measured(low=torch.float32),
+            lambda: MeasuredStrategy(low=torch.float32),
             "low=torch.float32 must be torch.float16 or torch.bfloat16.",
         ),
-        (lambda: LogMax(beta1=1.0), "beta1=1.0 must be in [0, 1)."),
-        (lambda: LogMax(beta2=-0.5), "beta2=-0.5 must be in [0, 1)."),
-        (lambda: LogMax(k=-1.0), "k=-1.0 must be at least 0."),
+        (lambda: LogMaxStrategy(beta1=1.0), "beta1=1.0 must be in [0, 1)."),
+        (lambda: LogMaxStrategy(beta2=-0.5), "beta2=-0.5 must be in [0, 1)."),
+        (lambda: LogMaxStrategy(k=-1.0), "k=-1.0 must be at least 0."),
     ],
 )
-def test_messages(make: Callable[[], Strategy], text: str) -> None:
+def test_messages(make: Callable[[], ScaleStrategy], text: str) -> None:
     """Law: what cannot be used is named, with its value and what would be right."""
     with pytest.raises(UserError) as caught:
         make()
@@ -179,7 +179,9 @@ def test_messages(make: Callable[[], Strategy], text: str) -> None:
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_nothing_waits(word: str) -> None:
     """Law: after the first step, no number is read on the host: looks included."""
-    own: Strategy = Measured(every=2) if word == "measured" else strategy(word)
+    own: ScaleStrategy = (
+        MeasuredStrategy(every=2) if word == "measured" else make_strategy(word)
+    )
     loop = training(NETS["norm"](), own=own)
     loop.step()
     for _ in range(4):
@@ -197,7 +199,9 @@ def test_nothing_waits(word: str) -> None:
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_nothing_waits_on_a_gpu(word: str) -> None:
     """Law: after the first step the driver sees no wait either."""
-    own: Strategy = Measured(every=2) if word == "measured" else strategy(word)
+    own: ScaleStrategy = (
+        MeasuredStrategy(every=2) if word == "measured" else make_strategy(word)
+    )
     loop = training(NETS["norm"](), own=own, device="cuda")
     loop.step()
     before = torch.cuda.get_sync_debug_mode()

@@ -36,7 +36,7 @@ def by_hand(
     session: Session,
     slopes: dict[str, Tensor],
     pick: Callable[[str, Tensor], Tensor] = lambda _, flat: flat,
-) -> tuple[list[int], rounding_loss.Lost]:
+) -> tuple[list[int], rounding_loss.RoundingLoss]:
     """Take a step; return numbers with a gradient, and which stayed; and the count."""
     before = held(session)
     assert cases.go(session, slopes).applied
@@ -67,7 +67,7 @@ def test_counts(word: str, make: Make, clip: float | None) -> None:
         assert found.counts.tolist() == counts
         assert (found.step, found.group) == (number + 1, 0)
         had, stayed, hidden = counts
-        assert found.unpublished == hidden / had
+        assert found.below_publish == hidden / had
         assert found.share == (0.0 if word == "stochastic" else stayed / had)
 
 
@@ -90,14 +90,14 @@ def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: of a large group numbers drawn once count, the same in each step."""
     monkeypatch.setattr(rounding_loss, "SAMPLE", 20)
     session = cases.start(TINY, "split", lost_updates_every=1)
-    counter = session._lost
+    counter = session._rounding_loss
     assert counter is not None
     cases.go(session, cases.slopes_of(session.model, 0))
     masters = session._masters
     names = {id(p): name for name, p in session.model.named_parameters()}
     drawn = {
-        names[id(masters.stored(param))]: places
-        for param, places in counter._drawn.items()
+        names[id(masters.model_param(param))]: places
+        for param, places in counter._sample_indices.items()
     }
     looked = sum(places.numel() for places in drawn.values())
     assert abs(looked - 20) <= len(drawn)  # each is rounded, and has one at least
@@ -132,13 +132,13 @@ def test_what_it_tells(word: str, share: float) -> None:
     (found,) = session.lost_updates()
     assert found.counts[0] == 64 * 64
     assert found.share == share
-    assert found.unpublished is not None
-    assert found.at_random == (word == "stochastic")
+    assert found.below_publish is not None
+    assert found.is_stochastic == (word == "stochastic")
     if word == "none":
-        assert found.unpublished == 1.0
+        assert found.below_publish == 1.0
         return
     sigma = (2.0**-5 * (1 - 2.0**-5) / 4096) ** 0.5
-    assert abs(found.unpublished - (1 - 2.0**-5)) < 6 * sigma
+    assert abs(found.below_publish - (1 - 2.0**-5)) < 6 * sigma
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -148,13 +148,13 @@ def test_every_so_many_steps(
 ) -> None:
     """Law: only then is anything copied; a skipped step is not counted."""
     copies: list[int] = []
-    whole = rounding_loss._some
+    whole = rounding_loss._take
 
     def some(tensor: Tensor, places: Tensor | None) -> Tensor:
         copies.append(1)
         return whole(tensor, places)
 
-    monkeypatch.setattr(rounding_loss, "_some", some)
+    monkeypatch.setattr(rounding_loss, "_take", some)
     session = cases.start(cases.SGD, "split", lost_updates_every=every)
     if not kernel:
         session._masters.kernel = None
@@ -178,7 +178,7 @@ def test_no_counter_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         message = "copied"
         raise AssertionError(message)
 
-    monkeypatch.setattr(rounding_loss, "_some", forbidden)
+    monkeypatch.setattr(rounding_loss, "_take", forbidden)
     session = cases.start(cases.SGD, "split")
     cases.go(session, cases.slopes_of(session.model, 1))
     assert session.lost_updates() == ()
@@ -218,9 +218,9 @@ def test_groups() -> None:
     one, two, three = session.lost_updates()
     assert [found.group for found in (one, two, three)] == [0, 1, 2]
     assert one.share == 0.0
-    assert two.share == two.unpublished == 1.0
+    assert two.share == two.below_publish == 1.0
     assert three.share is None
-    assert three.unpublished is None
+    assert three.below_publish is None
     assert three.counts.tolist() == [0, 0, 0]
     rows = rounding_loss.table((one, two, three)).rows
     assert [row[:3] for row in rows] == [(0, 36, 0.0), (1, 26, 1.0), (2, 0, None)]

@@ -61,7 +61,7 @@ def test_equals_fp32_masters(make: Make, low: torch.dtype) -> None:
     for seed in range(8):
         grads = gradients(params, seed)
         give(params, grads)
-        masters.fold()
+        masters.accumulate_grads()
         optimizer.step()
         optimizer.zero_grad()
         masters.publish()
@@ -85,7 +85,7 @@ def test_a_schedule_reaches_the_masters() -> None:
     for seed in range(3):
         give(params, gradients(params, seed))
         give(twins, [grad.float() for grad in gradients(params, seed)])
-        masters.fold()
+        masters.accumulate_grads()
         optimizer.step()
         reference.step()
         for schedule in schedules:
@@ -102,7 +102,7 @@ def test_tiny_updates_are_not_lost(low: torch.dtype, tiny: float) -> None:
     masters = MasterWeights(optimizer)
     for _ in range(1024):
         weight.grad, bare.grad = torch.ones(3, dtype=low), torch.ones(3, dtype=low)
-        masters.fold()
+        masters.accumulate_grads()
         optimizer.step()
         optimizer.zero_grad()
         plain.step()
@@ -120,7 +120,7 @@ def test_micro_batches_add_up_in_fp32() -> None:
     for _ in range(256):
         for value in (1.0, 2.0**-8):
             weight.grad = torch.full((2,), value, dtype=torch.bfloat16)
-            masters.fold()
+            masters.accumulate_grads()
             assert weight.grad is None
     (master,) = adopted(optimizer)
     assert master.grad is not None
@@ -135,7 +135,7 @@ def test_buffers_are_reused() -> None:
     places = set()
     for seed in range(4):
         give(params, gradients(params, seed))
-        masters.fold()
+        masters.accumulate_grads()
         owned = adopted(optimizer)
         places.add(tuple(p.grad.data_ptr() for p in owned if p.grad is not None))
         places.add(tuple(p.data_ptr() for p in owned))
@@ -152,11 +152,11 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     optimizer = torch.optim.SGD(params, 0.1)
     masters = MasterWeights(optimizer)
     give(params, gradients(params, 0))
-    masters.fold()
+    masters.accumulate_grads()
     optimizer.zero_grad()
     before = [master.clone() for master in adopted(optimizer)]
     params[0].grad = torch.ones_like(params[0])
-    masters.fold()
+    masters.accumulate_grads()
     optimizer.step()
     first, second = adopted(optimizer)
     assert not torch.equal(first, before[0])
@@ -174,8 +174,8 @@ def test_originals_are_kept_exactly() -> None:
     assert torch.equal(first, original)
     assert first.data_ptr() == original.data_ptr()
     assert torch.equal(second, other.float())
-    assert masters.stored(first) is weight
-    assert masters.stored(weight) is weight
+    assert masters.model_param(first) is weight
+    assert masters.model_param(weight) is weight
 
 
 def test_fp32_parameters_stay_their_own() -> None:
@@ -186,7 +186,7 @@ def test_fp32_parameters_stay_their_own() -> None:
     assert adopted(optimizer)[1] is high
     assert [pair[0] for pair in masters.pairs] == [low]
     high.grad = torch.ones_like(high)
-    masters.fold()
+    masters.accumulate_grads()
     assert high.grad is not None
 
 
@@ -199,7 +199,7 @@ def test_frozen_and_tied() -> None:
     assert [p.requires_grad for p in adopted(optimizer)] == [False, True]
     before = tied.detach().clone()
     torch.autograd.backward((tied * 1.0).sum() + (tied * 2.0).sum())
-    masters.fold()
+    masters.accumulate_grads()
     optimizer.step()
     masters.publish()
     assert len(masters.pairs) == 2
@@ -216,7 +216,7 @@ def test_a_group_added_later() -> None:
     before = [p.detach().float() for p in later]
     grads = gradients(later, 2)
     give(later, grads)
-    masters.fold()
+    masters.accumulate_grads()
     optimizer.step()
     masters.publish()
     assert [master.dtype for master in adopted(optimizer)] == [torch.float32] * 4
@@ -238,7 +238,7 @@ def test_existing_state_moves_along() -> None:
     assert set(optimizer.state) == set(adopted(optimizer))
     give(params, gradients(params, 1))
     give(twins, [grad.float() for grad in gradients(params, 1)])
-    masters.fold()
+    masters.accumulate_grads()
     optimizer.step()
     reference.step()
     assert all(map(torch.equal, adopted(optimizer), twins))
@@ -256,7 +256,7 @@ def test_state_dict_round_trip() -> None:
         sides.append((params, optimizer, MasterWeights(optimizer)))
     for seed in range(3):
         give(sides[0][0], gradients(sides[0][0], seed))
-        sides[0][2].fold()
+        sides[0][2].accumulate_grads()
         sides[0][1].step()
         sides[0][1].zero_grad()
     sides[1][1].load_state_dict(copy.deepcopy(sides[0][1].state_dict()))
@@ -266,7 +266,7 @@ def test_state_dict_round_trip() -> None:
         ours.data.copy_(theirs)
     for params, optimizer, masters in sides:
         give(params, gradients(params, 9))
-        masters.fold()
+        masters.accumulate_grads()
         optimizer.step()
     assert all(map(torch.equal, adopted(sides[0][1]), adopted(sides[1][1])))
 
@@ -285,7 +285,7 @@ def test_sparse_gradients() -> None:
             for model in (table, twin):
                 columns = torch.tensor([1.0, 2.0, 3.0, 4.0])
                 torch.autograd.backward((model(torch.tensor(rows)) * columns).sum())
-            masters.fold()
+            masters.accumulate_grads()
         (master,) = adopted(optimizer)
         assert master.grad is not None
         assert master.grad.is_sparse
@@ -300,11 +300,11 @@ def test_sparse_gradients() -> None:
 
 
 def test_pull_takes_an_outside_edit() -> None:
-    """Law: after `pull` the masters are the model's weights, and publish keeps them."""
+    """Law: `reset_from_weights` makes the weights the masters; publish keeps them."""
     params = weights(torch.bfloat16)
     masters = MasterWeights(torch.optim.SGD(params, 0.1))
     params[0].data.fill_(3.0)
-    masters.pull()
+    masters.reset_from_weights()
     masters.publish()
     assert torch.equal(params[0], torch.full_like(params[0], 3.0))
     assert all(torch.equal(low.float(), high) for low, high in masters.pairs)
@@ -316,11 +316,11 @@ def test_none_at_all() -> None:
     weight.grad = torch.ones_like(weight)
     before = weight.detach().clone()
     none = NoMasters(torch.optim.SGD([weight], lr=0.1))
-    none.fold()
+    none.accumulate_grads()
     none.publish()
     assert torch.equal(weight.grad, torch.ones_like(weight))
     assert torch.equal(weight, before)
-    assert none.stored(weight) is weight
+    assert none.model_param(weight) is weight
     assert none.pairs == []
 
 
@@ -337,7 +337,7 @@ def test_large_sums_are_added_up_exactly(low: torch.dtype, numel: int) -> None:
         part[5], part[6] = torch.inf, torch.nan
         param.grad = part.clone()
         total += part
-        masters.fold()
+        masters.accumulate_grads()
     (master,) = adopted(masters.optimizer)
     assert master.grad is not None
     torch.testing.assert_close(master.grad, total, rtol=0, atol=0, equal_nan=True)

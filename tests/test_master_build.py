@@ -50,7 +50,7 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu_kernels.available()
     assert cpu_kernels.describe() == "not compiled: HALFSTEP_COMPILER=none"
     with pytest.raises(UserError, match="HALFSTEP_COMPILER=none"):
-        cpu_kernels.look([torch.ones(3)], norm=False)
+        cpu_kernels.check_finite([torch.ones(3)], norm=False)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_open_quotation(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
 HARMLESS = """
 import sys
 from halfstep.masters import c_compiler as build, cpu_kernels as native
-print(native.describe(), build.flushes(), sep="|")
+print(native.describe(), build.flushes_subnormals(), sep="|")
 """
 
 
@@ -265,7 +265,7 @@ def test_flushing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     other.write_text(FLUSHING, encoding="utf-8")
     monkeypatch.setenv(c_compiler.VARIABLE, f"{REAL} {other}")
     assert "makes zero of subnormal numbers" in cpu_kernels.describe()
-    assert not c_compiler.flushes()
+    assert not c_compiler.flushes_subnormals()
 
 
 @needs_compiler
@@ -281,11 +281,13 @@ def test_self_check_sees(tmp_path: Path, true: str, false: str) -> None:
     for file in cpu_kernels.SOURCE.parent.glob("*.[ch]"):
         text = file.read_text(encoding="utf-8")
         (tmp_path / file.name).write_text(text.replace(true, false), encoding="utf-8")
-    job = c_compiler.Job(tmp_path / cpu_kernels.SOURCE.name, cpu_kernels.works)
+    job = c_compiler.CompiledLibrary(
+        tmp_path / cpu_kernels.SOURCE.name, cpu_kernels.works
+    )
     with pytest.raises(
         c_compiler.NoLibraryError, match="does not compute as it should"
     ):
-        job.ready(c_compiler.find())
+        job.load_or_compile(c_compiler.find())
 
 
 def test_runtime_is_torchs() -> None:

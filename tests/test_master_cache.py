@@ -68,16 +68,16 @@ def test_damaged_cache(
     compiler, log = counting(tmp_path)
     monkeypatch.setenv(c_compiler.VARIABLE, compiler)
     # Not loaded in this process: a file that is mapped must not be cut.
-    job = c_compiler.Job(cpu_kernels.SOURCE, cpu_kernels.works)
+    job = c_compiler.CompiledLibrary(cpu_kernels.SOURCE, cpu_kernels.works)
     found = c_compiler.find()
-    c_compiler.private(cache)
+    c_compiler.private_dir(cache)
     built = job.compile(found, tmp_path)
-    file = job.keep(built, found, cache)
+    file = job.store(built, found, cache)
     whole = file.read_bytes()
     if damage == "named well":
         file.unlink()
         built.write_bytes(b"garbage")
-        job.keep(built, found, cache)
+        job.store(built, found, cache)
     else:
         cut = whole[: len(whole) // 2]
         file.write_bytes(cut if damage == "cut" else cut + b"x" + whole[len(cut) + 1 :])
@@ -93,22 +93,30 @@ def test_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         shutil.copy(file, tmp_path)
     source = tmp_path / cpu_kernels.SOURCE.name
     compiler = c_compiler.Compiler(("cc",), "cc 1")
-    keys = [c_compiler.Job(source, cpu_kernels.works).key(compiler)]
-    assert keys[0] == c_compiler.Job(cpu_kernels.SOURCE, cpu_kernels.works).key(
-        compiler
-    )
-    keys.append(c_compiler.Job(source, cpu_kernels.works, ("-g",)).key(compiler))
+    keys = [c_compiler.CompiledLibrary(source, cpu_kernels.works).cache_key(compiler)]
+    assert keys[0] == c_compiler.CompiledLibrary(
+        cpu_kernels.SOURCE, cpu_kernels.works
+    ).cache_key(compiler)
     keys.append(
-        c_compiler.Job(source, cpu_kernels.works).key(
+        c_compiler.CompiledLibrary(source, cpu_kernels.works, ("-g",)).cache_key(
+            compiler
+        )
+    )
+    keys.append(
+        c_compiler.CompiledLibrary(source, cpu_kernels.works).cache_key(
             c_compiler.Compiler(("cc",), "cc 2")
         )
     )
     with monkeypatch.context() as patch:
         patch.setattr(c_compiler, "processor", lambda: "another")
-        keys.append(c_compiler.Job(source, cpu_kernels.works).key(compiler))
+        keys.append(
+            c_compiler.CompiledLibrary(source, cpu_kernels.works).cache_key(compiler)
+        )
     for file in (source, tmp_path / "bits.h"):
         file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-        keys.append(c_compiler.Job(source, cpu_kernels.works).key(compiler))
+        keys.append(
+            c_compiler.CompiledLibrary(source, cpu_kernels.works).cache_key(compiler)
+        )
     assert len(set(keys)) == len(keys)
 
 
@@ -171,7 +179,7 @@ def test_folders_above(cache: Path) -> None:
 
 def test_foreign_folder_above(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a cache under another user's folder is not used; root may own one."""
-    c_compiler.private(cache)
+    c_compiler.private_dir(cache)
     true = type(cache).stat
 
     def owned_by(user: int) -> None:
@@ -183,17 +191,17 @@ def test_foreign_folder_above(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(type(cache), "stat", given)
 
     owned_by(0)
-    c_compiler.private(cache)
+    c_compiler.private_dir(cache)
     owned_by(os.getuid() + 4321)
     with pytest.raises(c_compiler.NoLibraryError, match="belongs to another user"):
-        c_compiler.private(cache)
+        c_compiler.private_dir(cache)
 
 
 def test_links_above(tmp_path: Path) -> None:
     """Law: a link above the cache is followed once: what was checked is used."""
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    used = c_compiler.private(tmp_path / "link" / "halfstep")
+    used = c_compiler.private_dir(tmp_path / "link" / "halfstep")
     assert used == (tmp_path / "real" / "halfstep").resolve()
 
 
@@ -201,7 +209,7 @@ def test_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Law: each kind of processor is told by its own lines; an unknown one is not."""
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(c_compiler, "_CPUINFO", info)
-    assert not c_compiler.features()
+    assert not c_compiler.cpu_features()
     lines = {
         "processor\t: 0\nisa\t\t: rv64imafdcv\nuarch\t\t: sifive,u74\n": 2,
         "processor\t: 0\ncpu\t\t: POWER9\n\nmachine\t\t: PowerNV\n": 2,
@@ -212,7 +220,7 @@ def test_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = set()
     for text, count in lines.items():
         info.write_text(text, encoding="utf-8")
-        assert len(c_compiler.features()) == count
+        assert len(c_compiler.cpu_features()) == count
         names.add(c_compiler.processor())
     assert len(names) == len(lines)
 

@@ -14,7 +14,7 @@ from small_training import same
 from torch import Tensor, nn
 
 from halfstep.masters import MasterWeights, fused_step
-from halfstep.masters.update_rules import Item
+from halfstep.masters.update_rules import ParamUpdate
 
 if TYPE_CHECKING:
     from master_cases import Make
@@ -52,7 +52,7 @@ def limits(
     if step is not None and "step" in state:
         step = state["step"] + 1
     first = bool(keys) and keys[0] not in state
-    item = Item(param.detach(), param.grad, None, held, step, first, 0)  # type: ignore[arg-type]
+    item = ParamUpdate(param.detach(), param.grad, None, held, step, first, 0)  # type: ignore[arg-type]
     allowed = kernel_twin.bound(rule, item, 1.0)
     # All of it is proportional to the roundings on the way.
     more = 1 + roundings / kernel_twin.ROUNDINGS
@@ -84,7 +84,7 @@ def assert_follows(
         if name not in seen.seen:
             continue
         right = twin.params[name].detach()
-        low = held in session._masters.slots
+        low = held in session._masters.master_params
         weight, states, keys = limits(before, name, extra, rule)
         kind = form if low else "fp32"
         allowed = weight + ROUNDED[kind] * (right.abs().double() + weight)
@@ -152,12 +152,12 @@ def test_the_bound_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     session = cases.start(cases.SGD, "fp32")
     slopes = cases.slopes_of(session.model, 1, 64.0)
     with monkeypatch.context() as patch:
-        patch.setattr(fused_step, "numbers", lambda value: value * (1 + 2.0**-15))
+        patch.setattr(fused_step, "as_number", lambda value: value * (1 + 2.0**-15))
         with pytest.raises(AssertionError):
             assert_follows(session, cases.SGD, "fp32", slopes)
     session = cases.start(cases.SGD, "split", clip_grad_norm=64.0)
-    original = session._updates._coefficient
-    session._updates._coefficient = lambda: original() * (1 + 2.0**-12)  # type: ignore[method-assign]
+    original = session._optimizer_step._clip_coef
+    session._optimizer_step._clip_coef = lambda: original() * (1 + 2.0**-12)  # type: ignore[method-assign]
     with pytest.raises(AssertionError):
         assert_follows(session, cases.SGD, "split", slopes)
 
@@ -238,7 +238,7 @@ def test_originals_may_lie_otherwise(form: str) -> None:
     weight.grad = torch.ones_like(weight)
     masters.update(torch.ones(()))
     (held,) = cases.adopted(optimizer)
-    off = (masters.truth(held) - (original - 1)).abs()
+    off = (masters.fp32_value(held) - (original - 1)).abs()
     # Stored twice: before the step, and after it.
     limit = 2 * ROUNDED[form] * (original.abs() + 1)
     assert bool((off <= limit).all())
@@ -318,7 +318,9 @@ def test_layouts(make: Make, form: str, weight: Tensor, *, known: bool) -> None:
     for held, other in zip(cases.adopted(optimizer), twin.parameters(), strict=True):
         # One step: some roundings of fp32, and what the form takes.
         limit = 40 * 2.0**-24 * (other.abs() + 1) + ROUNDED[form] * (other.abs() + 1)
-        assert bool(((masters.truth(held) - other).abs() <= limit).all()), slopes.keys()
+        assert bool(((masters.fp32_value(held) - other).abs() <= limit).all()), (
+            slopes.keys()
+        )
 
 
 def test_expanded_weights_are_refused_by_torch() -> None:

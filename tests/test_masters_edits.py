@@ -110,7 +110,7 @@ def test_only_what_was_changed_follows(*, release: bool) -> None:
     before["linear.weight"][2, 1] = 7.0
     assert same(session.weights(), before)
     # The truth has more bits than the weights show, or this says nothing.
-    (held,) = (s for s in masters.slots.values() if s.weight.shape == (6, 5))
+    (held,) = (s for s in masters.master_params.values() if s.weight.shape == (6, 5))
     assert not torch.equal(held.master, held.weight.float())
 
 
@@ -119,7 +119,7 @@ def test_an_edit_that_is_not_seen(form: str, monkeypatch: pytest.MonkeyPatch) ->
     """Law: without looking at versions, fp32 masters would undo an edit in silence."""
     session = trained(form)
     session.optimizer.param_groups[0]["lr"] = 0.0
-    monkeypatch.setattr(MasterWeights, "refresh", lambda _: None)
+    monkeypatch.setattr(MasterWeights, "sync_external_writes", lambda _: None)
     with torch.no_grad():
         session.model.linear.weight.fill_(7.0)
     cases.go(session, cases.slopes_of(session.model, 1))
@@ -202,7 +202,7 @@ def test_no_false_alarm_where_gradients_are_released(form: str) -> None:
 def test_placeholders(form: str) -> None:
     """Law: between steps a lean master reads as NaN, takes no memory and no writes."""
     session = trained(form)
-    for param in session._masters.slots:
+    for param in session._masters.master_params:
         assert bool(param.isnan().all())
         assert param.untyped_storage().nbytes() == 4
         assert param.dtype == torch.float32
@@ -222,7 +222,7 @@ def test_masters_that_are_shared_follow_an_edit() -> None:
     exact = session.weights()["conv.weight"].clone()
     with torch.no_grad():
         session.model.linear.weight.fill_(7.0)
-    masters.share(lambda _: None)
+    masters.broadcast_(lambda _: None)
     assert bool((session.weights()["linear.weight"] == 7.0).all())
     assert torch.equal(session.weights()["conv.weight"], exact)
 
@@ -283,7 +283,7 @@ def test_two_pairs_of_one_sum(*, kernel: bool) -> None:
 def test_a_lost_clock_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the test above fails where the step of random numbers is not kept."""
     whole, other = trained(name), cases.start(cases.ADAMW, name)
-    monkeypatch.setattr(MasterWeights, "resume", lambda *_: None)
+    monkeypatch.setattr(MasterWeights, "set_rng", lambda *_: None)
     other.load_state_dict(copy.deepcopy(whole.state_dict()))
     for session in (whole, other):
         cases.go(session, cases.slopes_of(session.model, 5))
@@ -317,7 +317,7 @@ def test_a_state_crosses_forms(form: str, target: str) -> None:
     for name, value in one.weights().items():
         own = 0.0 if "norm" in name else loss
         assert bool(((other.weights()[name] - value).abs() <= own * value.abs()).all())
-    for held in other._masters.slots:
+    for held in other._masters.master_params:
         state = other.optimizer.state[held]
         low = torch.bfloat16 if target in {"kahan", "stochastic"} else torch.float32
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == low

@@ -22,7 +22,7 @@ from halfstep.masters import (
 if TYPE_CHECKING:
     from master_cases import Make
 
-    from halfstep.masters.encoding import Clock
+    from halfstep.masters.encoding import RoundingRng
     from halfstep.session.session import Session
 
 every_form = pytest.mark.parametrize("form", cases.FORMS)
@@ -30,7 +30,7 @@ every_lean = pytest.mark.parametrize("form", cases.LEAN)
 every_optimizer = pytest.mark.parametrize("name", cases.OPTIMIZERS)
 
 
-def stored(form: str, truth: Tensor, clock: Clock, number: int) -> list[Tensor]:
+def stored(form: str, truth: Tensor, clock: RoundingRng, number: int) -> list[Tensor]:
     """Return the weight that a truth becomes, and what is kept beside it."""
     low = torch.empty_like(truth, dtype=torch.bfloat16)
     if form == "fp32":
@@ -43,12 +43,16 @@ def stored(form: str, truth: Tensor, clock: Clock, number: int) -> list[Tensor]:
         rest = torch.empty_like(low)
         kahan_codec.encode_(truth, low, rest)
         return [low, rest]
-    stochastic_codec.round_(truth, low, clock.sixteen(number, 0, truth))
+    stochastic_codec.round_(truth, low, clock.random_bits16(number, 0, truth))
     return [low]
 
 
 def moments(
-    form: str, state: dict[str, Tensor], clock: Clock, slot_number: int, like: Tensor
+    form: str,
+    state: dict[str, Tensor],
+    clock: RoundingRng,
+    slot_number: int,
+    like: Tensor,
 ) -> dict[str, Tensor]:
     """Return an fp32 optimizer's state as a form keeps it."""
     kept = dict(state)
@@ -60,7 +64,9 @@ def moments(
             continue
         number += 1
         low = torch.empty_like(value, dtype=torch.bfloat16)
-        stochastic_codec.round_(value, low, clock.sixteen(slot_number, number, value))
+        stochastic_codec.round_(
+            value, low, clock.random_bits16(slot_number, number, value)
+        )
         kept[key] = low
     return kept
 
@@ -72,27 +78,27 @@ def assert_step(
     seen = cases.Watched(session.model)
     twin = cases.Twin(make, session)
     masters = session._masters
-    clock = masters.clock
+    clock = masters.rng
     assert cases.go(session, *slopes).applied
     twin.step(seen.seen, session.clip_grad_norm)
     for name, held in cases.by_name(session).items():
-        right, slot = twin.params[name], masters.slots.get(held)
+        right, slot = twin.params[name], masters.master_params.get(held)
         state = twin.optimizer.state.get(right, {})
         if slot is None:
             assert torch.equal(held, right), name
             assert same(session.optimizer.state.get(held, {}), dict(state)), name
             continue
         got = [slot.weight.detach()]
-        if slot.extra is not None:
-            got.append(slot.extra)
+        if slot.residual is not None:
+            got.append(slot.residual)
         if name not in seen.seen and form == "stochastic":
             # Rounding what bf16 holds changes nothing, whatever was drawn.
             assert torch.equal(right, slot.weight.float())
         for mine, yours in zip(
-            got, stored(form, right.detach(), clock, slot.number), strict=True
+            got, stored(form, right.detach(), clock, slot.param_index), strict=True
         ):
             assert same(mine, yours), (name, form)
-        rounded = moments(form, dict(state), clock, slot.number, slot.weight)
+        rounded = moments(form, dict(state), clock, slot.param_index, slot.weight)
         if name not in seen.seen:
             rounded = {k: v.to(rounded[k].dtype) for k, v in state.items()}
         assert same(dict(session.optimizer.state.get(held, {})), rounded), name
@@ -112,7 +118,7 @@ def test_a_step_is_torchs_own(
 
     Bit for bit, in pieces of a few numbers, with a parameter missing now and then.
     """
-    monkeypatch.setattr(generic_step, "PIECE", 20)
+    monkeypatch.setattr(generic_step, "MAX_PIECE_NUMEL", 20)
     make = cases.OPTIMIZERS[name]
     model = cases.model_for(name)
     more = {"accumulate": accumulate, "clip_grad_norm": clip}
@@ -130,7 +136,7 @@ def test_a_wrong_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = generic_step.narrow_states
 
     def late(*args: object) -> None:
-        clock = type(session._masters.clock)(0, 7)
+        clock = type(session._masters.rng)(0, 7)
         whole(*args[:3], clock)  # type: ignore[arg-type]
 
     monkeypatch.setattr(generic_step, "narrow_states", late)
@@ -167,10 +173,10 @@ def follow(make: Make, way: str, steps: int) -> None:
     one, other = sessions
     assert same(one.weights(), other.weights())
     assert same(one.optimizer.state_dict(), other.optimizer.state_dict())
-    for slot in other._masters.slots.values():
-        truth = other._masters.truth(slot.master)
-        low, rest = stored("split", truth, other._masters.clock, 0)
-        assert same([slot.weight.detach(), slot.extra], [low, rest])
+    for slot in other._masters.master_params.values():
+        truth = other._masters.fp32_value(slot.master)
+        low, rest = stored("split", truth, other._masters.rng, 0)
+        assert same([slot.weight.detach(), slot.residual], [low, rest])
 
 
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
@@ -193,7 +199,7 @@ def test_split_masters_by_themselves(make: Make, steps: int) -> None:
             optimizer.zero_grad()
     (_, one, plain), (_, other, halves) = sides
     pairs = zip(cases.adopted(one), cases.adopted(other), strict=True)
-    assert all(torch.equal(plain.truth(a), halves.truth(b)) for a, b in pairs)
+    assert all(torch.equal(plain.fp32_value(a), halves.fp32_value(b)) for a, b in pairs)
     assert same(one.state_dict(), other.state_dict())
 
 
@@ -297,7 +303,7 @@ def test_odd_shapes(form: str, shape: tuple[int, ...], name: str) -> None:
         optimizer.zero_grad()
         reference.step()
     (held,) = cases.adopted(optimizer)
-    truth = masters.truth(held)
+    truth = masters.fp32_value(held)
     if form in {"fp32", "split"}:
         assert torch.equal(truth, twin)
         assert same(optimizer.state_dict(), reference.state_dict())

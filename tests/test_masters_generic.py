@@ -31,7 +31,7 @@ every_exact = pytest.mark.parametrize("form", cases.FORMS[:2])
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step over a few numbers at a time, where that is allowed."""
-    monkeypatch.setattr(generic_step, "PIECE", 8)
+    monkeypatch.setattr(generic_step, "MAX_PIECE_NUMEL", 8)
 
 
 class Counting(torch.optim.Optimizer):
@@ -85,7 +85,7 @@ def test_a_counter_that_counts_pieces_is_noticed(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: the test above fails where lean forms step over pieces."""
-    monkeypatch.setattr(generic_step, "by_parameter", lambda _: True)
+    monkeypatch.setattr(generic_step, "can_step_in_pieces", lambda _: True)
     session, _ = follow(Counting, form)
     counted = session.optimizer.param_groups[0]["count"]
     assert (counted == 4) == (form == "fp32")
@@ -240,7 +240,7 @@ def test_groups_added_after_prepare(form: str, *, kernel: bool) -> None:
     session.optimizer.add_param_group({"params": later, "lr": 0.5})
     before = {n: p.detach().float().clone() for n, p in model.named_parameters()}
     if not kernel:
-        session._masters.adopt()
+        session._masters.add_new_params()
         session._masters.kernel = None
     slopes = {n: torch.ones_like(p) for n, p in model.named_parameters()}
     cases.go(session, slopes)
@@ -249,7 +249,7 @@ def test_groups_added_after_prepare(form: str, *, kernel: bool) -> None:
         own = 0.0 if "norm" in name else 2.0**-7 * 2
         limit = {"fp32": 0.0, "split": 0.0}.get(form, own)
         assert off.abs().max() <= limit, name
-    assert len(session._masters.slots) == len([*model.parameters()]) - 2
+    assert len(session._masters.master_params) == len([*model.parameters()]) - 2
 
 
 @every_form
@@ -280,7 +280,7 @@ def test_zero_grad_to_zeros(form: str) -> None:
             weight.grad = torch.ones_like(weight)
             masters.step()
             optimizer.zero_grad(set_to_none=to_none)
-        truths.append(masters.truth(cases.adopted(optimizer)[0]))
+        truths.append(masters.fp32_value(cases.adopted(optimizer)[0]))
     assert torch.equal(*truths)
     assert truths[0].tolist() == [0.25] * 5
 
@@ -318,7 +318,7 @@ def test_frozen_tied_and_unused(form: str, *, kernel: bool) -> None:
         twin.step(seen.seen)
         seen.clear()
     after = session.weights()
-    assert len(session._masters.slots) == 5
+    assert len(session._masters.master_params) == 5
     for name, value in after.items():
         if name.startswith(("frozen", "unused")):
             assert torch.equal(value, before[name])
@@ -380,9 +380,9 @@ def test_sparse_and_dense_add_up(form: str, order: tuple[int, int]) -> None:
     kinds = [table.weight.grad, torch.ones(4, 2, dtype=torch.bfloat16)]
     for kind in order:
         weight.grad = kinds[kind].clone()
-        masters.fold()
+        masters.accumulate_grads()
     masters.step()
     row = [torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.ones(4)]
     right = 1 - 0.5 * sum(row[kind] for kind in order)
     (held,) = cases.adopted(optimizer)
-    assert torch.equal(masters.truth(held)[:, 0], right)
+    assert torch.equal(masters.fp32_value(held)[:, 0], right)

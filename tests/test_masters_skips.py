@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_training import same
 
-from halfstep.session.optimizer_step import Updates
+from halfstep.session.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
     from master_cases import Make
@@ -85,13 +85,13 @@ def test_a_guard_that_sleeps_is_noticed(
         session._masters.kernel = None
     cases.go(session, cases.slopes_of(session.model, 1))
     before = cases.everything(session)
-    clear = Updates.clear
+    clear = OptimizerStep.zero_grad
 
-    def late(updates: Updates) -> None:
+    def late(updates: OptimizerStep) -> None:
         updates.masters.step()
         clear(updates)
 
-    monkeypatch.setattr(Updates, "clear", late)
+    monkeypatch.setattr(OptimizerStep, "zero_grad", late)
     assert cases.go(session, poisoned(session, 2, torch.inf, "conv.bias")).skipped
     assert not same(cases.everything(session), before)
 

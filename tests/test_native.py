@@ -11,7 +11,7 @@ import torch
 from halfstep.errors import UserError
 from halfstep.masters import c_compiler, cpu_kernels
 from halfstep.masters.cpu_kernels import Kernels
-from halfstep.masters.update_rules import Item, Sgd
+from halfstep.masters.update_rules import ParamUpdate, Sgd
 
 ASCENT = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
 """Adds the gradient to the weight."""
@@ -24,8 +24,8 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Return kernels for this processor, and such without its special words."""
     twin.ready(cpu_kernels)
     extra = ("-DHALFSTEP_PORTABLE",) if request.param == "portable" else ()
-    job = c_compiler.Job(cpu_kernels.SOURCE, cpu_kernels.works, extra)
-    return Kernels.of(job.ready(c_compiler.find())[0])
+    job = c_compiler.CompiledLibrary(cpu_kernels.SOURCE, cpu_kernels.works, extra)
+    return Kernels.of(job.load_or_compile(c_compiler.find())[0])
 
 
 def all_bits() -> torch.Tensor:
@@ -50,7 +50,9 @@ def test_every_gradient(kernels: Kernels, dtype: torch.dtype) -> None:
     """Law: each of the 65,536 gradients is read as what torch reads."""
     gradient = all_bits().view(dtype)
     weight = torch.zeros(gradient.shape)
-    item = Item(weight, gradient, None, (), None, first=True, index=0)
+    item = ParamUpdate(
+        weight, gradient, None, (), None, is_first_step=True, param_index=0
+    )
     kernels.update([item], ASCENT, "plain", 1.0, (0, 0))
     assert twin.same_bits(weight, 0 + gradient.float())
 
@@ -61,7 +63,9 @@ def test_every_rounding(kernels: Kernels, dtype: torch.dtype) -> None:
     master = edges()
     weight = torch.zeros(master.shape, dtype=dtype)
     gradient = torch.zeros(master.shape, dtype=dtype)
-    item = Item(weight, gradient, master, (), None, first=True, index=0)
+    item = ParamUpdate(
+        weight, gradient, master, (), None, is_first_step=True, param_index=0
+    )
     kernels.update([item], STILL, "fp32", 1.0, (0, 0))
     assert twin.same_bits(master, edges())
     assert twin.same_bits(weight, edges().to(dtype))
@@ -73,10 +77,10 @@ def test_every_encoding(kernels: Kernels, form: str) -> None:
     truth = 0 + edges()
     item = twin.make(ASCENT, form, sizes=((truth.numel(),),))[0]
     item.weight.zero_()
-    if item.extra is not None:
-        item.extra.zero_()
+    if item.residual is not None:
+        item.residual.zero_()
     item.gradient = truth
-    fp32 = Item(truth, truth, None, (), None, first=True, index=0)
+    fp32 = ParamUpdate(truth, truth, None, (), None, is_first_step=True, param_index=0)
     wanted = twin.in_form(fp32, item, form, (7, 8))
     kernels.update([item], ASCENT, form, 1.0, (7, 8))
     for got, right in zip(twin.held(item), wanted, strict=True):
@@ -94,7 +98,9 @@ def test_every_decoding(kernels: Kernels, form: str) -> None:
     extra = torch.tensor(rests, dtype=torch.int16).repeat_interleave(1 << 16)
     extra = extra if form == "split" else extra.view(torch.bfloat16)
     nothing = torch.zeros(high.shape)
-    item = Item(high, nothing, extra, (), None, first=True, index=0)
+    item = ParamUpdate(
+        high, nothing, extra, (), None, is_first_step=True, param_index=0
+    )
     fp32 = twin.plainly(item, form)
     wanted = twin.in_form(fp32, item, form, (0, 0))
     kernels.update([item], STILL, form, 1.0, (0, 0))
@@ -112,7 +118,9 @@ def test_one_thread(kernels: Kernels) -> None:
         kernels.update(items, twin.AMSGRAD, "stochastic", 0.5, (1, 2))
         alone.update(mine, twin.AMSGRAD, "stochastic", 0.5, (1, 2))
         gradients = [item.gradient for item in items]
-        both = [k.look(gradients, norm=True)[1].item() for k in (kernels, alone)]
+        both = [
+            k.check_finite(gradients, norm=True)[1].item() for k in (kernels, alone)
+        ]
     assert both[0] == both[1]
     for one, other in zip(items, mine, strict=True):
         for left, right in zip(twin.held(one), twin.held(other), strict=True):
@@ -122,7 +130,7 @@ def test_one_thread(kernels: Kernels) -> None:
 def test_large_numbers_of_a_clock(kernels: Kernels) -> None:
     """Law: seeds, steps and indices count modulo 2**64, negative ones too."""
     item = twin.make(twin.SGD, "stochastic", sizes=((99,),))[0]
-    item.gradient, item.index = torch.randn(99), 2**40 + 1
+    item.gradient, item.param_index = torch.randn(99), 2**40 + 1
     clock = (-3, 2**64 + 5)
     fp32 = twin.plainly(item, "stochastic")
     kernels.update([fp32], twin.SGD, "plain", 1.0, clock)
@@ -167,10 +175,12 @@ def test_refusals() -> None:
     )
     assert "weight 1 is torch.float16" in refused(put("weight", torch.ones(8).half()))
     assert "another size" in refused(put("gradient", torch.ones(7)))
-    assert refused(put("extra", torch.ones(7, dtype=torch.int16))) == (
+    assert refused(put("residual", torch.ones(7, dtype=torch.int16))) == (
         "extra of parameter 1 has 7 numbers, not 8. Load or make the state again."
     )
-    assert refused(put("extra", None)) == "extra: 1 of 2 parameters have one; make it."
+    assert (
+        refused(put("residual", None)) == "extra: 1 of 2 parameters have one; make it."
+    )
     low = torch.ones(8, dtype=torch.bfloat16)
     assert refused(put("states", (torch.ones(8), low))).startswith(
         "state 1 of parameter 1 is torch.bfloat16 on cpu; compiled kernels take torch.f"
@@ -190,14 +200,14 @@ def test_refusals() -> None:
     ):
         good = torch.ones(8)
         assert words in refused(put("states", (other, good)))
-        assert words in refused(put("extra", other), form="fp32")
+        assert words in refused(put("residual", other), form="fp32")
         assert words in refused(put("weight", other), twin.SGD, "plain")
     assert "is torch.int32" in refused(put("step", torch.ones((), dtype=torch.int32)))
     assert "on meta" in refused(put("step", torch.ones((), device="meta")))
     with pytest.raises(UserError, match=r"gradient 0 is torch\.int32"):
-        cpu_kernels.look([torch.ones(3, dtype=torch.int32)], norm=True)
+        cpu_kernels.check_finite([torch.ones(3, dtype=torch.int32)], norm=True)
     with pytest.raises(UserError, match=r"gradient 0 is torch\.float32 on meta"):
-        cpu_kernels.look([torch.ones(3, device="meta")], norm=True)
+        cpu_kernels.check_finite([torch.ones(3, device="meta")], norm=True)
 
 
 def test_lazy_signs(kernels: Kernels) -> None:
@@ -207,10 +217,12 @@ def test_lazy_signs(kernels: Kernels) -> None:
     assert gradient.is_neg()
     assert number.conj().imag.is_neg(), "autograd of complex numbers gives such"
     weight = torch.zeros(3)
-    item = Item(weight, gradient, None, (), None, first=True, index=0)
+    item = ParamUpdate(
+        weight, gradient, None, (), None, is_first_step=True, param_index=0
+    )
     kernels.update([item], ASCENT, "plain", 1.0, (0, 0))
     assert torch.equal(weight, torch.tensor([-2.0, 4.0, -6.0]))
-    assert kernels.look([gradient], norm=True)[1] == 56
+    assert kernels.check_finite([gradient], norm=True)[1] == 56
 
 
 def test_self_check_in_any_mood(kernels: Kernels) -> None:
@@ -218,10 +230,10 @@ def test_self_check_in_any_mood(kernels: Kernels) -> None:
     torch.set_default_dtype(torch.float64)
     flushed = torch.set_flush_denormal(True)
     try:
-        assert not flushed or c_compiler.flushes()
+        assert not flushed or c_compiler.flushes_subnormals()
         assert cpu_kernels.works(kernels.library)
     finally:
         torch.set_flush_denormal(False)
         torch.set_default_dtype(torch.float32)
-    assert not c_compiler.flushes()
+    assert not c_compiler.flushes_subnormals()
     assert cpu_kernels.works(kernels.library)

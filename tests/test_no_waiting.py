@@ -18,10 +18,10 @@ import halfstep as hs
 from halfstep._torch import async_read
 from halfstep.casting import convert_model
 from halfstep.scaling import ScaleRule
-from halfstep.scaling.per_loss import Scales
-from halfstep.scaling.per_pass import Passes
+from halfstep.scaling.per_loss import LossScalers
+from halfstep.scaling.per_pass import BackwardPasses
 from halfstep.session import factory
-from halfstep.session.optimizer_step import Updates
+from halfstep.session.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ def _gpu(
     monkeypatch.setattr(async_read, "on_host", lambda _: False)
     monkeypatch.setattr(async_read.Late, "send", lambda *_: None)
     # The kernels of a CPU read memory, which fake tensors have none of.
-    monkeypatch.setattr(Updates, "_has_kernel", False)
+    monkeypatch.setattr(OptimizerStep, "_has_kernel", False)
     monkeypatch.setattr(factory, "cautions", lambda *_, **__: ())
     with FakeTensorMode():
         yield
@@ -96,10 +96,10 @@ def test_scaler(kind: str, strategy: str) -> None:
 def test_passes(drop: bool) -> None:
     """Law: nor do passes that are looked at one by one, dropping the bad ones."""
     params = list(net(FAKE).parameters())
-    scales = Scales(ScaleRule(max_consecutive_skips=3))
-    passes = Passes(scales, drop=drop, retries=0, group=None)
+    scales = LossScalers(ScaleRule(max_consecutive_skips=3))
+    passes = BackwardPasses(scales, drop=drop, retries=0, group=None)
     for name in ("", "" if drop else "other"):
-        scales.of(name, FAKE)
+        scales.get_or_create(name, FAKE)
     for _ in range(STEPS):
         for name in ("", "" if drop else "other"):
 
@@ -107,11 +107,11 @@ def test_passes(drop: bool) -> None:
                 for param in params:
                     param.grad = torch.empty_like(param)
 
-            passes.run(name, backward, params, settle=lambda: None)
-        found_inf = passes.show()
+            passes.run(name, backward, params, sync_grads=lambda: None)
+        found_inf = passes.restore_grads()
         assert found_inf is not None
-        scales.move(found_inf, tuple)
-        passes.close()
+        scales.update(found_inf, tuple)
+        passes.end_step()
 
 
 @pytest.mark.parametrize("level", ["O0", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"])
@@ -126,10 +126,10 @@ def test_session(level: str, options: dict[str, Any]) -> None:
         session = hs.prepare(model, optimizer, name, dtype=dtype or "auto", **options)
     for _ in range(STEPS):
         loss = torch.empty((), device=FAKE)
-        session.scaler.begin(loss)
+        session.scaler.observe_loss(loss)
         session._window.loss = loss
-        session._passes.run("", lambda _: fill(model), [], settle=lambda: None)
-        session._versions.note(session._held_gradients())
+        session._passes.run("", lambda _: fill(model), [], sync_grads=lambda: None)
+        session._grad_versions.record(session._reachable_grads())
         session.step()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from halfstep.diagnostics.doctor.rules import RULES
 from halfstep.diagnostics.preflight import CheckReport, rules
-from halfstep.diagnostics.preflight.gradient_similarity import Likeness
+from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
 from halfstep.diagnostics.preflight.measurements import Cost, Facts, Fault, ScalePoint
 from halfstep.diagnostics.preflight.rules import (
     DYNAMIC,
@@ -21,14 +21,16 @@ from halfstep.diagnostics.preflight.rules import (
     power,
     spread,
 )
-from halfstep.diagnostics.preflight.step_cost import Steps, repeated
-from halfstep.diagnostics.preflight.verdict import judge, verdict
+from halfstep.diagnostics.preflight.step_cost import Steps, more_ratios
+from halfstep.diagnostics.preflight.verdict import verdict, verdict_and_findings
 from halfstep.scaling import ScaleRule
 
 
-def likeness(cosine: float, where: str = "all", norm: float = 1.0) -> Likeness:
+def likeness(
+    cosine: float, where: str = "all", norm: float = 1.0
+) -> GradientSimilarity:
     """Return a likeness of which only the cosine and the norm matter."""
-    return Likeness(where, 10, cosine, 40.0, 0.0, norm)
+    return GradientSimilarity(where, 10, cosine, 40.0, 0.0, norm)
 
 
 GOOD = Facts(
@@ -97,7 +99,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"level": "O0", "dtype": "fp32"},
         "nothing to compare: O0 is fp32 itself, and finite (asked for)",
     ),
-    ({"ruin": "eps is 0: NaN. Use 1."}, "fails: eps is 0: NaN"),
+    ({"weight_nan_warning": "eps is 0: NaN. Use 1."}, "fails: eps is 0: NaN"),
     ({"lost": 0.5}, "good"),
     ({"lost": 0.51}, "fails: 51% of the updates are rounded away"),
     ({"failed": "no kernel"}, "fails: O2 fp16 raises no kernel"),
@@ -189,7 +191,7 @@ def test_verdict(changed: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize("changed", [changed for changed, _ in CASES])
 def test_no_verdict_is_better_than_its_findings(changed: dict[str, Any]) -> None:
     """Law: beside a finding that is an error no verdict is good."""
-    said, findings = judge(replace(GOOD, **changed))
+    said, findings = verdict_and_findings(replace(GOOD, **changed))
     report = CheckReport(said, findings, replace(GOOD, **changed))
     assert not (report.good and "error" in {one.severity for one in findings})
 
@@ -230,11 +232,11 @@ def verdicts(true: float, load: float) -> set[str]:
             return SimpleNamespace(step=taken)
 
         plain, low = step(true), step(1.0)
-        trials: Any = SimpleNamespace(plain=plain, loss_fn=None)
+        trials: Any = SimpleNamespace(fp32_copy=plain, loss_fn=None)
         first = [plain.step() / low.step() for _ in range(5)]
         made = Steps(cost(true, 100), cost(1.0, 100), tuple(first), None)
         facts = replace(GOOD, cost_fp32=made.fp32, cost=made.low)
-        ratios = repeated(trials, low, made)
+        ratios = more_ratios(trials, low, made)
         assert len(ratios) <= 20
         said.add(rules.cost(replace(facts, ratios=ratios))[0])
     return said
@@ -268,7 +270,9 @@ def test_limits_of_lost_updates() -> None:
 
 def found(**changed: Any) -> dict[str, str]:
     """Return what each rule says."""
-    return {one.rule: str(one) for one in judge(replace(GOOD, **changed))[1]}
+    return {
+        one.rule: str(one) for one in verdict_and_findings(replace(GOOD, **changed))[1]
+    }
 
 
 def test_findings_of_nothing() -> None:

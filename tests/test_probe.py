@@ -368,7 +368,7 @@ def test_detached_in_a_pause() -> None:
     with probe.paused():
         probe.detach()
     loss.backward()
-    assert list(probe._hooks.looks.came) == [probe.names.index("model:output")]
+    assert list(probe._hooks.records.order) == [probe.names.index("model:output")]
 
 
 def test_copies_are_others() -> None:
@@ -419,7 +419,7 @@ def test_nothing_waits(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         with NoWaiting():  # type: ignore[no-untyped-call]
             for _ in range(3):
                 step(probe, model)
-        kinds = {looks for looks, _ in probe._hooks.looks.peaks}
+        kinds = {looks for looks, _ in probe._hooks.records.peaks}
         assert not kinds
 
 

@@ -137,7 +137,7 @@ def test_results_over_results() -> None:
     memory.untyped_storage().copy_(torch.full((3,), NAN).untyped_storage())
     assert memory._version == 0
     hooks.at_run_time(1, memory)
-    assert hooks.looks.bad == {0: False, 1: True}
+    assert hooks.records.nonfinite == {0: False, 1: True}
 
 
 def test_paused() -> None:

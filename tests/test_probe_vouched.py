@@ -16,8 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import halfstep as hs
 from halfstep.diagnostics.probe import output_tracker
-from halfstep.diagnostics.probe.nonfinite_flow import CARRIERS, carries
-from halfstep.diagnostics.probe.step_records import Looks
+from halfstep.diagnostics.probe.nonfinite_flow import (
+    PROPAGATING_MODULES,
+    propagates_nonfinite,
+)
+from halfstep.diagnostics.probe.step_records import StepRecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +49,7 @@ MADE: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
 
 def test_all_are_tried() -> None:
     """Law: no class is in the table that the next test leaves out."""
-    assert {type(make()) for make, _ in MADE} == set(CARRIERS)
+    assert {type(make()) for make, _ in MADE} == set(PROPAGATING_MODULES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -93,7 +96,7 @@ def test_who_vouches_for_nothing() -> None:
         module.register_forward_hook(lambda *_: None)
         return module
 
-    assert carries(own())
+    assert propagates_nonfinite(own())
     kinds: list[Callable[[nn.Linear], object]] = [
         lambda module: module.register_forward_hook(lambda *_: None),
         lambda module: module.register_forward_pre_hook(lambda *_: None),
@@ -104,8 +107,8 @@ def test_who_vouches_for_nothing() -> None:
     for edit in kinds:
         module = own()
         edit(module)
-        assert not carries(module)
-    assert not carries(Mended(2, 2))
+        assert not propagates_nonfinite(module)
+    assert not propagates_nonfinite(Mended(2, 2))
 
 
 class Residual(nn.Module):
@@ -291,13 +294,13 @@ def test_less_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         *(nn.LayerNorm(4), nn.Tanh()),
     )
     read: list[int] = []
-    found = Looks.found
+    found = StepRecords.measure
 
-    def counted(self: Looks, tensor: Tensor) -> Any:
+    def counted(self: StepRecords, tensor: Tensor) -> Any:
         read.append(0)
         return found(self, tensor)
 
-    monkeypatch.setattr(Looks, "found", counted)
+    monkeypatch.setattr(StepRecords, "measure", counted)
     counts = []
     with hs.Probe(model) as probe:
         for _ in range(3):
@@ -343,7 +346,7 @@ def test_what_was_written_over_is_not_made_up() -> None:
         model[0](x).relu_()
         probe.step()
         assert probe.non_finite == ()
-        assert 0 not in probe._hooks.looks.bad
+        assert 0 not in probe._hooks.records.nonfinite
         model[0](x).relu_()  # from now on it is read at once
         probe.step()
         assert probe.non_finite == ("0:output",)
@@ -358,11 +361,11 @@ def test_little_is_held() -> None:
             module.register_buffer("nothing", None)
         for _ in range(3):
             out = model(torch.ones(2, 4))
-            held.append(len(probe._hooks._comings._outputs))
+            held.append(len(probe._hooks._tracker._pending_outputs))
             out.sum().backward()
-            held.append(len(probe._hooks._comings._gradients))
+            held.append(len(probe._hooks._tracker._pending_grads))
             probe.step()
-    assert max(held) <= output_tracker.HELD
+    assert max(held) <= output_tracker.MAX_PENDING
 
 
 class Mends(nn.Module):
@@ -416,9 +419,9 @@ def test_other_weights_vouch_for_nothing() -> None:
     ):
         module = nn.Linear(2, 2)
         module.register_forward_hook(lambda *_: None)
-        assert carries(module)
+        assert propagates_nonfinite(module)
         module.weight = weight
-        assert not carries(module)
+        assert not propagates_nonfinite(module)
 
 
 def test_hooks_on_all_modules() -> None:
@@ -427,10 +430,10 @@ def test_hooks_on_all_modules() -> None:
     module.register_forward_hook(lambda *_: None)
     handle = register_module_forward_hook(lambda *_: None)
     try:
-        assert not carries(module)
+        assert not propagates_nonfinite(module)
     finally:
         handle.remove()
-    assert carries(module)
+    assert propagates_nonfinite(module)
 
 
 def test_inference_tensors_are_read_at_once() -> None:
@@ -454,12 +457,12 @@ def test_an_evaluation_unlearns_nothing() -> None:
     with hs.Probe(model) as probe:
         run(model, x)
         probe.step()
-        learned = dict(probe._hooks._comings._vouched)
+        learned = dict(probe._hooks._tracker._implied_finite)
         assert any(learned.values())
         with torch.inference_mode():
             model(x)
             model(x)
-        assert probe._hooks._comings._vouched == learned
+        assert probe._hooks._tracker._implied_finite == learned
 
 
 def test_what_is_written_over_later_is_not_held_again() -> None:

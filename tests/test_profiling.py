@@ -390,9 +390,9 @@ def test_each_pause_is_the_shortest_of_its_kind() -> None:
     first, second = timeline.Timeline((0, 100)), timeline.Timeline((0, 130))
     first.covered, second.covered = [(10, 30), (70, 90)], [(50, 70), (80, 100)]
     for step in (first, second):
-        step.settle()
+        step.finish()
     # Before, between and after: 10, 40, 10 and 50, 10, 30.
     assert (first.idle, second.idle) == (60, 90)
-    first.quieten([second])
+    first.take_shortest([second])
     assert first.idle == 10 + 10 + 10
     assert first.length == 30

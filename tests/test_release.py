@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import UserError
 from halfstep.machine import hardware
-from halfstep.masters.optimizer_in_backward import Release
+from halfstep.masters.optimizer_in_backward import OptimizerInBackward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -364,13 +364,13 @@ def test_groups_frozen_and_unused(form: str) -> None:
 
 
 def test_a_look_is_a_part_of_release() -> None:
-    """Law: nothing is left of a step in a `Release` once it has ended."""
+    """Law: nothing is left of a step in a `OptimizerInBackward` once it has ended."""
     session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
     go(session, 0)
-    release = session._release
-    assert isinstance(release, Release)
+    release = session._in_backward
+    assert isinstance(release, OptimizerInBackward)
     assert not release.count
-    assert not release.left_out
+    assert not release.skipped_params
 
 
 @pytest.mark.parametrize("kernel", [True, False])

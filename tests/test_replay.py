@@ -85,7 +85,7 @@ def test_a_session_that_collapsed_is_asked(level: str, *, compiled: bool) -> Non
     assert bad is not None
     assert (bad.module, bad.op, bad.cause) == ("wide", "linear", "forward range")
     assert bad.rule == "module:wide=fp32"
-    error.tell(bad)
+    error.attach_replay(bad)
     assert error.bad_op == bad
     assert str(bad) in str(error)
     after = session.model.state_dict()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.machine import hardware
-from halfstep.session.optimizer_step import Updates
+from halfstep.session.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -303,8 +303,8 @@ def test_a_kernel_that_skips(
     """Law: the path that never asks the device ends where the asking one does."""
     ends = []
     for inside in (False, True):
-        monkeypatch.setattr(Updates, "skips_on_device", inside)
-        monkeypatch.setattr(Updates, "_has_kernel", False)  # nor our own kernel
+        monkeypatch.setattr(OptimizerStep, "skips_on_device", inside)
+        monkeypatch.setattr(OptimizerStep, "_has_kernel", False)  # nor our own kernel
         session = build(kind, make, clip_grad_norm=0.5)
         reports = []
         for seed in range(5):

@@ -168,7 +168,7 @@ def test_passes_of_others(
         window(session, 1)
         if inside:
             cases.go(session, cases.slopes_of(session.model, 3))
-    slots = ours._masters.slots
+    slots = ours._masters.master_params
     folded = copy.deepcopy([slot.master.grad for slot in slots.values()])
     weights = {id(slot.weight) for slot in slots.values()}
     named = dict(ours.model.named_parameters())
@@ -313,7 +313,7 @@ def test_a_dead_column(form: str) -> None:
     (found,) = session.lost_updates()
     stays = int(((wide.weight == before) & moves).sum()) / int(moves.sum())
     assert 0.1 < stays < 0.9
-    assert found.unpublished == pytest.approx(stays, abs=0.02)
+    assert found.below_publish == pytest.approx(stays, abs=0.02)
     size = sum(param.numel() for param in model.parameters())
     looked = 2**16 / size * int(moves.sum())
     assert float(found.counts[0]) == pytest.approx(looked, rel=0.05)

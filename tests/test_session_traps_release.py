@@ -141,7 +141,7 @@ def test_a_parameter_appended(form: str, way: dict[str, Any], make: cases.Make) 
         step(session, 4, 5)
         last = optimizer.param_groups[0]["params"][-1]
         assert last.dtype == torch.float32
-        assert session._masters.stored(last) is weight
+        assert session._masters.model_param(last) is weight
         assert not torch.equal(weight, before)
         sessions.append(session)
     assert same(*map(cases.everything, sessions))

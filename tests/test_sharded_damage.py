@@ -179,12 +179,12 @@ def damaged(name: str) -> dict[str, Any]:
     if dist.get_rank() == 0:
         cut(folder / name)
     dist.barrier()
-    before = copy.deepcopy(fsdp_checkpoint.whole(session.weights()))
+    before = copy.deepcopy(fsdp_checkpoint.full_tensors(session.weights()))
     try:
         fsdp_checkpoint.load(session, folder)
     except CheckpointError as error:
         said = str(error).replace(str(folder), "FOLDER")
-        after = fsdp_checkpoint.whole(session.weights())
+        after = fsdp_checkpoint.full_tensors(session.weights())
         return {"said": said, "untouched": same(before, after)}
     return {"said": "nothing"}
 

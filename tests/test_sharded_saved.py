@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 import halfstep as hs
 from halfstep.session import fsdp_checkpoint
 from halfstep.session.fsdp import fsdp_policy
-from halfstep.session.fsdp_checkpoint import whole
+from halfstep.session.fsdp_checkpoint import full_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,12 +74,12 @@ def content(session: Session) -> dict[str, Any]:
     groups = state["optimizer"]["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     moments = {
-        name: whole(state["optimizer"]["state"].get(number, {}))
+        name: full_tensors(state["optimizer"]["state"].get(number, {}))
         for name, number in zip(state["parameters"], numbers, strict=True)
     }
     words = ("steps", "scales", "parameters", "moments")
     return {
-        "weights": whole(state["weights"]),
+        "weights": full_tensors(state["weights"]),
         "states": moments,
         **{word: state[word] for word in words},
         "clock": [state["masters"]["seed"], state["masters"]["step"]],

@@ -224,7 +224,7 @@ def test_late_losses(number: int) -> None:
     """Law: of three micro-batches any is reported; the loss is read with its step."""
     scaler = LossScaler(ScaleRule())
     for micro in range(3):
-        scaler.begin(torch.tensor(math.inf if micro == number else 1.0))
+        scaler.observe_loss(torch.tensor(math.inf if micro == number else 1.0))
     for _ in range(async_read.LAG):
         scaler.update(torch.tensor(0.0))
     with pytest.warns(UserWarning, match=r"^the loss is inf before .*first_bad"):

@@ -12,11 +12,11 @@ import torch
 
 from halfstep.numerics.local_tensor import dense
 from halfstep.scaling.step_report import (
-    Culprit,
+    NonFiniteParam,
     StepReport,
-    culprits_of,
-    non_finite,
-    seen_later,
+    deferred_nonfinite,
+    find_nonfinite_params,
+    nonfinite_params_of,
 )
 
 
@@ -28,7 +28,7 @@ def report(flag: float, *, complete: bool = True) -> StepReport:
         scale_used=torch.tensor(512.0),
         found_inf=torch.tensor(flag),
         norm=lambda: torch.tensor(2.5),
-        culprits=lambda: (Culprit("layer.weight", inf=True, nan=False),),
+        culprits=lambda: (NonFiniteParam("layer.weight", inf=True, nan=False),),
         dropped=torch.tensor(2.0),
     )
 
@@ -71,9 +71,9 @@ def test_names_are_asked_for_late() -> None:
     """Law: nobody looks for culprits before `found_inf_in` is read on a skip."""
     asked = []
 
-    def culprits() -> tuple[Culprit, ...]:
+    def culprits() -> tuple[NonFiniteParam, ...]:
         asked.append(1)
-        return (Culprit("w", inf=False, nan=True),)
+        return (NonFiniteParam("w", inf=False, nan=True),)
 
     flags = torch.tensor(0.0), torch.tensor(1.0)
     applied, skipped = (
@@ -89,7 +89,7 @@ def test_names_are_asked_for_late() -> None:
 
 def test_a_report_that_was_read_needs_no_gradients() -> None:
     """Law: `read` gives an equal report, for pickle and for when gradients go."""
-    held = [Culprit("w", inf=True, nan=True)]
+    held = [NonFiniteParam("w", inf=True, nan=True)]
     live = StepReport(
         4,
         complete=True,
@@ -122,7 +122,10 @@ def test_non_finite_names_every_culprit() -> None:
     )
     named.append(("sparse", sparse))
     named.append(("fp16", torch.tensor([65504.0], dtype=torch.float16)))
-    seen = [(culprit.name, culprit.inf, culprit.nan) for culprit in non_finite(named)]
+    seen = [
+        (culprit.name, culprit.inf, culprit.nan)
+        for culprit in find_nonfinite_params(named)
+    ]
     assert seen == [
         ("inf", True, False),
         ("-inf", True, False),
@@ -133,7 +136,7 @@ def test_non_finite_names_every_culprit() -> None:
 
 def test_finite_numbers_whose_sum_overflows_are_no_culprits() -> None:
     """Law: each number counts, not their sum: two of 3e38 are finite."""
-    assert non_finite([("large", torch.full((2,), 3e38))]) == ()
+    assert find_nonfinite_params([("large", torch.full((2,), 3e38))]) == ()
 
 
 def test_dense_sums_what_a_sparse_tensor_holds_twice() -> None:
@@ -150,19 +153,21 @@ def test_culprits_seen_later() -> None:
     """Law: what is taken down of gradients tells inf from NaN once they are gone."""
     held = {"fine": 1.0, "inf": -math.inf, "nan": math.nan}
     pairs = [(name, torch.tensor([0.0, value])) for name, value in held.items()]
-    culprits = seen_later(pairs)
+    culprits = deferred_nonfinite(pairs)
     for _, gradient in pairs:
         gradient.zero_()
     assert culprits() == (
-        Culprit("inf", inf=True, nan=False),
-        Culprit("nan", inf=False, nan=True),
+        NonFiniteParam("inf", inf=True, nan=False),
+        NonFiniteParam("nan", inf=False, nan=True),
     )
-    assert seen_later([])() == ()
+    assert deferred_nonfinite([])() == ()
 
 
-def names(count: int, *, inf: bool) -> tuple[Culprit, ...]:
+def names(count: int, *, inf: bool) -> tuple[NonFiniteParam, ...]:
     """Return culprits called a, b, and so on."""
-    return tuple(Culprit(name, inf=inf, nan=not inf) for name in "abcdef"[:count])
+    return tuple(
+        NonFiniteParam(name, inf=inf, nan=not inf) for name in "abcdef"[:count]
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +210,7 @@ def names(count: int, *, inf: bool) -> tuple[Culprit, ...]:
                 2,
                 complete=True,
                 found_inf=True,
-                culprits=functools.partial(culprits_of, [None]),
+                culprits=functools.partial(nonfinite_params_of, [None]),
             ),
             "step 2 skipped: a gradient held inf or NaN; loss scale 1",
         ),

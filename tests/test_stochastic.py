@@ -59,7 +59,7 @@ def rounded(values: Tensor, sixteen: Tensor) -> Tensor:
 def drawn(seed: int, step: int, index: int, stream: int, numel: int) -> list[Tensor]:
     """Return both halves of one tensor's random numbers."""
     words = stochastic_codec.key(seed, step, index, stream)
-    return list(stochastic_codec.random16(words, numel, "cpu"))
+    return list(stochastic_codec.random_bits16(words, numel, "cpu"))
 
 
 # The twins, in numpy
@@ -150,7 +150,7 @@ def test_mix_is_its_twin_and_one_to_one() -> None:
 def test_random16_is_its_twin(first: int, second: int, numel: int, start: int) -> None:
     """Law: for any key, length and start, past 2**32 too."""
     words = (first, second)
-    high, low = stochastic_codec.random16(words, numel, "cpu", start)
+    high, low = stochastic_codec.random_bits16(words, numel, "cpu", start)
     expected = twin_random(words, numel, start)
     assert high.dtype is low.dtype is torch.int32
     np.testing.assert_array_equal(high.numpy(), expected >> np.uint32(16))
@@ -160,11 +160,11 @@ def test_random16_is_its_twin(first: int, second: int, numel: int, start: int) -
 def test_chunks_are_the_whole() -> None:
     """Law: a tensor in chunks draws what it draws whole, and nothing from torch."""
     words, before = stochastic_codec.key(1, 2, 3, 0), torch.get_rng_state()
-    whole = stochastic_codec.random16(words, 1000, "cpu")
+    whole = stochastic_codec.random_bits16(words, 1000, "cpu")
     sizes = [1, 2, 300, 697]
     starts = itertools.accumulate(sizes, initial=0)
     chunks = [
-        stochastic_codec.random16(words, size, "cpu", start)
+        stochastic_codec.random_bits16(words, size, "cpu", start)
         for size, start in zip(sizes, starts, strict=False)
     ]
     for half in (0, 1):
@@ -288,7 +288,7 @@ def test_small_updates_count() -> None:
     numel, steps, update = 1000, 1000, 0.001
     weight, plain = torch.ones(numel, dtype=BF16), torch.ones(numel, dtype=BF16)
     for step in range(steps):
-        high, _ = stochastic_codec.random16(
+        high, _ = stochastic_codec.random_bits16(
             stochastic_codec.key(3, step, 0, 0), numel, "cpu"
         )
         stochastic_codec.round_(weight.float() + update, weight, high)
@@ -307,7 +307,7 @@ def test_small_updates_count() -> None:
 def test_shapes(shape: tuple[int, ...]) -> None:
     """Law: draws go to elements in their order; parameters are written in place."""
     values = torch.randn(shape)
-    high, _ = stochastic_codec.random16((1, 2), values.numel(), "cpu")
+    high, _ = stochastic_codec.random_bits16((1, 2), values.numel(), "cpu")
     out = nn.Parameter(torch.zeros(shape, dtype=BF16))
     version = out._version
     stochastic_codec.round_(values, out, high)
@@ -318,7 +318,9 @@ def test_shapes(shape: tuple[int, ...]) -> None:
 
 def fused(values: Tensor, out: Tensor, words: tuple[int, int], start: int) -> None:
     """Draw and round, for a compiler to fuse."""
-    high, low = stochastic_codec.random16(words, values.numel(), values.device, start)
+    high, low = stochastic_codec.random_bits16(
+        words, values.numel(), values.device, start
+    )
     stochastic_codec.round_(values, out, high ^ low)
 
 

@@ -14,8 +14,8 @@ from scale_loop import CLEAN, NETS, RULE, Block, Loop, plain, training
 from torch import Tensor, nn
 
 from halfstep.scaling.loss_scale import ScaleState
-from halfstep.scaling.measured_strategy import Measured
-from halfstep.scaling.strategies import Backoff
+from halfstep.scaling.measured_strategy import MeasuredStrategy
+from halfstep.scaling.strategies import BackoffStrategy
 
 
 def gradients_at(loop: Loop, scale: float) -> list[Tensor]:
@@ -51,8 +51,8 @@ def test_no_step_is_lost(name: str, exponent: int, first: float) -> None:
 def test_back_off_loses_those_steps() -> None:
     """Law: the twin that shows that there was something to lose: from 2**14 upwards."""
     for first, lost in (2.0**16, 2), (2.0**32, 18):
-        assert not plain(Measured(), 3.0, scale=first).step()
-        loop = plain(Backoff(), 3.0, scale=first)
+        assert not plain(MeasuredStrategy(), 3.0, scale=first).step()
+        loop = plain(BackoffStrategy(), 3.0, scale=first)
         losses = [loop.step() for _ in range(20)]
         assert losses == [True] * lost + [False] * (20 - lost)
 
@@ -63,7 +63,7 @@ def test_scale_by_hand(margin: int) -> None:
 
     The trial at 1 says so, and the step's own look says it again.
     """
-    loop = plain(Measured(margin=margin), 3 * 2.0**-9)
+    loop = plain(MeasuredStrategy(margin=margin), 3 * 2.0**-9)
     loop.begin().backward()  # type: ignore[no-untyped-call]
     assert loop.state.scale.item() == 2.0 ** (23 - margin)
     loop.end()
@@ -83,7 +83,7 @@ def test_what_was_flushed_is_looked_at_again() -> None:
         grown = weight.half() * 2.0**15 * 2.0**15
         return (grown * 2.0**-10 * 2.0**-10).float().sum() * 2.0**-10
 
-    loop = Loop(Measured(), loss, [weight])
+    loop = Loop(MeasuredStrategy(), loss, [weight])
     loop.begin()
     assert loop.state.scale.item() == 2.0**14
 
@@ -100,7 +100,7 @@ def test_where_no_scale_serves_all() -> None:
         grown = weight.half() * 2.0**15 * 2.0**15 * 2.0**15
         return (grown * 2.0**-15 * 2.0**-15).float().sum() * 2.0**-10
 
-    loop = Loop(Measured(), loss, [weight])
+    loop = Loop(MeasuredStrategy(), loss, [weight])
     loop.begin()
     assert loop.state.scale.item() == 2.0**14
 
@@ -108,14 +108,14 @@ def test_where_no_scale_serves_all() -> None:
 @pytest.mark.parametrize("exponent", [-26, -38])
 def test_all_is_zero_at_first(exponent: int) -> None:
     """Law: where fp16 holds nothing at 1, the trial goes on at 2**12 and 2**24."""
-    loop = plain(Measured(), 2.0**exponent)
+    loop = plain(MeasuredStrategy(), 2.0**exponent)
     loop.begin()
     assert loop.state.scale.item() == 2.0 ** (14 - exponent)
 
 
 def test_huge_gradients() -> None:
     """Law: where 1 overflows already, the trial goes below it."""
-    loop = plain(Measured(), 2.0**20)
+    loop = plain(MeasuredStrategy(), 2.0**20)
     loop.begin()
     assert loop.state.scale.item() == 2.0**-6
 
@@ -123,7 +123,7 @@ def test_huge_gradients() -> None:
 @pytest.mark.parametrize("factor", [0.0, 2.0**-60, math.inf, math.nan])
 def test_nothing_to_learn(factor: float) -> None:
     """Law: zeros, or a loss that is not finite, leave the scale where it is."""
-    loop = plain(Measured(), factor)
+    loop = plain(MeasuredStrategy(), factor)
     loop.begin().backward()  # type: ignore[no-untyped-call]
     assert loop.state.scale.item() == 2.0**16
     loop.end()
@@ -141,7 +141,9 @@ def test_other_formats_are_not_looked_at(dtype: torch.dtype) -> None:
     passes: list[Tensor] = []
     weight.register_hook(passes.append)  # type: ignore[no-untyped-call]
     loop = Loop(
-        Measured(), lambda: (weight.to(dtype) * 2.0**-30).float().sum(), [weight]
+        MeasuredStrategy(),
+        lambda: (weight.to(dtype) * 2.0**-30).float().sum(),
+        [weight],
     )
     assert not loop.step()
     assert loop.state.scale.item() == 2.0**16
@@ -151,7 +153,7 @@ def test_other_formats_are_not_looked_at(dtype: torch.dtype) -> None:
 def test_bf16_when_asked_for() -> None:
     """Law: for bf16 the formula has 127 in the place of 15; advance then clips."""
     weight = torch.ones(3, requires_grad=True)
-    watched = Measured(low=torch.bfloat16)
+    watched = MeasuredStrategy(low=torch.bfloat16)
     loop = Loop(watched, lambda: weight.bfloat16().float().sum(), [weight])
     loop.begin()
     assert loop.state.scale.item() == 2.0**126
@@ -164,30 +166,30 @@ def test_16_bit_leaves_and_losses() -> None:
     """
     weight = torch.ones(3, dtype=torch.float16, requires_grad=True)
     for factor, expected in (2.0**-5, 2.0**14), (32.0, 2.0**9):
-        loop = Loop(Measured(), lambda f=factor: (weight * f).sum(), [weight])  # type: ignore[misc]
+        loop = Loop(MeasuredStrategy(), lambda f=factor: (weight * f).sum(), [weight])  # type: ignore[misc]
         loop.begin()
         assert loop.state.scale.item() == expected
 
 
 def test_due_steps() -> None:
     """Law: it looks at step 0 and each `every`-th, and hooks nothing in between."""
-    watched = Measured(every=3)
+    watched = MeasuredStrategy(every=3)
     loop = training(NETS["mlp"](), own=watched)
     taps = []
     for _ in range(8):
         loss = loop.begin()
-        taps.append(len(watched._taps) > 0)
+        taps.append(len(watched._hook_handles) > 0)
         loss.backward()  # type: ignore[no-untyped-call]
         loop.end()
         loop.wishes.append(None if loop.wish is None else loop.wish.item())
-        assert not watched._taps
+        assert not watched._hook_handles
     assert taps == [step in {0, 3, 6} for step in range(8)]
     assert [wish is not None for wish in loop.wishes] == taps
 
 
 def test_scale_follows_the_gradients() -> None:
     """Law: a look at gradients twice as large proposes half the scale."""
-    loop = plain(Measured(every=2), 1.0, 2.0)
+    loop = plain(MeasuredStrategy(every=2), 1.0, 2.0)
     loop.step()
     loop.step()
     assert loop.state.scale.item() == 2.0**14
@@ -198,7 +200,7 @@ def test_scale_follows_the_gradients() -> None:
 
 def test_ten_looks_count() -> None:
     """Law: the lowest of the last ten looks is asked for; the eleventh is forgotten."""
-    loop = plain(Measured(every=1), 2.0**5, *[1.0] * 10)
+    loop = plain(MeasuredStrategy(every=1), 2.0**5, *[1.0] * 10)
     for _ in range(11):
         loop.step()
     assert loop.wishes == [2.0**9] * 10 + [2.0**14]
@@ -206,13 +208,13 @@ def test_ten_looks_count() -> None:
 
 def test_an_overflow_counts_as_a_look() -> None:
     """Law: a scale S that overflowed keeps proposals at S / 4 while its look counts."""
-    watched, state = Measured(), ScaleState.first(RULE, "cpu")
+    watched, state = MeasuredStrategy(), ScaleState.first(RULE, "cpu")
     state = replace(state, scale=torch.tensor(2.0**12))
     watched.load_state_dict({"steps": 7, "recent": [2.0**14, 2.0**13]})
-    watched.settle(state, torch.tensor(0.0))
+    watched.on_found_inf(state, torch.tensor(0.0))
     assert watched.state_dict()["recent"] == [2.0**14, 2.0**13]
-    watched.settle(state, torch.tensor(1.0))
-    watched.settle(state, torch.tensor(0.0))
+    watched.on_found_inf(state, torch.tensor(1.0))
+    watched.on_found_inf(state, torch.tensor(0.0))
     assert watched.state_dict()["recent"] == [2.0**14, 2.0**10]
 
 
@@ -221,7 +223,7 @@ def test_losses_of_one_step() -> None:
 
     Sizes 1, 2 and 0.5, e at most 1: 2**13. Tried is 1: 2**14.
     """
-    loop = plain(Measured(), 1.0, 2.0, 0.5)
+    loop = plain(MeasuredStrategy(), 1.0, 2.0, 0.5)
     for _ in range(3):
         loop.begin().backward()  # type: ignore[no-untyped-call]
         assert loop.state.scale.item() == 2.0**14
@@ -231,7 +233,7 @@ def test_losses_of_one_step() -> None:
 
 def test_optimizers_of_one_step() -> None:
     """Law: one loss of two optimizers is one step, and what it showed is told once."""
-    loop = plain(Measured(every=2), 1.0)
+    loop = plain(MeasuredStrategy(every=2), 1.0)
     for due in True, False, True:
         loop.begin().backward()  # type: ignore[no-untyped-call]
         loop.end()
@@ -241,7 +243,7 @@ def test_optimizers_of_one_step() -> None:
 
 def test_losses_that_take_turns() -> None:
     """Law: two losses, each with its optimizer, are steps of their own."""
-    loop = plain(Measured(every=3), *[1.0, 4.0] * 9)
+    loop = plain(MeasuredStrategy(every=3), *[1.0, 4.0] * 9)
     for _ in range(7):
         loop.step()
     assert loop.wishes == [2.0**14, None, None, 2.0**12, None, None, 2.0**12]
@@ -283,7 +285,7 @@ def test_functions_are_run_once(
         out: Tensor = Counted.apply(weight)  # type: ignore[no-untyped-call]
         return out.half().float().sum()
 
-    loop = Loop(Measured(), loss, [weight], scale=8.0)
+    loop = Loop(MeasuredStrategy(), loss, [weight], scale=8.0)
     loop.begin().backward()  # type: ignore[no-untyped-call]
     assert (Counted.passes > 1) == repeatable
     assert loop.state.scale.item() == (2.0**14 if repeatable else 8.0)
@@ -317,7 +319,7 @@ def test_a_trial_leaves_no_trace(name: str) -> None:
     torch.manual_seed(1)
     loss = loop.loss()
     random = torch.get_rng_state()
-    scale = loop.strategy.watch(loss, loop.state)
+    scale = loop.strategy.on_loss(loss, loop.state)
     assert torch.equal(torch.get_rng_state(), random)
     assert scale is not None
     assert not fired
@@ -340,7 +342,7 @@ class Saved:
 
 def test_nothing_is_left_behind() -> None:
     """Law: no hook stays on a graph that is kept; a graph that is not kept dies."""
-    watched = Measured(every=1)
+    watched = MeasuredStrategy(every=1)
     loop = training(NETS["mlp"](), own=watched)
     held: list[weakref.ref[Saved]] = []
 
@@ -366,20 +368,20 @@ def test_nothing_is_left_behind() -> None:
 
 def test_a_loss_without_history() -> None:
     """Law: a loss that leads nowhere is none of a step."""
-    watched = Measured()
+    watched = MeasuredStrategy()
     state = ScaleState.first(RULE)
-    assert watched.watch(torch.tensor(1.0), state) is None
+    assert watched.on_loss(torch.tensor(1.0), state) is None
     assert watched.state_dict() == {"steps": 0, "recent": []}
 
 
 def test_measured_goes_on() -> None:
     """Law: after loading, no trial is made, and looks are due when they would be."""
-    loop = training(NETS["mlp"](), own=Measured(every=3))
+    loop = training(NETS["mlp"](), own=MeasuredStrategy(every=3))
     for _ in range(4):
         loop.step()
     saved = loop.strategy.state_dict()
     assert (saved["steps"], len(saved["recent"])) == (4, 2)
-    loop.strategy = Measured(every=3)
+    loop.strategy = MeasuredStrategy(every=3)
     loop.strategy.load_state_dict(saved)
     scale = loop.state.scale.item()
     loop.state = replace(loop.state, scale=loop.state.scale / 8)
@@ -399,7 +401,7 @@ def test_no_step_is_lost_on_a_gpu(name: str, exponent: int) -> None:
     loop = training(NETS[name](), 2.0**exponent, device="cuda")
     loss = loop.loss()
     random = torch.cuda.get_rng_state()
-    scale = loop.strategy.watch(loss, loop.state)
+    scale = loop.strategy.on_loss(loss, loop.state)
     assert torch.equal(torch.cuda.get_rng_state(), random)
     assert scale is not None
     (loss * scale).backward()  # type: ignore[no-untyped-call]

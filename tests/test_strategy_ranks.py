@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from halfstep.scaling.loss_scale import ScaleState
-from halfstep.scaling.measured_strategy import Measured
-from halfstep.scaling.strategies import Strategy, strategy
+from halfstep.scaling.measured_strategy import MeasuredStrategy
+from halfstep.scaling.strategies import ScaleStrategy, make_strategy
 
 SIZES = 1.0, 2.0**12
 """Of each rank's loss: a rank left alone would choose its own scale."""
@@ -40,7 +40,7 @@ def wrapped(kind: str) -> nn.Module:
     return fully_shard(net)  # type: ignore[return-value]
 
 
-def asked(kind: str, own: Strategy, rank: int) -> Any:
+def asked(kind: str, own: ScaleStrategy, rank: int) -> Any:
     """Return what a rank asks for, first and after each step, and what it knows."""
     net = wrapped(kind)
     # Low enough that nothing overflows: an overflow is the same on all ranks.
@@ -51,7 +51,7 @@ def asked(kind: str, own: Strategy, rank: int) -> Any:
         with torch.autocast("cpu", torch.float16):
             out = net(torch.randn(4, 8))
         loss = out.float().square().mean() * SIZES[rank]
-        first = own.watch(loss, state)
+        first = own.on_loss(loss, state)
         answers += [first] if step == 0 else []
         state = state if first is None else replace(state, scale=first)
         (loss * state.scale).backward()
@@ -70,8 +70,8 @@ def process(folder: Path) -> None:
         rank = dist.get_rank()
         seen = {}
         for kind in KINDS:
-            seen[kind, "measured"] = asked(kind, Measured(every=2), rank)
-            seen[kind, "logmax"] = asked(kind, strategy("logmax"), rank)
+            seen[kind, "measured"] = asked(kind, MeasuredStrategy(every=2), rank)
+            seen[kind, "logmax"] = asked(kind, make_strategy("logmax"), rank)
         torch.save(seen, folder / f"{rank}.pt")
 
 

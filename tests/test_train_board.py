@@ -15,7 +15,7 @@ from small_training import small_and_measured, without_figures, write_letters
 from halfstep.errors import UserError
 from halfstep.train.loop import Trainer
 from halfstep.train.output import tensorboard
-from halfstep.train.output.tensorboard import Board
+from halfstep.train.output.tensorboard import TensorBoardWriter
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_steps_and_evaluations(tmp_path: Path) -> None:
     """Law: what is shown of a record comes back under its name, at its step."""
-    events = Board(tmp_path, 0)
+    events = TensorBoardWriter(tmp_path, 0)
     for number in (1, 2, 3):
         events.write(step(number, examples_per_s=10.0 * number))
     events.write({"event": "eval", "step": 3, "dev_macro_f1": 0.7, "loss": 9.0})
@@ -73,7 +73,7 @@ def test_steps_and_evaluations(tmp_path: Path) -> None:
 
 def test_what_is_not_there(tmp_path: Path) -> None:
     """Law: a number that a step has not, or has not finite, makes no point."""
-    events = Board(tmp_path, 0)
+    events = TensorBoardWriter(tmp_path, 0)
     events.write({"step": 1, "loss": None, "lr": 0.5})
     events.write({"step": 2, "loss": 0.25, "scale": None})
     events.close()
@@ -83,11 +83,11 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("last", [1, 2, 4])
 def test_going_on(tmp_path: Path, last: int) -> None:
     """Law: a run that goes on hides what was written after its checkpoint."""
-    before, after = Board(tmp_path, 0), None
+    before, after = TensorBoardWriter(tmp_path, 0), None
     for number in (1, 2, 3, 4):
         before.write({"step": number, "loss": 1.0})
     before.close()
-    after = Board(tmp_path, last)
+    after = TensorBoardWriter(tmp_path, last)
     for number in range(last + 1, 6):
         after.write({"step": number, "loss": 2.0})
     after.close()
@@ -100,7 +100,7 @@ def test_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Law: what the disk refuses is said once; no more is tried, and no run ends."""
-    events = Board(tmp_path, 0)
+    events = TensorBoardWriter(tmp_path, 0)
     calls = []
 
     def full(*_: object) -> None:
@@ -134,7 +134,7 @@ def test_no_place(tmp_path: Path) -> None:
     path = tmp_path / "file" / "tensorboard"
     told = f"{path} could not be written: Not a directory."
     with pytest.warns(UserWarning, match=re.escape(told)) as caught:
-        events = Board(path, 0)
+        events = TensorBoardWriter(path, 0)
     assert len(caught) == 1
     events.write(step(1))
     events.close()
@@ -143,7 +143,7 @@ def test_no_place(tmp_path: Path) -> None:
 
 def test_another_fault(tmp_path: Path) -> None:
     """Law: a fault that is not the disk's is not passed over."""
-    events = Board(tmp_path, 0)
+    events = TensorBoardWriter(tmp_path, 0)
     with pytest.raises(KeyError):
         events.write({"loss": 1.0})
     events.close()
@@ -163,7 +163,7 @@ def test_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_infinite_numbers(tmp_path: Path) -> None:
     """Law: a loss that is not finite is shown as it is, and ends no run."""
-    events = Board(tmp_path, 0)
+    events = TensorBoardWriter(tmp_path, 0)
     events.write({"step": 1, "loss": math.inf})
     events.close()
     assert read(tmp_path) == {"train/loss": [(1, math.inf)]}
@@ -187,7 +187,7 @@ def test_a_run_that_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     train_step = Trainer.train_step
 
     def broken(self: Trainer, *rest: Any) -> dict[str, Any]:
-        if self.standing.step == 6:
+        if self.state.step == 6:
             raise KeyboardInterrupt
         return train_step(self, *rest)
 

@@ -64,12 +64,12 @@ def age(path: Path, days: float) -> None:
 
 def test_an_entry_is_made_once() -> None:
     """Law: the same facts, in any order, find what was built; others are built."""
-    entry = cache.made("rows", FACTS, write)
+    entry = cache.get_or_build("rows", FACTS, write)
     assert content(entry) == WHOLE
     assert entry.parent == cache.folder()
-    assert cache.made("rows", {"size": 3, "of": "test"}, refuse) == entry
-    other = cache.made("rows", FACTS | {"size": 4}, write)
-    assert cache.made("tokens", FACTS, write) not in {entry, other}
+    assert cache.get_or_build("rows", {"size": 3, "of": "test"}, refuse) == entry
+    other = cache.get_or_build("rows", FACTS | {"size": 4}, write)
+    assert cache.get_or_build("tokens", FACTS, write) not in {entry, other}
     assert other != entry
 
 
@@ -124,20 +124,20 @@ def cut(path: Path) -> None:
 )
 def test_a_damaged_entry_is_made_anew(name: str, damage: object, fault: str) -> None:
     """Law: a byte that differs is found at the next use, said, and mended."""
-    entry = cache.made("rows", FACTS, write)
+    entry = cache.get_or_build("rows", FACTS, write)
     assert callable(damage)
     damage(entry / name)
     with pytest.warns(UserWarning, match="is made anew") as caught:
-        assert cache.made("rows", FACTS, write) == entry
+        assert cache.get_or_build("rows", FACTS, write) == entry
     (said,) = caught
     assert str(said.message) == f"{entry} is damaged: {fault}; it is made anew."
     assert content(entry) == WHOLE
-    cache.made("rows", FACTS, refuse)
+    cache.get_or_build("rows", FACTS, refuse)
 
 
 def test_flipped_bits_of_a_manifest_are_found() -> None:
     """Law: nothing that the manifest says can change without a rebuild."""
-    entry = cache.made("rows", FACTS, write)
+    entry = cache.get_or_build("rows", FACTS, write)
     manifest = entry / "manifest.json"
     whole = manifest.read_bytes()
     for at in range(0, len(whole), 7):
@@ -146,7 +146,7 @@ def test_flipped_bits_of_a_manifest_are_found() -> None:
         manifest.write_bytes(data)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            cache.made("rows", FACTS, write)
+            cache.get_or_build("rows", FACTS, write)
         # What differs may still say the same: white space does.
         assert json.loads(manifest.read_bytes()) == json.loads(whole), at
 
@@ -159,9 +159,9 @@ def test_a_build_that_fails_leaves_nothing() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.made("rows", FACTS, fail)
+        cache.get_or_build("rows", FACTS, fail)
     assert all(name.endswith(".lock") for name in names())
-    assert content(cache.made("rows", FACTS, write)) == WHOLE
+    assert content(cache.get_or_build("rows", FACTS, write)) == WHOLE
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written_is_refused(number: int) -> None:
         raise OSError(number, os.strerror(number))
 
     with pytest.raises(UserError) as caught:
-        cache.made("rows", FACTS, fail)
+        cache.get_or_build("rows", FACTS, fail)
     assert str(caught.value) == (
         f"{cache.folder()} cannot be written: {os.strerror(number)}; set "
         "HALFSTEP_CACHE to a folder that is yours and has room."
@@ -186,7 +186,7 @@ def test_a_folder_that_is_a_file_is_refused(
     (tmp_path / "file").write_text("x", encoding="utf-8")
     monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match=r"file/cache cannot be written: Not a dir"):
-        cache.made("rows", FACTS, write)
+        cache.get_or_build("rows", FACTS, write)
 
 
 PROGRAM = """
@@ -201,7 +201,7 @@ def build(folder):
     time.sleep(float(sys.argv[2]))
     (folder / "b").write_bytes(b"")
 
-print(cache.made("rows", {"of": "test", "size": 3}, build), flush=True)
+print(cache.get_or_build("rows", {"of": "test", "size": 3}, build), flush=True)
 """
 
 
@@ -228,7 +228,7 @@ def test_one_of_many_processes_builds(tmp_path: Path) -> None:
     said = {process.communicate(timeout=120)[0] for process in running}
     assert [process.returncode for process in running] == [0] * 4
     assert log.read_text(encoding="utf-8") == "built\n"
-    assert said == {f"{cache.made('rows', FACTS, refuse)}\n"}
+    assert said == {f"{cache.get_or_build('rows', FACTS, refuse)}\n"}
 
 
 def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
@@ -239,24 +239,24 @@ def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     (left,) = [name for name in names() if ".part-" in name]
-    entry = cache.made("rows", FACTS, write)
+    entry = cache.get_or_build("rows", FACTS, write)
     assert content(entry) == WHOLE
     assert left in names()
     for path in (*(cache.folder() / left).iterdir(), cache.folder() / left):
         age(path, 1.1)
-    cache.made("rows", FACTS | {"size": 4}, write)
+    cache.get_or_build("rows", FACTS | {"size": 4}, write)
     assert left not in names()
 
 
 def test_a_damaged_entry_is_rebuilt_once(tmp_path: Path) -> None:
     """Law: of many processes that find it, one builds, and none gets the damage."""
-    flip(cache.made("rows", FACTS, write) / "a")
+    flip(cache.get_or_build("rows", FACTS, write) / "a")
     log = tmp_path / "log"
     running = [start(log, 0.5) for _ in range(3)]
     for process in running:
         process.communicate(timeout=120)
     assert log.read_text(encoding="utf-8") == "built\n"
-    assert content(cache.made("rows", FACTS, refuse)) == WHOLE
+    assert content(cache.get_or_build("rows", FACTS, refuse)) == WHOLE
 
 
 def test_without_locks_entries_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,17 +266,17 @@ def test_without_locks_entries_are_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     def late(folder: Path) -> None:
-        assert content(cache.made("rows", FACTS, write)) == WHOLE
+        assert content(cache.get_or_build("rows", FACTS, write)) == WHOLE
         write(folder)
 
     monkeypatch.setattr(file_lock.fcntl, "flock", no_lock)
-    assert content(cache.made("rows", FACTS, late)) == WHOLE
+    assert content(cache.get_or_build("rows", FACTS, late)) == WHOLE
     assert [name for name in names() if ".part-" in name] == []
 
 
 def test_a_map_outlives_its_entry() -> None:
     """Law: who has a damaged or old entry open keeps reading what it opened."""
-    entry = cache.made("rows", FACTS, write)
+    entry = cache.get_or_build("rows", FACTS, write)
     with (entry / "a").open("rb") as file:
         cache._remove(entry)
         assert file.read() == b"abc"
@@ -284,22 +284,22 @@ def test_a_map_outlives_its_entry() -> None:
 
 def test_what_nobody_used_for_a_month_is_removed() -> None:
     """Law: 30 days after its last use an entry goes, its lock too; a use renews it."""
-    old, kept = (cache.made("rows", {"n": n}, write) for n in (1, 2))
+    old, kept = (cache.get_or_build("rows", {"n": n}, write) for n in (1, 2))
     for entry in (old, kept):
         age(entry / "manifest.json", 31)
-    cache.made("rows", {"n": 2}, refuse)
-    cache.made("rows", {"n": 3}, write)
+    cache.get_or_build("rows", {"n": 2}, refuse)
+    cache.get_or_build("rows", {"n": 3}, write)
     assert not old.exists()
     assert kept.exists()
     assert [name for name in names() if old.name in name] == []
     age(kept / "manifest.json", 29)
-    cache.made("rows", {"n": 4}, write)
+    cache.get_or_build("rows", {"n": 4}, write)
     assert kept.exists()
 
 
 def test_an_entry_in_use_is_not_removed() -> None:
     """Law: while somebody holds its lock, an old entry stays."""
-    old = cache.made("rows", {"n": 1}, write)
+    old = cache.get_or_build("rows", {"n": 1}, write)
     age(old / "manifest.json", 31)
     with cache._lock(old, shared=True):
         cache._sweep(cache.folder())
@@ -329,7 +329,7 @@ def test_what_is_not_ours_is_left_alone() -> None:
     for other in others:
         for path in (*other.glob("*"), other):
             age(path, 400)
-    cache.made("rows", FACTS, write)
+    cache.get_or_build("rows", FACTS, write)
     assert all(other.exists() for other in others)
 
 
@@ -358,27 +358,27 @@ def test_what_others_have_made_is_used(
     number: int, lock: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: an entry that is whole is used where nothing may be written; no other is."""
-    entry = cache.made("rows", FACTS, write)
+    entry = cache.get_or_build("rows", FACTS, write)
     with monkeypatch.context() as patch:
         forbid(patch, number, lock)
-        assert cache.made("rows", FACTS, refuse) == entry
+        assert cache.get_or_build("rows", FACTS, refuse) == entry
         with pytest.raises(
             UserError, match=f"written: {os.strerror(number)}; set HALF"
         ):
-            cache.made("rows", FACTS | {"size": 4}, write)
+            cache.get_or_build("rows", FACTS | {"size": 4}, write)
     flip(entry / "a")
     with monkeypatch.context() as patch:
         forbid(patch, number, lock)
         with pytest.raises(
             UserError, match=f"written: {os.strerror(number)}; set HALF"
         ):
-            cache.made("rows", FACTS, write)
+            cache.get_or_build("rows", FACTS, write)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks there")
 def test_a_lock_of_another_user_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a lock that may only be read still keeps others from the entry."""
-    entry = cache.made("rows", FACTS, write)
+    entry = cache.get_or_build("rows", FACTS, write)
     with monkeypatch.context() as patch:
         forbid(patch, errno.EACCES, None)
         with cache._lock(entry, shared=True) as held:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from halfstep.train.step_dataset import Work
+    from halfstep.train.step_dataset import StepBatch
 
 pytestmark = [
     pytest.mark.slow,  # the first batches take half a minute to compile
@@ -84,7 +84,7 @@ def test_resumed(
     whole = run(given | {"out": str(tmp_path / "whole")})
     step = Trainer.train_step
 
-    def cut(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
+    def cut(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
         if work.number == STEPS - 1:
             raise KeyboardInterrupt
         return step(self, work, *rest)

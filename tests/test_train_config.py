@@ -16,16 +16,16 @@ from halfstep.train.config import (
     BEST_BY,
     SETTINGS,
     TrainConfig,
-    called,
-    resumed,
+    flag_of,
+    resume_config,
 )
-from halfstep.train.loop import Clock, Trainer
+from halfstep.train.loop import Timers, Trainer
 from halfstep.train.output import html_report
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
     from halfstep.train.output.run_directory import RunFolder
-    from halfstep.train.step_dataset import Work
+    from halfstep.train.step_dataset import StepBatch
 
 COUNT = "must be from 1 to 2147483647."
 VAST = 99999999999999999999
@@ -236,14 +236,14 @@ def test_round_trip(others: dict[str, Any]) -> None:
     """Law: every setting, away from its default, survives config.json."""
     config = TrainConfig(**others)
     saved = json.loads(json.dumps(config.data_dict()))
-    assert resumed(saved, {}) == config
+    assert resume_config(saved, {}) == config
 
 
 @pytest.mark.parametrize("others", TOGETHER)
 def test_resuming_with_the_same_words(others: dict[str, Any]) -> None:
     """Law: typing what the run was started with is no contradiction."""
     saved = TrainConfig(**others).data_dict()
-    assert resumed(saved, dict(others)) == TrainConfig(**others)
+    assert resume_config(saved, dict(others)) == TrainConfig(**others)
 
 
 MAY_CHANGE = ("out", "keep", "workers", "tensorboard", "probe", "parallel")
@@ -255,9 +255,9 @@ def test_resuming_with_other_words(name: str) -> None:
     saved = TrainConfig().data_dict()
     kept = "default" if saved[name] is None else saved[name]
     with pytest.raises(UserError) as caught:
-        resumed(saved, {name: OTHERS[name]})
+        resume_config(saved, {name: OTHERS[name]})
     assert str(caught.value) == (
-        f"{called(SETTINGS[name])} {OTHERS[name]} differs from this run's {kept}; "
+        f"{flag_of(SETTINGS[name])} {OTHERS[name]} differs from this run's {kept}; "
         "resume without it, or start anew with another --out."
     )
 
@@ -267,8 +267,8 @@ def test_a_run_may_move(name: str) -> None:
     """Law: what decides nothing that is learned may be told anew, or left as it was."""
     saved = TrainConfig(**{name: OTHERS[name]}).data_dict()
     other = SETTINGS[name].default
-    assert getattr(resumed(saved, {name: other}), name) == other
-    assert getattr(resumed(saved, {}), name) == OTHERS[name]
+    assert getattr(resume_config(saved, {name: other}), name) == other
+    assert getattr(resume_config(saved, {}), name) == OTHERS[name]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -278,8 +278,8 @@ def test_settings_of_an_older_version(name: str) -> None:
         saved = TrainConfig(**others).data_dict()
         del saved[name]
         default = SETTINGS[name].default
-        assert getattr(resumed(saved, {}), name) == default
-        assert getattr(resumed(saved, {name: default}), name) == default
+        assert getattr(resume_config(saved, {}), name) == default
+        assert getattr(resume_config(saved, {name: default}), name) == default
 
 
 @pytest.mark.parametrize(
@@ -300,13 +300,15 @@ def test_settings_of_an_older_version(name: str) -> None:
 def test_damaged_settings(name: str, value: object, message: str) -> None:
     """Law: settings that were altered by hand are refused, not believed."""
     with pytest.raises(UserError) as caught:
-        resumed(TrainConfig().data_dict() | {name: value}, {})
+        resume_config(TrainConfig().data_dict() | {name: value}, {})
     assert str(caught.value) == message
 
 
 def test_whole_numbers_are_numbers() -> None:
     """Law: JSON's 1 is as good as its 1.0 where a float is due."""
-    assert resumed(TrainConfig().data_dict() | {"clip": 1, "lr": None}, {}).clip == 1
+    assert (
+        resume_config(TrainConfig().data_dict() | {"clip": 1, "lr": None}, {}).clip == 1
+    )
 
 
 def newest(folder: RunFolder) -> single.Checkpoint:
@@ -390,7 +392,7 @@ def test_resumed_masters(
     given = short | {"master": master, "epochs": 2, "eval_every": 1}
     clean = Trainer.train_step
 
-    def stop(self: Trainer, work: Work, clock: Clock) -> dict[str, Any]:
+    def stop(self: Trainer, work: StepBatch, clock: Timers) -> dict[str, Any]:
         if work.number == 3:
             raise KeyboardInterrupt
         return clean(self, work, clock)

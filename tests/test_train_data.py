@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.errors import UserError
-from halfstep.train.data.corpus import Corpus, Split, _dev_counts, _drawn_splits, load
+from halfstep.train.data.corpus import Corpus, Split, _dev_counts, _random_splits, load
 from halfstep.train.data.example_store import open_store
 
 LONGEST_MESSAGE = 35
@@ -131,12 +131,12 @@ def test_a_file_is_cut_in_two(number: int, dev_share: float, seed: int) -> None:
     Path("posts.csv").write_text("x,a\n" * number, encoding="utf-8")
     store = open_store(Path("posts.csv"), "classify", None)
     whole = Split(store, np.arange(number), np.zeros(1, np.int64))
-    splits = _drawn_splits(whole, dev_share, seed)
+    splits = _random_splits(whole, dev_share, seed)
     assert list(splits) == ["train", "dev"]
     assert len(splits["dev"]) == min(max(round(number * dev_share), 1), number - 1)
     drawn = [*splits["train"].rows, *splits["dev"].rows]
     assert sorted(drawn) == list(range(number))
-    again = _drawn_splits(whole, dev_share, seed)
+    again = _random_splits(whole, dev_share, seed)
     assert [*again["train"].rows, *again["dev"].rows] == drawn
 
 

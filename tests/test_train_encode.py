@@ -16,7 +16,12 @@ from small_corpora import classified, counting, letters_tokenizer, marked
 from halfstep.errors import UserError
 from halfstep.train.data import tokenized
 from halfstep.train.data.entity_tags import IGNORED
-from halfstep.train.data.tokenized import Encoded, characters, encoded, tokens
+from halfstep.train.data.tokenized import (
+    EncodedTexts,
+    character_counts,
+    encode_split,
+    tokenize,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +41,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
 
 
-def ids_of(held: Encoded) -> list[list[int]]:
+def ids_of(held: EncodedTexts) -> list[list[int]]:
     """Return the tokens of each example."""
     ends = held.starts[held.rows + 1]
     pairs = zip(held.starts[held.rows], ends, strict=True)
@@ -49,7 +54,7 @@ def test_a_batch_is_its_slow_twin(
 ) -> None:
     """Law: a row's tokens, then padding, up to the next multiple of the longest."""
     labels = [7 * index for index in range(len(lists))]
-    held = Encoded.build(lists, labels)
+    held = EncodedTexts.build(lists, labels)
     chosen = data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=20))
     got = held.collate(np.array(chosen, np.int64), pad_id, multiple)
     width = multiple
@@ -70,8 +75,8 @@ def test_a_batch_is_a_copy(tmp_path: Path) -> None:
     """Law: what a step writes into its batch reaches neither memory nor the disk."""
     split = classified(tmp_path / "a.jsonl", ROWS, "xy")
     for held in (
-        Encoded.build(TOLD, [0, 1, 0, 1]),
-        encoded(split, letters_tokenizer("ab", 9), "classify"),
+        EncodedTexts.build(TOLD, [0, 1, 0, 1]),
+        encode_split(split, letters_tokenizer("ab", 9), "classify"),
     ):
         for tensor in held.collate(np.arange(4), 0).values():
             tensor.fill_(9)
@@ -83,13 +88,13 @@ def test_a_batch_is_a_copy(tmp_path: Path) -> None:
 def test_no_token_is_wrapped() -> None:
     """Law: an id of more than 31 bits fails."""
     with pytest.raises(OverflowError):
-        Encoded.build([[2**31]], [0])
+        EncodedTexts.build([[2**31]], [0])
 
 
 def test_classes(tmp_path: Path) -> None:
     """Law: an example has its row's tokens and class, in the order of the split."""
     split = classified(tmp_path / "a.jsonl", ROWS, "yx", chosen=[2, 0, 1])
-    held = encoded(split, letters_tokenizer("ab", 9), "classify")
+    held = encode_split(split, letters_tokenizer("ab", 9), "classify")
     assert ids_of(held) == [TOLD[2], TOLD[0], TOLD[1]]
     assert held.labels is not None
     assert held.labels.tolist() == [1, 1, 0]
@@ -109,13 +114,13 @@ def test_made_once(tmp_path: Path) -> None:
     """
     split = classified(tmp_path / "a.jsonl", ROWS, "xy")
     tokenizer, calls = counting(letters_tokenizer("ab", 9))
-    first = encoded(split, tokenizer, "classify")
+    first = encode_split(split, tokenizer, "classify")
     assert sum(calls) == len(ROWS)
     again, more = counting(letters_tokenizer("ab", 9))
     again(["ab", "b"], padding=True, truncation=True, max_length=3)
     more.clear()
     other = classified(tmp_path / "b.jsonl", ROWS, "yx", chosen=[1, 3])
-    second = encoded(other, again, "classify")
+    second = encode_split(other, again, "classify")
     assert more == []
     assert second.source == first.source
     assert ids_of(second) == [TOLD[1], TOLD[3]]
@@ -130,11 +135,11 @@ def test_made_anew(tmp_path: Path) -> None:
     left = letters_tokenizer("ab", 9)
     left.truncation_side = "left"
     held = [
-        encoded(split, letters_tokenizer("ab", 9), "ner"),
-        encoded(more, letters_tokenizer("ab", 9), "ner"),
-        encoded(split, letters_tokenizer("a", 9), "ner"),
-        encoded(split, letters_tokenizer("ab", 4), "ner"),
-        encoded(split, left, "ner"),
+        encode_split(split, letters_tokenizer("ab", 9), "ner"),
+        encode_split(more, letters_tokenizer("ab", 9), "ner"),
+        encode_split(split, letters_tokenizer("a", 9), "ner"),
+        encode_split(split, letters_tokenizer("ab", 4), "ner"),
+        encode_split(split, left, "ner"),
     ]
     assert len({one.source for one in held}) == len(held)
     assert ids_of(held[1]) == [[2, 5, 6, 3], [2, 5, 6, 6, 3]]
@@ -148,7 +153,7 @@ def test_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = marked(tmp_path / "a.jsonl", texts, ["K"])
     monkeypatch.setattr(tokenized, "_CHUNK", 3)
     tokenizer, calls = counting(letters_tokenizer("abc", 99))
-    held = encoded(split, tokenizer, "ner")
+    held = encode_split(split, tokenizer, "ner")
     assert calls == [3, 3, 1]
     assert ids_of(held) == [[2, *[5, 6] * n, 7, 5, 3] for n in range(7)]
     assert held.counts.tolist() == [2 * n + 2 for n in range(7)]
@@ -167,17 +172,17 @@ def test_a_worker_gets_a_path(task: str, tmp_path: Path) -> None:
     else:
         rows = [("ab" * size, "x"), ("ba", "y")]
         split = classified(tmp_path / "a.jsonl", rows, "xy", [1, 0])
-    held = encoded(split, letters_tokenizer("ab", 10**6), task)
+    held = encode_split(split, letters_tokenizer("ab", 10**6), task)
     assert held.lengths.tolist() == [4, 2 * size + 2]
     assert held.counts.tolist() == ([2, 2 * size] if task == "ner" else [1, 1])
     told = pickle.dumps(held)
     assert len(told) < size
     assert alike(pickle.loads(told), held)  # noqa: S301 -- our own
-    in_memory = Encoded.build(TOLD, [0, 1, 0, 1])
+    in_memory = EncodedTexts.build(TOLD, [0, 1, 0, 1])
     assert alike(pickle.loads(pickle.dumps(in_memory)), in_memory)  # noqa: S301
 
 
-def alike(one: Encoded, other: Encoded) -> bool:
+def alike(one: EncodedTexts, other: EncodedTexts) -> bool:
     """Say whether all that two hold is equal."""
     every = np.arange(len(one))
     mine, theirs = one.collate(every, 0), other.collate(every, 0)
@@ -205,7 +210,9 @@ def test_tags_by_hand(tmp_path: Path) -> None:
     }
     sources = set()
     for kinds, expected in targets.items():
-        held = encoded(marked(path, texts, kinds), letters_tokenizer("ab", 9), "ner")
+        held = encode_split(
+            marked(path, texts, kinds), letters_tokenizer("ab", 9), "ner"
+        )
         sources.add(held.source)
         made = held.collate(np.arange(3), 0, 4)
         rows = [[IGNORED, *tags] for tags in expected]
@@ -223,8 +230,8 @@ def test_what_tokens_cannot_show_is_counted(tmp_path: Path) -> None:
     """Law: an entity behind the cut is inexact; one before it is not."""
     texts = [("abba", [(0, 1, "P"), (3, 4, "P")]), ("ab", [(1, 2, "P")])]
     split = marked(tmp_path / "a.jsonl", texts, ["P"])
-    assert encoded(split, letters_tokenizer("ab", 5), "ner").inexact == 1
-    assert encoded(split, letters_tokenizer("ab", 6), "ner").inexact == 0
+    assert encode_split(split, letters_tokenizer("ab", 5), "ner").inexact == 1
+    assert encode_split(split, letters_tokenizer("ab", 6), "ner").inexact == 0
 
 
 class Told:
@@ -247,14 +254,14 @@ def test_blanks_are_no_part_of_a_token() -> None:
     """Law: white space at a token's edges is trimmed; a token of it alone is empty."""
     text = "Ann \u3000in\tRome "
     places = [(0, 0), (0, 4), (3, 7), (7, 13), (7, 8), (0, 13)]
-    ((ids, found),) = tokens(Told(places), [text], offsets=True)
+    ((ids, found),) = tokenize(Told(places), [text], offsets=True)
     assert ids == [0, 1, 2, 3, 4, 5]
     assert [text[start:end] for start, end in found] == [
         *("", "Ann", "in", "Rome", "", "Ann \u3000in\tRome")
     ]
     assert all(end >= start for start, end in found)
-    assert tokens(Told(places), [text]) == [([0, 1, 2, 3, 4, 5], [])]
-    assert tokens(Told(places), [], offsets=True) == []
+    assert tokenize(Told(places), [text]) == [([0, 1, 2, 3, 4, 5], [])]
+    assert tokenize(Told(places), [], offsets=True) == []
 
 
 def test_offsets_need_a_fast_tokenizer() -> None:
@@ -262,7 +269,7 @@ def test_offsets_need_a_fast_tokenizer() -> None:
     slow = Told([])
     slow.is_fast = False
     with pytest.raises(UserError) as caught:
-        tokens(slow, ["a"], offsets=True)
+        tokenize(slow, ["a"], offsets=True)
     assert str(caught.value) == (
         "Told cannot tell which characters a token stands for, which ner needs; use a "
         "model with a fast tokenizer (tokenizer.json)."
@@ -285,15 +292,15 @@ def test_characters_are_counted_once(
     )
     lower = Counter("abbba ")
     for expected_reads in (1, 1):
-        found = characters(split, normalizers.Lowercase().normalize_str)
+        found = character_counts(split, normalizers.Lowercase().normalize_str)
         # A line break stands between texts, for rules that look across.
         assert found == lower + Counter("\n")
         assert len(reads) == expected_reads
-    found = characters(split, normalizers.NFKC().normalize_str)
+    found = character_counts(split, normalizers.NFKC().normalize_str)
     assert found == Counter("AbbbA \n")
     other = classified(path, rows, "xy", chosen=[2])
-    assert characters(other, normalizers.NFKC().normalize_str) == Counter("zz")
+    assert character_counts(other, normalizers.NFKC().normalize_str) == Counter("zz")
     assert len(reads) == 3
     for _ in range(2):
-        assert characters(split, str.upper) == Counter("ABBBA \n")
+        assert character_counts(split, str.upper) == Counter("ABBBA \n")
     assert len(reads) == 5

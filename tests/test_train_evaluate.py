@@ -15,8 +15,8 @@ from torch import nn
 
 from halfstep.distributed.process_group import World
 from halfstep.train.data.entity_tags import IGNORED
-from halfstep.train.data.tokenized import Encoded
-from halfstep.train.evaluate import EVAL_BATCH, baseline_accuracy, noted
+from halfstep.train.data.tokenized import EncodedTexts
+from halfstep.train.evaluate import EVAL_BATCH, baseline_accuracy, collect_outputs
 from halfstep.train.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -58,10 +58,12 @@ def session_of(model: nn.Module) -> Any:
     return SimpleNamespace(model=model, autocast=nullcontext)
 
 
-def ask(model: nn.Module, task: str, encoded: Encoded, world: World = ALONE) -> Any:
+def ask(
+    model: nn.Module, task: str, encoded: EncodedTexts, world: World = ALONE
+) -> Any:
     """Return what is noted of each example, and the mean loss."""
     session = session_of(model)
-    return noted(session, TASKS[task], encoded, world, pad_id=PAD, multiple=4)
+    return collect_outputs(session, TASKS[task], encoded, world, pad_id=PAD, multiple=4)
 
 
 def texts_of(count: int) -> list[list[int]]:
@@ -70,21 +72,21 @@ def texts_of(count: int) -> list[list[int]]:
     return [ids[: 1 + number % 9] for number, ids in enumerate(drawn)]
 
 
-def classes(count: int) -> Encoded:
+def classes(count: int) -> EncodedTexts:
     """Return texts that have a class each."""
-    return Encoded.build(texts_of(count), [n % OUTPUTS for n in range(count)])
+    return EncodedTexts.build(texts_of(count), [n % OUTPUTS for n in range(count)])
 
 
-def tags(count: int) -> Encoded:
+def tags(count: int) -> EncodedTexts:
     """Return texts whose tokens have a tag each, but for the first, and its target."""
-    made = Encoded.build(texts_of(count))
+    made = EncodedTexts.build(texts_of(count))
     lengths = made.lengths
     firsts = made.starts[:-1]
     offsets = np.arange(len(made.ids), dtype=np.int32)[:, None] + np.array([0, 1])
     offsets[firsts] = 0
     stored = np.arange(len(made.ids)) % OUTPUTS
     stored[firsts] = IGNORED
-    return Encoded(
+    return EncodedTexts(
         made.ids,
         made.starts,
         made.rows,
@@ -95,9 +97,9 @@ def tags(count: int) -> Encoded:
     )
 
 
-def one_at_a_time(model: Any, task: str, encoded: Encoded) -> tuple[Any, float]:
+def one_at_a_time(model: Any, task: str, encoded: EncodedTexts) -> tuple[Any, float]:
     """Return what is noted when each text is alone, without padding, and the loss."""
-    made = TASKS[task].blank(encoded, OUTPUTS)
+    made = TASKS[task].empty_outputs(encoded, OUTPUTS)
     losses = []
     model.eval()
     for number in range(len(encoded)):
@@ -106,7 +108,7 @@ def one_at_a_time(model: Any, task: str, encoded: Encoded) -> tuple[Any, float]:
         targets = inputs.pop("labels").flatten()
         with torch.no_grad():
             logits = model(**inputs).logits
-        TASKS[task].note(made, encoded, index, logits)
+        TASKS[task].write_outputs(made, encoded, index, logits)
         flat = logits.reshape(-1, OUTPUTS).double()
         kept = targets != IGNORED
         losses.append(

@@ -16,8 +16,15 @@ from small_training import same
 from torch.utils.data import get_worker_info
 
 from halfstep.distributed.process_group import World
-from halfstep.train.data.tokenized import Encoded
-from halfstep.train.step_dataset import Hiding, Order, Steps, Work, feed, padded_share
+from halfstep.train.data.tokenized import EncodedTexts
+from halfstep.train.step_dataset import (
+    Order,
+    StepBatch,
+    StepDataset,
+    TokenMasking,
+    iterate_steps,
+    padding_fraction,
+)
 from halfstep.train.tasks import Objective
 
 if TYPE_CHECKING:
@@ -32,26 +39,26 @@ def example(index: int, length: int) -> list[int]:
     return [100 + index] * length
 
 
-def held(count: int) -> Encoded:
+def held(count: int) -> EncodedTexts:
     """Return examples of random lengths, of two classes by turns."""
     draw = random.Random(count)  # noqa: S311 -- lengths are no secret
     lists = [example(index, draw.randint(1, 9)) for index in range(count)]
-    return Encoded.build(lists, [index % 2 for index in range(count)])
+    return EncodedTexts.build(lists, [index % 2 for index in range(count)])
 
 
 def steps(
-    encoded: Encoded,
+    encoded: EncodedTexts,
     order: Order,
     rank: int = 0,
     size: int = 1,
     *,
     objective: Objective = PLAIN,
-    hiding: Hiding | None = None,
-) -> Steps:
+    hiding: TokenMasking | None = None,
+) -> StepDataset:
     """Return the work of one of some processes."""
     world = World(rank, size, torch.device("cpu"))
     told = {"pad_id": 0, "multiple": 1}
-    return Steps(encoded, order, objective, world, **told, hiding=hiding)
+    return StepDataset(encoded, order, objective, world, **told, masking=hiding)
 
 
 def indices(part: dict[str, Tensor]) -> list[int]:
@@ -93,11 +100,11 @@ def test_all_parts_make_up_each_epoch(
             for work in works:
                 assert (work.number, work.epoch) == (number, at)
                 assert (work.size, work.weight) == (len(batch), float(len(batch)))
-                assert len(work.parts) == len(work.real) == accumulate
+                assert len(work.parts) == len(work.is_real) == accumulate
                 tokens = sum(int(encoded.lengths[index]) for index in own(work))
                 places = sum(part["input_ids"].numel() for part in work.parts)
-                assert (work.tokens, work.places) == (tokens, places)
-                pairs = zip(work.parts, work.real, strict=True)
+                assert (work.tokens, work.padded_tokens) == (tokens, places)
+                pairs = zip(work.parts, work.is_real, strict=True)
                 spare = [indices(part) for part, real in pairs if not real]
                 assert all(len(one) == 1 and one[0] in batch for one in spare)
             batches.append(batch)
@@ -105,21 +112,21 @@ def test_all_parts_make_up_each_epoch(
         assert sorted(index for batch in batches for index in batch) == [*range(count)]
 
 
-def own(work: Work) -> list[int]:
+def own(work: StepBatch) -> list[int]:
     """Return the examples that count in a process's part."""
-    pairs = zip(work.parts, work.real, strict=True)
+    pairs = zip(work.parts, work.is_real, strict=True)
     return [index for part, real in pairs if real for index in indices(part)]
 
 
 def test_a_stand_in_by_hand() -> None:
     """Law: with one text for two processes of two micro-batches, three stand in."""
-    encoded = Encoded.build([example(0, 3)], [0])
+    encoded = EncodedTexts.build([example(0, 3)], [0])
     order = Order(8, 1, 2, 0)
     first, second = (steps(encoded, order, rank, 2)[1] for rank in range(2))
-    assert (first.real, second.real) == ([True, False], [False, False])
+    assert (first.is_real, second.is_real) == ([True, False], [False, False])
     for work in (first, second):
         assert [indices(part) for part in work.parts] == [[0], [0]]
-        assert (work.size, work.weight, work.places) == (1, 1.0, 6)
+        assert (work.size, work.weight, work.padded_tokens) == (1, 1.0, 6)
     assert (first.tokens, second.tokens) == (3, 0)
 
 
@@ -135,12 +142,12 @@ def test_the_weight_is_that_of_the_whole_batch() -> None:
         assert [work.weight for work in works] == [expected] * 3
 
 
-def alike(one: list[Work], other: list[Work]) -> bool:
+def alike(one: list[StepBatch], other: list[StepBatch]) -> bool:
     """Say whether all is equal, to the bit."""
     return same([work._asdict() for work in one], [work._asdict() for work in other])
 
 
-HIDING = Hiding(0.5, MASK, torch.tensor([0, 100]))
+HIDING = TokenMasking(0.5, MASK, torch.tensor([0, 100]))
 
 
 def test_workers_and_resuming_change_nothing() -> None:
@@ -148,16 +155,18 @@ def test_workers_and_resuming_change_nothing() -> None:
     order = Order(4, 3, 2, 7)
     made = steps(held(18), order, hiding=HIDING)
     last = 3 * made.per_epoch
-    here = list(feed(made, 1, last, workers=0, pin=False))
+    here = list(iterate_steps(made, 1, last, workers=0, pin=False))
     assert [work.number for work in here] == list(range(1, last + 1))
     assert [work.epoch for work in here] == [0] * 5 + [1] * 5 + [2] * 5
-    assert alike(list(feed(made, 1, last, workers=2, pin=False)), here)
+    assert alike(list(iterate_steps(made, 1, last, workers=2, pin=False)), here)
     for workers in (0, 2):
         fresh = steps(held(18), order, hiding=HIDING)
-        assert alike(list(feed(fresh, 8, last, workers=workers, pin=False)), here[7:])
-    assert list(feed(made, last + 1, last, workers=0, pin=False)) == []
+        assert alike(
+            list(iterate_steps(fresh, 8, last, workers=workers, pin=False)), here[7:]
+        )
+    assert list(iterate_steps(made, last + 1, last, workers=0, pin=False)) == []
     other = steps(held(18), Order(4, 3, 2, 8), hiding=HIDING)
-    assert not alike(list(feed(other, 1, last, workers=0, pin=False)), here)
+    assert not alike(list(iterate_steps(other, 1, last, workers=0, pin=False)), here)
 
 
 def test_feeding_draws_from_nobody() -> None:
@@ -175,8 +184,8 @@ def test_hiding() -> None:
     count = 40_000
     ids = torch.tensor([0, 100, 101, 102] * (count // 4))
     for share in (0.0, 0.3, 0.9):
-        hiding = Hiding(share, MASK, torch.tensor([0, 100]))
-        got = hiding.hide(ids, torch.Generator().manual_seed(0))
+        hiding = TokenMasking(share, MASK, torch.tensor([0, 100]))
+        got = hiding.mask(ids, torch.Generator().manual_seed(0))
         changed = got != ids
         assert (got[changed] == MASK).all()
         assert not changed[ids <= 100].any()
@@ -193,7 +202,7 @@ def test_padding_and_targets_are_never_hidden() -> None:
     changed = 0
     for number in range(1, bare.per_epoch + 1):
         one, other = bare[number], hidden[number]
-        assert (one.tokens, one.places) == (other.tokens, other.places)
+        assert (one.tokens, one.padded_tokens) == (other.tokens, other.padded_tokens)
         for plain, masked in zip(one.parts, other.parts, strict=True):
             assert torch.equal(plain["labels"], masked["labels"])
             assert torch.equal(plain["attention_mask"], masked["attention_mask"])
@@ -216,10 +225,10 @@ def test_no_two_steps_share_a_seed() -> None:
     assert len({*found}) == len(found)
 
 
-class Signalled(Steps):
+class Signalled(StepDataset):
     """Steps whose preparation is struck by signals in the middle."""
 
-    def __getitem__(self, number: int) -> Work:
+    def __getitem__(self, number: int) -> StepBatch:
         """Signal the worker as a scheduler and a terminal do, then go on."""
         assert get_worker_info() is not None
         for name in (signal.SIGTERM, signal.SIGINT):
@@ -233,9 +242,11 @@ def test_workers_ignore_signals() -> None:
     told = {"pad_id": 0, "multiple": 1, "hiding": None}
     struck = Signalled(held(18), order, PLAIN, world, **told)
     handlers = [signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)]
-    got = list(feed(struck, 1, struck.per_epoch, workers=1, pin=False))
+    got = list(iterate_steps(struck, 1, struck.per_epoch, workers=1, pin=False))
     calm = steps(held(18), order)
-    assert alike(got, list(feed(calm, 1, calm.per_epoch, workers=0, pin=False)))
+    assert alike(
+        got, list(iterate_steps(calm, 1, calm.per_epoch, workers=0, pin=False))
+    )
     # The process that trains keeps its own.
     names = (signal.SIGTERM, signal.SIGINT)
     assert [signal.getsignal(name) for name in names] == handlers
@@ -251,4 +262,4 @@ def test_the_share_of_padding(batch_size: int) -> None:
     padding = sum(int((part["attention_mask"] == 0).sum()) for part in parts)
     # One division and one subtraction from 1, each rounded once.
     close = pytest.approx(padding / places, rel=0, abs=2 * np.finfo(float).eps)
-    assert padded_share(encoded.lengths, order) == close
+    assert padding_fraction(encoded.lengths, order) == close

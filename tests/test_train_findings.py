@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from halfstep.train.data.tokenized import Encoded
+from halfstep.train.data.tokenized import EncodedTexts
 from halfstep.train.data_checks import cut_texts, data_findings
 
 
-def texts(*lengths: int, inexact: int = 0) -> Encoded:
+def texts(*lengths: int, inexact: int = 0) -> EncodedTexts:
     """Return texts of so many tokens."""
-    made = Encoded.build([[1] * length for length in lengths])
-    return Encoded(made.ids, made.starts, made.rows, inexact=inexact)
+    made = EncodedTexts.build([[1] * length for length in lengths])
+    return EncodedTexts(made.ids, made.starts, made.rows, inexact=inexact)
 
 
 class Kinds(list[set[str]]):
@@ -128,5 +128,5 @@ def test_cut_texts_by_hand() -> None:
     made = texts(1, 8, 7, 8, 0)
     assert cut_texts(made, 8) == 2
     assert cut_texts(made, 9) == 0
-    chosen = Encoded(made.ids, made.starts, np.array([1, 1, 1, 0]))
+    chosen = EncodedTexts(made.ids, made.starts, np.array([1, 1, 1, 0]))
     assert cut_texts(chosen, 8) == 3

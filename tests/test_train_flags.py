@@ -25,8 +25,8 @@ from halfstep.train.config import (
     PROBES,
     SETTINGS,
     TrainConfig,
-    called,
-    resumed,
+    flag_of,
+    resume_config,
 )
 from halfstep.train.config_file import MODES, read_file, write_resolved
 from halfstep.train.data.example_store import READERS
@@ -151,7 +151,7 @@ def test_help_can_be_read(
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= WIDTH
     for setting in SETTINGS.values():
-        assert re.search(rf"^  {called(setting)} ", out, re.MULTILINE)
+        assert re.search(rf"^  {flag_of(setting)} ", out, re.MULTILINE)
     for mode in (*MODES, "config"):
         assert re.search(rf"^  --{mode} ", out, re.MULTILINE)
     assert out.split()[-len(epilog().split()) :] == epilog().split()
@@ -189,7 +189,7 @@ def test_a_policy_file_is_read_at_once(tmp_path: Path, by: str) -> None:
     words = {"flag": ("--policy", str(path)), "file": ("--config", str(file))}
     given = parse(*words[by])
     assert given == {"policy": "lean + op:softmax=fp32"}
-    assert resumed(TrainConfig(**given).data_dict(), given).policy == str(made)
+    assert resume_config(TrainConfig(**given).data_dict(), given).policy == str(made)
 
 
 def test_a_policy_file_that_is_not_wanted(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_resuming_with_a_file(tmp_path: Path) -> None:
     saved = TrainConfig(batch_size=16, dev_share=0.1).data_dict()
     file = tmp_path / "run.toml"
     file.write_text("batch_size = 16\ndev_share = 0.1\n")
-    assert resumed(saved, parse("--config", str(file))) == TrainConfig(**saved)
+    assert resume_config(saved, parse("--config", str(file))) == TrainConfig(**saved)
     for line, message in (
         ("batch-size = 8", "--batch-size 8 differs from this run's 16; "),
         ("dev_share = 0.2", "--dev-share 0.2 differs from this run's 0.1; "),
@@ -215,7 +215,7 @@ def test_resuming_with_a_file(tmp_path: Path) -> None:
     ):
         file.write_text(line)
         with pytest.raises(UserError) as caught:
-            resumed(saved, parse("--config", str(file)))
+            resume_config(saved, parse("--config", str(file)))
         assert str(caught.value) == (
             f"{message}resume without it, or start anew with another --out."
         )
@@ -238,7 +238,7 @@ def test_resuming_with_what_defaults_came_to(tmp_path: Path) -> None:
     saved = config.data_dict()
     write_resolved(file, saved | FILLED_IN)
     given = parse("--config", str(file))
-    assert resumed(saved, given, read_file(file)) == config
+    assert resume_config(saved, given, read_file(file)) == config
 
 
 @pytest.mark.parametrize("name", FILLED_IN)
@@ -246,22 +246,22 @@ def test_resuming_with_what_no_default_came_to(name: str) -> None:
     """Law: a value that the run did not come to, or not known to be so, is refused."""
     saved = TrainConfig().data_dict()
     full, given = saved | FILLED_IN, {name: FILLED_IN[name]}
-    assert resumed(saved, given, full) == TrainConfig()
+    assert resume_config(saved, given, full) == TrainConfig()
     for known in (None, {}, full | {name: OTHERS[name]}):
         with pytest.raises(UserError, match=r" differs from this run's (default|auto)"):
-            resumed(saved, given, known)
+            resume_config(saved, given, known)
 
 
 def test_resuming_with_an_altered_file() -> None:
     """Law: what a run was told counts, whatever its resolved settings now say."""
     saved = TrainConfig(batch_size=8).data_dict()
     with pytest.raises(UserError, match="--batch-size 64 differs from this run's 8;"):
-        resumed(saved, {"batch_size": 64}, saved | {"batch_size": 64})
+        resume_config(saved, {"batch_size": 64}, saved | {"batch_size": 64})
 
 
 def test_masters_are_those_of_their_room() -> None:
     """Law: the forms of masters that settings take are those that there are."""
-    assert (*forms.FORMS, forms.NONE) == MASTERS
+    assert (*forms.ENCODINGS, forms.NONE) == MASTERS
     assert TrainConfig().master == forms.FP32.name
 
 

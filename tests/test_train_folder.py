@@ -73,7 +73,7 @@ def test_begin(tmp_path: Path) -> None:
     folder.begin({"seed": 3, "data": None}, overwrite=False)
     assert tree(folder.path).keys() == {"config.json", "launch.json", "checkpoints"}
     assert folder.settings() == {"seed": 3, "data": None}
-    assert torchrun.read(folder.path / "launch.json") == torchrun.identity()
+    assert torchrun.read_identity(folder.path / "launch.json") == torchrun.identity()
     assert folder.records() == []
     assert folder.steps() == []
     assert not folder.has_checkpoint()
@@ -116,7 +116,7 @@ def test_what_is_bare_is_no_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.begin({"seed": 1}, overwrite=False)
     assert tree(tmp_path).keys() == {"config.json", "launch.json", "checkpoints"}
-    assert torchrun.read(tmp_path / "launch.json") == torchrun.identity()
+    assert torchrun.read_identity(tmp_path / "launch.json") == torchrun.identity()
 
 
 def test_overwrite(folder: RunFolder) -> None:
@@ -466,7 +466,7 @@ def finished(folder: RunFolder) -> None:
         place.mkdir(exist_ok=True)
 
     what = SimpleNamespace(save_pretrained=save_pretrained)
-    folder.publish_model(what, what)
+    folder.save_model(what, what)
 
 
 USES: dict[str, Callable[[RunFolder], object]] = {
@@ -572,10 +572,10 @@ def test_publish_model(folder: RunFolder) -> None:
     def broken(_: Path) -> None:
         raise NO_SPACE
 
-    folder.publish_model(writer("weights", "old"), writer("vocabulary", "old"))
+    folder.save_model(writer("weights", "old"), writer("vocabulary", "old"))
     assert unsealed(folder) == {"weights": b"old", "vocabulary": b"old"}
     with pytest.raises(UserError) as caught:
-        folder.publish_model(
+        folder.save_model(
             writer("weights", "new"), SimpleNamespace(save_pretrained=broken)
         )
     assert str(caught.value) == (
@@ -587,7 +587,7 @@ def test_publish_model(folder: RunFolder) -> None:
     part = folder.path / f".model.part-{OF_NO_PROCESS}"
     part.mkdir()
     (part / "rest").write_text("of a killed process")
-    folder.publish_model(writer("weights", "new"), writer("words", "new"))
+    folder.save_model(writer("weights", "new"), writer("words", "new"))
     assert unsealed(folder) == {"weights": b"new", "words": b"new"}
     assert not [*folder.path.glob(".model.*")]
 
@@ -616,26 +616,26 @@ def test_a_model_that_gets_no_name(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: where the new one cannot be renamed, the one from before stays."""
-    folder.publish_model(model_of("old"), model_of("old"))
+    folder.save_model(model_of("old"), model_of("old"))
     before = tree(folder.path)
     with monkeypatch.context() as patch:
         refusing(patch, atomic_directory.beside(folder.model).name, once=True)
         with pytest.raises(UserError, match="model could not be written: Input/output"):
-            folder.publish_model(model_of("new"), model_of("new"))
+            folder.save_model(model_of("new"), model_of("new"))
     assert tree(folder.path) == before
-    folder.publish_model(model_of("new"), model_of("new"))
+    folder.save_model(model_of("new"), model_of("new"))
     assert unsealed(folder) == {"weights": b"new"}
 
 
 @pytest.mark.parametrize("renamed", [True, False])
 def test_a_run_killed_while_it_publishes(folder: RunFolder, *, renamed: bool) -> None:
     """Law: a kill between the renames, or after, leaves one model, and no other."""
-    folder.publish_model(model_of("old"), model_of("old"))
+    folder.save_model(model_of("old"), model_of("old"))
     folder.rewind(0)
     before = tree(folder.path)
     folder.model.rename(folder.path / ".model.old-99")
     if renamed:
-        folder.publish_model(model_of("new"), model_of("new"))
+        folder.save_model(model_of("new"), model_of("new"))
     folder.rewind(0)
     assert tree(folder.path).keys() == before.keys()
     assert unsealed(folder) == {"weights": b"new" if renamed else b"old"}

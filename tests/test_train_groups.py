@@ -10,7 +10,12 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from halfstep.errors import UserError
-from halfstep.train.param_groups import SHARE, depth_of, freeze, groups
+from halfstep.train.param_groups import (
+    LR_FACTOR,
+    freeze,
+    layer_depth,
+    make_param_groups,
+)
 
 DECAY = 0.5
 WEIGHT_DECAY = 0.01
@@ -45,7 +50,7 @@ def place_of(model: nn.Module, made: list[dict[str, Any]]) -> dict[str, dict[str
 
 def test_layer_decay_by_hand(bert: nn.Module) -> None:
     """Law: each block learns half as fast as the one above, embeddings slowest."""
-    found = place_of(bert, groups(bert, WEIGHT_DECAY, DECAY))
+    found = place_of(bert, make_param_groups(bert, WEIGHT_DECAY, DECAY))
     assert found.keys() == dict(bert.named_parameters()).keys()
     by_hand = {
         "bert.embeddings.": 1 / 8,
@@ -56,21 +61,23 @@ def test_layer_decay_by_hand(bert: nn.Module) -> None:
     }
     for name, group in found.items():
         (share,) = (v for start, v in by_hand.items() if name.startswith(start))
-        assert group[SHARE] == share, name
+        assert group[LR_FACTOR] == share, name
 
 
 @pytest.mark.parametrize("layer_decay", [1.0, DECAY])
 def test_what_decays(bert: nn.Module, layer_decay: float) -> None:
     """Law: matrices decay; biases and the scales of norms do not."""
-    for name, group in place_of(bert, groups(bert, WEIGHT_DECAY, layer_decay)).items():
+    for name, group in place_of(
+        bert, make_param_groups(bert, WEIGHT_DECAY, layer_decay)
+    ).items():
         is_matrix = not name.endswith("bias") and "LayerNorm" not in name
         assert group["weight_decay"] == (WEIGHT_DECAY if is_matrix else 0.0), name
 
 
 def test_one_rate(bert: nn.Module) -> None:
     """Law: without a decay of layers two groups hold all, at the full rate."""
-    made = groups(bert, WEIGHT_DECAY)
-    assert [group[SHARE] for group in made] == [1.0, 1.0]
+    made = make_param_groups(bert, WEIGHT_DECAY)
+    assert [group[LR_FACTOR] for group in made] == [1.0, 1.0]
     assert [group["weight_decay"] for group in made] == [WEIGHT_DECAY, 0.0]
     assert len(place_of(bert, made)) == len(list(bert.parameters()))
     torch.optim.AdamW(made, lr=1e-3)  # which refuses what it cannot use
@@ -90,19 +97,19 @@ def test_one_rate(bert: nn.Module) -> None:
 )
 def test_depth_of_other_models(name: str, depth: int) -> None:
     """Law: blocks and embeddings are known by the names that models have for them."""
-    assert depth_of(name, 6) == depth
+    assert layer_depth(name, 6) == depth
 
 
 def test_no_blocks() -> None:
     """Law: a decay of layers is refused where there are none; one rate is not."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     with pytest.raises(UserError) as caught:
-        groups(model, WEIGHT_DECAY, 0.9)
+        make_param_groups(model, WEIGHT_DECAY, 0.9)
     assert str(caught.value) == (
         "--layer-decay 0.9: Sequential has no blocks of its own number (layer.0, "
         "layer.1, ...), so no layer is below another."
     )
-    assert len(place_of(model, groups(model, WEIGHT_DECAY))) == 4
+    assert len(place_of(model, make_param_groups(model, WEIGHT_DECAY))) == 4
 
 
 def test_freeze_by_hand(bert: nn.Module) -> None:
@@ -117,16 +124,16 @@ def test_freeze_by_hand(bert: nn.Module) -> None:
         frozen = name.startswith(("bert.embeddings.", "bert.encoder.layer.0."))
         assert param.requires_grad == (not frozen), name
     # What does not learn is in no group, and is a layer of the others still.
-    found = place_of(bert, groups(bert, WEIGHT_DECAY, DECAY))
+    found = place_of(bert, make_param_groups(bert, WEIGHT_DECAY, DECAY))
     assert not any(".embeddings." in name or ".layer.0." in name for name in found)
-    assert found["bert.encoder.layer.1.output.dense.weight"][SHARE] == DECAY
+    assert found["bert.encoder.layer.1.output.dense.weight"][LR_FACTOR] == DECAY
 
 
 def test_frozen_top_block(bert: nn.Module) -> None:
     """Law: a frozen block above does not bring the ones below nearer the head."""
     freeze(bert, ["bert.encoder.layer.1"])
-    found = place_of(bert, groups(bert, WEIGHT_DECAY, DECAY))
-    assert found["bert.encoder.layer.0.output.dense.weight"][SHARE] == DECAY**2
+    found = place_of(bert, make_param_groups(bert, WEIGHT_DECAY, DECAY))
+    assert found["bert.encoder.layer.0.output.dense.weight"][LR_FACTOR] == DECAY**2
 
 
 def test_nothing_to_freeze(bert: nn.Module) -> None:

@@ -12,10 +12,10 @@ from calls import calls_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.train.metrics.entities import judge, mistakes
+from halfstep.train.metrics.entities import compute_metrics, worst_examples
 
 if TYPE_CHECKING:
-    from halfstep.train.metrics.result import Judged
+    from halfstep.train.metrics.result import EvalMetrics
 
 Entities = list[tuple[int, int, int]]
 Texts = list[Entities]
@@ -37,7 +37,7 @@ def counted(truth: Texts, guess: Texts) -> tuple[float, float, float, int]:
     return precision, recall, share(2 * both, len(true) + len(guessed)), len(true)
 
 
-def agrees(judged: Judged, truth: Texts, guess: Texts) -> None:
+def agrees(judged: EvalMetrics, truth: Texts, guess: Texts) -> None:
     """Check every score against the sets; rounding takes a few ulps of 1."""
 
     def near(value: float) -> object:
@@ -56,7 +56,7 @@ def agrees(judged: Judged, truth: Texts, guess: Texts) -> None:
         "macro_f1": near(fmean(row[2] for row in every)),
         "accuracy": near(share(sum(alike), len(alike))),
     }
-    for found, kind, right in zip(judged.per, KINDS, every, strict=True):
+    for found, kind, right in zip(judged.per_class, KINDS, every, strict=True):
         assert found == (kind, *map(near, right[:3]), right[3])
 
 
@@ -72,7 +72,7 @@ def apart(draw: st.DrawFn) -> Entities:
 def test_scores_are_those_of_sets(texts: list[tuple[Entities, Entities]]) -> None:
     """Law: scores are those of sets of entities, overall and of each kind."""
     truth, guess = [one for one, _ in texts], [two for _, two in texts]
-    agrees(judge(truth, guess, KINDS, 0.0), truth, guess)
+    agrees(compute_metrics(truth, guess, KINDS, 0.0), truth, guess)
 
 
 anywhere = st.lists(
@@ -87,14 +87,14 @@ def test_overlaps_and_twins(texts: list[tuple[Entities, Entities]]) -> None:
     A counter that lets a guess which only touches a true entity use it up fails here.
     """
     truth, guess = [one for one, _ in texts], [two for _, two in texts]
-    agrees(judge(truth, guess, KINDS, 0.0), truth, guess)
+    agrees(compute_metrics(truth, guess, KINDS, 0.0), truth, guess)
 
 
 @given(st.lists(st.tuples(anywhere, anywhere), max_size=4))
 def test_confusion_adds_up(texts: list[tuple[Entities, Entities]]) -> None:
     """Law: rows add up to what is true, columns to what was guessed."""
     truth, guess = [one for one, _ in texts], [two for _, two in texts]
-    judged = judge(truth, guess, KINDS, 0.0)
+    judged = compute_metrics(truth, guess, KINDS, 0.0)
     assert judged.confusion is not None
     cells = [list(row[1:]) for row in judged.confusion.rows]
     assert cells[-1].pop() is None
@@ -119,7 +119,7 @@ def test_by_hand() -> None:
     """Law: half an entity and another kind are mistakes; neighbours are no overlap."""
     truth = [[(0, 2, 0), (2, 4, 1)], [(5, 9, 1)], [], [(0, 1, 0)]]
     guess = [[(0, 2, 0), (2, 4, 0)], [(5, 8, 1)], [], [(0, 1, 0), (0, 1, 0)]]
-    judged = judge(truth, guess, KINDS, 0.25)
+    judged = compute_metrics(truth, guess, KINDS, 0.25)
     assert judged.loss == 0.25
     assert judged.scores == {
         "f1": 0.5,
@@ -128,7 +128,7 @@ def test_by_hand() -> None:
         "macro_f1": pytest.approx(0.8 / 3),
         "accuracy": 0.5,
     }
-    assert judged.per == (
+    assert judged.per_class == (
         ("PER", pytest.approx(2 / 3), 1.0, pytest.approx(0.8), 2),
         ("LOC", 0.0, 0.0, 0.0, 2),
         ("ORG", 0.0, 0.0, 0.0, 0),
@@ -147,10 +147,10 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("texts", [[], [[]], [[], []]])
 def test_nothing_to_find(texts: Texts) -> None:
     """Law: without entities every share is 0, and texts without mistakes are right."""
-    judged = judge(texts, texts, KINDS, 0.0)
+    judged = compute_metrics(texts, texts, KINDS, 0.0)
     agrees(judged, texts, texts)
     assert judged.scores["accuracy"] == min(1, len(texts))
-    assert [row[1:] for row in judged.per] == [(0.0, 0.0, 0.0, 0)] * 3
+    assert [row[1:] for row in judged.per_class] == [(0.0, 0.0, 0.0, 0)] * 3
 
 
 def test_many_kinds() -> None:
@@ -162,7 +162,7 @@ def test_many_kinds() -> None:
         row if k < 10 else [(0, 1, k), (1, 2, 10 + (k - 9) % 30), (3, 5, k)]
         for k, row in enumerate(truth)
     ]
-    table = judge(truth, guess, kinds, 0.0).confusion
+    table = compute_metrics(truth, guess, kinds, 0.0).confusion
     assert table is not None
     assert len(table.rows) == 31
     assert table.columns[-2:] == ("others", "missed")
@@ -174,7 +174,7 @@ def test_many_kinds() -> None:
 
 def test_names_that_the_table_has_itself() -> None:
     """Law: a kind may be named as a column of the table is."""
-    table = judge([[(0, 1, 0)]], [[]], ["missed", "truth"], 0.0).confusion
+    table = compute_metrics([[(0, 1, 0)]], [[]], ["missed", "truth"], 0.0).confusion
     assert table is not None
     assert table.columns == ("truth'", "missed", "truth", "missed'")
 
@@ -182,9 +182,9 @@ def test_names_that_the_table_has_itself() -> None:
 def test_texts_are_as_many() -> None:
     """Law: guesses for other texts than the true ones are refused."""
     with pytest.raises(ValueError, match="zip"):
-        judge([[]], [[], []], KINDS, 0.0)
+        compute_metrics([[]], [[], []], KINDS, 0.0)
     with pytest.raises(ValueError, match="zip"):
-        mistakes(str, [[]], [[], []], KINDS)
+        worst_examples(str, [[]], [[], []], KINDS)
 
 
 def test_worst_texts_first() -> None:
@@ -197,7 +197,7 @@ def test_worst_texts_first() -> None:
 
     truth = [[(0, 3, 0), (7, 11, 1)], [(0, 3, 0)], [(0, 3, 0)], [(0, 3, 0)]]
     guess = [[(0, 2, 0), (7, 11, 2)], [], [(0, 3, 0)], []]
-    table = mistakes(text_of, truth, guess, KINDS, most=2)
+    table = worst_examples(text_of, truth, guess, KINDS, limit=2)
     assert table.columns == ("text", "missed", "not there")
     assert table.rows == (
         ("Ada in Rome", "PER Ada at 0; LOC Rome at 7", "PER Ad at 0; ORG Rome at 7"),
@@ -207,17 +207,17 @@ def test_worst_texts_first() -> None:
         "3 of 4 texts have mistakes; the 2 with the most are shown.",
     )
     assert asked == [0, 1]
-    whole = mistakes(text_of, truth, guess, KINDS)
+    whole = worst_examples(text_of, truth, guess, KINDS)
     assert [row[0] for row in whole.rows] == ["Ada in Rome", "Bob", "Zoe"]
     assert whole.notes == ("3 of 4 texts have mistakes.",)
-    assert mistakes(text_of, truth, truth, KINDS).rows == ()
+    assert worst_examples(text_of, truth, truth, KINDS).rows == ()
 
 
 def test_long_texts_are_cut_round_the_mistake() -> None:
     """Law: what is shown of a long text holds its first mistake, and marks each cut."""
     text = "".join(f"{number:04}" for number in range(1000))
     truth = [[(0, 4, 0), *((i, i + 1, 1) for i in range(1200, 1220))], [(5, 99, 2)]]
-    table = mistakes(lambda _: text, truth, [[(0, 4, 0)], []], KINDS)
+    table = worst_examples(lambda _: text, truth, [[(0, 4, 0)], []], KINDS)
     (around, missed, _), (start, cut, _) = table.rows
     assert around == f"...{text[1160:1360]}..."
     assert missed == "; ".join(
@@ -230,8 +230,8 @@ def test_work_grows_with_the_texts() -> None:
     """Law: twice the texts are about twice the work, and not much of it."""
     truth = [[(6 * k, 6 * k + 5, k % 3) for k in range(8)] for _ in range(500)]
     guess = [[(s, e - (s % 4 == 0), k) for s, e, k in row] for row in truth]
-    judge(truth[:1], guess[:1], KINDS, 0.0)  # loads the library
-    _, half = calls_of(lambda: judge(truth[:250], guess[:250], KINDS, 0.0))
-    _, whole = calls_of(lambda: judge(truth, guess, KINDS, 0.0))
+    compute_metrics(truth[:1], guess[:1], KINDS, 0.0)  # loads the library
+    _, half = calls_of(lambda: compute_metrics(truth[:250], guess[:250], KINDS, 0.0))
+    _, whole = calls_of(lambda: compute_metrics(truth, guess, KINDS, 0.0))
     assert whole < 2.1 * half
     assert whole < 1000 * len(truth)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep.train.metrics.labels import judge, mistakes
+from halfstep.train.metrics.labels import compute_metrics, worst_examples
 
 LABELS = ("a", "b", "c")
 pairs = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1)
@@ -56,14 +56,14 @@ def by_hand(pairs: list[tuple[int, int]]) -> dict[str, float]:
 def test_by_hand() -> None:
     """Law: precision, recall, F1 and their mean are those of the textbook."""
     truth = torch.tensor([0, 0, 0, 0, 1, 1, 2])
-    found = judge(with_answers(0, 0, 0, 1, 1, 0, 1), truth, LABELS)
+    found = compute_metrics(with_answers(0, 0, 0, 1, 1, 0, 1), truth, LABELS)
     # a: 3 of 4 guesses right, 3 of 4 found. b: 1 of 3, 1 of 2. c: never guessed.
     expected = [
         ("a", 3 / 4, 3 / 4, 3 / 4, 4),
         ("b", 1 / 3, 1 / 2, 2 / 5, 2),
         ("c", 0.0, 0.0, 0.0, 1),
     ]
-    for row, right in zip(found.per, expected, strict=True):
+    for row, right in zip(found.per_class, expected, strict=True):
         assert row == (right[0], *map(pytest.approx, right[1:4]), right[4])
     assert found.scores["accuracy"] == pytest.approx(4 / 7)
     assert found.scores["macro_f1"] == pytest.approx((3 / 4 + 2 / 5) / 3)
@@ -77,28 +77,30 @@ def test_by_hand() -> None:
 def test_scores_are_those_counted_one_by_one(pairs: list[tuple[int, int]]) -> None:
     """Law: every score is what its definition gives; none warns, one class or many."""
     truth, guesses = zip(*pairs, strict=True)
-    found = judge(with_answers(*guesses), torch.tensor(truth), LABELS)
+    found = compute_metrics(with_answers(*guesses), torch.tensor(truth), LABELS)
     assert found.scores == pytest.approx(by_hand(pairs), abs=1e-12)
 
 
 def test_loss_by_hand() -> None:
     """Law: the loss is the mean of minus the log of the true class's probability."""
     shares = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]])
-    found = judge(shares.log(), torch.tensor([0, 2]), LABELS)
+    found = compute_metrics(shares.log(), torch.tensor([0, 2]), LABELS)
     assert found.loss == pytest.approx((math.log(2) + math.log(8)) / 2)
 
 
 def test_a_class_without_examples() -> None:
     """Law: a class that the split lacks counts as zero, without a warning."""
-    found = judge(with_answers(0, 1), torch.tensor([0, 1]), LABELS)
-    assert found.per[2] == ("c", 0.0, 0.0, 0.0, 0)
+    found = compute_metrics(with_answers(0, 1), torch.tensor([0, 1]), LABELS)
+    assert found.per_class[2] == ("c", 0.0, 0.0, 0.0, 0)
     assert found.scores["macro_f1"] == pytest.approx(2 / 3)
     assert found.scores["accuracy"] == 1.0
 
 
 def test_a_label_may_be_called_truth() -> None:
     """Law: columns of the confusion differ, whatever the labels are called."""
-    found = judge(with_answers(0, 1, classes=2), torch.tensor([0, 1]), ("truth", "x"))
+    found = compute_metrics(
+        with_answers(0, 1, classes=2), torch.tensor([0, 1]), ("truth", "x")
+    )
     assert found.confusion is not None
     assert found.confusion.columns == ("truth'", "truth", "x")
 
@@ -111,7 +113,7 @@ def test_confusion_of_many_classes() -> None:
     guesses = truth.clone()
     guesses[[40, 140, 60]] = torch.tensor([60, 60, 40])
     logits = with_answers(*guesses.tolist(), classes=count)
-    table = judge(logits, truth, labels).confusion
+    table = compute_metrics(logits, truth, labels).confusion
     assert table is not None
     assert len(table.rows) == len(table.columns) - 1 == 25
     assert {"40", "60"} <= set(table.columns)
@@ -137,7 +139,7 @@ def test_mistakes_are_sorted_by_the_probability_of_the_wrong_guess() -> None:
         asked.append(i)
         return f"text {i}"
 
-    table = mistakes(text, logits, torch.tensor([1, 2, 0, 0]), LABELS, most=2)
+    table = worst_examples(text, logits, torch.tensor([1, 2, 0, 0]), LABELS, limit=2)
     assert table.columns == ("text", "truth", "guess", "probability")
     assert table.rows == (
         ("text 1", "c", "b", pytest.approx(0.7)),
@@ -150,19 +152,21 @@ def test_mistakes_are_sorted_by_the_probability_of_the_wrong_guess() -> None:
 
 def test_no_mistakes() -> None:
     """Law: a perfect classifier has an empty table that says so."""
-    table = mistakes(str, with_answers(0, 2), torch.tensor([0, 2]), LABELS)
+    table = worst_examples(str, with_answers(0, 2), torch.tensor([0, 2]), LABELS)
     assert (table.rows, table.notes) == ((), ("0 of 2 guesses are wrong.",))
 
 
 def test_equal_mistakes_keep_their_order() -> None:
     """Law: the same predictions give the same table, ties in order of examples."""
-    table = mistakes(str, with_answers(*[1] * 30), torch.zeros(30).long(), LABELS)
+    table = worst_examples(str, with_answers(*[1] * 30), torch.zeros(30).long(), LABELS)
     assert [row[0] for row in table.rows] == [str(i) for i in range(20)]
 
 
 @pytest.mark.parametrize("length", [0, 400, 401, 100_000])
 def test_long_texts_are_cut(length: int) -> None:
     """Law: a text of up to 400 characters is whole; of a longer one the start."""
-    table = mistakes(lambda _: "x" * length, with_answers(1), torch.tensor([0]), LABELS)
+    table = worst_examples(
+        lambda _: "x" * length, with_answers(1), torch.tensor([0]), LABELS
+    )
     shown = str(table.rows[0][0])
     assert shown == ("x" * length if length <= 400 else "x" * 397 + "...")

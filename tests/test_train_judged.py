@@ -11,13 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.reporting.table import Table
-from halfstep.train.metrics.labels import judge
-from halfstep.train.metrics.result import Judged, apart, most_mistaken, words_of
+from halfstep.train.metrics.labels import compute_metrics
+from halfstep.train.metrics.result import (
+    EvalMetrics,
+    most_confused,
+    score_title,
+    unique_name,
+)
 
-FOUND = Judged(
+FOUND = EvalMetrics(
     loss=0.25,
     scores={"accuracy": 0.875, "macro_f1": 0.5, "mcc": -0.125},
-    per=(("a", 1.0, 0.5, 0.625, 3), ("b", 0.5, 0.25, 0.375, 1)),
+    per_class=(("a", 1.0, 0.5, 0.625, 3), ("b", 0.5, 0.25, 0.375, 1)),
     confusion=Table("Confusion", ("truth", "a", "b"), (("a", 2, 1), ("b", 0, 1))),
 )
 
@@ -28,7 +33,7 @@ def test_table() -> None:
         "Quality on dev",
         ("label", "precision", "recall", "F1", "support"),
         (
-            *FOUND.per,
+            *FOUND.per_class,
             ("macro average", 0.75, 0.375, 0.5, 4),
             ("weighted average", 0.875, 0.4375, 0.5625, 4),
         ),
@@ -38,8 +43,8 @@ def test_table() -> None:
 
 def test_table_of_nothing() -> None:
     """Law: without labels there is no mean, and no division by zero."""
-    assert Judged(0.5, {}, ()).table("t").rows == ()
-    none_true = Judged(0.5, {}, (("a", 0.0, 0.0, 0.0, 0), ("b", 0.5, 0.0, 0.0, 0)))
+    assert EvalMetrics(0.5, {}, ()).table("t").rows == ()
+    none_true = EvalMetrics(0.5, {}, (("a", 0.0, 0.0, 0.0, 0), ("b", 0.5, 0.0, 0.0, 0)))
     assert none_true.weighted() == (0.25, 0.0, 0.0)
 
 
@@ -49,7 +54,7 @@ def test_weighted_average_beside_scikit_learn() -> None:
 
     truth, guess = [0, 0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 1, 0, 1, 2, 1]
     logits = torch.nn.functional.one_hot(torch.tensor(guess), 3).float()
-    found = judge(logits, torch.tensor(truth), ("a", "b", "c")).weighted()
+    found = compute_metrics(logits, torch.tensor(truth), ("a", "b", "c")).weighted()
     wanted = precision_recall_fscore_support(truth, guess, average="weighted")[:3]
     assert found == pytest.approx(wanted)
 
@@ -78,13 +83,13 @@ def test_data_is_flat_json() -> None:
 )
 def test_words_of_a_score(name: str, words: str) -> None:
     """Law: names of scores are shown as people write them."""
-    assert words_of(name) == words
+    assert score_title(name) == words
 
 
 @given(st.lists(st.sampled_from(["a", "a'", "a''", "b"])), st.sampled_from("ab"))
 def test_apart(names: list[str], name: str) -> None:
     """Law: the name is none of the others, and itself where that is so already."""
-    found = apart(name, tuple(names))
+    found = unique_name(name, tuple(names))
     assert found not in names
     assert found.rstrip("'") == name
     assert found == name or name in names
@@ -97,7 +102,7 @@ def test_most_mistaken(beyond: int, most: int, more: int, data: st.DataObject) -
     size = len(names) + beyond
     row = st.lists(st.integers(0, 3), min_size=size, max_size=size)
     counts = data.draw(st.lists(row, min_size=size, max_size=size))
-    found, named = most_mistaken(np.array(counts), names, most)
+    found, named = most_confused(np.array(counts), names, most)
 
     def wrong(i: int) -> int:
         return sum(counts[i]) + sum(line[i] for line in counts) - 2 * counts[i][i]

@@ -29,8 +29,8 @@ NAMED = HERE | {"run_id": "mine"}
 HOLD = """
 import sys
 from pathlib import Path
-from halfstep.train.torchrun import Claim
-claim = Claim(Path(sys.argv[1]))
+from halfstep.train.torchrun import FolderLock
+claim = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 claim.release()
@@ -52,7 +52,7 @@ def hold(path: Path) -> subprocess.Popen[str]:
 
 def fail(path: Path, name: str = "") -> None:
     """Hold a folder, write a file there if asked to, and fail."""
-    with RunFolder(path).held():
+    with RunFolder(path).locked():
         assert (path / ".lock").is_file()
         if name:
             (path / name).write_text("{}")
@@ -61,7 +61,7 @@ def fail(path: Path, name: str = "") -> None:
 
 def refused(path: Path, process: int) -> None:
     """Check that a folder is said to be in use by a process."""
-    with pytest.raises(UserError) as caught, RunFolder(path).held():
+    with pytest.raises(UserError) as caught, RunFolder(path).locked():
         pass
     assert str(caught.value) == (
         f"{path} is in use by another program (process {process}); wait for it, or "
@@ -128,18 +128,18 @@ def test_same(
     expected: bool,
 ) -> None:
     """Law: one launch is one name and one agent; on two machines a name is needed."""
-    assert torchrun.same(begun, here) is expected
+    assert torchrun.is_same_launch(begun, here) is expected
 
 
 def test_read(tmp_path: Path) -> None:
     """Law: an identity that was written is read; anything else is none."""
     path = tmp_path / "launch.json"
-    assert torchrun.read(path) is None
+    assert torchrun.read_identity(path) is None
     for text in ("", "{", "[]", "3", "{}", '{"run_id": 1}', '{"agent": "a"}'):
         path.write_text(text)
-        assert torchrun.read(path) is None, text
+        assert torchrun.read_identity(path) is None, text
     path.write_text(json.dumps(torchrun.identity()))
-    assert torchrun.read(path) == torchrun.identity()
+    assert torchrun.read_identity(path) == torchrun.identity()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_restarted(
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     if count is not None:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-    assert torchrun.restarted() is expected
+    assert torchrun.is_restarted() is expected
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_started_again(
     monkeypatch.setattr(torchrun, "identity", lambda: NAMED)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
-    assert torchrun.started_again(NAMED | begun) is expected
-    assert not torchrun.started_again(None)
+    assert torchrun.is_restart_of(NAMED | begun) is expected
+    assert not torchrun.is_restart_of(None)
 
 
 @pytest.mark.parametrize(("count", "expected"), [("0", False), ("1", True)])
@@ -205,7 +205,7 @@ def test_without_a_name(
     monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
     if machines is not None:
         monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
-    assert torchrun.started_again(dict(HERE)) is expected
+    assert torchrun.is_restart_of(dict(HERE)) is expected
 
 
 def test_resumes_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_a_second_program(tmp_path: Path) -> None:
         assert (path / ".lock").read_text() == f"{first.pid}\n"
     finally:
         first.communicate("")
-    with RunFolder(path).held():
+    with RunFolder(path).locked():
         assert (path / ".lock").read_text() == f"{os.getpid()}\n"
 
 
@@ -254,7 +254,7 @@ def test_a_killed_program(tmp_path: Path) -> None:
     first = hold(tmp_path)
     first.kill()
     first.communicate()
-    with RunFolder(tmp_path).held():
+    with RunFolder(tmp_path).locked():
         pass
 
 
@@ -263,7 +263,7 @@ def test_released(tmp_path: Path) -> None:
     """Law: a folder is kept while it is held, and free after, by error too."""
     folder = RunFolder(tmp_path)
     for _ in range(2):
-        with folder.held():
+        with folder.locked():
             refused(tmp_path, os.getpid())
         with pytest.raises(KeyError):
             fail(tmp_path)
@@ -274,7 +274,7 @@ def test_a_child_does_not_hold(tmp_path: Path) -> None:
     """Law: a child that outlives the program keeps nobody out."""
     ready, told = os.pipe()
     wait, end = os.pipe()
-    claim = torchrun.Claim(tmp_path)
+    claim = torchrun.FolderLock(tmp_path)
     child = os.fork()
     if child == 0:
         os.close(end)
@@ -284,8 +284,8 @@ def test_a_child_does_not_hold(tmp_path: Path) -> None:
     try:
         os.read(ready, 1)
         # What the end of the program would do, with no unlocking.
-        torchrun._let_go()
-        with RunFolder(tmp_path).held():
+        torchrun._close_in_child()
+        with RunFolder(tmp_path).locked():
             pass
     finally:
         for handle in (ready, told, wait, end):
@@ -306,12 +306,12 @@ def test_without_locks(
 
     monkeypatch.setattr(file_lock.fcntl, "flock", no_lock)
     path = tmp_path / "run"
-    with RunFolder(path).held(), RunFolder(path).held():
+    with RunFolder(path).locked(), RunFolder(path).locked():
         assert not list(path.iterdir())
         assert not torchrun._handles
     assert not list(path.iterdir())
     (path / ".lock").write_text("of before")
-    with RunFolder(path).held():
+    with RunFolder(path).locked():
         pass
     assert (path / ".lock").read_text() == "of before"
 
@@ -345,7 +345,7 @@ def test_a_place_that_cannot_be_held(tmp_path: Path) -> None:
     """Law: below a file nothing is made; the reason is told as of any --out."""
     (tmp_path / "file").write_text("x")
     path = tmp_path / "file" / "run"
-    with pytest.raises(UserError) as caught, RunFolder(path).held():
+    with pytest.raises(UserError) as caught, RunFolder(path).locked():
         pass
     assert str(caught.value) == (
         f"--out {path} cannot be written: Not a directory; choose another folder."

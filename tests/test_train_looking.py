@@ -24,7 +24,7 @@ from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.train import profile_step
 from halfstep.train.run import run
-from halfstep.train.timers import Clock
+from halfstep.train.timers import Timers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def test_looking_changes_nothing(
     """Law: weights, checkpoints and records are those of a run without, to the bit."""
     told = settings(tmp_path, level=level, dtype=dtype, seed=3)
     run({**told, "out": str(tmp_path / "looked")})
-    monkeypatch.setattr(profile_step, "due", lambda *_: False)
+    monkeypatch.setattr(profile_step, "is_profile_step", lambda *_: False)
     run({**told, "out": str(tmp_path / "plain")})
     assert (tmp_path / "looked" / "profile.json").exists()
     assert not (tmp_path / "plain" / "profile.json").exists()
@@ -81,13 +81,13 @@ def test_what_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 def test_which_step_is_due() -> None:
     """Law: one step of a run, on a CPU, and none while somebody else profiles."""
     gpu = SimpleNamespace(type="cuda")
-    assert [n for n in range(1, 51) if profile_step.due(n, 50, CPU)] == [
-        profile_step.LOOKED_AT
+    assert [n for n in range(1, 51) if profile_step.is_profile_step(n, 50, CPU)] == [
+        profile_step.PROFILED_STEP
     ]
-    assert [n for n in range(1, 8) if profile_step.due(n, 7, CPU)] == [7]
-    assert not profile_step.due(profile_step.LOOKED_AT, 50, gpu)  # type: ignore[arg-type]
+    assert [n for n in range(1, 8) if profile_step.is_profile_step(n, 7, CPU)] == [7]
+    assert not profile_step.is_profile_step(profile_step.PROFILED_STEP, 50, gpu)  # type: ignore[arg-type]
     with watch():
-        assert not profile_step.due(profile_step.LOOKED_AT, 50, CPU)
+        assert not profile_step.is_profile_step(profile_step.PROFILED_STEP, 50, CPU)
 
 
 def test_a_step_that_cannot_be_read(
@@ -127,7 +127,7 @@ def test_a_step_is_made_once(monkeypatch: pytest.MonkeyPatch, begins: bool) -> N
     monkeypatch.setattr(profile_step, "watched", watched)
     choice: Any = SimpleNamespace(level=levels.O1, format=formats.BF16)
     with pytest.warns(UserWarning, match="RuntimeError: broken"):
-        found = profile_step.looked(made, Clock(), choice)
+        found = profile_step.run_profiled(made, Timers(), choice)
     assert (found, steps) == ((7, None), [7])
 
 
@@ -135,4 +135,4 @@ def test_a_step_that_fails_is_not_hushed_up() -> None:
     """Law: an error of the step itself ends it, as it would without the profiler."""
     choice: Any = SimpleNamespace(level=levels.O1, format=formats.BF16)
     with pytest.raises(ZeroDivisionError):
-        profile_step.looked(lambda: 1 / 0, Clock(), choice)
+        profile_step.run_profiled(lambda: 1 / 0, Timers(), choice)

@@ -25,10 +25,10 @@ from halfstep.train import model
 from halfstep.train.config import TrainConfig
 from halfstep.train.data import length_batches, tokenized
 from halfstep.train.data.corpus import load
-from halfstep.train.data.tokenized import Encoded
-from halfstep.train.param_groups import SHARE, groups
+from halfstep.train.data.tokenized import EncodedTexts
+from halfstep.train.param_groups import LR_FACTOR, make_param_groups
 from halfstep.train.run import pick_device, run
-from halfstep.train.step_dataset import Hiding
+from halfstep.train.step_dataset import TokenMasking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,9 +79,9 @@ def records(settings: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
 def test_parameter_groups() -> None:
     """Law: each parameter is in one group; matrices decay, the rest does not."""
     model = nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    decayed, spared = groups(model, 0.01)
+    decayed, spared = make_param_groups(model, 0.01)
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
-    assert decayed[SHARE] == spared[SHARE] == 1.0
+    assert decayed[LR_FACTOR] == spared[LR_FACTOR] == 1.0
     embedding, norm, linear = model
     matrices = (embedding.weight, linear.weight)
     assert [id(p) for p in decayed["params"]] == [id(p) for p in matrices]
@@ -166,7 +166,7 @@ def test_first_loss_by_hand(settings: dict[str, Any]) -> None:
     torch.manual_seed(5)
     made = model.build(
         "mini",
-        partial(tokenized.characters, corpus.train),
+        partial(tokenized.character_counts, corpus.train),
         corpus.labels,
         head="SequenceClassification",
         max_length=128,
@@ -208,9 +208,9 @@ def test_a_seed_is_a_run(settings: dict[str, Any]) -> None:
 
 def test_hidden_tokens() -> None:
     """Law: the share asked for is hidden, and never a special token or padding."""
-    hiding = Hiding(0.3, 4, torch.arange(5))
+    hiding = TokenMasking(0.3, 4, torch.arange(5))
     ids = torch.arange(10).repeat(4000, 1)
-    hidden = hiding.hide(ids, torch.Generator().manual_seed(0))
+    hidden = hiding.mask(ids, torch.Generator().manual_seed(0))
     assert torch.equal(hidden[:, :5], ids[:, :5])
     changed = hidden[:, 5:] != ids[:, 5:]
     assert set(hidden[:, 5:][changed].tolist()) == {4}
@@ -234,14 +234,14 @@ def test_every_text_once_an_epoch(
 ) -> None:
     """Law: what trains is what was encoded: every text in each epoch, once."""
     seen: list[int] = []
-    collate = Encoded.collate
+    collate = EncodedTexts.collate
 
-    def noting(self: Encoded, indices: Any, *rest: int) -> Any:
+    def noting(self: EncodedTexts, indices: Any, *rest: int) -> Any:
         if len(self) == ROWS - DEV:
             seen.extend(indices.tolist())
         return collate(self, indices, *rest)
 
-    monkeypatch.setattr(Encoded, "collate", noting)
+    monkeypatch.setattr(EncodedTexts, "collate", noting)
     records(settings, epochs=2, accumulate=2)
     each = list(range(ROWS - DEV))
     assert sorted(seen[: ROWS - DEV]) == each

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from marked_files import brief, refusal, texts_of
 
 from halfstep.errors import UserError
-from halfstep.train.data.tagged_text import FORMATS, Marked, Span, read
+from halfstep.train.data.tagged_text import FORMATS, AnnotatedText, Span, read
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,9 @@ def test_objects(entry: str, name: str, suffix: str) -> None:
     content = f"[\n{entry}]" if suffix == ".json" else f"\n{entry}\n\n"
     where = f"a{suffix} line 2{' entry 1' if suffix == '.json' else ''}"
     spans = (Span(0, 3, "PER"), Span(7, 11, "LOC"))
-    assert texts_of(f"a{suffix}", content) == [Marked("Ada in Rome", spans, 2, where)]
+    assert texts_of(f"a{suffix}", content) == [
+        AnnotatedText("Ada in Rome", spans, 2, where)
+    ]
 
 
 chars = st.characters(codec="utf-8", categories=["L", "N", "P", "S"])

@@ -108,7 +108,7 @@ def test_resumed_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     train_step = Trainer.train_step
 
     def broken(self: Trainer, *rest: Any) -> dict[str, Any]:
-        if self.standing.step == 6:
+        if self.state.step == 6:
             raise KeyboardInterrupt
         return train_step(self, *rest)
 

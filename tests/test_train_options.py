@@ -20,7 +20,7 @@ from small_training import (
 
 from halfstep.train.config_file import read_file
 from halfstep.train.loop import Trainer
-from halfstep.train.param_groups import SHARE
+from halfstep.train.param_groups import LR_FACTOR
 from halfstep.train.run import run
 from halfstep.train.tasks import Objective
 
@@ -118,7 +118,7 @@ def test_class_weights_by_hand(
     """Law: the loss of a step is the mean over its texts, each weighed by its class."""
     weights = {0: 1.0, 1: 5.0}
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    summed = Objective.summed
+    summed = Objective.loss_sum
 
     def noting(
         self: Objective, logits: torch.Tensor, targets: torch.Tensor
@@ -126,7 +126,7 @@ def test_class_weights_by_hand(
         seen.append((logits.detach().double(), targets))
         return summed(self, logits, targets)
 
-    monkeypatch.setattr(Objective, "summed", noting)
+    monkeypatch.setattr(Objective, "loss_sum", noting)
     # Two micro-batches a step: what is divided by is of both.
     more = {"epochs": 1, "accumulate": 2, "class_weights": "1,5"}
     found = losses(settings | QUIET | more)
@@ -180,7 +180,7 @@ def test_layer_decay(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
         record = step(self, *rest)
         named = {id(p): n for n, p in self.session.model.named_parameters()}
         for group in self.session.optimizer.param_groups:
-            assert group["lr"] == record["lr"] * group[SHARE]
+            assert group["lr"] == record["lr"] * group[LR_FACTOR]
             for param in group["params"]:
                 rates[named[id(param)]] = group["lr"] / record["lr"]
         return record

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from halfstep.reporting import html as reporting_html
 from halfstep.reporting.html import Card
 from halfstep.reporting.table import Table
-from halfstep.train.metrics.result import Judged
-from halfstep.train.output.html_report import Told, page, where_it_ran
+from halfstep.train.metrics.result import EvalMetrics
+from halfstep.train.output.html_report import ReportData, machine_table, page
 
 MARK = "<script>alert('&')</script>"
 PARTS = {
@@ -28,10 +28,10 @@ PARTS = {
 CONFUSION = Table("Confusion", ("truth", "a", "b"), (("a", 2, 1), ("b", 0, 1)))
 
 
-def judged(shift: float) -> Judged:
+def judged(shift: float) -> EvalMetrics:
     """Return what was found of two labels."""
     per = (("a", 0.5, 0.625, 0.75, 3), ("b", 0.5, 0.25, 0.375, 1))
-    return Judged(0.5 + shift, {"accuracy": 0.25 + shift}, per, CONFUSION)
+    return EvalMetrics(0.5 + shift, {"accuracy": 0.25 + shift}, per, CONFUSION)
 
 
 def step(number: int, **changes: object) -> dict[str, Any]:
@@ -58,16 +58,16 @@ def evaluation(number: int, **scores: object) -> dict[str, Any]:
     return record | scores
 
 
-def told(**changes: Any) -> Told:
+def told(**changes: Any) -> ReportData:
     """Return what a small run has to tell."""
-    whole = Told(
+    whole = ReportData(
         title="halfstep run: posts",
         lead="It went well.",
         settings={"lr": 5e-05, "compile": False, "names": ["x", "y"], "freeze": None},
         chosen=frozenset({"lr"}),
-        judged={"dev": judged(0.125), "test": judged(0.0)},
-        mistakes=(Table("Wrong", ("text", "probability"), (("so sad", 0.875),)),),
-        beside=Table("Beside", ("classifier", "accuracy"), (("plain", 0.5),)),
+        metrics={"dev": judged(0.125), "test": judged(0.0)},
+        worst_examples=(Table("Wrong", ("text", "probability"), (("so sad", 0.875),)),),
+        baseline=Table("Beside", ("classifier", "accuracy"), (("plain", 0.5),)),
         precision=Table("Precision", ("module", "why"), (("Linear", "a rule"),)),
         records=[*(step(i) for i in range(1, 31)), evaluation(30)],
         summary={"train_seconds": 12.25, "peak_memory_bytes": 3 << 20},
@@ -138,7 +138,7 @@ def test_quality() -> None:
 
 def test_without_a_test_split() -> None:
     """Law: the last split is the one that counts, dev where there is no other."""
-    found = sections(page(told(judged={"dev": judged(0.0)}, beside=None)))
+    found = sections(page(told(metrics={"dev": judged(0.0)}, baseline=None)))
     assert captions(found["Quality"]) == ["Scores", "By label, on dev"]
     assert captions(found["Confusion"]) == ["On dev"]
 
@@ -148,19 +148,19 @@ def test_confusion_is_a_heat_map() -> None:
     (grid,) = grids(sections(page(told()))["Confusion"])
     assert grid == [["truth", "guess"], ["a", "b"], ["a", "2", "1"], ["b", "0", "1"]]
     bare = replace(judged(0.0), confusion=None)
-    assert "Confusion" not in sections(page(told(judged={"dev": bare})))
+    assert "Confusion" not in sections(page(told(metrics={"dev": bare})))
 
 
 def test_what_there_is_nothing_of_has_no_section() -> None:
     """Law: no findings and no mistakes leave no heading behind."""
     empty = Table("Wrong", ("text",), (), ("0 of 4 guesses are wrong.",))
-    found = sections(page(told(findings=(), mistakes=(empty,))))
+    found = sections(page(told(findings=(), worst_examples=(empty,))))
     assert not {"Findings", "Mistakes worth reading"} & set(found)
 
 
 def test_a_run_without_anything() -> None:
     """Law: a run without records, splits and numbers still has a page."""
-    found = sections(page(told(records=[], judged={}, beside=None, summary={})))
+    found = sections(page(told(records=[], metrics={}, baseline=None, summary={})))
     assert list(found)[-3:] == ["Precision", "Configuration", "Machine"]
     assert not {"Curves", "Quality", "Confusion", "Skipped steps"} & set(found)
 
@@ -316,24 +316,24 @@ def test_configuration() -> None:
 
 def test_machine() -> None:
     """Law: this machine is told where no other is; it has cores, torch and Python."""
-    facts = dict(where_it_ran().rows)
+    facts = dict(machine_table().rows)
     assert {"processor", "cores", "torch", "Python"} <= set(facts)
     (grid,) = grids(sections(page(told()))["Machine"])
     assert grid[1:] == [["processor", "fast"]]
     whole = told()
-    given = {each.name: getattr(whole, each.name) for each in fields(Told)}
+    given = {each.name: getattr(whole, each.name) for each in fields(ReportData)}
     del given["machine"]
-    (grid,) = grids(sections(page(Told(**given)))["Machine"])
-    assert grid[1:] == [[what, str(value)] for what, value in where_it_ran().rows]
+    (grid,) = grids(sections(page(ReportData(**given)))["Machine"])
+    assert grid[1:] == [[what, str(value)] for what, value in machine_table().rows]
 
 
 def test_everything_is_text() -> None:
     """Law: no text of a run, its labels or its settings can add an element."""
     table = Table(MARK, (MARK,), ((MARK,),), (MARK,))
     confusion = Table(MARK, ("truth", MARK), ((MARK, 1),))
-    found = Judged(0.5, {MARK: 0.5}, ((MARK, 0.5, 0.5, 0.5, 1),), confusion)
+    found = EvalMetrics(0.5, {MARK: 0.5}, ((MARK, 0.5, 0.5, 0.5, 1),), confusion)
     html = page(
-        Told(
+        ReportData(
             *(MARK, MARK, {MARK: MARK}, frozenset({MARK}), {MARK: found}),
             *((table,), table, table),
             [step(1, skipped=True, found_inf_in=[MARK]), evaluation(1, dev_=0.5)],

@@ -34,7 +34,9 @@ def _two_processes() -> Iterator[None]:
 def lay_out(model: nn.Module, world: World = TWO, **more: Any) -> None:
     """Lay a model out at O0."""
     settings = {"parallel": "ddp", "recompute": False, "compiled": False}
-    parallelize.lay_out(model, choose("O0", "auto", "cpu"), world, **(settings | more))
+    parallelize.parallelize_model(
+        model, choose("O0", "auto", "cpu"), world, **(settings | more)
+    )
 
 
 class Block(nn.Module):

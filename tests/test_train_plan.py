@@ -20,7 +20,7 @@ from halfstep.distributed.process_group import World
 from halfstep.train import model
 from halfstep.train.config import TrainConfig
 from halfstep.train.data.corpus import Corpus, Split, load
-from halfstep.train.plan import Plan, rate_factor, resolve, resolved
+from halfstep.train.plan import Plan, lr_factor, resolve_config, resolve_plan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,26 +40,26 @@ def plan_of(split: Split, count: int, *, scratch: bool, **given: Any) -> Plan:
     """Return the plan of settings for a corpus of so many training texts."""
     train = Split(split.store, np.zeros(count, np.int64), split.ids)
     corpus = Corpus("c", "classify", ("a", "b"), train, split, split, "print")
-    return resolve(TrainConfig(**given), corpus, CPU, scratch=scratch)
+    return resolve_plan(TrainConfig(**given), corpus, CPU, scratch=scratch)
 
 
 def test_rate_by_hand() -> None:
     """Law: the rate rises over the warm-up, then falls to zero after the last step."""
-    rates = [rate_factor(applied, 10, 0.4) for applied in range(11)]
+    rates = [lr_factor(applied, 10, 0.4) for applied in range(11)]
     rise, fall = [1 / 4, 2 / 4, 3 / 4, 1], [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]
     assert rates == pytest.approx(rise + fall)
 
 
 def test_no_warm_up() -> None:
     """Law: without a warm-up the first step has the peak rate."""
-    rates = [rate_factor(applied, 4, 0.0) for applied in range(4)]
+    rates = [lr_factor(applied, 4, 0.0) for applied in range(4)]
     assert rates == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
 
 
 @given(st.integers(1, 500), st.floats(0, 1, exclude_max=True))
 def test_rate_properties(total: int, warmup: float) -> None:
     """Law: each step has a rate above 0; one peak of 1; straight lines beside it."""
-    rates = [rate_factor(applied, total, warmup) for applied in range(total + 1)]
+    rates = [lr_factor(applied, total, warmup) for applied in range(total + 1)]
     assert all(0 < rate <= 1 for rate in rates[:-1])
     assert max(rates) == 1
     assert rates[-1] == 0
@@ -75,7 +75,7 @@ def test_rate_properties(total: int, warmup: float) -> None:
 @given(st.integers(1, 500), st.floats(0, 1, exclude_max=True), st.integers(0, 99))
 def test_a_rate_is_never_negative(total: int, warmup: float, more: int) -> None:
     """Law: steps beyond the plan, if any come, stand still and never climb."""
-    assert rate_factor(total + more, total, warmup) == 0
+    assert lr_factor(total + more, total, warmup) == 0
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_workers(split: Split, world: World, told: int | None, workers: int) -> 
     """Law: two processes prepare batches for a GPU, none for a CPU, or as told."""
     corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "")
     config = TrainConfig(workers=told)
-    assert resolve(config, corpus, world, scratch=True).workers == workers
+    assert resolve_plan(config, corpus, world, scratch=True).workers == workers
 
 
 def test_one_text_is_a_step(split: Split) -> None:
@@ -166,11 +166,11 @@ def test_every_default_is_filled_in(split: Split) -> None:
     """Law: settings that were resolved resolve to the same plan again."""
     corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
     config = TrainConfig(batch_size=1, label_smoothing=0.1)
-    plan = resolve(config, corpus, GPU, scratch=True)
-    full = resolved(config, plan, "O2", "bf16")
+    plan = resolve_plan(config, corpus, GPU, scratch=True)
+    full = resolve_config(config, plan, "O2", "bf16")
     assert (full.level, full.dtype, full.label_smoothing) == ("O2", "bf16", 0.1)
     assert (full.device, full.loss_scale, full.dropout) == ("cuda", "none", 0.1)
-    again = resolve(full, corpus, CPU, scratch=False)
+    again = resolve_plan(full, corpus, CPU, scratch=False)
     assert dataclasses.replace(again, device="cuda") == plan
     left = {name for name, value in full.data_dict().items() if value is None}
     # None has a meaning of its own for these: all, the data's own, none.
@@ -195,8 +195,8 @@ def test_the_scale_is_filled_in(
     """Law: the scale is what the help says of each format, or what was told."""
     config = TrainConfig(loss_scale=told)
     corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
-    plan = resolve(config, corpus, CPU, scratch=True)
-    assert resolved(config, plan, "O2", dtype).loss_scale == scale
+    plan = resolve_plan(config, corpus, CPU, scratch=True)
+    assert resolve_config(config, plan, "O2", dtype).loss_scale == scale
 
 
 def test_a_models_own_dropout(split: Split) -> None:
@@ -204,8 +204,8 @@ def test_a_models_own_dropout(split: Split) -> None:
     corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
     for told in (None, 0.0, 0.3):
         config = TrainConfig(dropout=told)
-        plan = resolve(config, corpus, CPU, scratch=False)
-        assert resolved(config, plan, "O0", "fp32").dropout == told
+        plan = resolve_plan(config, corpus, CPU, scratch=False)
+        assert resolve_config(config, plan, "O0", "fp32").dropout == told
 
 
 def test_the_dropout_is_that_of_the_network(
@@ -255,4 +255,4 @@ def fingerprint(folder: Path, names: tuple[str, ...] | None) -> str:
     corpus = load(
         folder, task="classify", label_names=names, limit=None, dev_share=0.5, seed=0
     )
-    return resolve(TrainConfig(), corpus, CPU, scratch=True).fingerprint
+    return resolve_plan(TrainConfig(), corpus, CPU, scratch=True).fingerprint

@@ -112,7 +112,7 @@ def tagger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
         )
     folder = RunFolder(tmp_path / "run")
     folder.begin({"task": "ner"}, overwrite=False)
-    folder.publish_model(network.model, tokenizer)
+    folder.save_model(network.model, tokenizer)
     made = Predictor(folder.path)
     monkeypatch.setattr(made, "_model", Copyist(tokenizer.get_vocab()["a"]))
     return made

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from halfstep.train.result import Result
-    from halfstep.train.step_dataset import Work
+    from halfstep.train.result import RunResult
+    from halfstep.train.step_dataset import StepBatch
 
 STEPS = 12
 
@@ -50,7 +50,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return small_settings(tmp_path, source, **more)
 
 
-def events(result: Result, kind: str) -> list[dict[str, Any]]:
+def events(result: RunResult, kind: str) -> list[dict[str, Any]]:
     """Return the events of a kind that a run wrote."""
     return [r for r in result.folder.records() if r.get("event") == kind]
 
@@ -97,7 +97,7 @@ def test_flags_name_what_is_not_finite(
     clean = Trainer._loss
 
     def loss(self: Trainer, part: dict[str, Any]) -> Any:
-        spoilt = self.standing.step + 1 == 3
+        spoilt = self.state.step + 1 == 3
         return clean(self, part) * (float("inf") if spoilt else 1.0)
 
     monkeypatch.setattr(Trainer, "_loss", loss)
@@ -139,7 +139,7 @@ def test_resumed(
     whole = run(given | {"out": str(tmp_path / "whole")})
     step = Trainer.train_step
 
-    def cut(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
+    def cut(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
         if work.number == 7:
             raise KeyboardInterrupt
         return step(self, work, *rest)

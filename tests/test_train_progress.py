@@ -31,7 +31,7 @@ def record(step: int, **more: Any) -> dict[str, Any]:
 def show(total: int, done: int = 0, *, leads: bool = True) -> None:
     """Show a whole run."""
     shown = progress(total, done, leads=leads)
-    shown.say("[bold]begins[/bold]")
+    shown.print_line("[bold]begins[/bold]")
     for step in range(done + 1, total + 1):
         shown.step(record(step))
     shown.close()

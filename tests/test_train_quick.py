@@ -1,6 +1,7 @@
 """Cheap dropout: masks as torch's are distributed, and everything else as torch's.
 
-In: the quick dropout and models made quick. Out: the laws that `quicken` promises.
+In: the quick dropout and models made quick. Out: the laws that
+`use_fast_dropout` promises.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def test_what_16_bits_cannot_tell_is_left_to_torch(p: float) -> None:
 def test_recomputation_draws_the_masks_again() -> None:
     """Law: under torch.utils.checkpoint the gradients are those without it."""
     net = _net()
-    assert fast_dropout.quicken(net) == 1
+    assert fast_dropout.use_fast_dropout(net) == 1
     x = torch.randn(16, 8)
 
     def gradients(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -144,7 +145,7 @@ def test_recomputation_draws_the_masks_again() -> None:
 def test_evaluation_is_the_identity() -> None:
     """Law: in evaluation a quick dropout returns its operand and draws nothing."""
     layer = nn.Sequential(nn.Dropout(0.5))
-    fast_dropout.quicken(layer)
+    fast_dropout.use_fast_dropout(layer)
     x = torch.randn(50)
     before = torch.get_rng_state()
     assert layer.eval()(x) is x
@@ -155,14 +156,14 @@ def test_evaluation_is_the_identity() -> None:
 def test_state_is_unchanged() -> None:
     """Law: quicken changes no state, what is saved loads either way, twice is once."""
     plain, quickened = _net(), _net()
-    assert fast_dropout.quicken(quickened) == 1
-    assert fast_dropout.quicken(quickened) == 0
+    assert fast_dropout.use_fast_dropout(quickened) == 1
+    assert fast_dropout.use_fast_dropout(quickened) == 0
     ours, theirs = quickened.state_dict(), plain.state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     plain.load_state_dict(ours)
     quickened.load_state_dict(theirs)
-    assert repr(quickened).replace("QuickDropout", "Dropout") == repr(plain)
+    assert repr(quickened).replace("FastDropout", "Dropout") == repr(plain)
 
 
 def test_subclasses_of_dropout_are_left_alone() -> None:
@@ -172,7 +173,7 @@ def test_subclasses_of_dropout_are_left_alone() -> None:
         pass
 
     model = nn.Sequential(Own(0.5), nn.Dropout1d(0.5))
-    assert fast_dropout.quicken(model) == 0
+    assert fast_dropout.use_fast_dropout(model) == 0
     assert [type(each) for each in model] == [Own, nn.Dropout1d]
 
 
@@ -208,7 +209,7 @@ def test_attention_without_dropout_is_torchs(masked: str) -> None:
         mask[1, :, :, 3:] = False
         if masked == "a row":
             mask[0, :, 2] = False
-    shares = fast_dropout._shares(query, key, mask, 0.5)
+    shares = fast_dropout._attention_probs(query, key, mask, 0.5)
     theirs = functional.scaled_dot_product_attention(query, key, value, mask, scale=0.5)
     # Two sums of five products each and a softmax, of numbers near one.
     bound = 64 * torch.finfo(torch.float64).eps
@@ -224,7 +225,7 @@ def test_attention_at_no_dropout_is_torchs_to_the_bit() -> None:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         if change:
-            assert fast_dropout.quicken(model) > 0
+            assert fast_dropout.use_fast_dropout(model) > 0
         tokens = torch.arange(48).remainder(32).view(4, 12)
         loss = model(input_ids=tokens, labels=torch.tensor([0, 1, 0, 1])).loss
         loss.backward()
@@ -234,9 +235,9 @@ def test_attention_at_no_dropout_is_torchs_to_the_bit() -> None:
 
 def _attention(*operands: Tensor, mask: Tensor | None = None, p: float = 0.3) -> Tensor:
     """Return quick attention, with the same drops at each call."""
-    fast_dropout._install()
+    fast_dropout._register_kernel()
     torch.manual_seed(7)
-    with fast_dropout._wanted:
+    with fast_dropout._fast_attention:
         return functional.scaled_dot_product_attention(*operands, mask, p, scale=0.4)
 
 
@@ -252,7 +253,9 @@ def test_attention_drops_shares() -> None:
     query, key, value = _operands(torch.float64)
     ours = _attention(query, key, value, p=0.5)
     torch.manual_seed(7)
-    shares = fast_dropout.dropout(fast_dropout._shares(query, key, None, 0.4), 0.5)
+    shares = fast_dropout.dropout(
+        fast_dropout._attention_probs(query, key, None, 0.4), 0.5
+    )
     torch.testing.assert_close(ours, shares @ value)
     torch.manual_seed(7)
     theirs = functional.scaled_dot_product_attention(
@@ -324,16 +327,16 @@ def test_eager_attention_is_not_marked() -> None:
     eager, sdpa = _bert("eager"), _bert()
     dropouts = sum(type(each) is nn.Dropout for each in eager.modules())
     # Its attention keeps a dropout module of its own, which "sdpa" never calls.
-    assert fast_dropout.quicken(eager) == dropouts
+    assert fast_dropout.use_fast_dropout(eager) == dropouts
     # transformers 4 has a class of its own for "sdpa" there, which no table serves.
     layers = 2 if int(transformers.__version__.partition(".")[0]) >= 5 else 0
-    assert fast_dropout.quicken(sdpa) == dropouts + layers
+    assert fast_dropout.use_fast_dropout(sdpa) == dropouts + layers
 
 
 def test_a_tiny_bert_learns_and_its_export_says_sdpa(tmp_path: Path) -> None:
     """Law: a quick model learns, and what it saves is what transformers expects."""
     model = _bert()
-    assert fast_dropout.quicken(model) > 0
+    assert fast_dropout.use_fast_dropout(model) > 0
     tokens = torch.randint(2, 32, (32, 8))
     labels = torch.arange(32) % 2
     tokens[:, 0] = labels

@@ -118,7 +118,7 @@ def test_steps_that_take_long(
     made: int,
 ) -> None:
     """Law: where steps take long there are fewer, and the table says so."""
-    monkeypatch.setattr(dry_run, "_LONGEST", longest)
+    monkeypatch.setattr(dry_run, "_MAX_SECONDS", longest)
     table = run(settings, check=True).tables[0]
     assert f"0 of {made} skipped" in table.text()
     cut = "1 of 8 steps were made: they take long." in table.notes
@@ -148,7 +148,7 @@ def test_a_disk_without_room(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: where the checkpoints would not fit, the user is told so, and what to do."""
-    monkeypatch.setattr(dry_run, "_room", lambda _: 1000)
+    monkeypatch.setattr(dry_run, "_free_bytes", lambda _: 1000)
     with pytest.raises(UserError) as caught:
         run(settings, check=True)
     assert str(caught.value).endswith("Free some, or lower --keep.")

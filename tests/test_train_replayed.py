@@ -21,12 +21,12 @@ from torch import Tensor
 import halfstep as hs
 from halfstep import LossScaleCollapse
 from halfstep.nonfinite.origin import BadOp
-from halfstep.scaling.step_history import Losses
+from halfstep.scaling.step_history import LossHistory
 from halfstep.train import replay_step
 from halfstep.train.loop import Trainer
 from halfstep.train.run import run
 from halfstep.train.signals import Diverged
-from halfstep.train.step_dataset import Work
+from halfstep.train.step_dataset import StepBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +70,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float) -> None:
         path = next(n for n in sorted(names) if n.endswith("output.dense"))
         module = self.session.model.get_submodule(path)
         forward = type(module).forward
-        bad = self.standing.step + 1 in steps
+        bad = self.state.step + 1 in steps
         if bad:
             module.forward = lambda x: forward(module, x) * factor
         try:
@@ -104,8 +104,10 @@ def test_a_step_that_failed_is_told(
         assert bad.module.endswith("output.dense")
         assert bad.op == "mul"
         assert bad.reproduced
-    monkeypatch.setattr(replay_step, "MOST", 0)
-    monkeypatch.setattr(replay_step.Watcher, "due", lambda *_, **__: False)
+    monkeypatch.setattr(replay_step, "MAX_REPLAYS", 0)
+    monkeypatch.setattr(
+        replay_step.SkipWatcher, "should_replay", lambda *_, **__: False
+    )
     out = {"out": settings["out"] + "2"}
     alone = run(settings | more | out).folder.records()
     keep = ("step", "loss", "scale", "skipped", "grad_norm")
@@ -154,9 +156,9 @@ def test_a_divergence_carries_what_the_last_batch_shows(
             weight.view(-1)[0] = math.nan
         return torch.zeros(1), math.nan
 
-    monkeypatch.setattr(Trainer, "noted", ruin)
+    monkeypatch.setattr(Trainer, "collect_outputs", ruin)
     monkeypatch.setattr(
-        Trainer, "judge", lambda *_: type("J", (), {"loss": math.nan})()
+        Trainer, "compute_metrics", lambda *_: type("J", (), {"loss": math.nan})()
     )
     with pytest.raises(Diverged) as caught:
         run(settings | {"level": "O0", "epochs": 1})
@@ -174,7 +176,7 @@ def test_a_resumed_run_is_not_young(
     given = settings | {"level": "O1", "dtype": "fp16"}
     step, cut_at = Trainer.train_step, 25 if resumed else 0
 
-    def cut(self: Trainer, work: Work, *rest: Any) -> dict[str, Any]:
+    def cut(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
         if work.number == cut_at + 1:
             raise KeyboardInterrupt
         return step(self, work, *rest)
@@ -186,13 +188,13 @@ def test_a_resumed_run_is_not_young(
         monkeypatch.setattr(Trainer, "train_step", step)
         given = {"out": given["out"]}
     spoil(monkeypatch, *range(cut_at + 3, 99), factor=1e6)
-    histories, find = [], replay_step.found
+    histories, find = [], replay_step.replay
 
-    def found(*args: Any, losses: Losses, **more: Any) -> BadOp | None:
+    def found(*args: Any, losses: LossHistory, **more: Any) -> BadOp | None:
         histories.append(losses)
         return find(*args, losses=losses, **more)
 
-    monkeypatch.setattr(replay_step, "found", found)
+    monkeypatch.setattr(replay_step, "replay", found)
     with pytest.raises(LossScaleCollapse) as caught:
         run(given, resume=resumed)
     assert all(math.isnan(losses.first) == resumed for losses in histories)
@@ -203,13 +205,13 @@ def test_a_resumed_run_is_not_young(
 
 def test_losses_of_a_resumed_run() -> None:
     """Law: all steps count; a loss from the middle is not taken for the first."""
-    watcher = replay_step.Watcher()
+    watcher = replay_step.SkipWatcher()
     for loss in (0.1, 0.3):
-        watcher.due({"skipped": False, "loss": loss}, moves=True)
+        watcher.should_replay({"skipped": False, "loss": loss}, is_dynamic=True)
     begun, resumed = watcher.history(2), watcher.history(500)
     assert (begun.applied, resumed.applied) == (2, 500)
-    assert begun.ran_away(math.nan)
-    assert not resumed.ran_away(math.nan)
+    assert begun.has_diverged(math.nan)
+    assert not resumed.has_diverged(math.nan)
 
 
 def test_a_replay_that_fails_ends_no_run(
@@ -241,20 +243,20 @@ def test_the_sum_of_micro_batches_is_looked_at(level: str, *, told: bool) -> Non
     more: dict[str, Any] = {"loss_scale": 1.0, "accumulate": 4}
     session = hs.prepare(model, optimizer, level, dtype="fp16", **more)
     part = {"x": torch.ones(1, 4)}
-    work = Work(3, 0, [part] * 4, [True] * 4, 4, 1.0, 4, 4)
+    work = StepBatch(3, 0, [part] * 4, [True] * 4, 4, 1.0, 4, 4)
 
     def loss_of(part: dict[str, Tensor]) -> Tensor:
         with session.autocast():
             return (session.model(part["x"]) * 3e4).float().sum()
 
     seeded: list[int] = []
-    bad = replay_step.found(
+    bad = replay_step.replay(
         session,
         work,
         loss_of,
         lambda: seeded.append(1),
         scale=1.0,
-        losses=Losses(),
+        losses=LossHistory(),
         failed=told,
     )
     assert seeded
@@ -267,16 +269,24 @@ def test_the_sum_of_micro_batches_is_looked_at(level: str, *, told: bool) -> Non
 
 def test_when_a_step_is_run_again() -> None:
     """Law: once in a row of skips; at once where no smaller scale can help."""
-    watcher = replay_step.Watcher()
+    watcher = replay_step.SkipWatcher()
     good, skip = {"skipped": False, "loss": 1.0}, {"skipped": True, "loss": 1.0}
     rows = [skip] * 7 + [good] + [skip] * 5 + [good]
-    due = [watcher.due(row, moves=True) for row in rows]
+    due = [watcher.should_replay(row, is_dynamic=True) for row in rows]
     assert [place for place, is_due in enumerate(due) if is_due] == [4, 12]
     assert watcher.losses.applied == 2
     worse = skip | {"loss": math.nan}
-    assert [watcher.due(worse, moves=True) for _ in range(3)] == [True, False, False]
-    assert not watcher.due(good, moves=False)
-    assert [watcher.due(skip, moves=False) for _ in range(3)] == [True, False, False]
-    watcher.left = 0
-    watcher.due(good, moves=False)
-    assert not watcher.due(skip, moves=False)
+    assert [watcher.should_replay(worse, is_dynamic=True) for _ in range(3)] == [
+        True,
+        False,
+        False,
+    ]
+    assert not watcher.should_replay(good, is_dynamic=False)
+    assert [watcher.should_replay(skip, is_dynamic=False) for _ in range(3)] == [
+        True,
+        False,
+        False,
+    ]
+    watcher.replays_left = 0
+    watcher.should_replay(good, is_dynamic=False)
+    assert not watcher.should_replay(skip, is_dynamic=False)

@@ -48,7 +48,9 @@ def process(folder: Path) -> None:
         spoil(patch, *(BAD if world.rank else ()), factor=math.inf)
         for watched in (True, False):
             if not watched:
-                patch.setattr(replay_step.Watcher, "due", lambda *_, **__: False)
+                patch.setattr(
+                    replay_step.SkipWatcher, "should_replay", lambda *_, **__: False
+                )
             for case, settings in CASES.items():
                 out = folder / f"{case}{'' if watched else ' unwatched'}"
                 more = {"parallel": "fsdp2", "model": "duo", "epochs": 1}

@@ -44,7 +44,7 @@ SPOILT = 3  # the step that overflows in every run with a moving scale
 # of its file not on disk.
 MOMENTS = {
     "in a step": ("train.loop", "Trainer.train_step", 8, "before"),
-    "in a line of metrics": ("train.output.run_directory", "jsonl.add", 11, "torn"),
+    "in a line of metrics": ("train.output.run_directory", "jsonl.append", 11, "torn"),
     "in saving": ("train.output.run_directory", "single.save", 2, "before"),
     "before the summary": (
         "train.output.run_directory",
@@ -63,7 +63,7 @@ def small_and_spoilt(patch: pytest.MonkeyPatch) -> None:
 
     def loss(self: Trainer, part: dict[str, Tensor]) -> Tensor:
         moves = self.session.scaler.rule.backoff_factor < 1
-        bad = moves and self.standing.step + 1 == SPOILT
+        bad = moves and self.state.step + 1 == SPOILT
         return clean(self, part) * (math.inf if bad else 1.0)
 
     patch.setattr(Trainer, "_loss", loss)

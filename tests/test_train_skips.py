@@ -24,7 +24,7 @@ from torch import Tensor
 from halfstep import LossScaleCollapse
 from halfstep.train.loop import Trainer
 from halfstep.train.output import html_report
-from halfstep.train.plan import rate_factor
+from halfstep.train.plan import lr_factor
 from halfstep.train.run import run
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     clean = Trainer._loss
 
     def loss(self: Trainer, part: dict[str, Tensor]) -> Tensor:
-        bad = self.standing.step + 1 in steps
+        bad = self.state.step + 1 in steps
         return clean(self, part) * (math.inf if bad else 1.0)
 
     monkeypatch.setattr(Trainer, "_loss", loss)
@@ -110,7 +110,7 @@ def test_an_overflow_in_one_gradient(
         return record
 
     def hooked(self: Trainer, part: dict[str, Tensor]) -> Tensor:
-        if self.standing.step + 1 == bad and not planted:  # a replay plants no more
+        if self.state.step + 1 == bad and not planted:  # a replay plants no more
             planted.append(bad)
             weight = dict(self.session.model.named_parameters())[CULPRIT]
             handle = weight.register_hook(partial(torch.mul, other=math.inf))  # type: ignore[no-untyped-call]
@@ -143,9 +143,9 @@ def test_the_report_speaks_of_the_whole_run(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: steps that were skipped after the best checkpoint count in the findings."""
-    told: list[html_report.Told] = []
+    told: list[html_report.ReportData] = []
 
-    def keep(one: html_report.Told) -> str:
+    def keep(one: html_report.ReportData) -> str:
         told.append(one)
         return "<html></html>"
 
@@ -170,7 +170,7 @@ def test_a_skipped_step_does_not_advance_the_schedule(
     assert [r["step"] for r in found if r["skipped"]] == [3, 4, 9]
     assert [r["skipped_total"] for r in found] == [0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3]
     applied = [0, 1, 2, 2, 2, 3, 4, 5, 6, 6, 7, 8]
-    expected = [settings["lr"] * rate_factor(n, STEPS, 0.5) for n in applied]
+    expected = [settings["lr"] * lr_factor(n, STEPS, 0.5) for n in applied]
     assert [r["lr"] for r in found] == pytest.approx(expected)
     assert found[2]["loss"] is None
     assert 1 <= len(found[2]["found_inf_in"]) <= 3

@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
-from halfstep.train.signals import Stop, Stopped, listening
+from halfstep.train.signals import Stopped, StopRequest, stop_on_signals
 
 START = """
 import os, signal
 from types import SimpleNamespace
 from halfstep.train import signals as stopping
-from halfstep.train.signals import Stop, listening
+from halfstep.train.signals import StopRequest, stop_on_signals
 
 now = 5.0
 stopping.time = SimpleNamespace(monotonic=lambda: now)
@@ -23,7 +23,7 @@ stopping.time = SimpleNamespace(monotonic=lambda: now)
 def send(number):
     os.kill(os.getpid(), number)
 
-stop = Stop()
+stop = StopRequest()
 """
 
 
@@ -45,7 +45,7 @@ def run(body: str, *, ignoring: bool = False) -> subprocess.CompletedProcess[str
 def test_a_signal_is_a_wish(number: signal.Signals) -> None:
     """Law: a signal is remembered, and the program goes on to its end."""
     ended = run(f"""
-with listening(stop):
+with stop_on_signals(stop):
     assert stop.signal == 0
     send({number:d})
     print("on", stop.signal)
@@ -56,7 +56,7 @@ with listening(stop):
 def test_twice_within_a_second() -> None:
     """Law: what comes within a second, whichever signal, is the same wish."""
     ended = run("""
-with listening(stop):
+with stop_on_signals(stop):
     send(signal.SIGTERM)
     send(signal.SIGTERM)
     now += 0.99
@@ -70,7 +70,7 @@ with listening(stop):
 def test_a_second_wish_ends_the_program() -> None:
     """Law: a signal after that second ends the program as the system does."""
     ended = run("""
-with listening(stop):
+with stop_on_signals(stop):
     send(signal.SIGINT)
     now += 0.99
     send(signal.SIGINT)
@@ -85,7 +85,7 @@ def test_ignored_stays_ignored() -> None:
     """Law: what is ignored, as in a shell's background, is no wish and stays so."""
     ended = run(
         """
-with listening(stop):
+with stop_on_signals(stop):
     send(signal.SIGINT)
     print("wish", stop.signal)
     send(signal.SIGTERM)
@@ -105,7 +105,7 @@ def own(number, frame):
     print("own", number)
 signal.signal(signal.SIGTERM, own)
 try:
-    with listening(stop):
+    with stop_on_signals(stop):
         raise KeyError
 except KeyError:
     send(signal.SIGTERM)
@@ -122,7 +122,7 @@ def test_in_another_thread() -> None:
     inside: list[object] = []
 
     def work() -> None:
-        with listening(Stop()):
+        with stop_on_signals(StopRequest()):
             inside.extend(signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT))
 
     thread = threading.Thread(target=work)

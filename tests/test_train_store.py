@@ -195,8 +195,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
 def test_too_many_labels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a column that is no label is refused at its first row too many."""
-    monkeypatch.setattr(example_store, "MOST_WORDS", 3)
-    monkeypatch.setattr(example_store, "MOST_KINDS", 3)
+    monkeypatch.setattr(example_store, "MAX_LABELS", 3)
+    monkeypatch.setattr(example_store, "MAX_KINDS", 3)
     path = lines("a.jsonl", [[f"t{n}", f"w{n % 4}"] for n in range(9)])
     with pytest.raises(UserError) as caught:
         open_store(path, "classify", None)
@@ -339,7 +339,7 @@ def test_a_table_without_header_is_known(
 ) -> None:
     """Law: only a table has a header, and it names text and label."""
     Path(name).write_text(content, encoding="utf-8")
-    assert labelled_text.is_headless(Path(name)) is headless
+    assert labelled_text.has_no_header(Path(name)) is headless
 
 
 def splits(

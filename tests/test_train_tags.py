@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from marked_files import brief, refusal, texts_of
 
 from halfstep.errors import UserError
-from halfstep.train.data.tagged_text import InvalidTagsError, Marked, Span, read
+from halfstep.train.data.tagged_text import AnnotatedText, InvalidTagsError, Span, read
 
 COLUMNS = (".bmes", ".bio", ".bioes", ".conll", ".iob", ".txt")
 
@@ -54,7 +54,7 @@ def test_where_a_sentence_stands() -> None:
         ("he", 5, "a.conll line 5"),
         ("sat", 9, "a.conll line 9"),
     ]
-    assert found[0] == Marked("EU", (Span(0, 2, "ORG"),), 3, "a.conll line 3")
+    assert found[0] == AnnotatedText("EU", (Span(0, 2, "ORG"),), 3, "a.conll line 3")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,14 @@ from torch import nn
 
 from halfstep.errors import UserError
 from halfstep.train.data.entity_tags import IGNORED
-from halfstep.train.data.tokenized import Encoded
-from halfstep.train.tasks import TASKS, Objective, as_given, balanced, best_tags
+from halfstep.train.data.tokenized import EncodedTexts
+from halfstep.train.tasks import (
+    TASKS,
+    Objective,
+    balanced_weights,
+    best_tags,
+    check_class_weights,
+)
 
 LABELS = ("a", "b", "c")
 WEIGHTS = torch.tensor([0.5, 1.0, 4.0])
@@ -21,9 +27,9 @@ COUNT = 12
 CLOSE = 36 * torch.finfo(torch.float32).eps
 
 
-def labelled(*labels: int) -> Encoded:
+def labelled(*labels: int) -> EncodedTexts:
     """Return texts of one token, each of a class."""
-    return Encoded.build([[5]] * len(labels), labels)
+    return EncodedTexts.build([[5]] * len(labels), labels)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -35,7 +41,7 @@ def test_loss_of_a_batch(weights: torch.Tensor | None, smoothing: float) -> None
     encoded, objective = labelled(*targets.tolist()), Objective(weights, smoothing)
     # Uneven parts, as of processes and micro-batches.
     parts = [np.arange(0, 1), np.arange(1, 4), np.arange(4, COUNT)]
-    summed = sum(objective.summed(logits[part], targets[part]) for part in parts)
+    summed = sum(objective.loss_sum(logits[part], targets[part]) for part in parts)
     weight = sum(objective.weight(encoded, part) for part in parts)
     oracle = nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing)
     assert float(summed / weight) == pytest.approx(
@@ -48,7 +54,7 @@ def test_loss_of_tokens(smoothing: float) -> None:
     """Law: of tokens those that have no target count for nothing."""
     targets = torch.tensor([[IGNORED, 1, 0, IGNORED], [IGNORED, 2, IGNORED, IGNORED]])
     logits = torch.randn(2, 4, 3)
-    found = Objective(None, smoothing).summed(logits, targets)
+    found = Objective(None, smoothing).loss_sum(logits, targets)
     kept = targets != IGNORED
     oracle = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="sum")
     wanted = float(oracle(logits[kept], targets[kept]))
@@ -59,15 +65,15 @@ def test_loss_is_in_fp32() -> None:
     """Law: 16-bit logits are summed in fp32."""
     logits = torch.randn(COUNT, len(LABELS)).bfloat16()
     targets = torch.arange(COUNT) % len(LABELS)
-    found = Objective(None, 0.0).summed(logits, targets)
+    found = Objective(None, 0.0).loss_sum(logits, targets)
     assert found.dtype == torch.float32
-    wanted = Objective(None, 0.0).summed(logits.float(), targets)
+    wanted = Objective(None, 0.0).loss_sum(logits.float(), targets)
     assert torch.equal(found, wanted)
 
 
 def test_what_to_divide_by() -> None:
     """Law: without weights it is the number of targets, and one if there is none."""
-    encoded = Encoded(
+    encoded = EncodedTexts(
         ids=np.arange(4, dtype=np.int32),
         starts=np.array([0, 2, 4]),
         rows=np.array([1, 0]),
@@ -87,7 +93,7 @@ def test_balanced() -> None:
 
     truth = [0, 0, 0, 1, 2, 2]
     encoded = labelled(*truth)
-    found = balanced(LABELS, encoded)
+    found = balanced_weights(LABELS, encoded)
     oracle = compute_class_weight("balanced", classes=np.arange(3), y=truth)
     assert found.tolist() == pytest.approx(oracle.tolist(), rel=CLOSE)
     objective = Objective(found, 0.0)
@@ -99,7 +105,7 @@ def test_balanced() -> None:
 def test_balanced_refused() -> None:
     """Law: a class without an example has no weight, and is named."""
     with pytest.raises(UserError) as caught:
-        balanced(LABELS, labelled(0, 2, 2))
+        balanced_weights(LABELS, labelled(0, 2, 2))
     assert str(caught.value) == (
         "--class-weights balanced: train holds no example of 'b'; give the weights "
         "as numbers."
@@ -108,9 +114,9 @@ def test_balanced_refused() -> None:
 
 def test_as_given() -> None:
     """Law: weights are as given, one for each class."""
-    assert torch.equal(as_given([0.5, 1.0, 4.0], LABELS), WEIGHTS)
+    assert torch.equal(check_class_weights([0.5, 1.0, 4.0], LABELS), WEIGHTS)
     with pytest.raises(UserError) as caught:
-        as_given([1.0, 2.0], LABELS)
+        check_class_weights([1.0, 2.0], LABELS)
     assert str(caught.value) == (
         "--class-weights holds 2 numbers for 3 classes; give one each, in the order "
         "a, b, c."
@@ -134,7 +140,7 @@ def test_best_tags() -> None:
         [(0, 0), (0, 1), (1, 2), (0, 0)],
         [(0, 0), (0, 1), (1, 2), (2, 3), (4, 4), (0, 0)],
     ]
-    encoded = Encoded.build([[0] * len(each) for each in offsets], offsets=offsets)
+    encoded = EncodedTexts.build([[0] * len(each) for each in offsets], offsets=offsets)
     for _ in range(20):
         logits = torch.randn(2, 8, outputs)  # padded further than the texts need
         found = best_tags(encoded, np.array([1, 0]), logits)
@@ -157,19 +163,19 @@ def test_notes_of_entities() -> None:
     """Law: tags are written at the places of their own texts, whatever the order."""
     task = TASKS["ner"]
     offsets = [[(0, 1)], [(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2)]]
-    encoded = Encoded.build([[0] * len(each) for each in offsets], offsets=offsets)
-    made = task.blank(encoded, 3)
+    encoded = EncodedTexts.build([[0] * len(each) for each in offsets], offsets=offsets)
+    made = task.empty_outputs(encoded, 3)
     right = {0: [1], 1: [0, 1, 2], 2: [1, 1]}
     for indices in (np.array([2, 0]), np.array([1])):
         width = int(encoded.lengths[indices].max())
         logits = torch.zeros(len(indices), width, 3)
         for row, index in enumerate(indices.tolist()):
             logits[row, range(len(right[index])), right[index]] = 1.0
-        task.note(made, encoded, indices, logits)
+        task.write_outputs(made, encoded, indices, logits)
     assert made.tolist() == [*right[0], *right[1], *right[2]]
 
 
 def test_outputs() -> None:
     """Law: classes are outputs as they are; kinds have tags, O before them."""
-    assert TASKS["classify"].outputs(LABELS) == LABELS
-    assert TASKS["ner"].outputs(("PER",)) == ("O", "B-PER", "I-PER")
+    assert TASKS["classify"].output_names(LABELS) == LABELS
+    assert TASKS["ner"].output_names(("PER",)) == ("O", "B-PER", "I-PER")

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from halfstep.errors import UserError
 from halfstep.train import model
 from halfstep.train.data import tokenized as encoding
-from halfstep.train.data.tokenized import Encoded
+from halfstep.train.data.tokenized import EncodedTexts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -101,22 +101,33 @@ def fetched(name: str | Path, **words: Any) -> model.Network:
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of each text."""
-    return [ids for ids, _ in encoding.tokens(tokenizer, texts)]
+    return [ids for ids, _ in encoding.tokenize(tokenizer, texts)]
 
 
 def word_pieces() -> Any:
     """Return a WordPiece tokenizer of twelve pieces."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    pieces = [*model.SPECIAL, "play", "##ing", "##ed", "good", "bad", "un", "##good"]
+    pieces = [
+        *model.SPECIAL_TOKENS,
+        "play",
+        "##ing",
+        "##ed",
+        "good",
+        "bad",
+        "un",
+        "##good",
+    ]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    core = Tokenizer(models.WordPiece(vocabulary, unk_token=model.SPECIAL[UNKNOWN]))
+    core = Tokenizer(
+        models.WordPiece(vocabulary, unk_token=model.SPECIAL_TOKENS[UNKNOWN])
+    )
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", START), ("[SEP]", END)]
     )
     roles = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    special = dict(zip(roles, model.SPECIAL, strict=True))
+    special = dict(zip(roles, model.SPECIAL_TOKENS, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)  # type: ignore[no-untyped-call]
 
 
@@ -241,7 +252,7 @@ def test_dropout_is_taken() -> None:
 def test_padding_has_positions(length: int) -> None:
     """Law: a batch may be padded beyond --max-length up to the next multiple of 8."""
     made = scratch("tiny", ["ab" * 20], max_length=length)
-    encoded = Encoded.build(encode(made.tokenizer, ["ab" * 20, "a"]), [0, 1])
+    encoded = EncodedTexts.build(encode(made.tokenizer, ["ab" * 20, "a"]), [0, 1])
     assert max(encoded.lengths) == length
     multiple = model.PAD_MULTIPLE
     inputs = encoded.collate(np.arange(2), made.tokenizer.pad_token_id, multiple)
@@ -285,7 +296,7 @@ def test_no_longer_than_the_positions(bert: Path, asked: int, length: int) -> No
     Of 20 positions 16 can be filled: a longer row would be padded to 24.
     """
     made = fetched(bert, max_length=asked)
-    encoded = Encoded.build(encode(made.tokenizer, ["good bad " * 40]), [0])
+    encoded = EncodedTexts.build(encode(made.tokenizer, ["good bad " * 40]), [0])
     assert encoded.lengths.tolist() == [length]
     multiple = model.PAD_MULTIPLE
     inputs = encoded.collate(np.arange(1), made.tokenizer.pad_token_id, multiple)

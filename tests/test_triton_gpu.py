@@ -14,20 +14,20 @@ from halfstep.errors import UserError
 from halfstep.masters import triton_kernels as tk
 
 if TYPE_CHECKING:
-    from halfstep.masters.update_rules import Adam, Item
+    from halfstep.masters.update_rules import Adam, ParamUpdate
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 MANY = 1000
 
 
-def step(items: list[Item], rule: Adam, form: str, one: torch.Tensor) -> None:
+def step(items: list[ParamUpdate], rule: Adam, form: str, one: torch.Tensor) -> None:
     """Look at gradients and update; nothing changes, for the flag is up."""
     tk.update(items, rule, form, inverse=one, clock=CLOCK, found_inf=one)
-    tk.look([item.gradient for item in items], norm=True)
+    tk.check_finite([item.gradient for item in items], norm=True)
 
 
-def small(form: str, count: int) -> list[Item]:
+def small(form: str, count: int) -> list[ParamUpdate]:
     """Return small items on the device."""
     dtypes = (WEIGHTS[form][0], BF16)
     items = [item_of(form, ADAM, 8, dtypes, 2 * (n % 9)) for n in range(count)]
@@ -119,10 +119,10 @@ def test_large_offsets() -> None:
         pytest.skip(f"needs {3 * numel >> 30} GiB of device memory")
     gradient = torch.zeros(numel, dtype=BF16, device=CUDA)
     gradient[-1] = 3
-    found, total = tk.look([gradient], norm=True)
+    found, total = tk.check_finite([gradient], norm=True)
     assert (float(found), float(total)) == (0, 9)  # type: ignore[arg-type]
     gradient[-2] = torch.inf
-    assert float(tk.look([gradient], norm=False)[0]) == 1
+    assert float(tk.check_finite([gradient], norm=False)[0]) == 1
 
 
 def test_capture_is_refused() -> None:

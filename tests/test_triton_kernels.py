@@ -24,7 +24,7 @@ from halfstep.errors import UserError
 from halfstep.masters import triton_kernels as tk
 
 if TYPE_CHECKING:
-    from halfstep.masters.update_rules import Item, Rule
+    from halfstep.masters.update_rules import ParamUpdate, Rule
 
 PROGRAM = """
 import json
@@ -98,13 +98,18 @@ def test_compiled(tmp_path: Path) -> None:
 
     A product contracted with a sum is rounded once, where torch rounds twice.
     """
-    kinds = {"rule": "adam", "form": "split", "weights": "bf16", "gradients": "bf16"}
+    kinds = {
+        "rule": "adam",
+        "encoding": "split",
+        "weights": "bf16",
+        "gradients": "bf16",
+    }
     update = kinds | {"states": "fp32", "flags": 3, "block": tk.BLOCK}
     looked = {"gradients": "bf16", "norm": True, "aligned": True}
     wanted = [
         ("update", update | {"aligned": True}),
         ("update", update | {"aligned": False}),
-        ("look", looked | {"block": tk.LOOK_BLOCK}),
+        ("check_finite", looked | {"block": tk.CHECK_BLOCK}),
         ("correct", {"block": 128}),
     ]
     cache = {"TRITON_CACHE_DIR": str(tmp_path)}
@@ -129,7 +134,7 @@ print(int(tk.available(torch.device("cpu")) or "triton" in sys.modules))
     assert said_by(program) == 0
 
 
-def refused(item: Item, rule: Rule, form: str) -> str:
+def refused(item: ParamUpdate, rule: Rule, form: str) -> str:
     """Return what is said of an item that does not fit."""
     one = torch.ones(())
     with pytest.raises(UserError) as caught:
@@ -159,6 +164,6 @@ def test_refusals() -> None:
     ):
         assert words in refused(replace(good, **change), ADAM, "split")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="nothing to look at"):
-        tk.look([], norm=True)
+        tk.check_finite([], norm=True)
     with pytest.raises(UserError, match="it must be fp32, fp16 or bf16"):
-        tk.look([torch.zeros(2, dtype=torch.float64)], norm=True)
+        tk.check_finite([torch.zeros(2, dtype=torch.float64)], norm=True)

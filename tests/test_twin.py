@@ -11,18 +11,18 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from halfstep._torch.rng_state import RandomState
-from halfstep.diagnostics.preflight.model_copy import Twin
+from halfstep.diagnostics.preflight.model_copy import ModelCopy
 from halfstep.machine.recommendation import choose
 from halfstep.numerics.exponents import count
 from halfstep.policy import LEAN
 
 
-def twin(level: str, dtype: str) -> Twin:
+def twin(level: str, dtype: str) -> ModelCopy:
     """Return a copy with dropout, batch statistics and a power iteration."""
     model = Net()
     parametrizations.spectral_norm(model.head)
     choice = choose(level, dtype, "cpu")
-    return Twin(model, None, choice, LEAN, "fp32", RandomState([]))
+    return ModelCopy(model, None, choice, LEAN, "fp32", RandomState([]))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -64,7 +64,7 @@ def test_what_is_counted() -> None:
     """Law: of a product and a mean, its gradients are counted, each where it comes."""
     model = nn.Linear(4, 2, bias=False)
     choice = choose("O0", "fp32", "cpu")
-    one = Twin(model, None, choice, LEAN, "fp32", RandomState([]))
+    one = ModelCopy(model, None, choice, LEAN, "fp32", RandomState([]))
     x = torch.full((2, 4), 3.0)
     seen = one.run(lambda m, b: m(b).mean(), x)
     output = torch.full((2, 2), 0.25)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from halfstep.train.flags import add_flags, typed
+from halfstep.train.flags import add_flags, explicit_settings
 
 # Away from its default, in range, and what stands for it on the command line.
 OTHERS: dict[str, Any] = {
@@ -72,4 +72,4 @@ def parse(*words: str) -> dict[str, Any]:
     """Return the settings that words on the command line stand for."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return typed(parser.parse_args(words))
+    return explicit_settings(parser.parse_args(words))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halfstep.masters import kahan_codec, split_codec, stochastic_codec
 from halfstep.masters import triton_kernels as tk
-from halfstep.masters.update_rules import Adam, Item, Rule, Sgd
+from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ def canaries(tensor: Tensor) -> Tensor:
 
 def item_of(
     form: str, rule: Rule, numel: int, dtypes: tuple[torch.dtype, ...], index: int
-) -> Item:
+) -> ParamUpdate:
     """Return an item with special numbers in it, on the CPU; odd ones lie askew."""
     torch.manual_seed(index)
     lean = form in ("kahan", "stochastic")
@@ -93,18 +93,18 @@ def item_of(
         states = [torch.full_like(state, torch.nan) for state in states]
     offset = index % 2
     move = partial(guarded, offset=offset, device=CPU)
-    return Item(
+    return ParamUpdate(
         move(weight),
         move(gradient.to(dtypes[1])),
         None if extra is None else move(extra),
         tuple(move(state.to(BF16 if lean else FP32)) for state in states),
         torch.tensor(10.0**index) if isinstance(rule, Adam) else None,
-        first=first,
-        index=index,
+        is_first_step=first,
+        param_index=index,
     )
 
 
-def items_of(form: str, rule: Rule) -> list[Item]:
+def items_of(form: str, rule: Rule) -> list[ParamUpdate]:
     """Return items of all sizes, dtypes and alignments that one update may meet."""
     dtypes = list(product(WEIGHTS[form], GRADIENTS))
     return [
@@ -113,7 +113,7 @@ def items_of(form: str, rule: Rule) -> list[Item]:
     ]
 
 
-def moved(item: Item, device: torch.device) -> Item:
+def moved(item: ParamUpdate, device: torch.device) -> ParamUpdate:
     """Return a copy of an item on a device, guarded alike."""
     offset = item.weight.storage_offset()
     move = partial(guarded, offset=offset, device=device)
@@ -121,16 +121,16 @@ def moved(item: Item, device: torch.device) -> Item:
         item,
         weight=move(item.weight),
         gradient=move(item.gradient),
-        extra=None if item.extra is None else move(item.extra),
+        residual=None if item.residual is None else move(item.residual),
         states=tuple(move(state) for state in item.states),
         step=None if item.step is None else item.step.to(device),
     )
 
 
-def parts(item: Item) -> dict[str, Tensor]:
+def parts(item: ParamUpdate) -> dict[str, Tensor]:
     """Return what an item is made of, by name."""
     named = {"weight": item.weight, "gradient": item.gradient}
-    named |= {} if item.extra is None else {"extra": item.extra}
+    named |= {} if item.residual is None else {"extra": item.residual}
     named |= {} if item.step is None else {"step": item.step}
     return named | {f"state {n}": state for n, state in enumerate(item.states)}
 
@@ -140,29 +140,33 @@ def fp32(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float64).float()
 
 
-def truth_of(item: Item, form: str) -> Tensor:
+def truth_of(item: ParamUpdate, form: str) -> Tensor:
     """Return an item's truth, as torch's operations decode it."""
-    truth = item.weight.float() if item.extra is None else item.extra.float()
+    truth = item.weight.float() if item.residual is None else item.residual.float()
     if form == "split":
-        split_codec.decode_(item.weight, item.extra, truth)
+        split_codec.decode_(item.weight, item.residual, truth)
     elif form == "kahan":
-        kahan_codec.decode_(item.weight, item.extra, truth)
+        kahan_codec.decode_(item.weight, item.residual, truth)
     return truth
 
 
-def sgd(rule: Sgd, item: Item, g: Tensor, w: Tensor) -> tuple[Tensor, list[Tensor]]:
+def sgd(
+    rule: Sgd, item: ParamUpdate, g: Tensor, w: Tensor
+) -> tuple[Tensor, list[Tensor]]:
     """Return weight and momentum after torch.optim.SGD, each operation rounded."""
     new: list[Tensor] = []
     if rule.weight_decay:
         g = g + fp32(rule.weight_decay) * w
     if rule.momentum:
         kept, taken = fp32(rule.momentum), fp32(1 - rule.dampening)
-        new = [g if item.first else kept * item.states[0].float() + taken * g]
+        new = [g if item.is_first_step else kept * item.states[0].float() + taken * g]
         g = g + kept * new[0] if rule.nesterov else new[0]
     return w - fp32(rule.lr) * g, new
 
 
-def adam(rule: Adam, item: Item, g: Tensor, w: Tensor) -> tuple[Tensor, list[Tensor]]:
+def adam(
+    rule: Adam, item: ParamUpdate, g: Tensor, w: Tensor
+) -> tuple[Tensor, list[Tensor]]:
     """Return weight and moments after torch.optim.Adam, each operation rounded."""
     t = float(item.step)  # type: ignore[arg-type]
     m, v, *most = (state.float() for state in item.states)
@@ -182,10 +186,14 @@ def adam(rule: Adam, item: Item, g: Tensor, w: Tensor) -> tuple[Tensor, list[Ten
     return w - size * (m / (root + fp32(rule.eps))), new
 
 
-def oracle(item: Item, rule: Rule, form: str, inverse: Tensor) -> None:
+def oracle(item: ParamUpdate, rule: Rule, form: str, inverse: Tensor) -> None:
     """Update an item with one operation of torch after the other."""
-    words = [stochastic_codec.key(*CLOCK, item.index, stream) for stream in (0, 1)]
-    drawn = [stochastic_codec.random16(word, len(item.weight), CPU) for word in words]
+    words = [
+        stochastic_codec.key(*CLOCK, item.param_index, stream) for stream in (0, 1)
+    ]
+    drawn = [
+        stochastic_codec.random_bits16(word, len(item.weight), CPU) for word in words
+    ]
     for_weight, *for_states = (*drawn[0], *drawn[1])
     w, g = truth_of(item, form), item.gradient.float() * inverse
     g = -g if rule.maximize else g
@@ -199,15 +207,15 @@ def oracle(item: Item, rule: Rule, form: str, inverse: Tensor) -> None:
         else:
             state.copy_(value)
     if form == "split":
-        split_codec.encode_(w, item.weight, item.extra)
+        split_codec.encode_(w, item.weight, item.residual)
     elif form == "kahan":
-        kahan_codec.encode_(w, item.weight, item.extra)
+        kahan_codec.encode_(w, item.weight, item.residual)
     elif form == "stochastic":
         stochastic_codec.round_(w, item.weight, for_weight)
     else:
         item.weight.copy_(w)
-        if item.extra is not None:
-            item.extra.copy_(w)
+        if item.residual is not None:
+            item.residual.copy_(w)
 
 
 def same(ours: Tensor, other: Tensor, where: str, nan: Tensor | None = None) -> None:
@@ -257,14 +265,22 @@ def check_split(device: torch.device) -> None:
     weight = torch.empty(len(master), dtype=BF16)
     extra = torch.empty(len(master), dtype=torch.int16)
     split_codec.encode_(master, weight, extra)
-    item = Item(weight, torch.zeros_like(weight), extra, (), None, first=True, index=0)
+    item = ParamUpdate(
+        weight,
+        torch.zeros_like(weight),
+        extra,
+        (),
+        None,
+        is_first_step=True,
+        param_index=0,
+    )
     ours = moved(item, device)
     one = torch.ones((), device=device)
     tk.update([ours], SGD, "split", inverse=one, clock=CLOCK, found_inf=one - one)
     nan = master.isnan()
     same(ours.weight, weight, "weight")
-    assert ours.extra is not None
-    same(ours.extra, extra, "remainder", nan)
+    assert ours.residual is not None
+    same(ours.residual, extra, "remainder", nan)
     same(truth_of(moved(ours, CPU), "split"), master, "master")
 
 
@@ -278,8 +294,24 @@ def check_edges(device: torch.device) -> None:
     below = torch.full((numel,), -5, dtype=torch.int16)
     one = torch.ones((), device=device)
     for form, twin in (
-        ("stochastic", Item(largest, beyond, None, (), None, first=False, index=1)),
-        ("split", Item(zeros, zeros.clone(), below, (), None, first=False, index=1)),
+        (
+            "stochastic",
+            ParamUpdate(
+                largest, beyond, None, (), None, is_first_step=False, param_index=1
+            ),
+        ),
+        (
+            "split",
+            ParamUpdate(
+                zeros,
+                zeros.clone(),
+                below,
+                (),
+                None,
+                is_first_step=False,
+                param_index=1,
+            ),
+        ),
     ):
         ours = moved(twin, device)
         tk.update([ours], SGD, form, inverse=one, clock=CLOCK, found_inf=one - one)
@@ -303,7 +335,7 @@ def check_mean(device: torch.device) -> None:
         adam.state[torch_s] = state | {"exp_avg_sq": torch.ones(1500)}
         adam.step()
         states, step = (mean, torch.ones(1500)), torch.tensor(2.0)
-        twin = Item(torch.ones(1500), gradient, None, states, step, False, 0)  # noqa: FBT003
+        twin = ParamUpdate(torch.ones(1500), gradient, None, states, step, False, 0)  # noqa: FBT003
         ours = moved(twin, device)
         tk.update([ours], rule, "plain", inverse=one, clock=CLOCK, found_inf=one - one)
         got, wanted = ours.states[0].cpu(), adam.state[torch_s]["exp_avg"]
@@ -316,7 +348,9 @@ def check_mean(device: torch.device) -> None:
 def check_lazy(device: torch.device) -> None:
     """Read a gradient whose sign is yet to be turned."""
     one = torch.ones((), device=device)
-    item = Item(one.repeat(9), one.repeat(9), None, (), None, first=True, index=0)
+    item = ParamUpdate(
+        one.repeat(9), one.repeat(9), None, (), None, is_first_step=True, param_index=0
+    )
     item.gradient = torch._neg_view(2 * item.gradient)
     tk.update([item], SGD, "plain", inverse=one, clock=CLOCK, found_inf=one - one)
     assert torch.equal(item.weight.cpu(), 1 + fp32(SGD.lr) * torch.full((9,), 2.0))
@@ -332,8 +366,8 @@ def check_look(device: torch.device) -> None:
             exact = sum(float(g.double().square().sum()) for g in whole)
             if bad is not None:
                 whole[-1][bad] = value
-            alone, nothing = tk.look(whole, norm=False)
-            found, total = tk.look(whole, norm=True)
+            alone, nothing = tk.check_finite(whole, norm=False)
+            found, total = tk.check_finite(whole, norm=True)
             assert alone == found == float(bad is not None)
             assert nothing is None
             assert found.dtype == FP32
@@ -342,10 +376,10 @@ def check_look(device: torch.device) -> None:
             if bad is None:
                 # Each of n sums of positive numbers rounds once: 2**-53 of them.
                 assert abs(float(total) - exact) <= (numel + 5) * 2.0**-52 * exact
-                again = tk.look(whole, norm=True)[1]
+                again = tk.check_finite(whole, norm=True)[1]
                 assert torch.equal(total, again)  # type: ignore[arg-type]
     huge = torch.tensor([[1e30, 2e-30], [3e38, 0.0]], device=device)
-    found, total = tk.look([huge.t(), huge.half()[1:, 1]], norm=True)
+    found, total = tk.check_finite([huge.t(), huge.half()[1:, 1]], norm=True)
     assert found == 0
     assert float(total) == pytest.approx(9e76)  # type: ignore[arg-type]
 
@@ -375,8 +409,8 @@ def check_launches(device: torch.device) -> None:
             items = [item_of("split", rule, 8, (BF16, BF16), 2 * n) for n in range(9)]
             ours = [moved(item, device) for item in items]
             tk.update(ours, rule, "split", inverse=one, clock=CLOCK, found_inf=one)
-            tk.look([item.gradient for item in ours], norm=True)
-    assert [name for name, *_ in seen[:3]] == ["correct", "update", "look"]
+            tk.check_finite([item.gradient for item in ours], norm=True)
+    assert [name for name, *_ in seen[:3]] == ["correct", "update", "check_finite"]
     assert all(seen[n] == seen[n % 3] for n in range(len(seen)))
     assert len(seen) == 15
 

@@ -198,7 +198,7 @@ def _add_train(commands: Any) -> None:  # noqa: ANN401 -- argparse keeps its typ
 
 def _train(arguments: argparse.Namespace) -> None:
     from halfstep.train import dependencies
-    from halfstep.train.flags import typed
+    from halfstep.train.flags import explicit_settings
 
     dependencies.check(
         "halfstep train", dependencies.TO_TRAIN
@@ -208,7 +208,7 @@ def _train(arguments: argparse.Namespace) -> None:
     # One process of many must not print what the first already does.
     leads = os.environ.get("RANK", "0") == "0"
     result = train(
-        typed(arguments),
+        explicit_settings(arguments),
         resume=arguments.resume,
         overwrite=arguments.overwrite,
         check=arguments.check,
@@ -257,7 +257,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     if arguments.texts == ["-"]:
         found = predictor.predict(predictions.lines(sys.stdin.buffer))
     else:
-        texts, notes = predictions.given(arguments.texts)
+        texts, notes = predictions.drop_blank(arguments.texts)
         found = predictor.predict(texts)
     if arguments.json:
         direct = arguments.json == _STANDARD_OUTPUT
@@ -323,7 +323,7 @@ def _add_bench(commands: Any) -> None:  # noqa: ANN401
 def _bench(arguments: argparse.Namespace) -> None:
     from halfstep.bench import journal
 
-    with journal.opened(arguments.json):
+    with journal.open_journal(arguments.json):
         _show(arguments.tables(arguments), arguments.json)
 
 

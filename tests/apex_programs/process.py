@@ -28,4 +28,4 @@ def fresh() -> Iterator[None]:
             STATE.handle._deactivate()
         for field in fields(AmpState):
             setattr(STATE, field.name, getattr(AmpState(), field.name))
-        amp_handle._waiting.clear()
+        amp_handle._pending_functions.clear()

@@ -165,7 +165,7 @@ def masters(model: nn.Module) -> None:
     """Keep fp32 masters without a session."""
     optimizer = torch.optim.AdamW(model.parameters())
     kept = hs.MasterWeights(optimizer)
-    kept.fold()
+    kept.accumulate_grads()
     optimizer.step()
     kept.publish()
     assert_type(kept.pairs, list[tuple[nn.Parameter, nn.Parameter]])

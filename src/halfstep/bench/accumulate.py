@@ -60,7 +60,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What every contender trains, and where."""
 
     device: str
@@ -83,7 +83,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         UserError: If cuda is asked for and there is none, or a contender fails.
     """
     device = measure.pick_device(arguments.device)
-    work = Work(
+    work = Workload(
         device,
         arguments.dtype,
         arguments.layers,
@@ -91,8 +91,8 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         arguments.batch,
         arguments.accumulate,
     )
-    peaks = {name: _peak_apart(name, work) for name in CONTENDERS}
-    least = _peak_apart(BASELINE, replace(work, width=_SMALL, batch=1))
+    peaks = {name: _peak_in_subprocess(name, work) for name in CONTENDERS}
+    least = _peak_in_subprocess(BASELINE, replace(work, width=_SMALL, batch=1))
     batches = draw_batches(work)
     loops = {name: make_loop(name, work) for name in CONTENDERS}
     for loop in loops.values():
@@ -133,16 +133,20 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     return [Table("Gradient accumulation", _COLUMNS, rows, notes)]
 
 
-def _peak_apart(name: str, work: Work) -> int:
+def _peak_in_subprocess(name: str, work: Workload) -> int:
     """Return the bytes that a contender takes in a process of its own."""
     task = asdict(work) | {"contender": name}
-    found: int = measure.apart("halfstep.bench.accumulate", task)["peak_bytes"]
-    journal.record(f"{name}, width {work.width}", peak_bytes=found)
-    measure.progress(f"memory of {name}, width {work.width}: {found / _MIB:.0f} MiB")
-    return found
+    peak_bytes: int = measure.run_in_subprocess("halfstep.bench.accumulate", task)[
+        "peak_bytes"
+    ]
+    journal.record(f"{name}, width {work.width}", peak_bytes=peak_bytes)
+    measure.progress(
+        f"memory of {name}, width {work.width}: {peak_bytes / _MIB:.0f} MiB"
+    )
+    return peak_bytes
 
 
-def draw_batches(work: Work) -> Batches:
+def draw_batches(work: Workload) -> Batches:
     """Return the micro-batches of every step."""
     torch.manual_seed(0)
     shape = work.batch, work.width
@@ -155,7 +159,7 @@ def draw_batches(work: Work) -> Batches:
     ]
 
 
-def make_loop(name: str, work: Work) -> Loop:
+def make_loop(name: str, work: Workload) -> Loop:
     """Return a contender; all begin with the same weights."""
     torch.manual_seed(1)
     layers: list[nn.Module] = []
@@ -191,18 +195,18 @@ def weight_casts(loop: Loop, batches: Batches) -> int:
     before = loop.casts()
     low = [weight for weight in loop.model.parameters() if formats.is_low(weight.dtype)]
     versions = [weight._version for weight in low]  # noqa: SLF001
-    seen = _Casts(loop.model)
-    with seen:
+    counter = _CastCounter(loop.model)
+    with counter:
         loop.step(batches)
     # Masters are rounded into weights by kernels that no dispatcher sees.
     written = sum(
         weight._version != version  # noqa: SLF001
         for weight, version in zip(low, versions, strict=True)
     )
-    return seen.count + written + loop.casts() - before
+    return counter.count + written + loop.casts() - before
 
 
-class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CastCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts casts of a model's weights."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -218,21 +222,21 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         if func is torch.ops.aten._to_copy.default:  # noqa: SLF001
-            self.count += self._held(args[:1])
+            self.count += self._count_weights(args[:1])
         return func(*args, **(kwargs or {}))
 
-    def _held(self, tensors: Sequence[Tensor]) -> int:
+    def _count_weights(self, tensors: Sequence[Tensor]) -> int:
         return sum(id(tensor) in self._weights for tensor in tensors)
 
 
 def peak(task: dict[str, Any]) -> dict[str, Any]:
     """Run two steps of a contender; return the most memory that was held."""
     name = task.pop("contender")
-    work = Work(**task)
+    work = Workload(**task)
     batches, loop = draw_batches(work), make_loop(name, work)
     for _ in range(2):
         loop.step(batches)
-    measure.wait(work.device)
+    measure.synchronize(work.device)
     return {"peak_bytes": hardware.peak_memory(work.device)}
 
 

@@ -86,22 +86,24 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     device = measure.pick_device(arguments.device)
     shared = {key: getattr(arguments, flag) for key, flag in _SHARED.items()}
     shared["device"] = device
-    who = judged("accuracy", TrainConfig(**shared))
+    note = evaluation_note("accuracy", TrainConfig(**shared))
     hardware.gemm_rates(device)  # measured once, here, and not in some contender's time
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.contenders}
+    results: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in arguments.contenders
+    }
     for seed in range(arguments.seeds):
-        for name in measure.order(found, seed):
+        for name in measure.order(results, seed):
             task = shared | CONTENDERS[name] | {"seed": seed}
-            came_to = measure.apart("halfstep.bench.accuracy", task)
-            journal.record(name, seed=seed, **came_to)
-            found[name].append(came_to)
-            said = _said(came_to)
-            measure.progress(f"seed {seed + 1}/{arguments.seeds} {name}: {said}")
+            result = measure.run_in_subprocess("halfstep.bench.accuracy", task)
+            journal.record(name, seed=seed, **result)
+            results[name].append(result)
+            text = _result_text(result)
+            measure.progress(f"seed {seed + 1}/{arguments.seeds} {name}: {text}")
     conditions = measure.conditions("quality", device, arguments)
-    return [table(found, [who, *conditions])]
+    return [table(results, [note, *conditions])]
 
 
-def judged(score: str, config: TrainConfig) -> str:
+def evaluation_note(score: str, config: TrainConfig) -> str:
     """Read the data once, so that what is wrong with it shows now; say who judges.
 
     Args:
@@ -111,7 +113,7 @@ def judged(score: str, config: TrainConfig) -> str:
     Raises:
         UserError: If the data cannot be used.
     """
-    corpus = read(config)
+    corpus = load_corpus(config)
     split = "test" if corpus.test else "dev"
     count = len(corpus.test or corpus.dev)
     return (
@@ -120,7 +122,7 @@ def judged(score: str, config: TrainConfig) -> str:
     )
 
 
-def read(config: TrainConfig) -> Corpus:
+def load_corpus(config: TrainConfig) -> Corpus:
     """Return the data of a run.
 
     Raises:
@@ -136,12 +138,12 @@ def read(config: TrainConfig) -> Corpus:
     )
 
 
-def _said(came_to: Mapping[str, Any]) -> str:
-    if "diverged" in came_to:
-        return str(came_to["diverged"])
+def _result_text(result: Mapping[str, Any]) -> str:
+    if "diverged" in result:
+        return str(result["diverged"])
     return (
-        f"accuracy {came_to['accuracy']:.4f}, dev loss {came_to['dev_loss']:.4f}, "
-        f"{came_to['seconds']:.1f} s, {came_to['peak_bytes'] / _MIB:.0f} MiB"
+        f"accuracy {result['accuracy']:.4f}, dev loss {result['dev_loss']:.4f}, "
+        f"{result['seconds']:.1f} s, {result['peak_bytes'] / _MIB:.0f} MiB"
     )
 
 
@@ -151,9 +153,9 @@ def _said(came_to: Mapping[str, Any]) -> str:
 def train_once(task: dict[str, Any]) -> dict[str, Any]:
     """Run `halfstep train` with some settings; return what it came to."""
     with tempfile.TemporaryDirectory() as folder:
-        own = {"out": str(Path(folder) / "run"), "eval_every": measure.ONLY_AT_THE_END}
+        own = {"out": str(Path(folder) / "run"), "eval_every": measure.EVAL_ONLY_AT_END}
         try:
-            with contextlib.redirect_stdout(sys.stderr), _products(task):
+            with contextlib.redirect_stdout(sys.stderr), _fp16_emulation(task):
                 summary = run(task | own).summary
         except (Diverged, LossScaleCollapse) as error:
             return {"diverged": " ".join(str(error).split())}
@@ -168,7 +170,9 @@ def train_once(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _products(task: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
+def _fp16_emulation(
+    task: Mapping[str, Any],
+) -> contextlib.AbstractContextManager[object]:
     """Return a region in which fp16 takes no hours, where a machine has none."""
     if task.get("dtype") == "fp16" and fp16_emulation.needed(task["device"]):
         return fp16_emulation.Widened()  # type: ignore[no-untyped-call]
@@ -231,15 +235,15 @@ def _within(angle: float, freedom: int) -> float:
     return (angle + sine * total) * 2 / math.pi if odd else sine * total
 
 
-def table(found: Runs, more: Sequence[str]) -> Table:
+def table(results: Runs, more: Sequence[str]) -> Table:
     """Return what contenders came to, each with its differences to the baseline.
 
     Args:
-        found: As many seeds of each; one that diverged has only "diverged".
+        results: As many seeds of each; one that diverged has only "diverged".
         more: Notes on where and how.
     """
-    rows = tuple(_row(found, name) for name in found)
-    seeds = len(next(iter(found.values())))
+    rows = tuple(_row(results, name) for name in results)
+    seeds = len(next(iter(results.values())))
     notes = (
         f"seeds: {seeds}, the same for all; contenders in turn",
         "a seed draws first weights, order and dropout; of a single file, the split",
@@ -249,24 +253,24 @@ def table(found: Runs, more: Sequence[str]) -> Table:
         "one such interval in twenty misses the truth by luck",
         f"time: of training steps, median of the ratios to {BASELINE} seed by seed",
         "peak: the whole process with its libraries, or the GPU; median",
-        *lost(found),
+        *divergence_notes(results),
         *more,
     )
     return Table("Quality over seeds", _COLUMNS, rows, notes)
 
 
-def _row(found: Runs, name: str) -> tuple[Cell, ...]:
-    ended = finished(found[name])
-    both = pairs(found, name, BASELINE)
+def _row(results: Runs, name: str) -> tuple[Cell, ...]:
+    completed = finished(results[name])
+    both = pairs(results, name, BASELINE)
     return (
         name,
-        *cells([_PERCENT * each["accuracy"] for each in ended]),
+        *cells([_PERCENT * each["accuracy"] for each in completed]),
         *cells([_PERCENT * (a["accuracy"] - b["accuracy"]) for a, b in both]),
-        *cells([each["dev_loss"] for each in ended])[:1],
+        *cells([each["dev_loss"] for each in completed])[:1],
         *cells([a["dev_loss"] - b["dev_loss"] for a, b in both]),
         median([a["seconds"] / b["seconds"] for a, b in both]),
-        median([each["peak_bytes"] / _MIB for each in ended]),
-        len(found[name]) - len(ended),
+        median([each["peak_bytes"] / _MIB for each in completed]),
+        len(results[name]) - len(completed),
     )
 
 
@@ -279,25 +283,25 @@ def finished(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def pairs(
-    found: Runs, name: str, baseline: str
+    results: Runs, name: str, baseline: str
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Return a contender's run and the baseline's, of each seed that both finished.
 
     The baseline itself has none: it is not compared with itself.
     """
-    bases = () if name == baseline else found.get(baseline, ())
+    bases = () if name == baseline else results.get(baseline, ())
     return [
         (mine, base)
-        for mine, base in zip(found[name], bases, strict=False)  # perhaps no bases
+        for mine, base in zip(results[name], bases, strict=False)  # perhaps no bases
         if "diverged" not in mine and "diverged" not in base
     ]
 
 
-def lost(found: Runs) -> list[str]:
+def divergence_notes(results: Runs) -> list[str]:
     """Return a note on each run that diverged."""
     return [
         f"{name}, seed {seed + 1}: {each['diverged']}"
-        for name, runs in found.items()
+        for name, runs in results.items()
         for seed, each in enumerate(runs)
         if "diverged" in each
     ]
@@ -305,8 +309,8 @@ def lost(found: Runs) -> list[str]:
 
 def cells(values: Sequence[float]) -> tuple[Cell, Cell]:
     """Return the mean of values and half its interval, None where there is none."""
-    known = interval(values)
-    return (None, None) if known is None else (known.mean, known.half)
+    estimate = interval(values)
+    return (None, None) if estimate is None else (estimate.mean, estimate.half)
 
 
 def median(values: Sequence[float]) -> float | None:

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
 from halfstep.bench import measure
-from halfstep.bench.op_cases import Call, Ruled, ruled_operations, stock_operations
+from halfstep.bench.op_cases import Call, RuledOp, ruled_operations, stock_operations
 from halfstep.casting import dispatch_kernels, dispatch_table
 from halfstep.casting.autocast_mode import autocast
 from halfstep.numerics import formats
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-Opened: TypeAlias = AbstractContextManager[Any]
-"""A region, torch's or ours."""
+AutocastContext: TypeAlias = AbstractContextManager[Any]
+"""An autocast context, torch's or halfstep's."""
 
 STOCK_TARGET = 1.05
 """Time of a stock operation in our region, over torch's."""
@@ -41,13 +41,13 @@ RULE_TARGET = 7.0
 _TURN = 0.05
 """Seconds after which a turn has lasted long enough, whatever --calls says."""
 _MICRO = 1e6
-_ISLAND = "where torch would cast again, in a region with enabled=False, made each time"
-_STEERED = "torch + op:gelu=fp32"
+_NESTED = "where torch would cast again, in a region with enabled=False, made each time"
+_RULE_POLICY = "torch + op:gelu=fp32"
 """Policy of the steered regions that are entered and left."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """Where and how long to measure."""
 
     device: str
@@ -59,12 +59,12 @@ class Place:
     rounds: int
     """Turns of each contender."""
 
-    def torchs(self) -> torch.autocast:
-        """Make a region of torch's."""
+    def torch_context(self) -> torch.autocast:
+        """Return a context of torch.autocast."""
         return torch.autocast(self.device, self.dtype)
 
-    def ours(self, policy: str | None = None) -> Opened:
-        """Make a region of ours."""
+    def halfstep_context(self, policy: str | None = None) -> AutocastContext:
+        """Return a context of halfstep's autocast."""
         return autocast(self.device, self.dtype, policy=policy)
 
 
@@ -76,15 +76,15 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     """
     device = measure.pick_device(arguments.device)
     dtype = formats.parse(arguments.dtype).dtype
-    place = Place(device, dtype, arguments.calls, arguments.rounds)
+    setup = Setup(device, dtype, arguments.calls, arguments.rounds)
     threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     try:
         notes = tuple(measure.conditions("autocast", device, arguments))
         return [
-            _stock_table(place, arguments.sizes, notes),
-            _region_table(place, notes),
-            *_rule_tables(place, arguments.sizes, notes),
+            _stock_table(setup, arguments.sizes, notes),
+            _context_table(setup, notes),
+            *_rule_tables(setup, arguments.sizes, notes),
         ]
     finally:
         torch.set_num_threads(threads)
@@ -93,33 +93,35 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
 # One turn of one contender
 
 
-def _inside(region: Opened, call: Call, calls: int, place: Place) -> float:
-    """Return the seconds of a call inside a region; entering it is not counted."""
-    with region:
+def _inside(context: AutocastContext, call: Call, calls: int, setup: Setup) -> float:
+    """Return the seconds of a call inside a context; entering it is not counted."""
+    with context:
         call()  # casts what stays cast for the region
-        return measure.per_call(call, calls, place.device)
+        return measure.per_call(call, calls, setup.device)
 
 
-def _calls(call: Call, place: Place) -> int:
+def _calls(call: Call, setup: Setup) -> int:
     """Return how many calls make a turn."""
-    once = _inside(place.torchs(), call, 3, place)
-    return max(1, min(place.calls, int(_TURN / once)))
+    once = _inside(setup.torch_context(), call, 3, setup)
+    return max(1, min(setup.calls, int(_TURN / once)))
 
 
 # As torch's table says
 
 
-def _stock_table(place: Place, sizes: list[int], notes: tuple[str, ...]) -> Table:
+def _stock_table(setup: Setup, sizes: list[int], notes: tuple[str, ...]) -> Table:
     """Compare operations that both regions leave to torch's kernels."""
     rows: list[tuple[Cell, ...]] = []
     for size in sizes:
-        for name, call in stock_operations(size, place.device).items():
-            calls = _calls(call, place)
+        for name, call in stock_operations(size, setup.device).items():
+            calls = _calls(call, setup)
             contenders = {
-                "torch": partial(_inside, place.torchs(), call, calls, place),
-                "halfstep": partial(_inside, place.ours(), call, calls, place),
+                "torch": partial(_inside, setup.torch_context(), call, calls, setup),
+                "halfstep": partial(
+                    _inside, setup.halfstep_context(), call, calls, setup
+                ),
             }
-            times = measure.take_turns(contenders, place.rounds, f"{name} {size}")
+            times = measure.take_turns(contenders, setup.rounds, f"{name} {size}")
             ratio = times.ratio("halfstep", "torch")
             rows.append(
                 (
@@ -144,7 +146,7 @@ def _stock_table(place: Place, sizes: list[int], notes: tuple[str, ...]) -> Tabl
     )
     more = (
         "us: microseconds of a forward call in an open region",
-        f"{measure.in_turn(place.rounds)}; {measure.SPREAD}",
+        f"{measure.in_turn(setup.rounds)}; {measure.SPREAD}",
         "linear, conv2d and layer_norm have weights that learn, cast once a region",
     )
     return Table("Stock operations", columns, tuple(rows), (*more, *notes))
@@ -153,15 +155,15 @@ def _stock_table(place: Place, sizes: list[int], notes: tuple[str, ...]) -> Tabl
 # Entering and leaving
 
 
-def _entry(region: Opened) -> Call:
+def _enter(context: AutocastContext) -> Call:
     def call() -> None:
-        with region:
+        with context:
             pass
 
     return call
 
 
-def _made_and_entered(make: Callable[[], Opened]) -> Call:
+def _construct_and_enter(make: Callable[[], AutocastContext]) -> Call:
     def call() -> None:
         with make():
             pass
@@ -169,26 +171,26 @@ def _made_and_entered(make: Callable[[], Opened]) -> Call:
     return call
 
 
-def _region_table(place: Place, notes: tuple[str, ...]) -> Table:
-    """Compare what it costs to enter and leave an empty region."""
-    steered = partial(place.ours, _STEERED)
-    x = torch.ones(1, device=place.device)
-    with steered():
+def _context_table(setup: Setup, notes: tuple[str, ...]) -> Table:
+    """Compare what it costs to enter and leave an empty autocast context."""
+    with_rule = partial(setup.halfstep_context, _RULE_POLICY)
+    x = torch.ones(1, device=setup.device)
+    with with_rule():
         F.gelu(x)  # a rule that had matched nothing would be warned of
-    regions = {
-        "torch.autocast, reused": _entry(place.torchs()),
-        "torch.autocast, made each time": _made_and_entered(place.torchs),
-        "hs.autocast, reused": _entry(place.ours()),
-        "hs.autocast, made each time": _made_and_entered(place.ours),
-        "hs.autocast with a rule, reused": _entry(steered()),
-        "hs.autocast with a rule, made each time": _made_and_entered(steered),
+    contexts = {
+        "torch.autocast, reused": _enter(setup.torch_context()),
+        "torch.autocast, made each time": _construct_and_enter(setup.torch_context),
+        "hs.autocast, reused": _enter(setup.halfstep_context()),
+        "hs.autocast, made each time": _construct_and_enter(setup.halfstep_context),
+        "hs.autocast with a rule, reused": _enter(with_rule()),
+        "hs.autocast with a rule, made each time": _construct_and_enter(with_rule),
     }
     turns = {
-        name: partial(measure.per_call, call, place.calls, place.device)
-        for name, call in regions.items()
+        name: partial(measure.per_call, call, setup.calls, setup.device)
+        for name, call in contexts.items()
     }
-    times = measure.take_turns(turns, place.rounds)
-    baseline = next(iter(regions))
+    times = measure.take_turns(turns, setup.rounds)
+    baseline = next(iter(contexts))
     rows = tuple(
         (
             name,
@@ -196,12 +198,12 @@ def _region_table(place: Place, notes: tuple[str, ...]) -> Table:
             times.ratio(name, baseline),
             times.excess(name, baseline) * _MICRO,
         )
-        for name in regions
+        for name in contexts
     )
     columns = ("region", "us", "x torch reused", "us more")
     more = (
-        f"us: to enter and leave, with nothing inside; the rule: {_STEERED!r}",
-        measure.in_turn(place.rounds),
+        f"us: to enter and leave, with nothing inside; the rule: {_RULE_POLICY!r}",
+        measure.in_turn(setup.rounds),
     )
     return Table("Regions", columns, rows, (*more, *notes))
 
@@ -209,26 +211,30 @@ def _region_table(place: Place, notes: tuple[str, ...]) -> Table:
 # Under a rule
 
 
-def _ruled_times(ruled: Ruled, place: Place, what: str) -> measure.Times:
+def _ruled_times(ruled: RuledOp, setup: Setup, what: str) -> measure.Times:
     """Let four contenders run one operation: see `_rule_tables`."""
     policy = f"torch + {ruled.rule}"
     dispatch_kernels.install(
-        dispatch_table.rows_for(Policy.parse(policy), place.device)
+        dispatch_table.rows_for(Policy.parse(policy), setup.device)
     )
-    calls = _calls(ruled.by_hand, place)
-    stock = partial(_inside, place.torchs(), ruled.call, calls, place)
-    by_hand = partial(_inside, place.torchs(), ruled.by_hand, calls, place)
+    calls = _calls(ruled.by_hand, setup)
+    stock = partial(_inside, setup.torch_context(), ruled.call, calls, setup)
+    by_hand = partial(_inside, setup.torch_context(), ruled.by_hand, calls, setup)
     contenders = {
         "torch": stock,
         "by hand": by_hand,
-        "passed on": partial(_inside, place.ours(_STEERED), ruled.call, calls, place),
-        "halfstep": partial(_inside, place.ours(policy), ruled.call, calls, place),
+        "passed on": partial(
+            _inside, setup.halfstep_context(_RULE_POLICY), ruled.call, calls, setup
+        ),
+        "halfstep": partial(
+            _inside, setup.halfstep_context(policy), ruled.call, calls, setup
+        ),
     }
-    return measure.take_turns(contenders, place.rounds, what)
+    return measure.take_turns(contenders, setup.rounds, what)
 
 
 def _rule_tables(
-    place: Place, sizes: list[int], notes: tuple[str, ...]
+    setup: Setup, sizes: list[int], notes: tuple[str, ...]
 ) -> tuple[Table, Table]:
     """Compare operations under a rule, and those that a kernel of ours passes on.
 
@@ -239,8 +245,8 @@ def _rule_tables(
     under: list[tuple[Cell, ...]] = []
     passed: list[tuple[Cell, ...]] = []
     for size in sizes:
-        for ruled in ruled_operations(size, place.device, place.dtype):
-            times = _ruled_times(ruled, place, f"{ruled.rule} {size}")
+        for ruled in ruled_operations(size, setup.device, setup.dtype):
+            times = _ruled_times(ruled, setup, f"{ruled.rule} {size}")
             price = times.excess("halfstep", "by hand") * _MICRO
             under.append(
                 (
@@ -262,7 +268,7 @@ def _rule_tables(
                 )
             )
         measure.progress(f"operations under rules, size {size}: done")
-    rounds = measure.in_turn(place.rounds)
+    rounds = measure.in_turn(setup.rounds)
     columns = (
         "rule",
         "size",
@@ -275,15 +281,15 @@ def _rule_tables(
     )
     more = (
         "torch: as called, by torch's table; over: what ours costs",
-        "by hand: made to run as the rule says, by .to() or .float(); " + _ISLAND,
+        "by hand: made to run as the rule says, by .to() or .float(); " + _NESTED,
         rounds,
     )
-    beside = (
+    passed_notes = (
         "passed on: under a policy that leaves the operation to torch",
         rounds,
     )
     heads = ("operation", "size", "torch us", "passed on us", "us more")
     return (
         Table("Operations under a rule", columns, tuple(under), (*more, *notes)),
-        Table("Operations passed on", heads, tuple(passed), (*beside, *notes)),
+        Table("Operations passed on", heads, tuple(passed), (*passed_notes, *notes)),
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.bench import measure, worker_process
-from halfstep.bench.comm_worker import RANKS, Found
+from halfstep.bench.comm_worker import RANKS, RankResult
 from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     Raises:
         UserError: If one of them fails.
     """
-    found: dict[tuple[str, int], list[Found]] = {}
+    results: dict[tuple[str, int], list[RankResult]] = {}
     refusals: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        started = [
+        processes = [
             stack.enter_context(start(rank, Path(folder) / "store"))
             for rank in range(RANKS)
         ]
@@ -55,17 +55,19 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
                     for key in ("device", "dtype", "layers", "width", "batch", "steps")
                 }
                 task |= {"contender": name, "accumulate": micros}
-                answers = ask(started, task)
-                found[name, micros] = [
-                    Found(**answer["found"]) for answer in answers if "found" in answer
+                answers = request_all(processes, task)
+                results[name, micros] = [
+                    RankResult(**answer["found"])
+                    for answer in answers
+                    if "found" in answer
                 ]
                 for answer in answers:
                     if "refused" in answer:
                         refusals[name] = answer["refused"]
                 measure.progress(f"{name}, {micros} micro-batches: done")
     rows = tuple(
-        cells(name, micros, ranks, found.get((BASELINE, micros)))
-        for (name, micros), ranks in found.items()
+        cells(name, micros, ranks, results.get((BASELINE, micros)))
+        for (name, micros), ranks in results.items()
     )
     notes = (
         f"bytes and calls of one rank of {RANKS} in a step, mean of {arguments.steps}",
@@ -81,11 +83,11 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     return [Table("Bytes on the wire", _COLUMNS, rows, notes, digits=4)]
 
 
-def start(rank: int, store: Path) -> worker_process.Living:
+def start(rank: int, store: Path) -> worker_process.WorkerProcess:
     """Start one of the processes that train together."""
     task = {"rank": rank, "store": str(store)}
     environment = {"GLOO_SOCKET_IFNAME": loopback()}
-    return worker_process.Living(
+    return worker_process.WorkerProcess(
         f"rank {rank}", "halfstep.bench.comm_worker", task, environment
     )
 
@@ -96,16 +98,19 @@ def loopback() -> str:
     return "lo0" if "lo0" in names else "lo"
 
 
-def ask(
-    started: Sequence[worker_process.Living], question: dict[str, Any]
+def request_all(
+    processes: Sequence[worker_process.WorkerProcess], question: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Put a question to all at once, for each waits for the others; in their order."""
-    with ThreadPoolExecutor(len(started)) as pool:
-        return list(pool.map(lambda process: process.ask(question), started))
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(lambda process: process.request(question), processes))
 
 
 def cells(
-    name: str, micros: int, ranks: Sequence[Found], baseline: Sequence[Found] | None
+    name: str,
+    micros: int,
+    ranks: Sequence[RankResult],
+    baseline: Sequence[RankResult] | None,
 ) -> tuple[Cell, ...]:
     """Return a row; only a name, if the ranks refused."""
     if not ranks:

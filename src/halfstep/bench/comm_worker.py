@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 RANKS = 2
 _WARM_UP = 2
 """Steps that are not counted: DDP regroups gradients after its first."""
-_PATIENCE = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=60)
 _LR = 1e-3
 _SENT = 200
 """Where Linux keeps `tcpi_bytes_sent` in its `tcp_info`, from 4.19 on; what was sent
@@ -51,8 +51,8 @@ again comes next, and both are 64 bits."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one rank saw of one contender, for each step."""
+class RankResult:
+    """What one rank sent with one contender, per step."""
 
     sent: float | None
     """Bytes that left its sockets; None where the system does not tell."""
@@ -70,11 +70,11 @@ class Loop(Protocol):
     def step(self, batches: Batches) -> Tensor:
         """Step once, on the mean over micro-batches; return the loss of the last."""
 
-    def holds(self) -> Iterator[Tensor]:
+    def replicated_tensors(self) -> Iterator[Tensor]:
         """Yield all that must be the same on every rank."""
 
 
-class Plain(PlainLoop):
+class AmpLoop(PlainLoop):
     """torch.amp under DDP, which is told to wait for the last micro-batch."""
 
     def __init__(
@@ -99,19 +99,19 @@ class Plain(PlainLoop):
         self._optimizer.zero_grad()
         return loss.detach()
 
-    def holds(self) -> Iterator[Tensor]:
+    def replicated_tensors(self) -> Iterator[Tensor]:
         """Yield all that must be the same on every rank."""
         yield from self.model.parameters()
         yield from _states(self._optimizer)
 
 
-class Ours(SessionLoop):
+class DdpSessionLoop(SessionLoop):
     """A session under DDP."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, accumulate.loss_of)
 
-    def holds(self) -> Iterator[Tensor]:
+    def replicated_tensors(self) -> Iterator[Tensor]:
         """Yield all that must be the same on every rank."""
         yield from self.model.parameters()
         yield from self._session.weights().values()
@@ -125,7 +125,7 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def _session(level: str, **settings: Any) -> Callable[..., Loop]:  # noqa: ANN401
     def make(
-        model: nn.Module, optimizer: torch.optim.Optimizer, work: accumulate.Work
+        model: nn.Module, optimizer: torch.optim.Optimizer, work: accumulate.Workload
     ) -> Loop:
         session = prepare(
             model,
@@ -136,19 +136,19 @@ def _session(level: str, **settings: Any) -> Callable[..., Loop]:  # noqa: ANN40
             **settings,
         )
         session.model = DistributedDataParallel(session.model)
-        return Ours(session)
+        return DdpSessionLoop(session)
 
     return make
 
 
 def _plain(*, hook: bool) -> Callable[..., Loop]:
     def make(
-        model: nn.Module, optimizer: torch.optim.Optimizer, work: accumulate.Work
+        model: nn.Module, optimizer: torch.optim.Optimizer, work: accumulate.Workload
     ) -> Loop:
         wrapper = DistributedDataParallel(model)
         if hook:
             wrapper.register_comm_hook(None, _hook(work.dtype))
-        return Plain(wrapper, optimizer, formats.parse(work.dtype).dtype)
+        return AmpLoop(wrapper, optimizer, formats.parse(work.dtype).dtype)
 
     return make
 
@@ -175,7 +175,7 @@ CONTENDERS = {
 """Word for the flag -> what trains."""
 
 
-def make_loop(name: str, work: accumulate.Work, rank: int) -> Loop:
+def make_loop(name: str, work: accumulate.Workload, rank: int) -> Loop:
     """Return a contender; every rank begins with weights of its own."""
     torch.manual_seed(rank)
     layers: list[nn.Module] = []
@@ -186,7 +186,7 @@ def make_loop(name: str, work: accumulate.Work, rank: int) -> Loop:
     return CONTENDERS[name](model, optimizer, work)
 
 
-def sent() -> int | None:
+def bytes_sent() -> int | None:
     """Return the bytes that this process's TCP sockets have sent, but not again.
 
     None where the system does not tell: it is Linux that does.
@@ -202,8 +202,8 @@ def sent() -> int | None:
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             if len(info) < _SENT + 16:
                 return None
-            first, again = struct.unpack_from("=QQ", info, _SENT)
-            total += first - again
+            total_sent, retransmitted = struct.unpack_from("=QQ", info, _SENT)
+            total += total_sent - retransmitted
     return total
 
 
@@ -246,14 +246,14 @@ class Collectives(TorchDispatchMode):
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """Return a hash of all bits."""
-    seen = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for tensor in tensors:
         flat = tensor.detach().reshape(-1).contiguous()
-        seen.update(flat.view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()
+        sha256.update(flat.view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
-def count(loop: Loop, batches: Batches, steps: int) -> Found:
+def count_communication(loop: Loop, batches: Batches, steps: int) -> RankResult:
     """Count what steps send; the ranks do this together."""
     marks = []
     # After a barrier nothing is left in a buffer; what it sends itself is taken off.
@@ -261,15 +261,20 @@ def count(loop: Loop, batches: Batches, steps: int) -> Found:
         for _ in range(due):
             loop.step(batches)
         dist.barrier()
-        marks.append(sent())
-    there = [mark for mark in marks if mark is not None]
-    left = None
-    if len(there) == len(marks):
-        left = (there[2] - 2 * there[1] + there[0]) / steps
-    with Collectives() as seen:
+        marks.append(bytes_sent())
+    counters = [mark for mark in marks if mark is not None]
+    bytes_per_step = None
+    if len(counters) == len(marks):
+        bytes_per_step = (counters[2] - 2 * counters[1] + counters[0]) / steps
+    with Collectives() as collectives:
         for _ in range(steps):
             loop.step(batches)
-    return Found(left, seen.payload / steps, seen.calls / steps, digest(loop.holds()))
+    return RankResult(
+        bytes_per_step,
+        collectives.payload / steps,
+        collectives.calls / steps,
+        digest(loop.replicated_tensors()),
+    )
 
 
 def answer(rank: int, task: dict[str, Any]) -> dict[str, Any]:
@@ -278,7 +283,7 @@ def answer(rank: int, task: dict[str, Any]) -> dict[str, Any]:
     One that cannot do the work says so instead, in "refused", on every rank.
     """
     name, steps = task.pop("contender"), task.pop("steps")
-    work = accumulate.Work(**task)
+    work = accumulate.Workload(**task)
     batches = [
         (inputs + rank, targets) for inputs, targets in accumulate.draw_batches(work)
     ]
@@ -286,7 +291,7 @@ def answer(rank: int, task: dict[str, Any]) -> dict[str, Any]:
         loop = make_loop(name, work, rank)
     except UserError as error:
         return {"refused": str(error)}
-    return {"found": asdict(count(loop, batches, steps))}
+    return {"found": asdict(count_communication(loop, batches, steps))}
 
 
 def main(words: Sequence[str]) -> None:
@@ -298,7 +303,7 @@ def main(words: Sequence[str]) -> None:
     worker_process.serve(
         lambda question: answer(rank, question),
         # An old torch prints of it.
-        partial(join, world_size=RANKS, timeout=_PATIENCE),
+        partial(join, world_size=RANKS, timeout=_TIMEOUT),
     )
     # No barrier: the other rank may still be waiting for a question. But a thread of
     # gloo's may want the GIL once more.

@@ -111,7 +111,7 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
     flags.add_encoder(parser)
     text = "steps from one sample of statistics to the next (default 100)"
     parser.add_argument(
-        "--every", type=flags.whole, default=100, metavar="N", help=text
+        "--every", type=flags.positive_int, default=100, metavar="N", help=text
     )
     parser.add_argument(
         "--loop",

@@ -51,7 +51,7 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What every contender trains, where, and how long."""
 
     device: str
@@ -75,15 +75,15 @@ class Work:
 
 
 @dataclass
-class Found:
-    """What one contender showed."""
+class TrainingResult:
+    """Times and losses of one contender."""
 
     seconds: list[float] = field(default_factory=list)
     """Of each step, seed after seed, without those that warm up."""
     losses: list[list[float]] = field(default_factory=list)
     """Of each seed, step by step."""
 
-    def last(self) -> list[float]:
+    def last_losses(self) -> list[float]:
         """Return each seed's mean loss over the last tenth of its steps."""
         return [fmean(run[-max(1, len(run) // 10) :]) for run in self.losses]
 
@@ -101,16 +101,18 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         name: memory_of(make_loop(name, work, 0), batch, work.device)
         for name in CONTENDERS
     }
-    found = {name: Found() for name in CONTENDERS}
+    results = {name: TrainingResult() for name in CONTENDERS}
     for seed in range(work.seeds):
-        _train(work, seed, found)
-        last = ", ".join(f"{name} {f.last()[-1]:.3f}" for name, f in found.items())
+        _train(work, seed, results)
+        last = ", ".join(
+            f"{name} {f.last_losses()[-1]:.3f}" for name, f in results.items()
+        )
         measure.progress(f"seed {seed + 1}/{work.seeds}: last losses {last}")
     more = measure.conditions("encoder", work.device, arguments)
-    return [_table(work, found, memory, more), _curves(work, found)]
+    return [_table(work, results, memory, more), _curves(work, results)]
 
 
-def work_of(arguments: argparse.Namespace) -> Work:
+def work_of(arguments: argparse.Namespace) -> Workload:
     """Fill in what no flag set, and check what flags set."""
     if find_spec("transformers") is None:
         message = (
@@ -134,14 +136,14 @@ def work_of(arguments: argparse.Namespace) -> Work:
             f"{_WARM_UP} are not timed."
         )
         raise UserError(message)
-    names = [name for name in Work.__dataclass_fields__ if name != "device"]
-    return Work(device, **{name: getattr(arguments, name) for name in names})
+    names = [name for name in Workload.__dataclass_fields__ if name != "device"]
+    return Workload(device, **{name: getattr(arguments, name) for name in names})
 
 
 # Training
 
 
-def draw_batches(work: Work, seed: int) -> Iterator[Batch]:
+def draw_batches(work: Workload, seed: int) -> Iterator[Batch]:
     """Yield the batch of each step."""
     draw = torch.Generator().manual_seed(seed)
     shape = work.batch, work.length
@@ -156,7 +158,7 @@ def draw_batches(work: Work, seed: int) -> Iterator[Batch]:
         yield {"input_ids": ids.to(work.device), "labels": labels.to(work.device)}
 
 
-def make_loop(name: str, work: Work, seed: int) -> Loop:
+def make_loop(name: str, work: Workload, seed: int) -> Loop:
     """Return a contender; all of one seed begin with the same weights."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -190,20 +192,20 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def _train(work: Work, seed: int, found: dict[str, Found]) -> None:
+def _train(work: Workload, seed: int, results: dict[str, TrainingResult]) -> None:
     """Train all contenders from one seed, in turn step by step."""
-    loops = {name: make_loop(name, work, seed) for name in found}
-    for each in found.values():
+    loops = {name: make_loop(name, work, seed) for name in results}
+    for each in results.values():
         each.losses.append([])
     for number, batch in enumerate(draw_batches(work, seed)):
         for name in measure.order(loops, number):
             torch.manual_seed(seed * work.steps + number)  # the same dropout for all
             step = partial(loops[name].step, [batch])
             loss, took = measure.timed(step, work.device)
-            found[name].losses[-1].append(loss.item())
+            results[name].losses[-1].append(loss.item())
             journal.record(name, seed=seed, step=number, loss=loss.item(), seconds=took)
             if number >= _WARM_UP:
-                found[name].seconds.append(took)
+                results[name].seconds.append(took)
 
 
 # Memory
@@ -227,7 +229,7 @@ def memory_of(loop: Loop, batch: Batch, device: str) -> Memory:
     activations, casts = saved_for_backward(loop, batch)
     if device == "cpu":
         return Memory(activations, casts, None)
-    measure.wait(device)
+    measure.synchronize(device)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loop.step([batch])
@@ -240,7 +242,7 @@ def saved_for_backward(loop: Loop, batch: Batch) -> tuple[int, int]:
     Returns:
         Those of activations, and those of casts of weights; weights do not count.
     """
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
     casts: set[int] = set()
     weights = {w.untyped_storage().data_ptr() for w in loop.model.parameters()}
 
@@ -248,14 +250,14 @@ def saved_for_backward(loop: Loop, batch: Batch) -> tuple[int, int]:
         place = tensor.untyped_storage().data_ptr()
         if place not in weights:
             # Holding the tensor keeps its address from being given to another.
-            kept[place] = tensor
+            saved[place] = tensor
             if comes_from_weight(tensor):
                 casts.add(place)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loop.forward(batch)
-    sizes = {place: t.untyped_storage().nbytes() for place, t in kept.items()}
+    sizes = {place: t.untyped_storage().nbytes() for place, t in saved.items()}
     of_casts = sum(sizes[place] for place in casts)
     return sum(sizes.values()) - of_casts, of_casts
 
@@ -286,13 +288,16 @@ def comes_from_weight(tensor: Tensor) -> bool:
 
 
 def _table(
-    work: Work, found: dict[str, Found], memory: dict[str, Memory], more: list[str]
+    work: Workload,
+    results: dict[str, TrainingResult],
+    memory: dict[str, Memory],
+    more: list[str],
 ) -> Table:
-    times = measure.Times({name: each.seconds for name, each in found.items()})
-    full = found[FULL].last()
+    times = measure.Times({name: each.seconds for name, each in results.items()})
+    full = results[FULL].last_losses()
     rows: list[tuple[Cell, ...]] = []
-    for name, each in found.items():
-        last, took = each.last(), memory[name]
+    for name, each in results.items():
+        last, took = each.last_losses(), memory[name]
         rows.append(
             (
                 name,
@@ -317,7 +322,7 @@ def _table(
     )
     spread = max(full) - min(full)
     notes = (
-        measure.in_turn(len(found[FULL].seconds)),
+        measure.in_turn(len(results[FULL].seconds)),
         f"{BASELINE} runs beside kernels of ours, whose price `bench autocast` tells",
         "activations: bytes kept for the backward pass, exact, without weights",
         "casts: weights kept in 16 bits for it; GPU peak: allocated in a step, at most",
@@ -328,13 +333,13 @@ def _table(
     return Table("Training an encoder", columns, tuple(rows), (*notes, *more), digits=4)
 
 
-def _curves(work: Work, found: dict[str, Found]) -> Table:
+def _curves(work: Workload, results: dict[str, TrainingResult]) -> Table:
     """Return mean losses of equal parts of each run."""
     parts = min(_POINTS, work.steps)
     bounds = [work.steps * part // parts for part in range(parts + 1)]
     rows: list[tuple[Cell, ...]] = []
     for seed in range(work.seeds):
         for start, end in pairwise(bounds):
-            means = (fmean(each.losses[seed][start:end]) for each in found.values())
+            means = (fmean(each.losses[seed][start:end]) for each in results.values())
             rows.append((seed, f"{start + 1} to {end}", *means))
-    return Table("Mean loss", ("seed", "steps", *found), tuple(rows), digits=4)
+    return Table("Mean loss", ("seed", "steps", *results), tuple(rows), digits=4)

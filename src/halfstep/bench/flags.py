@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 """Columns of a help text that argparse does not wrap."""
 
 
-def _is_whole(word: str) -> bool:
+def _is_positive_int(word: str) -> bool:
     return word.isascii() and word.isdigit() and int(word) > 0
 
 
-def whole(word: str) -> int:
+def positive_int(word: str) -> int:
     """Return the number that a flag gives; argparse puts the flag before the message.
 
     Raises:
         argparse.ArgumentTypeError: If it is no whole number of at least 1.
     """
-    if not _is_whole(word):
+    if not _is_positive_int(word):
         message = f"{word!r} must be a whole number of at least 1"
         raise argparse.ArgumentTypeError(message)
     return int(word)
 
 
-def wholes(words: str) -> list[int]:
-    """Return numbers with commas between them, each as `whole` reads it."""
-    return [whole(word) for word in words.split(",")]
+def positive_ints(words: str) -> list[int]:
+    """Return numbers with commas between them, each as `positive_int` reads it."""
+    return [positive_int(word) for word in words.split(",")]
 
 
 def share(word: str) -> float:
@@ -53,21 +53,21 @@ def share(word: str) -> float:
     return value
 
 
-def rates_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+def learning_rates(choices: Sequence[str]) -> Callable[[str], list[str]]:
     """Return what reads learning rates, each a number or NAME=number.
 
     Args:
-        known: Names there are.
+        choices: The names that are accepted.
     """
 
     def read(words: str) -> list[str]:
         seen = set()
         for word in words.split(","):
             name, _, number = word.rpartition("=")
-            if not _is_rate(number) or (name and name not in known):
+            if not _is_rate(number) or (name and name not in choices):
                 message = (
                     f"{word!r} must be a number above 0, or NAME=number with a name of "
-                    f"{', '.join(known)}"
+                    f"{', '.join(choices)}"
                 )
                 raise argparse.ArgumentTypeError(message)
             if name in seen:
@@ -94,7 +94,7 @@ def shapes(words: str) -> list[str]:
     """
     for word in words.split(","):
         parts = word.split("x")
-        if not (len(parts) == 2 and all(_is_whole(part) for part in parts)):  # noqa: PLR2004
+        if not (len(parts) == 2 and all(_is_positive_int(part) for part in parts)):  # noqa: PLR2004
             message = f"{word!r} must be a number of tensors x a size, such as 3x4096"
             raise argparse.ArgumentTypeError(message)
     return words.split(",")
@@ -166,17 +166,17 @@ WIRES = ("O0", "O1", "O2", "O2-split", "torch.amp", "torch.amp-hook")
 """What `bench wire` can train with."""
 
 
-def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+def name_list(choices: Sequence[str]) -> Callable[[str], list[str]]:
     """Return what reads names with commas between them; "all" are all.
 
     It raises `argparse.ArgumentTypeError` if a name is unknown, or stands there twice.
     """
 
     def read(words: str) -> list[str]:
-        names = list(known) if words == "all" else words.split(",")
+        names = list(choices) if words == "all" else words.split(",")
         for name in names:
-            if name not in known:
-                message = f"{name!r} must be all or of {', '.join(known)}"
+            if name not in choices:
+                message = f"{name!r} must be all or of {', '.join(choices)}"
                 raise argparse.ArgumentTypeError(message)
             if names.count(name) > 1:
                 message = f"{name!r} must stand there once"
@@ -199,17 +199,17 @@ def _add_place(parser: argparse.ArgumentParser, rounds: int | None) -> None:
     add("--device", choices=("cpu", "cuda"), help="(default cuda if there is one)")
     if rounds:
         text = f"turns of each contender (default {rounds})"
-        add("--rounds", type=whole, default=rounds, metavar="N", help=text)
+        add("--rounds", type=positive_int, default=rounds, metavar="N", help=text)
 
 
-def _add_contenders(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
+def _add_contenders(parser: argparse.ArgumentParser, choices: Sequence[str]) -> None:
     """Add which of them run."""
     parser.add_argument(
         "--contenders",
-        type=names_of(known),
-        default=list(known),
+        type=name_list(choices),
+        default=list(choices),
         metavar="NAME,NAME",
-        help=f"of {', '.join(known)} (default all)",
+        help=f"of {', '.join(choices)} (default all)",
     )
 
 
@@ -218,14 +218,14 @@ def add_autocast(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--sizes",
-        type=wholes,
+        type=positive_ints,
         default=[8, 512],
         metavar="N,N",
         help="rows and columns of the operands (default 8,512)",
     )
     add(
         "--calls",
-        type=whole,
+        type=positive_int,
         default=2000,
         metavar="N",
         help="calls in one turn, fewer of slow ones (default 2000)",
@@ -233,7 +233,7 @@ def add_autocast(parser: argparse.ArgumentParser) -> None:
     text = (
         "threads inside an operation on a CPU (default 1: another would be waited for)"
     )
-    add("--threads", type=whole, default=1, metavar="N", help=text)
+    add("--threads", type=positive_int, default=1, metavar="N", help=text)
     _add_common(parser, rounds=21)
 
 
@@ -241,13 +241,13 @@ def _add_network(parser: argparse.ArgumentParser, accumulate: int) -> None:
     """Add the sizes of the recipe's network, and of its micro-batches."""
     add = parser.add_argument
     text = "linear layers, with ReLU between (default 3)"
-    add("--layers", type=whole, default=3, metavar="N", help=text)
+    add("--layers", type=positive_int, default=3, metavar="N", help=text)
     text = "inputs and outputs of each layer (default 4096)"
-    add("--width", type=whole, default=4096, metavar="N", help=text)
+    add("--width", type=positive_int, default=4096, metavar="N", help=text)
     text = "examples of one micro-batch (default 512)"
-    add("--batch", type=whole, default=512, metavar="N", help=text)
+    add("--batch", type=positive_int, default=512, metavar="N", help=text)
     text = f"micro-batches of one step (default {accumulate})"
-    add("--accumulate", type=whole, default=accumulate, metavar="N", help=text)
+    add("--accumulate", type=positive_int, default=accumulate, metavar="N", help=text)
 
 
 def add_accumulate(parser: argparse.ArgumentParser) -> None:
@@ -265,13 +265,13 @@ def add_encoder(parser: argparse.ArgumentParser) -> None:
         "heads": "attention heads (default 4; 12 on cuda)",
         "batch": "texts of a step (default 16; 32 on cuda)",
     }.items():
-        add(f"--{name}", type=whole, metavar="N", help=text)
+        add(f"--{name}", type=positive_int, metavar="N", help=text)
     text = "tokens of a text (default 128)"
-    add("--length", type=whole, default=128, metavar="N", help=text)
+    add("--length", type=positive_int, default=128, metavar="N", help=text)
     text = "steps of each run (default 150)"
-    add("--steps", type=whole, default=150, metavar="N", help=text)
+    add("--steps", type=positive_int, default=150, metavar="N", help=text)
     text = "runs of each contender (default 3)"
-    add("--seeds", type=whole, default=3, metavar="N", help=text)
+    add("--seeds", type=positive_int, default=3, metavar="N", help=text)
     text = "dropout everywhere (default 0.1)"
     add("--dropout", type=share, default=0.1, metavar="P", help=text)
     text = "learning rate of AdamW (default 0.0003; 0.0001 on cuda)"
@@ -297,13 +297,13 @@ def add_scaler(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--optimizer",
-        type=names_of(OPTIMIZERS),
+        type=name_list(OPTIMIZERS),
         default=["none", "sgd", "adamw-fused"],
         metavar="NAME,NAME",
         help=f"all, or of {', '.join(OPTIMIZERS)} (default none,sgd,adamw-fused)",
     )
     text = "steps in one turn, fewer of slow ones (default 50)"
-    add("--calls", type=whole, default=50, metavar="N", help=text)
+    add("--calls", type=positive_int, default=50, metavar="N", help=text)
     _add_place(parser, rounds=21)
 
 
@@ -317,7 +317,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     choices = ("sgd", "sgd-momentum", "adamw")
     add("--optimizer", choices=choices, default="sgd", help=text)
     text = "steps in one turn (default 3)"
-    add("--steps", type=whole, default=3, metavar="N", help=text)
+    add("--steps", type=positive_int, default=3, metavar="N", help=text)
     _add_contenders(parser, PEERS)
     _add_common(parser, rounds=9)
 
@@ -325,19 +325,25 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 def add_optimizer(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench optimizer`."""
     add = parser.add_argument
-    add("--layers", type=whole, default=3, metavar="N", help="weights (default 3)")
+    add(
+        "--layers",
+        type=positive_int,
+        default=3,
+        metavar="N",
+        help="weights (default 3)",
+    )
     text = "rows and columns of each weight (default 4096)"
-    add("--width", type=whole, default=4096, metavar="N", help=text)
+    add("--width", type=positive_int, default=4096, metavar="N", help=text)
     add(
         "--optimizer",
-        type=names_of(RULES),
+        type=name_list(RULES),
         default=["sgd", "sgd-momentum", "adamw"],
         metavar="NAME,NAME",
         help=f"all, or of {', '.join(RULES)} (default sgd,sgd-momentum,adamw)",
     )
     add(
         "--forms",
-        type=names_of(FORMS),
+        type=name_list(FORMS),
         default=list(FORMS),
         metavar="NAME,NAME",
         help=f"of {', '.join(FORMS)} (default all)",
@@ -349,12 +355,18 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench train`."""
     add = parser.add_argument
     add("--data", metavar="PATH", help="texts to train on (default built-in)")
-    add("--limit", type=whole, metavar="N", help="first N rows only")
+    add("--limit", type=positive_int, metavar="N", help="first N rows only")
     add("--seed", type=int, default=123, metavar="N", help="(default 123)")
-    add("--epochs", type=whole, default=1, metavar="N", help="(default 1)")
+    add("--epochs", type=positive_int, default=1, metavar="N", help="(default 1)")
     text = "tiny, small, or what transformers loads (default tiny)"
     add("--model", default="tiny", metavar="NAME", help=text)
-    add("--repeats", type=whole, default=1, metavar="N", help="runs each (default 1)")
+    add(
+        "--repeats",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="runs each (default 1)",
+    )
     _add_contenders(parser, TRAINS)
 
 
@@ -362,14 +374,14 @@ def add_quality(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench quality`."""
     add = parser.add_argument
     add("--data", metavar="PATH", help="texts to train on (default built-in)")
-    add("--limit", type=whole, metavar="N", help="first N rows only")
+    add("--limit", type=positive_int, metavar="N", help="first N rows only")
     text = "share of a single file kept to judge by (default 0.2)"
     add("--share", type=share, default=0.2, metavar="P", help=text)
     add("--model", default="tiny", metavar="NAME", help="(default tiny)")
     text = "passes over the data (default as halfstep train)"
-    add("--epochs", type=whole, metavar="N", help=text)
+    add("--epochs", type=positive_int, metavar="N", help=text)
     text = "runs of each contender (default 5)"
-    add("--seeds", type=whole, default=5, metavar="N", help=text)
+    add("--seeds", type=positive_int, default=5, metavar="N", help=text)
     _add_contenders(parser, QUALITIES)
     _add_place(parser, rounds=None)
 
@@ -378,14 +390,14 @@ def add_ner(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench ner`."""
     add = parser.add_argument
     add("--data", metavar="PATH", help="entities to train on (default built-in)")
-    add("--limit", type=whole, metavar="N", help="first N rows only")
+    add("--limit", type=positive_int, metavar="N", help="first N rows only")
     add("--model", default="tiny", metavar="NAME", help="(default tiny)")
     text = "passes over the data (default as halfstep train)"
-    add("--epochs", type=whole, metavar="N", help=text)
-    add("--batch-size", type=whole, default=32, metavar="N", help="(default 32)")
+    add("--epochs", type=positive_int, metavar="N", help=text)
+    add("--batch-size", type=positive_int, default=32, metavar="N", help="(default 32)")
     add(
         "--lr",
-        type=rates_of(NERS),
+        type=learning_rates(NERS),
         metavar="X,NAME=X",
         help="learning rate of all contenders, and of single ones, such as "
         "1e-3,O1-fp16=5e-4 (default as halfstep train)",
@@ -393,9 +405,9 @@ def add_ner(parser: argparse.ArgumentParser) -> None:
     text = "share of tokens hidden (default as halfstep train)"
     add("--mask-tokens", type=float, metavar="P", help=text)
     text = "tokens after which a text is cut (default 192)"
-    add("--max-length", type=whole, default=192, metavar="N", help=text)
+    add("--max-length", type=positive_int, default=192, metavar="N", help=text)
     text = "runs of each contender (default 3)"
-    add("--seeds", type=whole, default=3, metavar="N", help=text)
+    add("--seeds", type=positive_int, default=3, metavar="N", help=text)
     _add_contenders(parser, NERS)
     _add_place(parser, rounds=None)
 
@@ -403,22 +415,24 @@ def add_ner(parser: argparse.ArgumentParser) -> None:
 def add_traces(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench traces`."""
     text = "steps of each trace (default 5000)"
-    parser.add_argument("--steps", type=whole, default=5000, metavar="N", help=text)
+    parser.add_argument(
+        "--steps", type=positive_int, default=5000, metavar="N", help=text
+    )
 
 
 def add_wire(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench wire`."""
     add = parser.add_argument
     text = "linear layers, with ReLU between (default 3)"
-    add("--layers", type=whole, default=3, metavar="N", help=text)
+    add("--layers", type=positive_int, default=3, metavar="N", help=text)
     text = "inputs and outputs of each layer (default 1024)"
-    add("--width", type=whole, default=1024, metavar="N", help=text)
+    add("--width", type=positive_int, default=1024, metavar="N", help=text)
     text = "examples of one micro-batch (default 32)"
-    add("--batch", type=whole, default=32, metavar="N", help=text)
+    add("--batch", type=positive_int, default=32, metavar="N", help=text)
     text = "micro-batches of one step (default 1,4)"
-    add("--accumulate", type=wholes, default=[1, 4], metavar="N,N", help=text)
+    add("--accumulate", type=positive_ints, default=[1, 4], metavar="N,N", help=text)
     text = "steps counted (default 5)"
-    add("--steps", type=whole, default=5, metavar="N", help=text)
+    add("--steps", type=positive_int, default=5, metavar="N", help=text)
     _add_contenders(parser, WIRES)
     text = "16-bit format (default bf16)"
     add("--dtype", choices=("bf16", "fp16"), default="bf16", help=text)

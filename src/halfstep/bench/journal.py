@@ -25,21 +25,21 @@ class Journal:
     """The measurements of one bench.
 
     Args:
-        place: Gets a line of JSON for each measurement; None writes nothing.
+        path: Gets a line of JSON for each measurement; None writes nothing.
 
     Raises:
         UserError: If it cannot be written: before hours of measuring, not after.
     """
 
-    def __init__(self, place: Path | None) -> None:
-        self.place = place
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
         self.entries: list[tuple[str, dict[str, Any]]] = []
         self._file = None
-        if place is not None:
+        if path is not None:
             try:
-                self._file = place.open("w", encoding="utf-8")
+                self._file = path.open("w", encoding="utf-8")
             except OSError as error:
-                file = place.with_suffix("")  # without .part
+                file = path.with_suffix("")  # without .part
                 message = f"--json {file} cannot be written: {error.strerror}."
                 raise UserError(message) from error
 
@@ -58,10 +58,10 @@ class Journal:
 
     def close(self, *, finished: bool) -> None:
         """Close the file; delete it where the tables have been written."""
-        if self._file is not None and self.place is not None:
+        if self._file is not None and self.path is not None:
             self._file.close()
             if finished:
-                self.place.unlink(missing_ok=True)
+                self.path.unlink(missing_ok=True)
 
     def table(self) -> Table:
         """Return the medians of what was measured, by name and figure."""
@@ -71,22 +71,22 @@ class Journal:
                 if isinstance(value, int | float):
                     values.setdefault((name, figure), []).append(float(value))
         rows = tuple(
-            (name, figure, len(known), statistics.median(known))
-            for (name, figure), known in values.items()
+            (name, figure, len(samples), statistics.median(samples))
+            for (name, figure), samples in values.items()
         )
         notes = (
             "the bench did not finish",
-            *([f"each measurement: {self.place}"] if self.place else []),
+            *([f"each measurement: {self.path}"] if self.path else []),
         )
         columns = ("what", "figure", "times", "median")
         return Table("Measured so far", columns, rows, notes, digits=6)
 
 
-_open: list[Journal] = []
+_open_journals: list[Journal] = []
 
 
 @contextlib.contextmanager
-def opened(json_file: Path | None) -> Iterator[None]:
+def open_journal(json_file: Path | None) -> Iterator[None]:
     """Keep what is measured meanwhile.
 
     A bench that fails, or is interrupted, prints it on standard error, and leaves the
@@ -102,13 +102,13 @@ def opened(json_file: Path | None) -> Iterator[None]:
     if json_file and str(json_file) != "-" and not _is_special(json_file):
         place = json_file.with_name(f"{json_file.name}.part")
     journal = Journal(place)
-    _open.append(journal)
+    _open_journals.append(journal)
     finished = False
     try:
         yield
         finished = True
     finally:
-        _open.remove(journal)
+        _open_journals.remove(journal)
         journal.close(finished=finished)
         if not finished and journal.entries:
             print(journal.table().text(), file=sys.stderr, flush=True)
@@ -126,5 +126,5 @@ def record(name: str, **figures: Any) -> None:  # noqa: ANN401 -- what JSON has
         name: What was measured.
         figures: Plain values.
     """
-    for journal in _open:
+    for journal in _open_journals:
         journal.record(name, figures)

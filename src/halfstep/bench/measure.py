@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-ONLY_AT_THE_END = 2**31 - 1
+EVAL_ONLY_AT_END = 2**31 - 1
 """Steps between evaluations: the last weights are judged, and no dev text has chosen
 them."""
 
@@ -80,13 +80,13 @@ def take_turns(
         rounds: Turns of each, >= 1.
         what: What they all do, for the journal, where a bench measures several things.
     """
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in order(contenders, number):
-            found[name].append(contenders[name]())
+            seconds[name].append(contenders[name]())
             title = f"{what}: {name}" if what else name
-            journal.record(title, round=number + 1, seconds=found[name][-1])
-    return Times(found)
+            journal.record(title, round=number + 1, seconds=seconds[name][-1])
+    return Times(seconds)
 
 
 def order(names: Iterable[str], number: int) -> list[str]:
@@ -94,8 +94,8 @@ def order(names: Iterable[str], number: int) -> list[str]:
 
     Why: whoever comes second finds warm caches, or a hot processor.
     """
-    there = list(names)
-    return there[::-1] if number % 2 else there
+    ordered = list(names)
+    return ordered[::-1] if number % 2 else ordered
 
 
 def timed(call: Callable[[], T], device: str) -> tuple[T, float]:
@@ -103,10 +103,10 @@ def timed(call: Callable[[], T], device: str) -> tuple[T, float]:
 
     It is wall time, on a GPU as well: waiting for the processor is time lost.
     """
-    wait(device)
+    synchronize(device)
     began = time.perf_counter()
     result = call()
-    wait(device)
+    synchronize(device)
     return result, time.perf_counter() - began
 
 
@@ -122,7 +122,7 @@ def per_call(call: Callable[[], object], calls: int, device: str) -> float:
     return timed(lambda: loop.timeit(calls), device)[1] / calls
 
 
-def wait(device: str) -> None:
+def synchronize(device: str) -> None:
     """Wait until a device has nothing left to do."""
     if device == "cuda":
         torch.cuda.synchronize()
@@ -140,8 +140,8 @@ def pick_device(word: str | None) -> str:
     return word or hardware.capabilities().device
 
 
-def apart(module: str, task: dict[str, Any]) -> dict[str, Any]:
-    """Run a task in a process of its own; return what it found.
+def run_in_subprocess(module: str, task: dict[str, Any]) -> dict[str, Any]:
+    """Run a task in a subprocess; return its result.
 
     Args:
         module: One that takes the task as JSON, its only argument, and whose last
@@ -163,8 +163,8 @@ def apart(module: str, task: dict[str, Any]) -> dict[str, Any]:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         message = f"contender {task} failed with status {done.returncode}: {last}"
         raise UserError(message)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 SPREAD = "+-: half of the rounds lie as near to the ratio"
@@ -191,16 +191,16 @@ def conditions(bench: str, device: str, arguments: argparse.Namespace) -> list[s
     return notes
 
 
-_NOT_SHOWN = {"command", "tables", "device", "json"}
+_UNPRINTED = {"command", "tables", "device", "json"}
 
 
 def _flags(arguments: argparse.Namespace) -> str:
     """Spell every setting as a flag, defaults too: they may change."""
     words = []
     for name, value in vars(arguments).items():
-        if name not in _NOT_SHOWN and value is not None:
-            shown = ",".join(map(str, value)) if isinstance(value, list) else value
-            words.append(f"--{name.replace('_', '-')} {shown}")
+        if name not in _UNPRINTED and value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"--{name.replace('_', '-')} {text}")
     return " ".join(words)
 
 

@@ -67,22 +67,24 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     shared |= {"task": "ner", "device": device, "mask_tokens": arguments.mask_tokens}
     rates = learning_rates(arguments.lr or [], arguments.contenders)
     configs = [TrainConfig(**shared, lr=rates[name]) for name in arguments.contenders]
-    judged = accuracy.judged("F1", configs[0])
+    evaluation_note = accuracy.evaluation_note("F1", configs[0])
     hardware.gemm_rates(device)  # measured once, here, and not in some contender's time
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.contenders}
+    results: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in arguments.contenders
+    }
     for seed in range(arguments.seeds):
-        for name in measure.order(found, seed):
+        for name in measure.order(results, seed):
             task = shared | CONTENDERS[name] | {"seed": seed, "lr": rates[name]}
-            came_to = measure.apart("halfstep.bench.accuracy", task)
-            journal.record(name, seed=seed, **came_to)
-            found[name].append(came_to)
-            said = came_to.get("diverged") or f"F1 {came_to['scores']['f1']:.4f}"
-            measure.progress(f"seed {seed + 1}/{arguments.seeds} {name}: {said}")
-    notes = [judged, *measure.conditions("ner", device, arguments)]
-    low = any(CONTENDERS[name].get("dtype") == "fp16" for name in found)
+            result = measure.run_in_subprocess("halfstep.bench.accuracy", task)
+            journal.record(name, seed=seed, **result)
+            results[name].append(result)
+            text = result.get("diverged") or f"F1 {result['scores']['f1']:.4f}"
+            measure.progress(f"seed {seed + 1}/{arguments.seeds} {name}: {text}")
+    notes = [evaluation_note, *measure.conditions("ner", device, arguments)]
+    low = any(CONTENDERS[name].get("dtype") == "fp16" for name in results)
     if low and fp16_emulation.needed(device):
         notes.append(_EMULATED)
-    return [table(found, notes)]
+    return [table(results, notes)]
 
 
 def learning_rates(
@@ -110,15 +112,15 @@ def learning_rates(
     return {name: named.get(name, named.get("")) for name in contenders}
 
 
-def table(found: Runs, more: Sequence[str]) -> Table:
+def table(results: Runs, more: Sequence[str]) -> Table:
     """Return what contenders came to, each with its differences to fp32.
 
     Args:
-        found: As many seeds of each; one that diverged has only "diverged".
+        results: As many seeds of each; one that diverged has only "diverged".
         more: Notes on where and how.
     """
-    rows = tuple(_row(found, name) for name in found)
-    seeds = len(next(iter(found.values())))
+    rows = tuple(_row(results, name) for name in results)
+    seeds = len(next(iter(results.values())))
     notes = (
         f"seeds: {seeds}, the same for all: first weights, order and dropout",
         "an entity counts as found if its edges and its kind are right",
@@ -128,18 +130,18 @@ def table(found: Runs, more: Sequence[str]) -> Table:
         "speed: of training steps, median of the ratios seed by seed",
         "peak: the whole process with its libraries, or the GPU; median",
         "skipped: steps of all seeds that ended",
-        *accuracy.lost(found),
+        *accuracy.divergence_notes(results),
         *more,
     )
     return Table("Entities over seeds", _COLUMNS, rows, notes)
 
 
-def _row(found: Runs, name: str) -> tuple[Cell, ...]:
-    ended = accuracy.finished(found[name])
-    pairs = accuracy.pairs(found, name, BASELINE)
+def _row(results: Runs, name: str) -> tuple[Cell, ...]:
+    completed = accuracy.finished(results[name])
+    pairs = accuracy.pairs(results, name, BASELINE)
 
     def percent(score: str) -> list[float]:
-        return [_PERCENT * each["scores"][score] for each in ended]
+        return [_PERCENT * each["scores"][score] for each in completed]
 
     return (
         name,
@@ -148,7 +150,7 @@ def _row(found: Runs, name: str) -> tuple[Cell, ...]:
         *cells(percent("precision"))[:1],
         *cells(percent("recall"))[:1],
         median([b["seconds"] / a["seconds"] for a, b in pairs]),
-        median([each["peak_bytes"] / _MIB for each in ended]),
-        sum(each["skipped"] for each in ended) if ended else None,
-        len(found[name]) - len(ended),
+        median([each["peak_bytes"] / _MIB for each in completed]),
+        sum(each["skipped"] for each in completed) if completed else None,
+        len(results[name]) - len(completed),
     )

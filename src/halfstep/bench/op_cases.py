@@ -53,7 +53,7 @@ def stock_operations(size: int, device: str) -> dict[str, Call]:
 
 
 @dataclass(frozen=True)
-class Ruled:
+class RuledOp:
     """An operation that a rule takes from torch, and what one would write instead."""
 
     rule: str
@@ -63,7 +63,7 @@ class Ruled:
     """The same under torch.autocast, made to run as the rule says."""
 
 
-def ruled_operations(size: int, device: str, low: torch.dtype) -> list[Ruled]:
+def ruled_operations(size: int, device: str, low_dtype: torch.dtype) -> list[RuledOp]:
     """Return operations under rules that change how they run on the device.
 
     Nothing learns here: a cache of casts would spare ours what is cast by hand.
@@ -71,11 +71,11 @@ def ruled_operations(size: int, device: str, low: torch.dtype) -> list[Ruled]:
     Args:
         size: Rows and columns.
         device: "cpu" or "cuda", whose tables differ.
-        low: The region's 16-bit dtype.
+        low_dtype: The 16-bit dtype of the autocast context.
     """
     x, y, weight = (torch.randn(size, size, device=device) for _ in range(3))
     vector = torch.randn(size, device=device)
-    narrow = x.to(low)
+    narrow = x.to(low_dtype)
     shape = (size,)
 
     def linear_by_hand() -> object:
@@ -84,30 +84,30 @@ def ruled_operations(size: int, device: str, low: torch.dtype) -> list[Ruled]:
 
     def norm_by_hand() -> object:
         with torch.autocast(device, enabled=False):
-            return F.layer_norm(x.to(low), shape)
+            return F.layer_norm(x.to(low_dtype), shape)
 
     def low_sum() -> object:
-        return x.to(low) + y.to(low)
+        return x.to(low_dtype) + y.to(low_dtype)
 
     def low_mv() -> object:
-        return torch.mv(x.to(low), vector.to(low))
+        return torch.mv(x.to(low_dtype), vector.to(low_dtype))
 
-    found = [
-        Ruled("op:gelu=fp32", lambda: F.gelu(narrow), lambda: F.gelu(narrow.float())),
-        Ruled("op:add=low", lambda: x + y, low_sum),
-        Ruled("op:linear=fp32", lambda: F.linear(narrow, weight), linear_by_hand),
+    cases = [
+        RuledOp("op:gelu=fp32", lambda: F.gelu(narrow), lambda: F.gelu(narrow.float())),
+        RuledOp("op:add=low", lambda: x + y, low_sum),
+        RuledOp("op:linear=fp32", lambda: F.linear(narrow, weight), linear_by_hand),
     ]
     if device == "cuda":
-        found.append(
-            Ruled("op:layer_norm=low", lambda: F.layer_norm(x, shape), norm_by_hand)
+        cases.append(
+            RuledOp("op:layer_norm=low", lambda: F.layer_norm(x, shape), norm_by_hand)
         )
     else:
-        found += [
-            Ruled(
+        cases += [
+            RuledOp(
                 "op:layer_norm=fp32",
                 lambda: F.layer_norm(narrow, shape),
                 lambda: F.layer_norm(narrow.float(), shape),
             ),
-            Ruled("op:mv=low", lambda: torch.mv(x, vector), low_mv),
+            RuledOp("op:mv=low", lambda: torch.mv(x, vector), low_mv),
         ]
-    return found
+    return cases

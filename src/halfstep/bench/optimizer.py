@@ -20,9 +20,9 @@ from halfstep.bench.update_cases import (
     RULES,
     Rule,
     Update,
-    Work,
-    draw,
-    make,
+    Workload,
+    draw_gradients,
+    make_update,
 )
 from halfstep.errors import UserError
 from halfstep.reporting.table import Cell, Table
@@ -58,17 +58,17 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         UserError: If cuda is asked for and there is none.
     """
     device = measure.pick_device(arguments.device)
-    work = Work(device, arguments.dtype, arguments.layers, arguments.width)
-    sources = draw(work)
+    work = Workload(device, arguments.dtype, arguments.layers, arguments.width)
+    sources = draw_gradients(work)
     rows: list[tuple[Cell, ...]] = []
     refusals: dict[str, str] = {}
     for word in arguments.optimizer:
-        found, refused = measured(
+        cells_of_form, refused = measure_forms(
             RULES[word], arguments.forms, work, sources, arguments.rounds
         )
         for name in arguments.forms:
             why_not = "refused" if name in refused else None
-            rows.append((word, name, *found.get(name, _BLANK), why_not))
+            rows.append((word, name, *cells_of_form.get(name, _BLANK), why_not))
         refusals |= {f"{word}, {name}": text for name, text in refused.items()}
         measure.progress(f"{word}: done")
     notes = (
@@ -86,8 +86,8 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     return [Table("Optimizer", _COLUMNS, tuple(rows), notes)]
 
 
-def measured(
-    rule: Rule, names: Iterable[str], work: Work, sources: list[Tensor], rounds: int
+def measure_forms(
+    rule: Rule, names: Iterable[str], work: Workload, sources: list[Tensor], rounds: int
 ) -> tuple[dict[str, tuple[Cell, ...]], dict[str, str]]:
     """Measure one optimizer, its forms in turn.
 
@@ -98,39 +98,41 @@ def measured(
     refused: dict[str, str] = {}
     for name in names:
         try:
-            updates[name] = make(rule, FORMS[name], work, sources)
+            updates[name] = make_update(rule, FORMS[name], work, sources)
         except UserError as error:
             refused[name] = str(error)
-    memory = {name: spent(update) for name, update in updates.items()}
+    memory = {name: memory_after_backward(update) for name, update in updates.items()}
     timed = {n: update for n, update in updates.items() if FORMS[n].gradient}
     times = take_times(rule, timed, work, rounds)
-    found = {name: cells(times, name, rule, memory[name], work) for name in updates}
-    return found, refused
+    cells_of_form = {
+        name: cells(times, name, rule, memory[name], work) for name in updates
+    }
+    return cells_of_form, refused
 
 
-def spent(update: Update) -> dict[str, int]:
+def memory_after_backward(update: Update) -> dict[str, int]:
     """Return the bytes held at the end of a second backward pass: all state is made."""
     update.backward()
     update.step()
     update.backward()
-    found = update.memory()
+    memory = update.memory()
     update.step()
-    return found
+    return memory
 
 
 def take_times(
-    rule: Rule, updates: dict[str, Update], work: Work, rounds: int
+    rule: Rule, updates: dict[str, Update], work: Workload, rounds: int
 ) -> measure.Times:
     """Let updates and copies take turns; a copy's name is the bytes that it moves."""
 
     def turn(update: Update) -> float:
-        update.arm()
+        update.write_gradients()
         return measure.timed(update.step, work.device)[1]
 
     turns: dict[str, Callable[[], float]] = {
         name: partial(turn, update) for name, update in updates.items()
     }
-    moved = sorted({FORMS[name].moved(rule.moments) for name in updates})
+    moved = sorted({FORMS[name].bytes_moved(rule.moments) for name in updates})
     most = max(moved, default=0) * work.parameters // 2
     source, target = (
         torch.ones(most, dtype=torch.uint8, device=work.device) for _ in range(2)
@@ -154,11 +156,11 @@ def copy_of(moved: int) -> str:
 
 
 def cells(
-    times: measure.Times, name: str, rule: Rule, memory: dict[str, int], work: Work
+    times: measure.Times, name: str, rule: Rule, memory: dict[str, int], work: Workload
 ) -> tuple[Cell, ...]:
     """Return a row but for its first two cells and its last."""
     form = FORMS[name]
-    moved, expected = form.moved(rule.moments), form.held(rule.moments)
+    moved, expected = form.bytes_moved(rule.moments), form.expected_bytes(rule.moments)
     copy = copy_of(moved)
     each = [memory[kind] / work.parameters for kind in KINDS]
     more = sum(memory[kind] for kind in KINDS) - expected * work.parameters

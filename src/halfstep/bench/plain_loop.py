@@ -22,8 +22,8 @@ from halfstep.train import model as train_model
 from halfstep.train.config import TrainConfig
 from halfstep.train.data import tokenized
 from halfstep.train.data.corpus import load
-from halfstep.train.plan import rate_factor, resolve
-from halfstep.train.timers import Clock
+from halfstep.train.plan import lr_factor, resolve_plan
+from halfstep.train.timers import Timers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,9 +65,9 @@ def plain_loop(
         seed=seed,
     )
     torch.manual_seed(seed)
-    made = train_model.build(
+    network = train_model.build(
         model,
-        partial(tokenized.characters, corpus.train),
+        partial(tokenized.character_counts, corpus.train),
         corpus.labels,
         head="SequenceClassification",
         max_length=PADDED,
@@ -75,11 +75,11 @@ def plain_loop(
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     alone = World(0, 1, torch.device(device))
-    plan = resolve(config, corpus, alone, scratch=made.from_scratch)
+    plan = resolve_plan(config, corpus, alone, scratch=network.from_scratch)
     train, dev = _examples(corpus.train), _examples(corpus.dev)
 
     def collate(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
-        batch = made.tokenizer(
+        batch = network.tokenizer(
             [text for text, _ in examples],
             padding="max_length",
             truncation=True,
@@ -95,15 +95,15 @@ def plain_loop(
         shuffle=True,
         collate_fn=collate,
     )
-    net = made.model.to(device).train()
+    net = network.model.to(device).train()
     optimizer = torch.optim.AdamW(net.parameters(), plan.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: rate_factor(step, plan.total_steps, plan.warmup)
+        optimizer, lambda step: lr_factor(step, plan.total_steps, plan.warmup)
     )
     scaler = torch.amp.GradScaler(device, enabled=amp)
-    low = torch.float16 if device == "cuda" else torch.bfloat16
+    low_dtype = torch.float16 if device == "cuda" else torch.bfloat16
     losses, skipped = [], 0
-    clock = Clock()
+    clock = Timers()
     began = time.perf_counter()
     for _ in range(epochs):
         source = iter(loader)
@@ -112,7 +112,7 @@ def plain_loop(
                 batch = next(source, None)
             if batch is None:
                 break
-            with clock.time("forward"), torch.autocast(device, low, enabled=amp):
+            with clock.time("forward"), torch.autocast(device, low_dtype, enabled=amp):
                 loss = net(**batch).loss
             with clock.time("backward"):
                 scaler.scale(loss).backward()
@@ -129,7 +129,7 @@ def plain_loop(
                 optimizer.zero_grad()
             losses.append(loss.item())
     seconds = time.perf_counter() - began
-    clock.parts["rest"] = seconds - sum(clock.parts.values())
+    clock.seconds["rest"] = seconds - sum(clock.seconds.values())
     dev_loss, dev_accuracy = _evaluate(net, dev, collate)
     last = losses[-max(1, len(losses) // 10) :]
     return {
@@ -140,7 +140,7 @@ def plain_loop(
         "dev_accuracy": dev_accuracy,
         "skipped": skipped,
         "steps": len(losses),
-        "parts": clock.parts,
+        "parts": clock.seconds,
     }
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from halfstep.bench.encoder import Batch, Work
+    from halfstep.bench.encoder import Batch, Workload
     from halfstep.bench.loops import Loop
     from halfstep.diagnostics.probe import Event
 
@@ -57,20 +57,20 @@ class Probed:
         return loss
 
 
-def contender(name: str, loop: str, work: Work, seed: int) -> Probed:
+def contender(name: str, loop: str, work: Workload, seed: int) -> Probed:
     """Return a contender; all of one seed begin with the same weights.
 
     Events become text, as in metrics.jsonl, and are then forgotten.
     """
-    made = encoder.make_loop(loop, work, seed)
+    training_loop = encoder.make_loop(loop, work, seed)
     if name == NONE:
-        return Probed(made, None)
+        return Probed(training_loop, None)
     probe = {
         FLAGS: partial(Probe, mode="flags"),
         BETWEEN: partial(Probe, mode="sampled", every=_NEVER),
         FULL: partial(Probe, mode="full"),
     }[name]
-    return Probed(made, probe(made.model, log=_written))
+    return Probed(training_loop, probe(training_loop.model, log=_written))
 
 
 def _written(event: Event) -> None:
@@ -85,17 +85,17 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
             not installed.
     """
     work = encoder.work_of(arguments)
-    found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     numbers = 0
     for seed in range(work.seeds):
-        numbers = take_times(work, arguments.loop, seed, found)
+        numbers = take_times(work, arguments.loop, seed, seconds)
         measure.progress(f"seed {seed + 1}/{work.seeds}: done")
-    found[SAMPLED] = amortised(found, arguments.every)
-    times = measure.Times(found)
+    seconds[SAMPLED] = amortised(seconds, arguments.every)
+    times = measure.Times(seconds)
     rows = [_row(times, name) for name in (*CONTENDERS, SAMPLED)]
     mean = f"of {arguments.every} steps one as {FULL!r}, the others as {BETWEEN!r}"
     notes = (
-        measure.in_turn(len(found[NONE])),
+        measure.in_turn(len(seconds[NONE])),
         f"x {NONE}: median of the ratios within a round; {measure.SPREAD}",
         f"{SAMPLED}: computed; {mean}",
         f"{FULL}: {numbers / 1e6:.1f} million numbers counted and cast twice a step",
@@ -105,13 +105,15 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     return [Table("A probe on an encoder", _COLUMNS, tuple(rows), notes)]
 
 
-def amortised(found: dict[str, list[float]], every: int) -> list[float]:
+def amortised(seconds: dict[str, list[float]], every: int) -> list[float]:
     """Return, round by round, the mean step of a probe that samples each `every`."""
-    pairs = zip(found[BETWEEN], found[FULL], strict=True)
+    pairs = zip(seconds[BETWEEN], seconds[FULL], strict=True)
     return [((every - 1) * between + full) / every for between, full in pairs]
 
 
-def take_times(work: Work, loop: str, seed: int, found: dict[str, list[float]]) -> int:
+def take_times(
+    work: Workload, loop: str, seed: int, seconds: dict[str, list[float]]
+) -> int:
     """Train all contenders from one seed; add the seconds of each step.
 
     Returns:
@@ -125,7 +127,7 @@ def take_times(work: Work, loop: str, seed: int, found: dict[str, list[float]]) 
             _, took = measure.timed(step, work.device)
             journal.record(name, seed=seed, step=number, seconds=took)
             if number >= _WARM_UP:
-                found[name].append(took)
+                seconds[name].append(took)
     probe = contenders[FULL].probe
     return 0 if probe is None else sum(s.count for s in probe.stats.values())
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BASELINES = ("torch.amp", "torch.amp-kept", "pure")
 """torch.amp as people run it; with memory kept; and the speed limit."""
 
-KEPT = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
+KEEP_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
 """glibc keeps all memory it has once had, up to a TiB: large tensors are not mapped
 afresh, page by page, each time."""
 
@@ -57,7 +57,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         UserError: If cuda is asked for and there is none, or a contender fails.
     """
     device = measure.pick_device(arguments.device)
-    work = recipe_loops.Work(
+    work = recipe_loops.Workload(
         device,
         arguments.dtype,
         arguments.layers,
@@ -67,7 +67,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         arguments.optimizer,
     )
     hardware.gemm_rates(device)  # measured once, here, and not in some contender's time
-    missing = {name: absent(name, work) for name in arguments.contenders}
+    missing = {name: why_absent(name, work) for name in arguments.contenders}
     present = [name for name, why in missing.items() if why is None]
     with contextlib.ExitStack() as stack:
         started = {name: stack.enter_context(start(name, work)) for name in present}
@@ -75,7 +75,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         last: dict[str, dict[str, Any]] = {}
 
         def turn(name: str) -> float:
-            last[name] = started[name].ask(arguments.steps)
+            last[name] = started[name].request(arguments.steps)
             seconds: float = last[name]["seconds"]
             return seconds
 
@@ -94,11 +94,11 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     notes = (
         f"{measure.in_turn(arguments.rounds)}; {measure.SPREAD} to {BASELINES[0]}",
         "torch.amp, accelerate, fabric: as their documentation shows them; O: halfstep",
-        f"kept: GLIBC_TUNABLES={_kept_in(os.environ)['GLIBC_TUNABLES']}",
+        f"kept: GLIBC_TUNABLES={_keep_memory_env(os.environ)['GLIBC_TUNABLES']}",
         "pure: weights, gradients and updates in 16 bits, no masters, no loss scale",
         f"peak: {_PEAK[device]}",
         f"loss: of the last micro-batch of {steps} steps; same weights and batches",
-        "a process each, with " + _shown(worker_process.IDLE),
+        "a process each, with " + _environment_text(worker_process.PASSIVE_WAIT),
         *(f"{name} refused: {text}" for name, text in refusals.items()),
         *unmeasured(times, why_not),
         *versions(present),
@@ -107,38 +107,44 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
     return [Table("Mixed precision recipe", _COLUMNS, tuple(rows), notes)]
 
 
-def absent(name: str, work: recipe_loops.Work) -> str | None:
+def why_absent(name: str, work: recipe_loops.Workload) -> str | None:
     """Return why a contender cannot run here; None if it can."""
     contender = recipe_loops.CONTENDERS[name]
     if contender.package and find_spec(contender.package) is None:
         return "not installed"
-    if contender.kept and work.device != "cpu":
+    if contender.keeps_memory and work.device != "cpu":
         return "of CPU memory only"
-    if contender.kept and platform.libc_ver()[0] != "glibc":
+    if contender.keeps_memory and platform.libc_ver()[0] != "glibc":
         return "of glibc only"
     if work.device == "cpu" and work.dtype == "fp16" and not contender.cpu_fp16:
         return "no fp16 on a CPU"
     return None
 
 
-def start(name: str, work: recipe_loops.Work) -> worker_process.Living:
+def start(name: str, work: recipe_loops.Workload) -> worker_process.WorkerProcess:
     """Start a contender's process."""
-    environment = _kept_in(os.environ) if recipe_loops.CONTENDERS[name].kept else {}
+    environment = (
+        _keep_memory_env(os.environ)
+        if recipe_loops.CONTENDERS[name].keeps_memory
+        else {}
+    )
     task = asdict(work) | {"contender": name}
-    return worker_process.Living(name, "halfstep.bench.recipe_loops", task, environment)
+    return worker_process.WorkerProcess(
+        name, "halfstep.bench.recipe_loops", task, environment
+    )
 
 
-def _kept_in(environment: Mapping[str, str]) -> dict[str, str]:
+def _keep_memory_env(environment: Mapping[str, str]) -> dict[str, str]:
     """Add our tunables to those that are set; the last of a name counts."""
-    there = environment.get("GLIBC_TUNABLES")
-    return {"GLIBC_TUNABLES": f"{there}:{KEPT}" if there else KEPT}
+    tunables = environment.get("GLIBC_TUNABLES")
+    return {"GLIBC_TUNABLES": f"{tunables}:{KEEP_MEMORY}" if tunables else KEEP_MEMORY}
 
 
-def warm_up(started: Mapping[str, worker_process.Living]) -> dict[str, str]:
+def warm_up(started: Mapping[str, worker_process.WorkerProcess]) -> dict[str, str]:
     """Let each contender take its first steps; return who refuses, and the words."""
     refusals = {}
     for name, process in started.items():
-        refused = process.ask(_WARM_UP)["refused"]
+        refused = process.request(_WARM_UP)["refused"]
         if refused is not None:
             refusals[name] = refused
         measure.progress(f"{name}: {'refused' if refused else 'ready'}")
@@ -185,8 +191,8 @@ def unmeasured(times: measure.Times, why_not: Mapping[str, str]) -> list[str]:
 def versions(names: Iterable[str]) -> list[str]:
     """Return a note on which peers were measured, if any were."""
     packages = {recipe_loops.CONTENDERS[name].package for name in names}
-    shown = [_version(package) for package in sorted(filter(None, packages))]
-    return [", ".join(shown)] if shown else []
+    texts = [_version(package) for package in sorted(filter(None, packages))]
+    return [", ".join(texts)] if texts else []
 
 
 def _version(package: str) -> str:
@@ -200,5 +206,5 @@ def _version(package: str) -> str:
     return " and ".join(names) or f"{package} of unknown version"
 
 
-def _shown(environment: Mapping[str, str]) -> str:
+def _environment_text(environment: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in environment.items())

@@ -34,7 +34,7 @@ _SMALL = 8  # a width at which all memory is that of libraries
 
 
 @dataclass(frozen=True)
-class Work(accumulate.Work):
+class Workload(accumulate.Workload):
     """What every contender trains, and with what."""
 
     optimizer: str
@@ -48,7 +48,7 @@ class Loop(Protocol):
         """Step once, on the mean over micro-batches; return the loss of the last."""
 
 
-Maker = Callable[[nn.Module, torch.optim.Optimizer, Work], Loop]
+Maker = Callable[[nn.Module, torch.optim.Optimizer, Workload], Loop]
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Contender:
     """From an fp32 model on its device, its optimizer and the work."""
     package: str | None = None
     """What it needs besides torch."""
-    kept: bool = False
+    keeps_memory: bool = False
     """The C library's allocator gives no memory back to the system."""
     cpu_fp16: bool = True
     """It can train in fp16 on a CPU."""
 
 
-def _rate(work: Work, momentum: float) -> float:
+def _rate(work: Workload, momentum: float) -> float:
     """Return a learning rate of SGD at which the loss falls, at any size.
 
     Why: a mean over all outputs has gradients so small that at a usual rate no loss
@@ -76,7 +76,7 @@ def _rate(work: Work, momentum: float) -> float:
     return 0.06 * (1 - momentum) / curvature
 
 
-def make_optimizer(model: nn.Module, work: Work) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, work: Workload) -> torch.optim.Optimizer:
     """Return the optimizer of the work, as torch makes it by default."""
     parameters = model.parameters()
     if work.optimizer == "adamw":
@@ -90,8 +90,8 @@ OPTIMIZERS = {"sgd": 0.0, "sgd-momentum": 0.9, "adamw": 0.0}
 """Word for the flag -> momentum of SGD."""
 
 
-class ByHand:
-    """16-bit weights and fp32 masters, as they are first written.
+class ManualLoop:
+    """16-bit weights and fp32 master weights, written by hand.
 
     Copy gradients up, step, copy weights down; without masters, step on the weights.
     """
@@ -100,7 +100,7 @@ class ByHand:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        work: Work,
+        work: Workload,
         *,
         masters: bool,
     ) -> None:
@@ -143,11 +143,11 @@ class ByHand:
         return loss.detach()
 
 
-class Accelerated:
+class AccelerateLoop:
     """A loop over Hugging Face Accelerate."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, work: Work
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, work: Workload
     ) -> None:
         """Let it prepare both."""
         self._accelerator: Any = import_module("accelerate").Accelerator(
@@ -169,16 +169,16 @@ class Accelerated:
         return loss.detach()
 
 
-class Fabricated:
+class FabricLoop:
     """A loop over Lightning Fabric."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        work: Work,
+        work: Workload,
         *,
-        true: bool,
+        pure_low: bool,
     ) -> None:
         """Let it set up both.
 
@@ -186,13 +186,13 @@ class Fabricated:
             model: In fp32.
             optimizer: Over its parameters.
             work: Tells device and dtype.
-            true: Everything in 16 bits, without masters; otherwise its autocast.
+            pure_low: Everything in 16 bits, without masters; otherwise its autocast.
         """
         number = {"bf16": "bf16", "fp16": "16"}[work.dtype]
         self._fabric: Any = import_module("lightning_fabric").Fabric(
             accelerator=work.device,
             devices=1,
-            precision=f"{number}-{'true' if true else 'mixed'}",
+            precision=f"{number}-{'true' if pure_low else 'mixed'}",
         )
         self._model, self._optimizer = self._fabric.setup(model, optimizer)
 
@@ -207,7 +207,9 @@ class Fabricated:
 
 
 def _plain(*, low: bool) -> Maker:
-    def make(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> Loop:
+    def make(
+        model: nn.Module, optimizer: torch.optim.Optimizer, work: Workload
+    ) -> Loop:
         dtype = formats.parse(work.dtype).dtype if low else None
         return PlainLoop(model, optimizer, accumulate.loss_of, work.device, dtype)
 
@@ -215,7 +217,9 @@ def _plain(*, low: bool) -> Maker:
 
 
 def _session(level: str, **settings: Any) -> Maker:  # noqa: ANN401 -- those of prepare
-    def make(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> Loop:
+    def make(
+        model: nn.Module, optimizer: torch.optim.Optimizer, work: Workload
+    ) -> Loop:
         session = prepare(
             model,
             optimizer,
@@ -229,15 +233,17 @@ def _session(level: str, **settings: Any) -> Maker:  # noqa: ANN401 -- those of 
     return make
 
 
-def _by_hand(*, masters: bool) -> Maker:
-    return lambda model, optimizer, work: ByHand(
+def _manual(*, masters: bool) -> Maker:
+    return lambda model, optimizer, work: ManualLoop(
         model, optimizer, work, masters=masters
     )
 
 
-def _fabric(*, true: bool) -> Contender:
+def _fabric(*, pure_low: bool) -> Contender:
     return Contender(
-        lambda model, optimizer, work: Fabricated(model, optimizer, work, true=true),
+        lambda model, optimizer, work: FabricLoop(
+            model, optimizer, work, pure_low=pure_low
+        ),
         package="lightning_fabric",
         cpu_fp16=False,
     )
@@ -246,15 +252,15 @@ def _fabric(*, true: bool) -> Contender:
 CONTENDERS = {
     "fp32": Contender(_plain(low=False)),
     "torch.amp": Contender(_plain(low=True)),
-    "torch.amp-kept": Contender(_plain(low=True), kept=True),
-    "accelerate": Contender(Accelerated, package="accelerate", cpu_fp16=False),
-    "fabric-mixed": _fabric(true=False),
-    "fabric-true": _fabric(true=True),
-    "naive-O2": Contender(_by_hand(masters=True)),
-    "pure": Contender(_by_hand(masters=False)),
+    "torch.amp-kept": Contender(_plain(low=True), keeps_memory=True),
+    "accelerate": Contender(AccelerateLoop, package="accelerate", cpu_fp16=False),
+    "fabric-mixed": _fabric(pure_low=False),
+    "fabric-true": _fabric(pure_low=True),
+    "naive-O2": Contender(_manual(masters=True)),
+    "pure": Contender(_manual(masters=False)),
     "O1": Contender(_session("O1")),
     "O2": Contender(_session("O2")),
-    "O2-kept": Contender(_session("O2"), kept=True),
+    "O2-kept": Contender(_session("O2"), keeps_memory=True),
     "O2-split": Contender(_session("O2", master="split")),
     "O2-kahan": Contender(_session("O2", master="kahan")),
     "O2-stochastic": Contender(_session("O2", master="stochastic")),
@@ -263,7 +269,7 @@ CONTENDERS = {
 """Word for the flag -> what trains."""
 
 
-def make_loop(name: str, work: Work) -> Loop:
+def make_loop(name: str, work: Workload) -> Loop:
     """Return a contender; all begin with the same weights."""
     torch.manual_seed(1)
     layers: list[nn.Module] = []
@@ -273,10 +279,10 @@ def make_loop(name: str, work: Work) -> Loop:
     return CONTENDERS[name].make(model, make_optimizer(model, work), work)
 
 
-class Turns:
-    """A contender at work: the first question makes it, each other asks for steps."""
+class StepServer:
+    """Serves one contender: the first request builds it, each later one runs steps."""
 
-    def __init__(self, name: str, work: Work) -> None:
+    def __init__(self, name: str, work: Workload) -> None:
         """Import what it needs, so that libraries do not count as its memory.
 
         torch imports parts of itself in a first step, so a small one is taken.
@@ -306,8 +312,8 @@ class Turns:
             lambda: _steps(loop, self._batches, steps), self._work.device
         )
         peak = worker_process.peak_resident(self._work.device) - self._before
-        found = {"seconds": seconds / steps, "loss": loss.item(), "peak_bytes": peak}
-        return {"refused": None} | found
+        result = {"seconds": seconds / steps, "loss": loss.item(), "peak_bytes": peak}
+        return {"refused": None} | result
 
 
 def _steps(loop: Loop, batches: Batches, steps: int) -> Tensor:
@@ -320,7 +326,7 @@ def main(words: Sequence[str]) -> None:
     """Be a contender: one argument, the name and the work as JSON."""
     task = json.loads(words[0])
     name = task.pop("contender")
-    worker_process.serve(Turns(name, Work(**task)).answer)
+    worker_process.serve(StepServer(name, Workload(**task)).answer)
 
 
 if __name__ == "__main__":

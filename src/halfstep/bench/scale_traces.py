@@ -58,61 +58,67 @@ def largest_safe_scale(peak: float) -> float:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a rule remembers from step to step."""
+class ScalerState:
+    """The state of a loss scale rule between steps."""
 
     scale: float
-    clean: int = 0
+    clean_steps: int = 0
     """Steps without overflow since the scale last moved, or the last overflow."""
-    left: int = 1
-    """Overflows to bear before the scale backs off."""
+    overflows_left: int = 1
+    """Overflows until the scale backs off: the hysteresis that is left."""
 
 
-Rule: TypeAlias = "Callable[[Held, bool], Held | None]"
-"""From what was held, and whether the step overflowed, to what is held next; None: the
+Rule: TypeAlias = "Callable[[ScalerState, bool], ScalerState | None]"
+"""From the state and whether the step overflowed to the next state; None: the
 library raises."""
 
 
-def torch_amp(held: Held, bad: bool) -> Held:
+def torch_amp(state: ScalerState, found_inf: bool) -> ScalerState:
     """Halve at each overflow, double after 2,000 clean steps in a row; no bounds."""
-    if bad:
-        return Held(_fp32(held.scale / 2))
-    if held.clean + 1 < 2000:  # noqa: PLR2004 -- torch's default
-        return replace(held, clean=held.clean + 1)
-    doubled = _fp32(held.scale * 2)
-    return Held(doubled if math.isfinite(doubled) else held.scale)
+    if found_inf:
+        return ScalerState(_fp32(state.scale / 2))
+    if state.clean_steps + 1 < 2000:  # noqa: PLR2004 -- torch's default
+        return replace(state, clean_steps=state.clean_steps + 1)
+    doubled = _fp32(state.scale * 2)
+    return ScalerState(doubled if math.isfinite(doubled) else state.scale)
 
 
-def megatron(held: Held, bad: bool) -> Held:
+def megatron(state: ScalerState, found_inf: bool) -> ScalerState:
     """Bear one overflow, then halve at each, down to 1; double after 1,000 clean steps.
 
     Only doubling makes it patient again.
     """
-    if bad:
-        left = held.left - 1
-        scale = held.scale if left > 0 else max(_fp32(held.scale / 2), 1.0)
-        return Held(scale, left=left)
-    if held.clean + 1 < 1000:  # noqa: PLR2004 -- Megatron's default
-        return replace(held, clean=held.clean + 1)
-    return Held(_fp32(held.scale * 2), left=2)
+    if found_inf:
+        overflows_left = state.overflows_left - 1
+        scale = state.scale if overflows_left > 0 else max(_fp32(state.scale / 2), 1.0)
+        return ScalerState(scale, overflows_left=overflows_left)
+    if state.clean_steps + 1 < 1000:  # noqa: PLR2004 -- Megatron's default
+        return replace(state, clean_steps=state.clean_steps + 1)
+    return ScalerState(_fp32(state.scale * 2), overflows_left=2)
 
 
-def deepspeed(held: Held, bad: bool, *, consecutive: bool = False) -> Held | None:
+def deepspeed(
+    state: ScalerState, found_inf: bool, *, consecutive: bool = False
+) -> ScalerState | None:
     """Do as Megatron does, but raise instead of staying at 1.
 
     Args:
-        held: Before the step.
-        bad: Whether it overflowed.
+        state: Before the step.
+        found_inf: Whether it overflowed.
         consecutive: Each clean step makes it patient again, not only doubling.
     """
-    if bad and held.left > 1:
-        return Held(held.scale, left=held.left - 1)
-    if bad:
-        return Held(max(held.scale / 2, 1.0), left=1) if held.scale != 1 else None
-    left = 2 if consecutive else held.left
-    if held.clean + 1 < 1000:  # noqa: PLR2004 -- DeepSpeed's default
-        return Held(held.scale, held.clean + 1, left)
-    return Held(held.scale * 2, left=2)
+    if found_inf and state.overflows_left > 1:
+        return ScalerState(state.scale, overflows_left=state.overflows_left - 1)
+    if found_inf:
+        return (
+            ScalerState(max(state.scale / 2, 1.0), overflows_left=1)
+            if state.scale != 1
+            else None
+        )
+    overflows_left = 2 if consecutive else state.overflows_left
+    if state.clean_steps + 1 < 1000:  # noqa: PLR2004 -- DeepSpeed's default
+        return ScalerState(state.scale, state.clean_steps + 1, overflows_left)
+    return ScalerState(state.scale * 2, overflows_left=2)
 
 
 def _fp32(number: float) -> float:
@@ -133,28 +139,30 @@ class Contender:
     next one; it ends early where the library raises."""
 
 
-def play_theirs(
-    rule: Rule, left: int, peaks: Sequence[float], first: float
+def replay_library_rule(
+    rule: Rule, hysteresis: int, peaks: Sequence[float], first: float
 ) -> Iterator[float]:
-    """Run another library's rule; `left` overflows are borne before the first move."""
-    held = Held(first, left=left)
+    """Run another library's rule; `hysteresis` overflows precede a backoff."""
+    state = ScalerState(first, overflows_left=hysteresis)
     for peak in peaks:
-        yield held.scale
-        after = rule(held, overflows(peak, held.scale))
-        if after is None:
+        yield state.scale
+        next_state = rule(state, overflows(peak, state.scale))
+        if next_state is None:
             return
-        held = after
-    yield held.scale
+        state = next_state
+    yield state.scale
 
 
-def play_ours(rule: ScaleRule, peaks: Sequence[float], first: float) -> Iterator[float]:
+def replay_halfstep_rule(
+    rule: ScaleRule, peaks: Sequence[float], first: float
+) -> Iterator[float]:
     """Run our LossScaler, its strategy included."""
     scaler = LossScaler(rule)
     scaler.state = replace(scaler.state, scale=torch.tensor(first))
     weight = torch.ones((), requires_grad=True)
     for peak in peaks:
         loss = weight.half().float() * peak
-        scaler.begin(loss)
+        scaler.observe_loss(loss)
         yield scaler.state.scale.item()
         (gradient,) = torch.autograd.grad(scaler.scale(loss), weight)
         try:
@@ -164,24 +172,26 @@ def play_ours(rule: ScaleRule, peaks: Sequence[float], first: float) -> Iterator
     yield scaler.state.scale.item()
 
 
-def _ours(rule: ScaleRule) -> Contender:
-    return Contender(rule.init_scale, partial(play_ours, rule))
+def _halfstep(rule: ScaleRule) -> Contender:
+    return Contender(rule.init_scale, partial(replay_halfstep_rule, rule))
 
 
-def _theirs(rule: Rule, first: float, left: int) -> Contender:
-    return Contender(first, partial(play_theirs, rule, left))
+def _library(rule: Rule, first: float, hysteresis: int) -> Contender:
+    return Contender(first, partial(replay_library_rule, rule, hysteresis))
 
 
 CONTENDERS = {
-    "torch.amp": _theirs(torch_amp, 2.0**16, 1),
-    "Megatron": _theirs(megatron, 2.0**32, 2),
-    "DeepSpeed": _theirs(deepspeed, 2.0**16, 2),
-    "DeepSpeed, consecutive": _theirs(partial(deepspeed, consecutive=True), 2.0**16, 2),
-    "halfstep": _ours(ScaleRule()),
-    "halfstep, hysteresis 2": _ours(ScaleRule(hysteresis=2)),
-    "halfstep, hysteresis 2, clean": _ours(ScaleRule(hysteresis=2, refill="clean")),
-    "halfstep, measured": _ours(ScaleRule.parse("measured")),
-    "halfstep, logmax": _ours(ScaleRule.parse("logmax")),
+    "torch.amp": _library(torch_amp, 2.0**16, 1),
+    "Megatron": _library(megatron, 2.0**32, 2),
+    "DeepSpeed": _library(deepspeed, 2.0**16, 2),
+    "DeepSpeed, consecutive": _library(
+        partial(deepspeed, consecutive=True), 2.0**16, 2
+    ),
+    "halfstep": _halfstep(ScaleRule()),
+    "halfstep, hysteresis 2": _halfstep(ScaleRule(hysteresis=2)),
+    "halfstep, hysteresis 2, clean": _halfstep(ScaleRule(hysteresis=2, refill="clean")),
+    "halfstep, measured": _halfstep(ScaleRule.parse("measured")),
+    "halfstep, logmax": _halfstep(ScaleRule.parse("logmax")),
 }
 """Name -> rule, each with its library's own numbers."""
 
@@ -202,7 +212,7 @@ class Trace:
     """Scale that every rule begins with; None leaves each its own."""
 
 
-def written_down(steps: int) -> list[Trace]:
+def synthetic_traces(steps: int) -> list[Trace]:
     """Return the shapes that loss scales have to live with."""
     flat = [_PEAK] * steps
     at = steps // 10
@@ -223,7 +233,7 @@ def written_down(steps: int) -> list[Trace]:
     ]
 
 
-def record(steps: int, reduction: str) -> Trace:
+def record_trace(steps: int, reduction: str) -> Trace:
     """Train a small classifier in fp16 autocast; return its 16-bit gradients' peaks.
 
     It trains at a scale too low to overflow, so that no rule has a hand in the trace.
@@ -306,12 +316,12 @@ def replay(trace: Trace, contender: Contender) -> Outcome:
     return Outcome(
         sum(lost),
         None if raised or not right[-1] else max(off, default=0),
-        "raises" if raised else _told(scales[-1], used, lost),
+        "raises" if raised else _scale_text(scales[-1], used, lost),
         sum(unused) / len(unused) if unused else math.nan,
     )
 
 
-def _told(last: float, used: list[float], lost: list[bool]) -> str:
+def _scale_text(last: float, used: list[float], lost: list[bool]) -> str:
     """Return a scale in words, with what is wrong with it."""
     if last == 0:
         return "0.0"
@@ -323,8 +333,12 @@ def _told(last: float, used: list[float], lost: list[bool]) -> str:
 def tables(arguments: argparse.Namespace) -> list[Table]:
     """Replay each trace under each rule."""
     steps: int = arguments.steps
-    traces = [*written_down(steps), record(steps, "mean"), record(steps, "sum")]
-    found = []
+    traces = [
+        *synthetic_traces(steps),
+        record_trace(steps, "mean"),
+        record_trace(steps, "sum"),
+    ]
+    trace_tables = []
     for trace in traces:
         rows: list[tuple[Cell, ...]] = []
         for name, contender in CONTENDERS.items():
@@ -333,7 +347,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
             rows.append(
                 (name, outcome.lost, outcome.recovery, outcome.last, outcome.unused)
             )
-        found.append(Table(trace.name, _COLUMNS, tuple(rows), digits=2))
+        trace_tables.append(Table(trace.name, _COLUMNS, tuple(rows), digits=2))
         measure.progress(f"{trace.name}: done")
     notes = (
         "steps lost: the largest gradient times the scale does not fit in fp16",
@@ -343,4 +357,4 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         "first scale: 2**14, which is safe, but in cold starts; recorded: each its own",
         f"torch {torch.__version__}; halfstep bench traces --steps {steps}",
     )
-    return [*found[:-1], replace(found[-1], notes=notes)]
+    return [*trace_tables[:-1], replace(trace_tables[-1], notes=notes)]

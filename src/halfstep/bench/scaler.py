@@ -48,7 +48,7 @@ _COLUMNS = (
 )
 
 
-class Idle(torch.optim.Optimizer):
+class NoOpOptimizer(torch.optim.Optimizer):
     """An optimizer whose step does nothing; it holds state as one with momentum."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -63,7 +63,7 @@ class Idle(torch.optim.Optimizer):
 Maker: TypeAlias = "Callable[[list[Tensor]], torch.optim.Optimizer]"
 
 OPTIMIZERS: dict[str, Maker] = {
-    "none": Idle,
+    "none": NoOpOptimizer,
     "sgd": partial(torch.optim.SGD, lr=_LR, foreach=True),
     "adamw": partial(torch.optim.AdamW, lr=_LR, foreach=True),
     "sgd-fused": partial(torch.optim.SGD, lr=_LR, fused=True),
@@ -73,7 +73,7 @@ OPTIMIZERS: dict[str, Maker] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """Where and how long to measure."""
 
     device: str
@@ -106,10 +106,10 @@ class Gradients:
             parameter.grad = gradient.clone()
         return cls(parameters, source)
 
-    def refill(self) -> None:
-        """Write the gradients anew."""
-        there = [p.grad for p in self.parameters if p.grad is not None]
-        torch._foreach_copy_(there, self._source)
+    def reset(self) -> None:
+        """Write the original gradients again."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_copy_(grads, self._source)
 
 
 def tables(arguments: argparse.Namespace) -> list[Table]:
@@ -119,7 +119,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         UserError: If cuda is asked for and there is none.
     """
     device = measure.pick_device(arguments.device)
-    place = Place(device, arguments.calls, arguments.rounds)
+    setup = Setup(device, arguments.calls, arguments.rounds)
     rows: list[tuple[Cell, ...]] = []
     for shape in arguments.shapes:
         gradients = Gradients.draw(shape, device)
@@ -127,7 +127,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
             times = take_times(
                 gradients,
                 OPTIMIZERS[name](gradients.parameters),
-                place,
+                setup,
                 f"{shape}, {name}",
             )
             target = None if name in _NOISY else TARGETS.get(shape)
@@ -139,7 +139,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         "none: its step does nothing; this row counts for sgd and adamw, not fused",
         "x torch -: the difference is lost in the noise of the optimizer's own step",
         "gradients: number x rows and columns, fp32, finite, refilled before each step",
-        f"{measure.in_turn(place.rounds)}; x torch: of the medians",
+        f"{measure.in_turn(setup.rounds)}; x torch: of the medians",
         *measure.conditions("scaler", device, arguments),
     )
     return [Table("GradScaler", _COLUMNS, tuple(rows), notes)]
@@ -160,31 +160,31 @@ def _cells(times: measure.Times, target: float | None) -> tuple[Cell, ...]:
 
 
 def take_times(
-    gradients: Gradients, optimizer: torch.optim.Optimizer, place: Place, what: str = ""
+    gradients: Gradients, optimizer: torch.optim.Optimizer, setup: Setup, what: str = ""
 ) -> measure.Times:
     """Let the bare optimizer and both scalers step in turn."""
-    loss = torch.ones((), device=place.device)
+    loss = torch.ones((), device=setup.device)
 
     def scaled(scaler: torch.amp.GradScaler) -> None:
         scaler.scale(loss)
         scaler.step(optimizer)
         scaler.update()
 
-    bare: Any = optimizer.step
+    optimizer_step: Any = optimizer.step
     steps: dict[str, Callable[[], None]] = {
-        "bare": bare,
-        "torch": partial(scaled, torch.amp.GradScaler(place.device)),
-        "halfstep": partial(scaled, GradScaler(place.device)),
+        "bare": optimizer_step,
+        "torch": partial(scaled, torch.amp.GradScaler(setup.device)),
+        "halfstep": partial(scaled, GradScaler(setup.device)),
     }
     for step in steps.values():
-        turn(gradients, step, 1, place.device)  # what is made once is made here
-    once = turn(gradients, steps["torch"], 3, place.device)
-    calls = max(1, min(place.calls, int(_TURN / once)))
+        turn(gradients, step, 1, setup.device)  # what is made once is made here
+    once = turn(gradients, steps["torch"], 3, setup.device)
+    calls = max(1, min(setup.calls, int(_TURN / once)))
     turns = {
-        name: partial(turn, gradients, step, calls, place.device)
+        name: partial(turn, gradients, step, calls, setup.device)
         for name, step in steps.items()
     }
-    return measure.take_turns(turns, place.rounds, what)
+    return measure.take_turns(turns, setup.rounds, what)
 
 
 def turn(
@@ -193,6 +193,6 @@ def turn(
     """Return the seconds of one step among some, each on gradients written anew."""
     taken = 0.0
     for _ in range(calls):
-        gradients.refill()
+        gradients.reset()
         taken += measure.timed(step, device)[1]
     return taken / calls

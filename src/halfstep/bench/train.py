@@ -45,31 +45,31 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         key: getattr(arguments, key)
         for key in ("data", "limit", "seed", "epochs", "model")
     }
-    accuracy.read(TrainConfig(**settings))  # what is wrong with it shows now
-    found: dict[str, list[dict[str, Any]]] = {n: [] for n in arguments.contenders}
+    accuracy.load_corpus(TrainConfig(**settings))  # what is wrong with it shows now
+    results: dict[str, list[dict[str, Any]]] = {n: [] for n in arguments.contenders}
     for repeat in range(arguments.repeats):
-        for name in measure.order(found, repeat):
+        for name in measure.order(results, repeat):
             task = CONTENDERS[name] | settings
-            measured = measure.apart("halfstep.bench.train_worker", task)
+            measured = measure.run_in_subprocess("halfstep.bench.train_worker", task)
             journal.record(name, **measured)
-            found[name].append(measured)
+            results[name].append(measured)
             measure.progress(
                 f"run {repeat + 1}/{arguments.repeats} {name}: "
                 f"{measured['seconds']:.1f} s"
             )
-    return [_table(found, settings), _where(found)]
+    return [_table(results, settings), _step_time_table(results)]
 
 
 PARTS = ("tokenise", "input", "forward", "backward", "update", "rest")
 """What the time of a run goes to; the plain loop tokenises in its input."""
 
 
-def _where(found: dict[str, list[dict[str, Any]]]) -> Table:
+def _step_time_table(results: dict[str, list[dict[str, Any]]]) -> Table:
     """Return the milliseconds of a step, by what they went to."""
     from halfstep.reporting.table import Table
 
     rows: list[tuple[Cell, ...]] = []
-    for name, runs in found.items():
+    for name, runs in results.items():
         steps = [
             {part: 1000 * run["parts"].get(part, 0.0) / run["steps"] for part in PARTS}
             for run in runs
@@ -88,18 +88,18 @@ def _where(found: dict[str, list[dict[str, Any]]]) -> Table:
     return Table(title, columns, tuple(rows), notes, digits=1)
 
 
-def _table(found: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> Table:
+def _table(results: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> Table:
     from halfstep.machine import hardware
     from halfstep.reporting.table import Table
 
     def median(name: str, key: str) -> float:
-        return statistics.median(float(run[key]) for run in found[name])
+        return statistics.median(float(run[key]) for run in results[name])
 
     rows: list[tuple[Cell, ...]] = []
-    for name in found:
+    for name in results:
         rate = median(name, "examples_per_s")
         ratios = [
-            rate / median(base, "examples_per_s") if base in found else None
+            rate / median(base, "examples_per_s") if base in results else None
             for base in BASELINES
         ]
         rows.append(
@@ -127,10 +127,10 @@ def _table(found: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> 
         "skipped",
     )
     facts = hardware.capabilities()
-    shown = ", ".join(f"{key} {value}" for key, value in settings.items())
-    repeats = len(next(iter(found.values())))
+    settings_text = ", ".join(f"{key} {value}" for key, value in settings.items())
+    repeats = len(next(iter(results.values())))
     notes = (
-        f"{shown}; median of {repeats} runs, contenders in turn",
+        f"{settings_text}; median of {repeats} runs, contenders in turn",
         f"{facts.cpu}, {facts.threads} threads, torch {facts.torch}",
         "seconds: tokenising and training steps; no evaluation, no checkpoint",
         "train loss: mean over the last tenth of the steps; dev: of the last weights",

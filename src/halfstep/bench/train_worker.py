@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.bench.measure import ONLY_AT_THE_END
+from halfstep.bench.measure import EVAL_ONLY_AT_END
 from halfstep.machine import hardware
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _halfstep(task: dict[str, Any]) -> dict[str, Any]:
     """
     from halfstep.train.run import run
 
-    more = {"mask_tokens": 0.0, "eval_every": ONLY_AT_THE_END}
+    more = {"mask_tokens": 0.0, "eval_every": EVAL_ONLY_AT_END}
     with tempfile.TemporaryDirectory() as folder:
         # Tokens kept from another run would be time not counted.
         os.environ["HALFSTEP_CACHE"] = str(Path(folder) / "cache")

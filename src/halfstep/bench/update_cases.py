@@ -29,7 +29,7 @@ _LR = 1e-3
 
 @dataclass(frozen=True)
 class Form:
-    """One way to keep the truth behind weights, and what each parameter takes of it."""
+    """One encoding of the master weights, and the bytes that it takes per parameter."""
 
     weight: int
     """Bytes, as for the others."""
@@ -40,15 +40,15 @@ class Form:
     moment: int
     """Each of the optimizer's."""
     settings: dict[str, Any]
-    """For `prepare`; for torch's own optimizer, if `bare`."""
-    bare: bool = False
+    """For `prepare`; for torch's own optimizer, if `is_torch_optimizer`."""
+    is_torch_optimizer: bool = False
     """torch's own optimizer over fp32 weights, without a Session."""
 
-    def held(self, moments: int) -> int:
+    def expected_bytes(self, moments: int) -> int:
         """Return the bytes that one parameter takes at the end of a backward pass."""
         return self.weight + self.gradient + self.extra + moments * self.moment
 
-    def moved(self, moments: int) -> int:
+    def bytes_moved(self, moments: int) -> int:
         """Return the fewest bytes that an update reads and writes.
 
         All that it changes it reads and writes; but a gradient is only read, and a
@@ -73,8 +73,8 @@ FORMS = {
     "kahan": _master("kahan", 2, 2),
     "stochastic": _master("stochastic", 0, 2),
     "none": _master("none", 0, 2),
-    "torch-foreach": Form(4, 4, 0, 4, {"foreach": True}, bare=True),
-    "torch-fused": Form(4, 4, 0, 4, {"fused": True}, bare=True),
+    "torch-foreach": Form(4, 4, 0, 4, {"foreach": True}, is_torch_optimizer=True),
+    "torch-fused": Form(4, 4, 0, 4, {"fused": True}, is_torch_optimizer=True),
 }
 """Word for the flag -> what is measured."""
 
@@ -98,7 +98,7 @@ RULES = {
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Which parameters are updated, and where."""
 
     device: str
@@ -123,7 +123,7 @@ class Update(Protocol):
     def backward(self) -> None:
         """Run a backward pass that gives each weight its gradient."""
 
-    def arm(self) -> None:
+    def write_gradients(self) -> None:
         """Write the gradients of a step; nothing else is left of it but `step`."""
 
     def step(self) -> object:
@@ -133,7 +133,7 @@ class Update(Protocol):
         """Return the bytes held of each of `KINDS`."""
 
 
-class Bare:
+class TorchUpdate:
     """torch's own optimizer over fp32 weights."""
 
     def __init__(
@@ -153,9 +153,9 @@ class Bare:
         """Run a backward pass that gives each weight its gradient."""
         loss_of(self.model, self._sources).backward()  # type: ignore[no-untyped-call]
 
-    def arm(self) -> None:
+    def write_gradients(self) -> None:
         """Write the gradients of a step."""
-        give(self.model, self._buffers, self._sources)
+        set_gradients(self.model, self._buffers, self._sources)
 
     def step(self) -> object:
         """Update the weights; clear the gradients."""
@@ -173,14 +173,14 @@ class Bare:
             if isinstance(value, Tensor)
         ]
         return {
-            "weights": held(weights),
-            "gradients": held(p.grad for p in weights if p.grad is not None),
+            "weights": storage_bytes(weights),
+            "gradients": storage_bytes(p.grad for p in weights if p.grad is not None),
             "masters": 0,
-            "moments": held(moments),
+            "moments": storage_bytes(moments),
         }
 
 
-class Prepared:
+class SessionUpdate:
     """A Session."""
 
     def __init__(self, session: Session, sources: list[Tensor], device: str) -> None:
@@ -194,7 +194,7 @@ class Prepared:
         self.model = session.model
         self._session, self._sources = session, sources
         self._buffers = [torch.empty_like(p) for p in session.model.parameters()]
-        self._elsewhere = torch.zeros((), device=device, requires_grad=True)
+        self._unrelated = torch.zeros((), device=device, requires_grad=True)
 
     def backward(self) -> None:
         """Run a backward pass that gives each weight its gradient."""
@@ -202,14 +202,14 @@ class Prepared:
             loss = loss_of(self.model, self._sources)
         self._session.backward(loss)
 
-    def arm(self) -> None:
+    def write_gradients(self) -> None:
         """Write the gradients of a step, which a backward pass elsewhere announces.
 
         Why: so no part of the update, such as a cast of gradients, hides in it.
         """
-        self._session.backward(self._elsewhere * 1)
-        self._elsewhere.grad = None
-        give(self.model, self._buffers, self._sources)
+        self._session.backward(self._unrelated * 1)
+        self._unrelated.grad = None
+        set_gradients(self.model, self._buffers, self._sources)
 
     def step(self) -> object:
         """Update the weights; clear the gradients."""
@@ -217,8 +217,8 @@ class Prepared:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held of each of `KINDS`."""
-        found: dict[str, int] = self._session.memory()
-        return found
+        sizes: dict[str, int] = self._session.memory()
+        return sizes
 
 
 def loss_of(model: nn.Module, sources: Sequence[Tensor]) -> Tensor:
@@ -231,31 +231,35 @@ def loss_of(model: nn.Module, sources: Sequence[Tensor]) -> Tensor:
     return loss
 
 
-def give(model: nn.Module, buffers: list[Tensor], sources: list[Tensor]) -> None:
+def set_gradients(
+    model: nn.Module, buffers: list[Tensor], sources: list[Tensor]
+) -> None:
     """Write the sources into buffers that are there, and make them the gradients."""
     torch._foreach_copy_(buffers, sources)
     for weight, buffer in zip(model.parameters(), buffers, strict=True):
         weight.grad = buffer
 
 
-def held(tensors: Iterable[Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes behind tensors, each storage once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def draw(work: Work) -> list[Tensor]:
+def draw_gradients(work: Workload) -> list[Tensor]:
     """Return the gradient of each weight, fp32, which 16 bits hold too."""
     torch.manual_seed(0)
-    low = formats.parse(work.dtype).dtype
+    low_dtype = formats.parse(work.dtype).dtype
     shape = work.width, work.width
     return [
-        torch.randn(shape, device=work.device).to(low).float()
+        torch.randn(shape, device=work.device).to(low_dtype).float()
         for _ in range(work.layers)
     ]
 
 
-def make(rule: Rule, form: Form, work: Work, sources: list[Tensor]) -> Update:
+def make_update(
+    rule: Rule, form: Form, work: Workload, sources: list[Tensor]
+) -> Update:
     """Return an update; all begin with the same weights.
 
     Raises:
@@ -264,8 +268,10 @@ def make(rule: Rule, form: Form, work: Work, sources: list[Tensor]) -> Update:
     torch.manual_seed(1)
     layers = (nn.Linear(work.width, work.width, bias=False) for _ in range(work.layers))
     model = nn.Sequential(*layers).to(work.device)
-    if form.bare:
-        return Bare(model, rule.kind(model.parameters(), **form.settings), sources)
+    if form.is_torch_optimizer:
+        return TorchUpdate(
+            model, rule.kind(model.parameters(), **form.settings), sources
+        )
     optimizer = rule.kind(model.parameters())
     session: Session = prepare(model, optimizer, dtype=work.dtype, **form.settings)
-    return Prepared(session, sources, work.device)
+    return SessionUpdate(session, sources, work.device)

@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-IDLE = {"OMP_WAIT_POLICY": "PASSIVE"}
+PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment in which the threads of a process that waits sleep at once: by OpenMP's
 defaults they spin for a while, on processors that the next contender needs."""
 
-_PATIENCE = 30
+_TIMEOUT = 30
 """Seconds in which a process without questions must end by itself."""
 
 
-class Living:
+class WorkerProcess:
     """A process that answers questions, each a line of JSON, as is the answer.
 
     Args:
         name: For people.
         module: One that calls `serve` when it is the program.
         task: Plain values; the program's only argument, as JSON.
-        environment: What is set for it, beside `IDLE`.
+        environment: What is set for it, beside `PASSIVE_WAIT`.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Living:
     ) -> None:
         self.name = name
         # A file: a pipe that nobody reads while it works would fill up and block it.
-        self._said = tempfile.TemporaryFile(  # noqa: SIM115 -- closed by __exit__
+        self._stderr = tempfile.TemporaryFile(  # noqa: SIM115 -- closed by __exit__
             "w+", encoding="utf-8", errors="replace"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(task)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
-            env=os.environ | hardware.environment() | IDLE | dict(environment),
+            stderr=self._stderr,
+            env=os.environ | hardware.environment() | PASSIVE_WAIT | dict(environment),
             text=True,
         )
 
-    def ask(self, question: Any = None) -> dict[str, Any]:  # noqa: ANN401 -- any JSON
+    def request(self, question: Any = None) -> dict[str, Any]:  # noqa: ANN401 -- any JSON
         """Put a question; wait for the answer.
 
         Raises:
@@ -77,15 +77,15 @@ class Living:
             stdin.flush()
         line = stdout.readline()
         if not line:
-            raise UserError(self._last_words())
+            raise UserError(self._exit_message())
         answer: dict[str, Any] = json.loads(line)
         journal.record(self.name, **answer)
         return answer
 
-    def _last_words(self) -> str:
-        status = self._process.wait(_PATIENCE)
-        self._said.seek(0)
-        last = (self._said.read().strip().splitlines() or ["no output"])[-1]
+    def _exit_message(self) -> str:
+        status = self._process.wait(_TIMEOUT)
+        self._stderr.seek(0)
+        last = (self._stderr.read().strip().splitlines() or ["no output"])[-1]
         return f"contender {self.name} ended with status {status}: {last}"
 
     def __enter__(self) -> Self:
@@ -101,11 +101,11 @@ class Living:
         if error is not None:
             self._process.kill()
         try:
-            self._process.communicate(timeout=_PATIENCE)
+            self._process.communicate(timeout=_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
-        self._said.close()
+        self._stderr.close()
 
 
 def serve(

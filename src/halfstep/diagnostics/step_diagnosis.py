@@ -22,10 +22,10 @@ from halfstep.diagnostics.doctor.run_record import (
     ProfileFacts,
 )
 from halfstep.diagnostics.profiling import profile
-from halfstep.diagnostics.step_numerics import Steps
+from halfstep.diagnostics.step_numerics import CheckedSteps
 from halfstep.distributed import ddp
 from halfstep.errors import require_kind
-from halfstep.masters.rounding_loss import rate_of
+from halfstep.masters.rounding_loss import lr_of
 from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.reporting.table import Table, wrapped
@@ -47,20 +47,20 @@ _FLAGS = (
     "prepare(level=, dtype=, loss_scale=, policy=, master=), torch.compile, and "
     "num_workers of the data loader."
 )
-_LOOKED_AT = 1 << 16
+_SAMPLE_SIZE = 1 << 16
 """Numbers of a parameter group that are looked at: the share of lost updates is then
 known to some 0.4 points."""
 
 
 _NO_LEVEL = "the level is not known (level=)"
-_WAYS = {
+_HINTS = {
     "level": _NO_LEVEL,
     "weights": "the weights are not known (model=)",
     "lost updates": "updates were not counted (optimizer=)",
 }
-"""What an argument would have told, and which. A few steps tell nothing of a run's
+"""What is unknown, and the argument that would tell. A few steps have none of a run's
 records, and no probe looks at them."""
-_WAYS_OF_SESSION = {
+_SESSION_HINTS = {
     "lost updates": "updates were not counted (prepare(..., lost_updates_every=1))"
 }
 
@@ -93,10 +93,12 @@ class Diagnosis:
         """Return the findings, and where the time goes, as tables."""
         columns = ("severity", "rule", "where", "measured", "limit", "advice")
         rows = tuple(
-            tuple(getattr(found, name) for name in columns) for found in self.findings
+            tuple(getattr(finding, name) for name in columns)
+            for finding in self.findings
         )
         notes = tuple(
-            f"not looked at: {said}" for said in text.unlooked(self.examination)
+            f"not looked at: {reason}"
+            for reason in text.not_evaluated_lines(self.examination)
         )
         notes = (_FLAGS, *notes) if self._flagged else notes
         notes = (str(self.numerics), *notes)
@@ -104,23 +106,23 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Return all of it as text."""
-        told = text.text(self.facts, self.examination)
+        report = text.text(self.facts, self.examination)
         if not self.numerics.findings():
-            told += "\n\n" + "\n".join(wrapped(str(self.numerics), text.WIDTH))
+            report += "\n\n" + "\n".join(wrapped(str(self.numerics), text.WIDTH))
         if self._flagged:
-            told += "\n\n" + "\n".join(wrapped(_FLAGS, text.WIDTH))
-        return told
+            report += "\n\n" + "\n".join(wrapped(_FLAGS, text.WIDTH))
+        return report
 
     @property
     def _flagged(self) -> bool:
         """Whether some advice names a flag of the command line."""
-        return any("--" in found.advice for found in self.findings)
+        return any("--" in finding.advice for finding in self.findings)
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`."""
-        told = text.data(self.facts, self.examination)
+        report = text.data(self.facts, self.examination)
         more = {"profile": self.profile.data(), "numerics": self.numerics.data()}
-        return {**told, **more}
+        return {**report, **more}
 
 
 def diagnose(
@@ -138,7 +140,7 @@ def diagnose(
     warmup: int = 3,
     profiled: int = 3,
 ) -> Diagnosis:
-    """Make some training steps; say what is wrong with them, and what would mend it.
+    """Make some training steps; say what is wrong with them, and what would fix it.
 
     They are real steps: whatever `step` does to weights, optimizer and scaler is done
     `warmup + steps + profiled` times. Give it a copy where that matters.
@@ -154,7 +156,7 @@ def diagnose(
         session: That the step uses; the rest up to `scaler` then follows from it.
         model: That it trains; as it is called, so in DDP where it is. Default: what the
             first step runs, for the numbers alone.
-        optimizer: That it steps. Updates which rounding swallows are counted in it.
+        optimizer: That it steps. Updates lost to rounding are counted in it.
         scaler: torch's GradScaler or ours. None: the step scales no loss.
         batches: What to fetch the argument of `step` from, one for each step, so that
             the time for that is seen.
@@ -182,7 +184,7 @@ def diagnose(
         optimizer = None  # the session has counted what it loses, if it was asked to
     where = device if device is not None else _place(model)
     checked = warmup if isinstance(warmup, int) else 0  # `profile` will refuse others
-    made = Steps(
+    checked_steps = CheckedSteps(
         step,
         checked,
         same_batch=batches is not None,
@@ -190,9 +192,9 @@ def diagnose(
         model=model,
         scaler=scaler,
     )
-    with _counted(optimizer) as lost, made.watched():
-        found = profile(
-            made,
+    with _counted(optimizer) as lost, checked_steps.watched():
+        profile_result = profile(
+            checked_steps,
             batches=batches,
             device=where,
             level=level,
@@ -202,7 +204,10 @@ def diagnose(
             profiled=profiled,
         )
     config = Config(
-        level, found.dtype, loss_scale=_scaling(scaler), device=found.device
+        level,
+        profile_result.dtype,
+        loss_scale=_scaling(scaler),
+        device=profile_result.device,
     )
     if session is not None:
         config = _config(session, config)
@@ -210,23 +215,27 @@ def diagnose(
     weights = {}
     if session is None and model is not None:
         weights = environment.weight_formats(ddp.bare(model))
-    if level is None and found.dtype != "fp32" and set(weights.values()) == {"fp32"}:
+    if (
+        level is None
+        and profile_result.dtype != "fp32"
+        and set(weights.values()) == {"fp32"}
+    ):
         config = replace(config, level=levels.O1.name)
     facts = RunFacts(
         name="this program",
         config=config,
         lost=tuple(lost),
-        profile=ProfileFacts.from_data(found.data()),
-        machine=MachineFacts.from_data(environment.machine_data(found.device)),
+        profile=ProfileFacts.from_data(profile_result.data()),
+        machine=MachineFacts.from_data(environment.machine_data(profile_result.device)),
         weights=weights,
     )
-    ways = _WAYS if session is None else _WAYS_OF_SESSION
-    numerics, examined = made.numerics(), examination(facts, ways)
+    hints = _HINTS if session is None else _SESSION_HINTS
+    numerics, examined = checked_steps.numerics(), examination(facts, hints)
     findings = sorted(
         (*numerics.findings(), *examined.findings), key=lambda each: each.rank
     )
     examined = replace(examined, findings=tuple(findings))
-    return Diagnosis(facts, found, examined, numerics)
+    return Diagnosis(facts, profile_result, examined, numerics)
 
 
 def _require_kinds(
@@ -259,9 +268,9 @@ def _config(session: Session, config: Config) -> Config:
     scaling = "dynamic" if rule.strategy == "backoff" else rule.strategy
     if rule.backoff_factor == 1:
         scaling = "none" if rule.init_scale == 1 else f"{rule.init_scale:g}"
-    kept = None if level.masters else "none"
+    master = None if level.masters else "none"
     return replace(
-        config, master=kept, loss_scale=scaling, accumulate=session.accumulate
+        config, master=master, loss_scale=scaling, accumulate=session.accumulate
     )
 
 
@@ -275,17 +284,17 @@ def _lost_in(session: Session) -> list[LostUpdates]:
 
 @contextlib.contextmanager
 def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
-    """Count in the next update what rounding swallows in 16-bit weights."""
-    found: list[LostUpdates] = []
+    """Count the updates of 16-bit weights that the next step loses to rounding."""
+    lost_updates: list[LostUpdates] = []
     if optimizer is None:
-        yield found
+        yield lost_updates
         return
     before: list[list[tuple[Tensor, Tensor, Tensor]]] = []
 
     def look(each: Optimizer, *_: object) -> None:
         # A rate of 0, as at the first step of a warm-up, moves nothing, and neither
         # does a fused update at an overflow: torch's scaler hands it `found_inf`.
-        rates = [float(rate_of(group)) for group in each.param_groups]
+        rates = [float(lr_of(group)) for group in each.param_groups]
         if any(rates) and not float(getattr(each, "found_inf", None) or 0.0):
             before.extend(
                 _sampled(group["params"] if rate else ())
@@ -301,7 +310,7 @@ def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
             pairs = zip(now, samples, strict=True)
             stayed = sum(int((new == was).sum()) for new, (_, _, was) in pairs)
             if had:
-                found.append(LostUpdates(1, group, stayed / had))
+                lost_updates.append(LostUpdates(1, group, stayed / had))
         for hook in hooks:
             hook.remove()
 
@@ -310,7 +319,7 @@ def _counted(optimizer: Optimizer | None) -> Iterator[list[LostUpdates]]:
         optimizer.register_step_post_hook(compare),
     ]
     try:
-        yield found
+        yield lost_updates
     finally:
         for hook in hooks:
             hook.remove()
@@ -331,13 +340,13 @@ def _sampled(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
     ]
     total = sum(param.numel() for param in low)
     generator = torch.Generator().manual_seed(0)
-    found = []
+    samples = []
     for param in low:
-        count = max(1, round(param.numel() * min(1.0, _LOOKED_AT / total)))
+        count = max(1, round(param.numel() * min(1.0, _SAMPLE_SIZE / total)))
         places = torch.randint(param.numel(), (count,), generator=generator)
         places = places.to(param.device)
         gradient = param.grad
         assert gradient is not None  # noqa: S101 -- or it were not among them
         places = places[gradient.reshape(-1)[places] != 0]
-        found.append((param, places, param.detach().reshape(-1)[places].clone()))
-    return found
+        samples.append((param, places, param.detach().reshape(-1)[places].clone()))
+    return samples

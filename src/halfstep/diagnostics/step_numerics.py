@@ -112,7 +112,7 @@ class Numerics:
             (self.skipped, "{} of {} steps were skipped"),
         ]
         of = (self.steps, self.checked, self.steps)
-        said = [
+        measured = [
             words.format(count, total)
             for (count, words), total in zip(parts, of, strict=True)
             if count
@@ -120,11 +120,13 @@ class Numerics:
         if self.skipped and self.scales is not None and self.scales != (1, 1):
             before, after = self.scales
             fixed = f"loss scale {before:g} throughout"
-            said.append(fixed if self._fixed else f"loss scale {before:g} to {after:g}")
+            measured.append(
+                fixed if self._fixed else f"loss scale {before:g} to {after:g}"
+            )
         if self.weights:
             names = f"{len(self.weights)} ({self.weights[0]} first)"
-            said.append(f"parameters that hold inf or NaN now: {names}")
-        return "; ".join(said)
+            measured.append(f"parameters that hold inf or NaN now: {names}")
+        return "; ".join(measured)
 
     def _advice(self, first: int) -> str:
         if self.bad_op is None and self.failed:
@@ -157,12 +159,12 @@ class Numerics:
         return {**asdict(self), "bad_op": bad}
 
 
-class _Reached(BaseException):
+class _BackwardReached(BaseException):
     """The backward pass asked for is reached; no `except Exception` sees it."""
 
 
-class Steps:
-    """Makes the steps of a program, and looks at their numbers.
+class CheckedSteps:
+    """Makes the steps of a program, and checks their numbers.
 
     Args:
         step: Makes one.
@@ -191,8 +193,8 @@ class Steps:
         self._thread = threading.get_ident()
         self._number = self._part = self._depth = self._applied = 0
         self._losses: list[tuple[int, Tensor]] = []
-        self._lost: set[int] = set()
-        self._spoilt: set[int] = set()
+        self._nonfinite_loss_steps: set[int] = set()
+        self._nonfinite_grad_steps: set[int] = set()
         self._skipped = 0
         self._bad_part: int | None = None
         self._weights: list[tuple[Tensor, Tensor]] = []
@@ -218,21 +220,21 @@ class Steps:
             with self._discovering():
                 self._step(*batch)
         except LossScaleCollapse as error:
-            self._look_again(batch, scale, random)
+            self._replay_step(batch, scale, random)
             if self._bad_op is not None:
-                error.tell(self._bad_op)
+                error.attach_replay(self._bad_op)
             raise
         skipped = self._session is not None and self._session.steps_skipped > skips
         if skipped:
-            self._spoilt.add(self._number)
-        failed = self._number in self._lost | self._spoilt
+            self._nonfinite_grad_steps.add(self._number)
+        failed = self._number in self._nonfinite_loss_steps | self._nonfinite_grad_steps
         self._skipped += failed and not self._applied and self._session is None
         if failed and self._bad_op is None and not self._unreplayed:
-            self._look_again(batch, scale, random)
+            self._replay_step(batch, scale, random)
         self._weights = []
 
     def numerics(self) -> Numerics:
-        """Return what was seen. Waits for the device."""
+        """Return what was observed. Waits for the device."""
         lost = {number for number, loss in self._losses if not self._good(loss)}
         after = self._scale()
         scales = (
@@ -244,7 +246,7 @@ class Steps:
         elif scales is not None and not skipped:
             skipped = int(scales[1] < scales[0])
         why = self._unreplayed
-        if (lost or self._lost) and self._bad_op is None and not why:
+        if (lost or self._nonfinite_loss_steps) and self._bad_op is None and not why:
             why = (
                 f"of the first {self._checked} steps none failed, and only these are. "
                 "Call diagnose again with a larger warmup, from weights that are "
@@ -253,16 +255,16 @@ class Steps:
         return Numerics(
             steps=self._number,
             checked=min(self._checked, self._number),
-            losses=tuple(sorted(self._lost | lost)),
-            gradients=tuple(sorted(self._spoilt)),
+            losses=tuple(sorted(self._nonfinite_loss_steps | lost)),
+            gradients=tuple(sorted(self._nonfinite_grad_steps)),
             skipped=skipped,
-            weights=tuple(self._ruined()),
+            weights=tuple(self._nonfinite_weights()),
             scales=scales,
             bad_op=self._bad_op,
             unreplayed=why,
         )
 
-    def _ruined(self) -> Iterator[str]:
+    def _nonfinite_weights(self) -> Iterator[str]:
         model = self._root()
         for name, param in () if model is None else model.named_parameters():
             if not _finite([param]):
@@ -291,11 +293,11 @@ class Steps:
     # What is looked at meanwhile
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[Steps]:
+    def watched(self) -> Iterator[CheckedSteps]:
         """Look at backward passes and updates, here and in what is called here."""
         hooks = (
-            register_optimizer_step_pre_hook(self._updating),
-            register_optimizer_step_post_hook(self._updated),
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
         )
         try:
             with contextlib.ExitStack() as stack:
@@ -324,16 +326,16 @@ class Steps:
                 return self._capture(loss)
             self._depth += 1
             try:
-                self._take(loss)
+                self._check_loss(loss)
                 result = original(*args, **kwargs)
             finally:
                 self._depth -= 1
-            self._took()
+            self._check_grads()
             return result
 
         return backward
 
-    def _take(self, loss: object) -> None:
+    def _check_loss(self, loss: object) -> None:
         """Look at a loss before its backward pass."""
         tensors = loss if isinstance(loss, list | tuple) else [loss]
         for one in tensors:
@@ -343,8 +345,8 @@ class Steps:
                 if one.numel() == 1:
                     self._losses.append((self._number, one.detach()))
             elif not self._good(one):
-                self._lost.add(self._number)
-                self._blame()
+                self._nonfinite_loss_steps.add(self._number)
+                self._mark_bad_part()
 
     def _good(self, loss: Tensor) -> bool:
         """Say whether a loss is finite; scaling one in 16 bits may make inf of it."""
@@ -353,19 +355,19 @@ class Steps:
             return not bool(loss.isnan().any())
         return _finite([loss])
 
-    def _took(self) -> None:
+    def _check_grads(self) -> None:
         """Look at gradients after a backward pass."""
         close = self._number <= self._checked and self._session is None
         if close and not _finite(param.grad for param in self._params()):
-            self._spoilt.add(self._number)
-            self._blame()
+            self._nonfinite_grad_steps.add(self._number)
+            self._mark_bad_part()
         self._part += 1
 
-    def _blame(self) -> None:
+    def _mark_bad_part(self) -> None:
         if self._bad_part is None:
             self._bad_part = self._part
 
-    def _updating(self, optimizer: Optimizer, *given: object) -> None:
+    def _before_update(self, optimizer: Optimizer, *given: object) -> None:
         """Keep the weights that an update will make inf or NaN of, for the replay."""
         if threading.get_ident() != self._thread:
             return
@@ -376,23 +378,30 @@ class Steps:
                 return
             message = "step() of diagnose updates weights before a backward pass"
             raise UserError(message)
-        if self._number > self._checked or not self._acts(optimizer):
+        if self._number > self._checked or not self._changes_weights(optimizer):
             return
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         if not _finite(grads):
-            self._spoilt.add(self._number)
-        failed = closure or self._number in self._lost | self._spoilt
+            self._nonfinite_grad_steps.add(self._number)
+        failed = (
+            closure
+            or self._number in self._nonfinite_loss_steps | self._nonfinite_grad_steps
+        )
         if failed and not self._weights and self._bad_op is None:
             self._weights = [(p, p.detach().clone()) for p in self._params()]
 
-    def _updated(self, optimizer: Optimizer, *_: object) -> None:
-        here = threading.get_ident() == self._thread
-        if here and self._number <= self._checked and self._acts(optimizer):
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        same_thread = threading.get_ident() == self._thread
+        if (
+            same_thread
+            and self._number <= self._checked
+            and self._changes_weights(optimizer)
+        ):
             self._applied += 1
 
     @staticmethod
-    def _acts(optimizer: Optimizer) -> bool:
-        """Say whether a step changes weights: a fused one may be told not to."""
+    def _changes_weights(optimizer: Optimizer) -> bool:
+        """Say whether a step changes weights: a fused one skips at `found_inf`."""
         return not float(getattr(optimizer, "found_inf", None) or 0.0)
 
     @contextlib.contextmanager
@@ -403,9 +412,9 @@ class Steps:
             return
 
         def enter(module: nn.Module, *_: object) -> None:
-            known = any(module is one for one in self._outermost)
+            is_recorded = any(module is one for one in self._outermost)
             learns = any(param.requires_grad for param in module.parameters())
-            if learns and not known and not self._inside:
+            if learns and not is_recorded and not self._inside:
                 self._outermost.append(module)
             self._inside += 1
 
@@ -425,7 +434,7 @@ class Steps:
 
     # The replay of a step that failed
 
-    def _look_again(
+    def _replay_step(
         self, batch: tuple[object, ...], scale: float | None, random: RandomState
     ) -> None:
         """Run the step again, up to the backward pass that failed."""
@@ -487,7 +496,7 @@ class Steps:
         self._captured.clear()
         try:
             self._step(*batch)
-        except _Reached:
+        except _BackwardReached:
             pass
         finally:
             self._target = None
@@ -507,7 +516,7 @@ class Steps:
             message = "step() of diagnose runs one backward pass of several losses"
             raise UserError(message)
         self._captured.append(single)
-        raise _Reached
+        raise _BackwardReached
 
     @contextlib.contextmanager
     def _replaying(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Master weights: the truth behind 16-bit parameters, and its lean forms.
+"""Master weights: fp32 values of 16-bit parameters, and compact encodings of them.
 
 In: an optimizer over 16-bit parameters. Out: updates that are not lost to rounding.
 """

@@ -1,6 +1,7 @@
 """Updates of parameters in C, compiled on first use and called once for a whole list.
 
-In: items on the CPU, a rule and a form. Out: state, truth and weight, updated in place
+In: items on the CPU, a rule and a form. Out: state, fp32 value and weight, updated in
+place
 in one pass over memory. `available` says whether there are kernels, `describe` why.
 """
 
@@ -21,8 +22,12 @@ from torch import Tensor
 from halfstep._torch.profiler_marks import UPDATE, marked
 from halfstep.errors import UserError
 from halfstep.masters import c_compiler
-from halfstep.masters.encoding import EXTRA, LOW_STATES, WEIGHTS
-from halfstep.masters.update_rules import Adam, Item, Sgd
+from halfstep.masters.encoding import (
+    BF16_STATE_ENCODINGS,
+    RESIDUAL_DTYPES,
+    WEIGHT_DTYPES,
+)
+from halfstep.masters.update_rules import Adam, ParamUpdate, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("kernels.c")
 
 # As in kernels.c.
-FORMS = {"plain": 0, "fp32": 1, "split": 3, "kahan": 4, "stochastic": 5}
+ENCODINGS = {"plain": 0, "fp32": 1, "split": 3, "kahan": 4, "stochastic": 5}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAXIMIZE, NESTEROV, DECOUPLED, AMSGRAD, MOMENTUM, ADAM = (1 << bit for bit in range(6))
 STATES = 3
@@ -57,21 +62,21 @@ def describe() -> str:
 
 @torch.no_grad()
 def update(
-    items: Sequence[Item],
+    items: Sequence[ParamUpdate],
     rule: Sgd | Adam,
-    form: str,
+    encoding: str,
     *,
     inverse: Tensor,
     clock: tuple[int, int],
 ) -> None:
-    """Update parameters in place: state, truth and weight.
+    """Update parameters in place: state, fp32 value and weight.
 
     What C writes leaves no trace in a tensor's version: the caller tells autograd.
 
     Args:
         items: On the CPU.
         rule: With which numbers.
-        form: How the truth is kept: "plain", "fp32", "split", "kahan", "stochastic".
+        encoding: Of the fp32 value: "plain", "fp32", "split", "kahan", "stochastic".
         inverse: Of the loss scale, fp32, shape (). Gradients are multiplied by it.
         clock: Seed and step of the random numbers.
 
@@ -79,11 +84,13 @@ def update(
         UserError: If there are no kernels, or an item is not what the form says.
     """
     with marked(UPDATE):
-        _needed().update(items, rule, form, float(inverse), clock)
+        _require_kernels().update(items, rule, encoding, float(inverse), clock)
 
 
 @torch.no_grad()
-def look(gradients: Sequence[Tensor], *, norm: bool) -> tuple[Tensor, Tensor | None]:
+def check_finite(
+    gradients: Sequence[Tensor], *, norm: bool
+) -> tuple[Tensor, Tensor | None]:
     """Read gradients once, and change nothing.
 
     Args:
@@ -98,8 +105,8 @@ def look(gradients: Sequence[Tensor], *, norm: bool) -> tuple[Tensor, Tensor | N
         UserError: If there are no kernels, or a gradient is of another kind.
     """
     with marked(UPDATE):
-        found, total = _needed().look(gradients, norm=norm)
-    return found, total if norm else None
+        found_inf, total = _require_kernels().check_finite(gradients, norm=norm)
+    return found_inf, total if norm else None
 
 
 class _Threads(ctypes.Structure):
@@ -172,16 +179,16 @@ class Kernels:
 
     def update(
         self,
-        items: Sequence[Item],
+        items: Sequence[ParamUpdate],
         rule: Sgd | Adam,
-        form: str,
+        encoding: str,
         inverse: float,
         clock: tuple[int, int],
     ) -> None:
         """Do what `update` does."""
         # All of these must live until the call is over: C has their addresses alone.
-        gradients = _whole([item.gradient for item in items])
-        table = _table(items, gradients, rule, form)
+        gradients = _contiguous_tensors([item.gradient for item in items])
+        table = _table(items, gradients, rule, encoding)
         numbers, flags = _arguments(rule, inverse)
         words = array("Q", [word & _LONG for word in clock])
         self.library.halfstep_update(
@@ -189,37 +196,39 @@ class Kernels:
             len(items),
             numbers.buffer_info()[0],
             flags,
-            FORMS[form],
+            ENCODINGS[encoding],
             words.buffer_info()[0],
             ctypes.addressof(team := self.team()),
         )
         del gradients, team
 
-    def look(self, gradients: Sequence[Tensor], *, norm: bool) -> tuple[Tensor, Tensor]:
+    def check_finite(
+        self, gradients: Sequence[Tensor], *, norm: bool
+    ) -> tuple[Tensor, Tensor]:
         """Do what `look` does."""
-        gradients = _whole(gradients)
+        gradients = _contiguous_tensors(gradients)
         codes = map(DTYPES.__getitem__, _kinds(gradients, "gradient", DTYPES))
         cells = list(map(_numel, gradients))
         cells.extend(map(_address, gradients))
         cells.extend(codes)
         table = array("q", cells)
-        found = torch.zeros((), dtype=torch.float32, device="cpu")
+        found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
         total = torch.zeros((), dtype=torch.float64, device="cpu")
         team = self.team()
         failed = self.library.halfstep_look(
             table.buffer_info()[0],
             len(gradients),
             int(norm),
-            found.data_ptr(),
+            found_inf.data_ptr(),
             total.data_ptr(),
             ctypes.addressof(team),
         )
         if failed:
             raise MemoryError
-        return found, total
+        return found_inf, total
 
 
-def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _contiguous_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return tensors without gaps and lazy signs; autograd gives others, too."""
     if all(map(_contiguous, tensors)) and not any(map(_negated, tensors)):
         return tensors
@@ -248,7 +257,7 @@ def _kinds(
             f"compiled kernels take {' or '.join(map(str, dtypes))} on cpu."
         )
         raise UserError(message)
-    if _whole(tensors) is not tensors:
+    if _contiguous_tensors(tensors) is not tensors:
         message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
         raise UserError(message)
     return kinds
@@ -268,15 +277,18 @@ def _addresses(
     Raises:
         UserError: If one is missing, of another size, or not what C would read.
     """
-    found = list(map(_numel, tensors))
-    if len(found) != len(numels):
-        message = f"{what}: {len(found)} of {len(numels)} parameters have one; make it."
+    actual_numels = list(map(_numel, tensors))
+    if len(actual_numels) != len(numels):
+        message = (
+            f"{what}: {len(actual_numels)} of {len(numels)} parameters have one; "
+            "make it."
+        )
         raise UserError(message)
     _kinds(tensors, f"{what} of parameter", (dtype,))
-    if found != numels:
-        index = next(i for i, size in enumerate(found) if size != numels[i])
+    if actual_numels != numels:
+        index = next(i for i, size in enumerate(actual_numels) if size != numels[i])
         message = (
-            f"{what} of parameter {index} has {found[index]} numbers, not "
+            f"{what} of parameter {index} has {actual_numels[index]} numbers, not "
             f"{numels[index]}. Load or make the state again."
         )
         raise UserError(message)
@@ -302,7 +314,10 @@ def _states(rule: Sgd | Adam) -> int:
 
 
 def _table(
-    items: Sequence[Item], gradients: Sequence[Tensor], rule: Sgd | Adam, form: str
+    items: Sequence[ParamUpdate],
+    gradients: Sequence[Tensor],
+    rule: Sgd | Adam,
+    encoding: str,
 ) -> array[int]:
     """Return the columns that kernels.c reads, each as long as there are items.
 
@@ -310,9 +325,9 @@ def _table(
         UserError: If a tensor is not what C would take it for.
     """
     weights = [item.weight for item in items]
-    kinds = _kinds(weights, "weight", WEIGHTS[form])
+    kinds = _kinds(weights, "weight", WEIGHT_DTYPES[encoding])
     codes = list(map(DTYPES.__getitem__, _kinds(gradients, "gradient", DTYPES)))
-    if form == "fp32":
+    if encoding == "fp32":
         codes = [
             code | DTYPES[low] << 2 for code, low in zip(codes, kinds, strict=True)
         ]
@@ -323,24 +338,24 @@ def _table(
     nothing = [0] * len(items)
     # A list grows faster than an array does.
     table = [*numels, *map(_address, weights), *map(_address, gradients)]
-    if form in EXTRA:
-        extras = [item.extra for item in items if item.extra is not None]
-        table.extend(_addresses(extras, "extra", EXTRA[form], numels))
+    if encoding in RESIDUAL_DTYPES:
+        residuals = [item.residual for item in items if item.residual is not None]
+        table.extend(_addresses(residuals, "extra", RESIDUAL_DTYPES[encoding], numels))
     else:
         table.extend(nothing)
-    kept = torch.bfloat16 if form in LOW_STATES else torch.float32
+    state_dtype = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
     count = _states(rule)
     for number in range(count):
         states = [item.states[number] for item in items if len(item.states) > number]
-        table.extend(_addresses(states, f"state {number}", kept, numels))
+        table.extend(_addresses(states, f"state {number}", state_dtype, numels))
     table.extend(nothing * (STATES - count))
     if isinstance(rule, Sgd):
         table.extend(nothing)
-        table.extend([item.index << 1 | item.first for item in items])
+        table.extend([item.param_index << 1 | item.is_first_step for item in items])
     else:
         steps = [item.step for item in items if item.step is not None]
         table.extend(_addresses(steps, "step", torch.float32, [1] * len(items)))
-        table.extend([item.index << 1 for item in items])
+        table.extend([item.param_index << 1 for item in items])
     table.extend(codes)
     return array("q", table)
 
@@ -350,7 +365,9 @@ def _kernels() -> tuple[Kernels | None, str]:
     """Return the kernels, and a line about them for people."""
     try:
         compiler = c_compiler.find()
-        library, remark = c_compiler.Job(SOURCE, works).ready(compiler)
+        library, remark = c_compiler.CompiledLibrary(SOURCE, works).load_or_compile(
+            compiler
+        )
     except c_compiler.NoLibraryError as error:
         return None, f"not compiled: {error}"
     kernels = Kernels.of(library)
@@ -361,7 +378,7 @@ def _kernels() -> tuple[Kernels | None, str]:
     return kernels, ", ".join(part for part in parts if part)
 
 
-def _needed() -> Kernels:
+def _require_kernels() -> Kernels:
     kernels, why = _kernels()
     if kernels is None:
         message = f"There are no compiled kernels ({why}): use the chunked ones."
@@ -374,15 +391,22 @@ def works(library: ctypes.CDLL) -> bool:
     make = partial(torch.tensor, dtype=torch.float32, device="cpu")
     tiny = 2.0**-140
     weight, gradient = make([1.0, 2.0, -4.0, 2 * tiny]), make([2.0, 2.0, 4.0, 8 * tiny])
-    item = Item(weight, gradient, None, (), None, first=True, index=0)
+    item = ParamUpdate(
+        weight, gradient, None, (), None, is_first_step=True, param_index=0
+    )
     sgd = Sgd(0.25, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
     kernels = Kernels.of(library)
     kernels.update([item], sgd, "plain", 0.5, (0, 0))
-    found, total = kernels.look([weight], norm=True)
-    right = weight.tolist() == [0.75, 1.75, -4.5, 0.0 if c_compiler.flushes() else tiny]
-    right &= not found and total.item() == 0.75**2 + 1.75**2 + 4.5**2
+    found_inf, total = kernels.check_finite([weight], norm=True)
+    is_right = weight.tolist() == [
+        0.75,
+        1.75,
+        -4.5,
+        0.0 if c_compiler.flushes_subnormals() else tiny,
+    ]
+    is_right &= not found_inf and total.item() == 0.75**2 + 1.75**2 + 4.5**2
     item.gradient, item.step = make([1.0, math.nan, 1.0, 1.0]), make(1.0)
     item.states = gradient * 0, gradient * 0, make([1.0, 1.0, math.nan, 1.0])
     adam = Adam(0.25, 0.5, 0.5, 1.0, 0.0, decoupled=False, amsgrad=True, maximize=False)
     kernels.update([item], adam, "plain", 1.0, (0, 0))
-    return right and item.states[2].isnan().tolist() == [False, True, True, False]
+    return is_right and item.states[2].isnan().tolist() == [False, True, True, False]

@@ -14,7 +14,7 @@ import torch
 
 from halfstep.masters import chunk_codec, stochastic_codec
 from halfstep.masters.chunk_codec import scratch
-from halfstep.masters.encoding import EXTRA, LOW_STATES
+from halfstep.masters.encoding import BF16_STATE_ENCODINGS, RESIDUAL_DTYPES
 from halfstep.masters.update_rules import Sgd
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from halfstep.masters.update_rules import Adam, Item
+    from halfstep.masters.update_rules import Adam, ParamUpdate
 
 CHUNK = 1 << 16
 """Numbers at a time on a CPU: 256 KiB of fp32 for each thing that a number has."""
 
-CHUNK_ELSEWHERE = 1 << 22
+DEVICE_CHUNK = 1 << 22
 """On a device, where an operation takes as long to start as on millions of numbers."""
 
 _WORD = 0xFFFFFFFF
@@ -50,37 +50,37 @@ class Piece:
         return flat[self.start : self.start + self.size]
 
 
-def cut(tensors: Sequence[Tensor]) -> Iterator[list[Piece]]:
+def cut_chunks(tensors: Sequence[Tensor]) -> Iterator[list[Piece]]:
     """Cut large tensors into chunks, and gather small ones into chunks."""
     if not tensors:
         return
-    most = CHUNK if tensors[0].is_cpu else CHUNK_ELSEWHERE
-    held: list[Piece] = []
+    limit = CHUNK if tensors[0].is_cpu else DEVICE_CHUNK
+    pieces: list[Piece] = []
     total = 0
     for index, tensor in enumerate(tensors):
         numel = tensor.numel()
-        if numel > most // 2:
-            for start in range(0, numel, most):
-                yield [Piece(index, start, min(most, numel - start))]
+        if numel > limit // 2:
+            for start in range(0, numel, limit):
+                yield [Piece(index, start, min(limit, numel - start))]
             continue
-        if total + numel > most:
-            yield held
-            held, total = [], 0
+        if total + numel > limit:
+            yield pieces
+            pieces, total = [], 0
         if numel:
-            held.append(Piece(index, 0, numel))
+            pieces.append(Piece(index, 0, numel))
             total += numel
-    if held:
-        yield held
+    if pieces:
+        yield pieces
 
 
 @dataclass(slots=True)
-class Numbers:
+class ChunkValues:
     """What a rule works on: fp32, of one length."""
 
-    truth: Tensor
+    fp32: Tensor
     gradient: Tensor
     states: list[Tensor]
-    spare: Tensor
+    scratch: Tensor
 
 
 class Chunk:
@@ -89,21 +89,25 @@ class Chunk:
     A single piece that is fp32 already is worked on where it lies.
     """
 
-    def __init__(self, items: Sequence[Item], pieces: list[Piece], form: str) -> None:
-        self.form = form
+    def __init__(
+        self, items: Sequence[ParamUpdate], pieces: list[Piece], encoding: str
+    ) -> None:
+        self.encoding = encoding
         self.pieces = pieces
         self.items = [items[piece.index] for piece in pieces]
         self.sizes = [piece.size for piece in pieces]
         self.numel = sum(self.sizes)
         self.device = self.items[0].weight.device
         self.weights = self._pieces([item.weight for item in self.items])
-        self.extras: list[Tensor] = []
-        if form in EXTRA:
-            extras = [item.extra for item in self.items if item.extra is not None]
-            self.extras = self._pieces(extras)
+        self.residuals: list[Tensor] = []
+        if encoding in RESIDUAL_DTYPES:
+            residuals = [
+                item.residual for item in self.items if item.residual is not None
+            ]
+            self.residuals = self._pieces(residuals)
         self.states: list[list[Tensor]] = []
 
-    def read(self, rule: Sgd | Adam, factor: Tensor) -> Numbers:
+    def read(self, rule: Sgd | Adam, factor: Tensor) -> ChunkValues:
         """Return everything as fp32, the gradient multiplied by `factor`."""
         gradients = self._pieces([item.gradient for item in self.items])
         count = min(len(item.states) for item in self.items)
@@ -114,90 +118,96 @@ class Chunk:
             for number in range(count)
         ]
         gradient = self._copied("gradient", gradients, torch.float32)
-        self.numbers = Numbers(
-            self._truth(),
+        self.values = ChunkValues(
+            self._read_fp32(),
             torch.mul(gradient, factor, out=gradient),
             [
                 self._gathered(f"state {number}", state, torch.float32)
                 for number, state in enumerate(self.states)
             ],
-            self._room("spare", torch.float32),
+            self._scratch("spare", torch.float32),
         )
-        return self.numbers
+        return self.values
 
     def write(self, clock: tuple[int, int]) -> None:
         """Put back what was updated."""
-        if self.form not in LOW_STATES:
-            for kept, state in zip(self.numbers.states, self.states, strict=True):
-                self._back(kept, state)
-            self._publish(None)
+        if self.encoding not in BF16_STATE_ENCODINGS:
+            for new_state, state in zip(self.values.states, self.states, strict=True):
+                self._copy_back(new_state, state)
+            self._write_fp32(None)
             return
         # Drawn once for two things: each number gives 32 bits.
-        draws = Draws(self, clock)
-        self._publish(draws)
-        low = self._room("state", torch.bfloat16)
+        draws = RandomBits(self, clock)
+        self._write_fp32(draws)
+        low = self._scratch("state", torch.bfloat16)
         for number, state in enumerate(self.states):
-            chunk_codec.round_(self.numbers.states[number], low, draws(number + 1))
-            self._back(low, state)
+            chunk_codec.round_(self.values.states[number], low, draws(number + 1))
+            self._copy_back(low, state)
 
-    def _truth(self) -> Tensor:
-        if self.form == "plain":
-            return self._gathered("truth", self.weights, torch.float32)
-        if self.form == "fp32":
-            return self._gathered("truth", self.extras, torch.float32)
-        if self.form == "stochastic":
-            return self._copied("truth", self.weights, torch.float32)
+    def _read_fp32(self) -> Tensor:
+        if self.encoding == "plain":
+            return self._gathered("fp32", self.weights, torch.float32)
+        if self.encoding == "fp32":
+            return self._gathered("fp32", self.residuals, torch.float32)
+        if self.encoding == "stochastic":
+            return self._copied("fp32", self.weights, torch.float32)
         weight = self._gathered("weight", self.weights, torch.bfloat16)
-        extra = self._gathered("extra", self.extras, EXTRA[self.form])
-        truth = self._room("truth", torch.float32)
-        chunk_codec.decode_(weight, extra, truth)
-        return truth
+        residual = self._gathered(
+            "extra", self.residuals, RESIDUAL_DTYPES[self.encoding]
+        )
+        fp32 = self._scratch("fp32", torch.float32)
+        chunk_codec.decode_(weight, residual, fp32)
+        return fp32
 
-    def _publish(self, draws: Draws | None) -> None:
-        truth = self.numbers.truth
-        if self.form == "fp32":
-            self._back(truth, self.extras)
-        if self.form in {"plain", "fp32"}:
-            self._back(truth, self.weights)
+    def _write_fp32(self, draws: RandomBits | None) -> None:
+        fp32 = self.values.fp32
+        if self.encoding == "fp32":
+            self._copy_back(fp32, self.residuals)
+        if self.encoding in {"plain", "fp32"}:
+            self._copy_back(fp32, self.weights)
             return
-        weight = self._place("weight", self.weights, torch.bfloat16)
-        if draws is not None and self.form == "stochastic":
-            chunk_codec.round_(truth, weight, draws(0))
+        weight = self._chunk_memory("weight", self.weights, torch.bfloat16)
+        if draws is not None and self.encoding == "stochastic":
+            chunk_codec.round_(fp32, weight, draws(0))
         else:
-            extra = self._place("extra", self.extras, EXTRA[self.form])
-            chunk_codec.encode_(truth, weight, extra)
-            self._back(extra, self.extras)
-        self._back(weight, self.weights)
+            residual = self._chunk_memory(
+                "extra", self.residuals, RESIDUAL_DTYPES[self.encoding]
+            )
+            chunk_codec.encode_(fp32, weight, residual)
+            self._copy_back(residual, self.residuals)
+        self._copy_back(weight, self.weights)
 
     def _pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(self.pieces, tensors, strict=True)
         return [piece.of(tensor) for piece, tensor in pairs]
 
-    def _room(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _scratch(self, name: str, dtype: torch.dtype) -> Tensor:
         return scratch(name, self.numel, dtype, self.device)
 
-    def _place(self, name: str, pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
+    def _chunk_memory(
+        self, name: str, pieces: list[Tensor], dtype: torch.dtype
+    ) -> Tensor:
         """Return where the chunk of some tensors is: in place, or in scratch memory."""
         if len(pieces) == 1 and pieces[0].dtype == dtype:
             return pieces[0]
-        return self._room(name, dtype)
+        return self._scratch(name, dtype)
 
     def _copied(self, name: str, pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
-        room = self._room(name, dtype)
+        room = self._scratch(name, dtype)
         torch._foreach_copy_(room.split_with_sizes(self.sizes), pieces)
         return room
 
     def _gathered(self, name: str, pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
-        place = self._place(name, pieces, dtype)
+        place = self._chunk_memory(name, pieces, dtype)
         return place if place is pieces[0] else self._copied(name, pieces, dtype)
 
-    def _back(self, chunk: Tensor, pieces: list[Tensor]) -> None:
+    def _copy_back(self, chunk: Tensor, pieces: list[Tensor]) -> None:
         if chunk is not pieces[0]:
             torch._foreach_copy_(pieces, chunk.split_with_sizes(self.sizes))
 
 
-class Draws:
-    """Random bits for a chunk: those of `stochastic_codec.random16` for each piece.
+class RandomBits:
+    """Random bits for a chunk: `stochastic_codec.random_bits16` for each piece.
 
     Why: asking for each piece by itself costs a dozen operations a parameter.
     """
@@ -216,10 +226,13 @@ class Draws:
 
     def _stream(self, stream: int) -> tuple[Tensor, Tensor]:
         chunk = self.chunk
-        keys = [stochastic_codec.key(*self.clock, i.index, stream) for i in chunk.items]
+        keys = [
+            stochastic_codec.key(*self.clock, i.param_index, stream)
+            for i in chunk.items
+        ]
         if len(keys) == 1:
             piece = chunk.pieces[0]
-            return stochastic_codec.random16(
+            return stochastic_codec.random_bits16(
                 keys[0], piece.size, chunk.device, start=piece.start
             )
         begun = 0

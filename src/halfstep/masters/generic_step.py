@@ -1,7 +1,7 @@
-"""Any optimizer's step over masters that have no memory of their own.
+"""Any optimizer's step over compact master weights, decoded piece by piece.
 
 In: an optimizer, and the slots of its lean masters. Out: one step, taken some
-parameters at a time, for which alone the fp32 truth is put together.
+parameters at a time, for which alone fp32 values are decoded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from halfstep.masters.encoding import Clock, Form, Slot
+    from halfstep.masters.encoding import MasterEncoding, MasterParam, RoundingRng
 
-PIECE = 1 << 22
+MAX_PIECE_NUMEL = 1 << 22
 """Numbers put together at once: 16 MiB of fp32."""
 
 
-def absent(like: Tensor) -> Tensor:
+def nan_placeholder(like: Tensor) -> Tensor:
     """Return NaN in fp32 in the shape of a tensor, in the memory of one number."""
     nan = torch.full((), torch.nan, dtype=torch.float32, device=like.device)
     return nan.expand(like.shape)
@@ -33,9 +33,9 @@ def absent(like: Tensor) -> Tensor:
 @torch.no_grad()
 def step(
     optimizer: Optimizer,
-    slots: Iterable[Slot],
-    form: Form,
-    clock: Clock,
+    master_params: Iterable[MasterParam],
+    encoding: MasterEncoding,
+    rng: RoundingRng,
     only: Tensor | None = None,
 ) -> None:
     """Let an optimizer step over lean masters, and publish them.
@@ -47,71 +47,86 @@ def step(
     Args:
         optimizer: Over the masters of `slots`, whose gradients are in their `.grad`,
             and parameters of other kinds.
-        slots: All that are lean.
-        form: How the truth is kept.
-        clock: For random rounding.
+        master_params: All that are lean.
+        encoding: How fp32 values are encoded.
+        rng: For random rounding.
         only: The one parameter of the optimizer to step over; default: all.
     """
-    known: dict[Tensor, Slot] = {slot.master: slot for slot in slots}
+    param_of: dict[Tensor, MasterParam] = {
+        master_param.master: master_param for master_param in master_params
+    }
     groups = optimizer.param_groups
-    held = [group["params"] for group in groups]
-    limit = PIECE if by_parameter(optimizer) else None
-    due = held
+    param_lists = [group["params"] for group in groups]
+    limit = MAX_PIECE_NUMEL if can_step_in_pieces(optimizer) else None
+    due_lists = param_lists
     if only is not None:
-        due = [[param for param in params if param is only] for params in held]
+        due_lists = [
+            [param for param in params if param is only] for params in param_lists
+        ]
     try:
-        for piece in _pieces(due, known, limit):
+        for piece in _pieces(due_lists, param_of, limit):
             for group, params in zip(groups, piece, strict=True):
                 group["params"] = params
             optimizer.param_groups = [group for group in groups if group["params"]]
-            mine = [known[p] for params in piece for p in params if p in known]
-            _step_over(optimizer, mine, form, clock)
+            piece_params = [
+                param_of[p] for params in piece for p in params if p in param_of
+            ]
+            _step_piece(optimizer, piece_params, encoding, rng)
     finally:
         optimizer.param_groups = groups
-        for group, params in zip(groups, held, strict=True):
+        for group, params in zip(groups, param_lists, strict=True):
             group["params"] = params
 
 
-def by_parameter(optimizer: Optimizer) -> bool:
+def can_step_in_pieces(optimizer: Optimizer) -> bool:
     """Say whether stepping over parts of the parameters amounts to one step."""
     return optimizer_hooks.is_torchs_own(optimizer)
 
 
 def _pieces(
-    held: Sequence[list[Tensor]], known: dict[Tensor, Slot], limit: int | None
+    param_lists: Sequence[list[Tensor]],
+    param_of: dict[Tensor, MasterParam],
+    limit: int | None,
 ) -> Iterator[list[list[Tensor]]]:
     """Yield lists of parameters, one for each group, that come to `limit` numbers."""
-    piece: list[list[Tensor]] = [[] for _ in held]
+    piece: list[list[Tensor]] = [[] for _ in param_lists]
     size = 0
-    for index, params in enumerate(held):
+    for index, params in enumerate(param_lists):
         for param in params:
-            own = param.numel() if param in known else 0
+            own = param.numel() if param in param_of else 0
             if limit is not None and size and size + own > limit:
                 yield piece
-                piece, size = [[] for _ in held], 0
+                piece, size = [[] for _ in param_lists], 0
             piece[index].append(param)
             size += own
     if any(piece):
         yield piece
 
 
-def _step_over(
-    optimizer: Optimizer, slots: list[Slot], form: Form, clock: Clock
+def _step_piece(
+    optimizer: Optimizer,
+    master_params: list[MasterParam],
+    encoding: MasterEncoding,
+    rng: RoundingRng,
 ) -> None:
-    """Put the truth of some masters together, step, and take it apart again."""
-    moved = [slot for slot in slots if slot.master.grad is not None]
-    truths = [_dense(slot.weight) for slot in moved]
-    for slot, truth in zip(moved, truths, strict=True):
-        slot.decode_(form, truth)
-        slot.master.data = truth
+    """Decode some master weights, step, and encode them again."""
+    updated = [
+        master_param
+        for master_param in master_params
+        if master_param.master.grad is not None
+    ]
+    fp32_values = [_dense(slot.weight) for slot in updated]
+    for slot, fp32 in zip(updated, fp32_values, strict=True):
+        slot.decode_(encoding, fp32)
+        slot.master.data = fp32
         _widen_states(optimizer, slot)
     try:
         optimizer.step()
     finally:
-        for slot, truth in zip(moved, truths, strict=True):
-            slot.encode_(form, truth, clock)
-            slot.master.data = absent(slot.weight)
-            narrow_states(optimizer, slot, form, clock)
+        for slot, fp32 in zip(updated, fp32_values, strict=True):
+            slot.encode_(encoding, fp32, rng)
+            slot.master.data = nan_placeholder(slot.weight)
+            narrow_states(optimizer, slot, encoding, rng)
 
 
 def _dense(weight: Tensor) -> Tensor:
@@ -123,19 +138,24 @@ def _moments(
 ) -> Iterable[tuple[dict[str, Any], str, Tensor]]:
     """Yield where the optimizer keeps one number for each of a weight's."""
     state: dict[str, Any] = optimizer.state.get(param, {})
-    for key, held in list(state.items()):
-        fits = torch.is_tensor(held) and held.shape == shape
-        if fits and key != "step" and held.is_floating_point():
-            yield state, key, held
+    for key, value in list(state.items()):
+        fits = torch.is_tensor(value) and value.shape == shape
+        if fits and key != "step" and value.is_floating_point():
+            yield state, key, value
 
 
-def _widen_states(optimizer: Optimizer, slot: Slot) -> None:
-    for state, key, held in _moments(optimizer, slot.master, slot.weight.shape):
-        state[key] = held.float()
+def _widen_states(optimizer: Optimizer, master_param: MasterParam) -> None:
+    for state, key, moment in _moments(
+        optimizer, master_param.master, master_param.weight.shape
+    ):
+        state[key] = moment.float()
 
 
 def narrow_states(
-    optimizer: Optimizer, slot: Slot, form: Form, clock: Clock | None
+    optimizer: Optimizer,
+    master_param: MasterParam,
+    encoding: MasterEncoding,
+    rng: RoundingRng | None,
 ) -> None:
     """Bring an optimizer's moments for a weight into the dtype of their form.
 
@@ -144,27 +164,27 @@ def narrow_states(
 
     Args:
         optimizer: Holds them under the slot's master.
-        slot: Of the weight.
-        form: Says the dtype.
-        clock: For rounding at random; None rounds to nearest, once.
+        master_param: Of the weight.
+        encoding: Says the dtype.
+        rng: For rounding at random; None rounds to nearest, once.
     """
-    held_now = _moments(optimizer, slot.master, slot.weight.shape)
-    for number, (state, key, held) in enumerate(held_now, start=1):
-        if held.dtype == form.states:
+    moments = _moments(optimizer, master_param.master, master_param.weight.shape)
+    for number, (state, key, moment) in enumerate(moments, start=1):
+        if moment.dtype == encoding.state_dtype:
             continue
-        if form.states == torch.bfloat16 and not held.dim():
+        if encoding.state_dtype == torch.bfloat16 and not moment.dim():
             # Beside one number, what counts steps (NAdam, ASGD) looks like a moment.
             continue
-        if clock is None or form.states != torch.bfloat16:
-            state[key] = held.to(form.states)
+        if rng is None or encoding.state_dtype != torch.bfloat16:
+            state[key] = moment.to(encoding.state_dtype)
         else:
-            low = torch.empty_like(held, dtype=form.states)
-            clock.round_(slot.number, number, held, low)
+            low = torch.empty_like(moment, dtype=encoding.state_dtype)
+            rng.round_(master_param.param_index, number, moment, low)
             state[key] = low
 
 
 def narrow_all(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
     """Bring an optimizer's moments for parameters into the parameters' own dtype."""
     for param in params:
-        for state, key, held in _moments(optimizer, param, param.shape):
-            state[key] = held.to(param.dtype)
+        for state, key, moment in _moments(optimizer, param, param.shape):
+            state[key] = moment.to(param.dtype)

@@ -1,4 +1,4 @@
-"""16-bit gradients folded up into fp32 sums beside the masters.
+"""Accumulates 16-bit gradients in fp32, in the gradients of the master weights.
 
 In: a slot whose weight has a gradient. Out: the gradient added to its master's, and
 freed.
@@ -13,7 +13,7 @@ import torch
 
 from halfstep.masters import cpu_kernels
 from halfstep.masters.encoding import PLAIN
-from halfstep.masters.update_rules import Item, Sgd
+from halfstep.masters.update_rules import ParamUpdate, Sgd
 from halfstep.numerics.accumulate import add_
 
 if TYPE_CHECKING:
@@ -22,45 +22,51 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from halfstep.masters.encoding import Slot
+    from halfstep.masters.encoding import MasterParam
 
 
-def fold_on_arrival(slot: Slot, wanted: Callable[[], bool]) -> None:
+def accumulate_in_backward(
+    master_param: MasterParam, is_enabled: Callable[[], bool]
+) -> None:
     """Fold from now on as soon as a backward pass has made a gradient.
 
     Args:
-        slot: Of the weight.
-        wanted: Asked each time.
+        master_param: Of the weight.
+        is_enabled: Asked each time.
     """
 
-    def arrived(_: Tensor) -> None:
-        if wanted():
-            fold(slot)
+    def on_gradient(_: Tensor) -> None:
+        if is_enabled():
+            accumulate_(master_param)
 
-    if slot.weight.requires_grad and not slot.hooked:
-        slot.hooked = True
-        slot.weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+    if master_param.weight.requires_grad and not master_param.is_hooked:
+        master_param.is_hooked = True
+        master_param.weight.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
-def fold(slot: Slot) -> None:
+def accumulate_(master_param: MasterParam) -> None:
     """Add a 16-bit gradient to its master's, and free it."""
-    gradient, slot.weight.grad = slot.weight.grad, None
+    gradient, master_param.weight.grad = master_param.weight.grad, None
     if gradient is None:
         return
-    total = slot.master.grad
+    total = master_param.master.grad
     if gradient.is_sparse or (total is not None and total.is_sparse):
         wide = gradient.float()
         if total is not None:
             # torch adds sparse to dense, and not the other way round.
             wide = wide + total if total.is_sparse else total + wide
-        slot.master.grad = wide
+        master_param.master.grad = wide
     elif total is None:
-        if slot.buffer is None:
-            slot.buffer = torch.empty_like(slot.weight, dtype=torch.float32)
-        slot.master.grad = slot.buffer.copy_(gradient).detach()
+        if master_param.grad_buffer is None:
+            master_param.grad_buffer = torch.empty_like(
+                master_param.weight, dtype=torch.float32
+            )
+        master_param.master.grad = master_param.grad_buffer.copy_(gradient).detach()
     elif _suits_kernel(total, gradient):
-        item = Item(total, gradient, None, (), None, first=False, index=0)
+        item = ParamUpdate(
+            total, gradient, None, (), None, is_first_step=False, param_index=0
+        )
         one = torch.ones(())
         cpu_kernels.update([item], _SUM, PLAIN, inverse=one, clock=(0, 0))
         torch.autograd.graph.increment_version(total)
@@ -84,7 +90,7 @@ def _suits_kernel(total: Tensor, part: Tensor) -> bool:
     )
 
 
-def clear_together(optimizer: Optimizer, clear: Callable[[], None]) -> None:
+def clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> None:
     """Let `optimizer.zero_grad` also clear the 16-bit gradients behind its masters."""
     own = optimizer.zero_grad
 

@@ -22,7 +22,7 @@ def encode_(master: Tensor, weight: Tensor, compensation: Tensor) -> None:
     2**-134 is lost where that is more, below 2**-117.
 
     Args:
-        master: fp32, the truth.
+        master: fp32.
         weight: bf16, written: the nearest, ties to even; infinite beyond the largest.
         compensation: bf16, written; 0 where the weight is not finite.
     """
@@ -55,5 +55,5 @@ def nearest(values: Tensor) -> Tensor:
     """
     bits = values.view(torch.int32)
     high = bits >> 16
-    carry = ((bits & 0xFFFF) + 0x7FFF + (high & 1)) >> 16
-    return keep_nan(bits, high + carry)
+    round_up = ((bits & 0xFFFF) + 0x7FFF + (high & 1)) >> 16
+    return keep_nan(bits, high + round_up)

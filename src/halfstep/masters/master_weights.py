@@ -1,6 +1,6 @@
 """Master weights: what the optimizer updates, while the model holds 16-bit copies.
 
-In: an optimizer over 16-bit parameters. Out: the same optimizer over their fp32 truth,
+In: an optimizer over 16-bit parameters. Out: the same optimizer over their fp32 values,
 with gradients folded up to it and updated weights published down.
 """
 
@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from halfstep._torch import optimizer_hooks
 from halfstep.masters import encoding as forms
 from halfstep.masters import fused_step, generic_step
-from halfstep.masters.encoding import Clock, Slot
-from halfstep.masters.fused_step import Direct
-from halfstep.masters.generic_step import absent
-from halfstep.masters.grad_accumulation import clear_together, fold, fold_on_arrival
+from halfstep.masters.encoding import MasterParam, RoundingRng
+from halfstep.masters.fused_step import FusedStep
+from halfstep.masters.generic_step import nan_placeholder
+from halfstep.masters.grad_accumulation import (
+    accumulate_,
+    accumulate_in_backward,
+    clear_low_grads_too,
+)
 from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class MasterWeights:
-    """The fp32 truth behind the 16-bit parameters of any torch optimizer.
+    """The fp32 master weights of the 16-bit parameters of any torch optimizer.
 
     Why: a 16-bit weight swallows a small update. At the usual ratio of update to
     weight, 1e-3, bf16 loses more than half of all updates to rounding.
@@ -65,7 +69,7 @@ class MasterWeights:
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1.
     """
 
-    keeps = True
+    has_masters = True
     """16-bit parameters get masters."""
 
     def __init__(
@@ -77,124 +81,148 @@ class MasterWeights:
         seed: int = 0,
     ) -> None:
         self.optimizer = optimizer
-        self.form = forms.kept(master)
-        self.clock = Clock(seed, 0)
-        self.slots: dict[Tensor, Slot] = {}
+        self.encoding = forms.parse_with_masters(master)
+        self.rng = RoundingRng(seed, 0)
+        self.master_params: dict[Tensor, MasterParam] = {}
         """Master -> all that belongs to it, in the order they were adopted."""
-        self.numbers: dict[Tensor, int] = {}
+        self.param_index: dict[Tensor, int] = {}
         """Parameter of the optimizer -> its number, for random rounding."""
         self.kernel: Kernel | None = None
         """What updates weights straight from 16-bit gradients, where there is one."""
-        self.how = ""
+        self.kernel_description = ""
         """That kernel in words, or why there is none."""
-        self._direct: Direct | None = None
+        self._fused_step: FusedStep | None = None
         self.stepping = False
         """The optimizer steps because we say so."""
         self._versions: list[int] = []
-        self._folds_in_backward = False
-        self.adopt(originals)
-        if self.keeps:
-            clear_together(optimizer, self.clear)
+        self._accumulates_in_backward = False
+        self.add_new_params(originals)
+        if self.has_masters:
+            clear_low_grads_too(optimizer, self.clear)
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """(16-bit parameter, fp32 master), in the order they were adopted."""
-        return [(slot.weight, slot.master) for slot in self.slots.values()]
+        return [
+            (master_param.weight, master_param.master)
+            for master_param in self.master_params.values()
+        ]
 
     @torch.no_grad()
-    def adopt(self, originals: dict[nn.Parameter, Tensor] | None = None) -> None:
+    def add_new_params(
+        self, originals: dict[nn.Parameter, Tensor] | None = None
+    ) -> None:
         """Give masters to those 16-bit parameters of the optimizer that have none.
 
         Args:
             originals: As for the class; masters take these tensors out of it.
         """
         groups = self.optimizer.param_groups
-        if all(param in self.numbers for group in groups for param in group["params"]):
+        if all(
+            param in self.param_index for group in groups for param in group["params"]
+        ):
             return
-        self.refresh()
+        self.sync_external_writes()
         for group in self.optimizer.param_groups:
             for index, param in enumerate(group["params"]):
-                held = param
+                current = param
                 if is_low(param.dtype):
-                    forms.check(self.form, param.dtype)
+                    forms.check(self.encoding, param.dtype)
                     value = (originals or {}).pop(param, param.detach())
-                    held = group["params"][index] = self._adopted(param, value.float())
+                    current = group["params"][index] = self._new_master(
+                        param, value.float()
+                    )
                     del value  # lean forms need it no more, and the next is large too
-                self.numbers.setdefault(held, len(self.numbers))
-        held_by_model = [self.stored(param) for param in self.numbers]
-        self.kernel, self.how = fused_step.choose(self.optimizer, held_by_model)
-        self.written()
+                self.param_index.setdefault(current, len(self.param_index))
+        model_params = [self.model_param(param) for param in self.param_index]
+        self.kernel, self.kernel_description = fused_step.choose_kernel(
+            self.optimizer, model_params
+        )
+        self.mark_synced()
 
-    def _adopted(self, param: nn.Parameter, truth: Tensor) -> nn.Parameter:
-        number = len(self.numbers)
-        if self.form.lean:
-            kept = self.form.extra
-            extra = None if kept is None else torch.empty_like(param, dtype=kept)
-            master = nn.Parameter(absent(param), requires_grad=param.requires_grad)
+    def _new_master(self, param: nn.Parameter, fp32: Tensor) -> nn.Parameter:
+        param_index = len(self.param_index)
+        if self.encoding.is_compact:
+            residual_dtype = self.encoding.residual
+            residual = (
+                None
+                if residual_dtype is None
+                else torch.empty_like(param, dtype=residual_dtype)
+            )
+            master = nn.Parameter(
+                nan_placeholder(param), requires_grad=param.requires_grad
+            )
         else:
-            master = nn.Parameter(truth, requires_grad=param.requires_grad)
-            extra = master
-        slot = Slot(param, master, extra, number, param.dtype)
-        if self.form.lean:
-            slot.encode_(self.form, truth, self.clock)
-        self.slots[master] = slot
-        self.numbers[master] = number
+            master = nn.Parameter(fp32, requires_grad=param.requires_grad)
+            residual = master
+        master_param = MasterParam(param, master, residual, param_index, param.dtype)
+        if self.encoding.is_compact:
+            master_param.encode_(self.encoding, fp32, self.rng)
+        self.master_params[master] = master_param
+        self.param_index[master] = param_index
         if param in self.optimizer.state:
             self.optimizer.state[master] = self.optimizer.state.pop(param)
-            generic_step.narrow_states(self.optimizer, slot, self.form, None)
+            generic_step.narrow_states(
+                self.optimizer, master_param, self.encoding, None
+            )
         return master
 
-    def stored(self, param: Tensor) -> Tensor:
+    def model_param(self, param: Tensor) -> Tensor:
         """Return the model's parameter behind one of the optimizer's."""
-        slot = self.slots.get(param)
-        return param if slot is None else slot.weight
+        master_param = self.master_params.get(param)
+        return param if master_param is None else master_param.weight
 
     @torch.no_grad()
-    def truth(self, param: Tensor) -> Tensor:
+    def fp32_value(self, param: Tensor) -> Tensor:
         """Return the numbers that updates of a parameter of the optimizer add up in.
 
         New memory in a lean form.
         """
-        slot = self.slots.get(param)
-        if slot is None or not self.form.lean:
+        master_param = self.master_params.get(param)
+        if master_param is None or not self.encoding.is_compact:
             return param.detach()
-        wide = torch.empty_like(slot.weight, dtype=torch.float32)
-        slot.decode_(self.form, wide)
+        wide = torch.empty_like(master_param.weight, dtype=torch.float32)
+        master_param.decode_(self.encoding, wide)
         return wide
 
     @torch.no_grad()
-    def put(self, param: Tensor, truth: Tensor, weight: Tensor | None = None) -> None:
+    def set_fp32_(
+        self, param: Tensor, fp32: Tensor, weight: Tensor | None = None
+    ) -> None:
         """Set a parameter of the optimizer, and the weight it publishes.
 
         Args:
             param: With a master or without.
-            truth: Its new value.
+            fp32: Its new value.
             weight: The 16-bit weight that went with it; default: rounded from it.
         """
-        slot = self.slots.get(param)
-        if slot is None:
-            param.copy_(truth)
+        master_param = self.master_params.get(param)
+        if master_param is None:
+            param.copy_(fp32)
             return
-        held = truth.to(param.device, param.dtype)
-        slot.encode_(self.form, held, self.clock)
+        value = fp32.to(param.device, param.dtype)
+        master_param.encode_(self.encoding, value, self.rng)
         if weight is not None:
-            slot.weight.copy_(weight)
-            if slot.extra is not None and slot.extra.dtype == torch.bfloat16:
+            master_param.weight.copy_(weight)
+            if (
+                master_param.residual is not None
+                and master_param.residual.dtype == torch.bfloat16
+            ):
                 # Two pairs may have one sum; who resumes must find the same pair.
-                slot.extra.copy_(held - slot.weight)
-        self.written()
+                master_param.residual.copy_(value - master_param.weight)
+        self.mark_synced()
 
-    def fold(self) -> None:
+    def accumulate_grads(self) -> None:
         """Add the gradients of the 16-bit parameters to their masters', and free them.
 
         Called after each backward pass, this accumulates micro-batches in fp32. The
         buffers are kept, so that no step maps fresh memory for them.
         """
-        self.adopt()
-        for slot in self.slots.values():
-            fold(slot)
+        self.add_new_params()
+        for master_param in self.master_params.values():
+            accumulate_(master_param)
 
-    def fold_in_backward(self, *, on: bool = True) -> None:
+    def accumulate_in_backward(self, *, on: bool = True) -> None:
         """Fold each gradient from now on as soon as a backward pass has made it.
 
         Why: the 16-bit gradients of a whole model then never exist at once.
@@ -202,27 +230,27 @@ class MasterWeights:
         Args:
             on: Not under DDP, which averages gradients after that.
         """
-        self._folds_in_backward = on
-        for slot in self.slots.values() if on else ():
-            fold_on_arrival(slot, self._wants_at_once)
+        self._accumulates_in_backward = on
+        for master_param in self.master_params.values() if on else ():
+            accumulate_in_backward(master_param, self._is_accumulating_in_backward)
 
-    def _wants_at_once(self) -> bool:
-        return self._folds_in_backward
+    def _is_accumulating_in_backward(self) -> bool:
+        return self._accumulates_in_backward
 
-    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def grads(self) -> list[tuple[Tensor, Tensor]]:
         """Return (parameter of the optimizer, its gradient), folded or not yet."""
-        found = []
+        grads = []
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         for param in params:
-            slot = self.slots.get(param)
-            if slot is not None and slot.master.grad is not None:
-                fold(slot)  # what came later belongs to the same sum
-            gradient = param.grad if slot is None else slot.weight.grad
+            master_param = self.master_params.get(param)
+            if master_param is not None and master_param.master.grad is not None:
+                accumulate_(master_param)  # what came later belongs to the same sum
+            gradient = param.grad if master_param is None else master_param.weight.grad
             if gradient is None:
                 gradient = param.grad
             if gradient is not None:
-                found.append((param, gradient))
-        return found
+                grads.append((param, gradient))
+        return grads
 
     @torch.no_grad()
     def update(
@@ -241,88 +269,100 @@ class MasterWeights:
                 that make up this step; default: all of them.
         """
         assert self.kernel is not None, "there is no kernel"  # noqa: S101
-        if self._direct is None or self._direct.kernel is not self.kernel:
-            parts = self.optimizer, self.form, self.slots, self.numbers
-            self._direct = Direct(self.kernel, *parts)
+        if self._fused_step is None or self._fused_step.kernel is not self.kernel:
+            parts = self.optimizer, self.encoding, self.master_params, self.param_index
+            self._fused_step = FusedStep(self.kernel, *parts)
         if only is None:
-            self.refresh()
+            self.sync_external_writes()
             work = [(group, group["params"]) for group in self.optimizer.param_groups]
         else:
             work = [(only[0], [only[1]])]
         for group, params in work:
-            self._direct.update(
-                group, params, inverse=inverse, clock=self.clock, found_inf=found_inf
+            self._fused_step.update(
+                group, params, inverse=inverse, rng=self.rng, found_inf=found_inf
             )
         # What torch's own step would have told.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         if only is None:
             optimizer_hooks.tell(self.optimizer)
-            self.tick()
+            self.advance_rng()
 
     @torch.no_grad()
-    def step_over(self, param: Tensor) -> None:
+    def step_param(self, param: Tensor) -> None:
         """Let the optimizer step over one parameter, whose gradient is unscaled."""
-        slot = self.slots.get(param)
-        if slot is not None:
-            fold(slot)
-        lean = self.slots.values() if self.form.lean else ()
-        with self.told():
-            generic_step.step(self.optimizer, lean, self.form, self.clock, only=param)
-        if slot is not None and not self.form.lean:
-            slot.weight.copy_(slot.master)
+        master_param = self.master_params.get(param)
+        if master_param is not None:
+            accumulate_(master_param)
+        compact = self.master_params.values() if self.encoding.is_compact else ()
+        with self.own_step():
+            generic_step.step(
+                self.optimizer, compact, self.encoding, self.rng, only=param
+            )
+        if master_param is not None and not self.encoding.is_compact:
+            master_param.weight.copy_(master_param.master)
 
     def describe(self) -> str:
         """Say in one line how weights are updated."""
         name = type(self.optimizer).__name__
-        why = fused_step.hindrance(self.optimizer)
+        why = fused_step.why_not_fused(self.optimizer)
         if self.kernel is not None and not why:
-            return f"{name} in one pass over memory: {self.how}"
-        way = "piece by piece" if self.form.lean else "then published"
-        return f"{name}'s own step, {way}: {why or self.how}"
+            return f"{name} in one pass over memory: {self.kernel_description}"
+        way = "piece by piece" if self.encoding.is_compact else "then published"
+        return f"{name}'s own step, {way}: {why or self.kernel_description}"
 
     def note(self) -> str:
         """Say in one line what is kept, and of how many weights."""
-        count = sum(slot.weight.numel() for slot in self.slots.values())
-        return f"master weights of {count} numbers: {self.form.promise}"
+        count = sum(
+            master_param.weight.numel() for master_param in self.master_params.values()
+        )
+        return f"master weights of {count} numbers: {self.encoding.description}"
 
     @torch.no_grad()
-    def share(self, first: Callable[[list[Tensor]], None]) -> None:
+    def broadcast_(self, broadcast: Callable[[list[Tensor]], None]) -> None:
         """Take over another rank's weights and what is kept beside them.
 
         Args:
-            first: Gives tensors, in place, the values of the first rank.
+            broadcast: Gives tensors, in place, the values of the first rank.
         """
-        self.adopt()
-        slots = self.slots.values()
-        if not self.form.lean:
+        self.add_new_params()
+        master_params = self.master_params.values()
+        if not self.encoding.is_compact:
             # Weights that were loaded after adoption. Not said: wrapping in DDP writes
             # to weights too. Lean forms keep what is off by less than rounding.
-            for slot in self._changed():
-                slot.reread(self.form, self.clock)
-        first([slot.weight.detach() for slot in slots])
-        first([slot.extra.detach() for slot in slots if slot.extra is not None])
-        self.written()
+            for master_param in self._externally_written():
+                master_param.reset_from_weight(self.encoding, self.rng)
+        broadcast([slot.weight.detach() for slot in master_params])
+        broadcast(
+            [
+                slot.residual.detach()
+                for slot in master_params
+                if slot.residual is not None
+            ]
+        )
+        self.mark_synced()
 
     def clear(self) -> None:
         """Forget the gradients of a step."""
-        for slot in self.slots.values():
-            slot.weight.grad = None
+        for master_param in self.master_params.values():
+            master_param.weight.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
         """Fold gradients, let the optimizer step over the masters, and publish them."""
-        self.fold()
-        self.refresh()
-        with self.told():
-            if self.form.lean:
-                slots = self.slots.values()
-                generic_step.step(self.optimizer, slots, self.form, self.clock)
+        self.accumulate_grads()
+        self.sync_external_writes()
+        with self.own_step():
+            if self.encoding.is_compact:
+                master_params = self.master_params.values()
+                generic_step.step(
+                    self.optimizer, master_params, self.encoding, self.rng
+                )
             else:
                 self.optimizer.step()
         self.publish()
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def own_step(self) -> Iterator[None]:
         """Open the region in which the optimizer steps because we say so."""
         self.stepping = True
         try:
@@ -333,53 +373,61 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the 16-bit parameters; lean ones are there already."""
-        if self.slots and not self.form.lean:
+        if self.master_params and not self.encoding.is_compact:
             weights, masters = zip(*self.pairs, strict=True)
             torch._foreach_copy_(weights, masters)
-        self.tick()
+        self.advance_rng()
 
-    def tick(self) -> None:
+    def advance_rng(self) -> None:
         """Count an update; no two get the same random numbers."""
-        self.clock = Clock(self.clock.seed, self.clock.step + 1)
-        self.written()
+        self.rng = RoundingRng(self.rng.seed, self.rng.step + 1)
+        self.mark_synced()
 
     @torch.no_grad()
-    def pull(self) -> None:
+    def reset_from_weights(self) -> None:
         """Take the 16-bit parameters as the new masters, after an outside edit."""
         for weight, master in self.pairs:
-            self.put(master, weight.detach().float())
+            self.set_fp32_(master, weight.detach().float())
 
-    def resume(self, seed: int, step: int) -> None:
+    def set_rng(self, seed: int, step: int) -> None:
         """Go on with the random numbers of a saved run."""
-        self.clock = Clock(seed, step)
+        self.rng = RoundingRng(seed, step)
 
-    def settle_states(self) -> None:
+    def normalize_states(self) -> None:
         """Bring moments that were loaded into the form's dtype, and their own memory.
 
         Why: torch takes over tensors that another optimizer may be at work with.
         """
         for state in self.optimizer.state.values():
-            tensors = [key for key, held in state.items() if torch.is_tensor(held)]
+            tensors = [key for key, value in state.items() if torch.is_tensor(value)]
             state.update({key: state[key].clone() for key in tensors})
-        for slot in self.slots.values():
-            generic_step.narrow_states(self.optimizer, slot, self.form, None)
+        for master_param in self.master_params.values():
+            generic_step.narrow_states(
+                self.optimizer, master_param, self.encoding, None
+            )
 
-    def written(self) -> None:
+    def mark_synced(self) -> None:
         """Remember that the weights are as the masters would have them."""
-        self._versions = [slot.weight._version for slot in self.slots.values()]  # noqa: SLF001
+        self._versions = [
+            param.weight._version  # noqa: SLF001
+            for param in self.master_params.values()
+        ]
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def sync_external_writes(self) -> None:
         """Take in what others have written to the weights since they were published.
 
         Why: `model.load_state_dict`, clamping or an average of weights change the
         model, and a master that does not know would undo it at the next step. An
         edit through `.data` is not seen: torch does not count it.
         """
-        for slot in self.slots.values():
-            slot.check()
-        changed = sum(slot.reread(self.form, self.clock) for slot in self._changed())
-        self.written()
+        for master_param in self.master_params.values():
+            master_param.check()
+        changed = sum(
+            slot.reset_from_weight(self.encoding, self.rng)
+            for slot in self._externally_written()
+        )
+        self.mark_synced()
         if changed:
             message = (
                 f"weights were changed outside the optimizer ({changed} numbers): "
@@ -388,7 +436,11 @@ class MasterWeights:
             )
             warnings.warn(message, stacklevel=3)
 
-    def _changed(self) -> list[Slot]:
+    def _externally_written(self) -> list[MasterParam]:
         """Return those whose weights were written to since they were published."""
-        pairs = zip(self.slots.values(), self._versions, strict=True)
-        return [slot for slot, was in pairs if slot.weight._version != was]  # noqa: SLF001
+        pairs = zip(self.master_params.values(), self._versions, strict=True)
+        return [
+            master_param
+            for master_param, version in pairs
+            if master_param.weight._version != version  # noqa: SLF001
+        ]

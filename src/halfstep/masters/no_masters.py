@@ -1,4 +1,4 @@
-"""What stands for masters where the optimizer updates the model's own parameters.
+"""No master weights: the optimizer updates the model's own parameters.
 
 In: an optimizer. Out: the interface of `MasterWeights`, with nothing behind it.
 """
@@ -18,7 +18,9 @@ class NoMasters(MasterWeights):
 
     keeps = False
 
-    def adopt(self, originals: dict[nn.Parameter, Tensor] | None = None) -> None:
+    def add_new_params(
+        self, originals: dict[nn.Parameter, Tensor] | None = None
+    ) -> None:
         """Leave parameters as they are."""
 
     def describe(self) -> str:

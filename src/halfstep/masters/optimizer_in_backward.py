@@ -29,8 +29,8 @@ def check(
     clip: float | None,
     accumulate: int,
     *,
-    agreed: bool,
-    whole: bool,
+    needs_agreement: bool,
+    needs_all_gradients: bool,
 ) -> None:
     """Refuse what needs all gradients of a step at once.
 
@@ -38,8 +38,9 @@ def check(
         rule: Of the loss scale.
         clip: Largest norm of all gradients.
         accumulate: Micro-batches of a step.
-        agreed: Ranks must agree on what is skipped.
-        whole: Micro-batches are dropped or repeated, or lost updates counted.
+        needs_agreement: Ranks must agree on what is skipped.
+        needs_all_gradients: Micro-batches are dropped or repeated, or lost updates
+            counted.
 
     Raises:
         UserError: With what to leave out.
@@ -49,9 +50,9 @@ def check(
         why = "a loss scale: use dtype='bf16', or loss_scale='none'"
     elif accumulate > 1:
         why = f"accumulate={accumulate}: gradients would have to stay"
-    elif agreed:
+    elif needs_agreement:
         why = "process_group: weights are updated before ranks can agree"
-    elif whole:
+    elif needs_all_gradients:
         why = "drop_bad_microbatch, retries and lost_updates_every"
     if why:
         message = f"release_gradients=True updates inside backward; it excludes {why}."
@@ -80,7 +81,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         UserError: With why.
     """
-    if not generic_step.by_parameter(optimizer):
+    if not generic_step.can_step_in_pieces(optimizer):
         message = (
             f"release_gradients=True steps over one parameter at a time, and "
             f"{type(optimizer).__name__} might count each as a step: it is not "
@@ -89,7 +90,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise UserError(message)
 
 
-class Release:
+class OptimizerInBackward:
     """Updates each parameter as soon as its gradient is there.
 
     A gradient with inf or NaN leaves its own parameter alone; others have moved, or
@@ -106,105 +107,107 @@ class Release:
     def __init__(self, masters: MasterWeights, *, norm: bool) -> None:
         check_optimizer(masters.optimizer)
         self.masters = masters
-        self.left_out: list[Tensor] = []
+        self.skipped_params: list[Tensor] = []
         """Parameters of the optimizer whose gradients were not finite."""
-        self.used: set[Tensor] = set()
+        self.stepped_params: set[Tensor] = set()
         """Parameters of the optimizer whose gradients came since the last step."""
-        self._squares: Tensor | None = None
-        self._norm = norm
+        self._square_sum: Tensor | None = None
+        self._needs_norm = norm
         self._kernel: Kernel | None = None
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._hooked: set[Tensor] = set()
-        self._at_once = False
+        self._is_active = False
 
     @property
     def count(self) -> int:
         """Gradients that came since the last step."""
-        return len(self.used)
+        return len(self.stepped_params)
 
-    def begin(self, *, at_once: bool) -> None:
+    def start(self, *, in_backward: bool) -> None:
         """See to it that gradients are used.
 
         Args:
-            at_once: When they arrive; otherwise it is `use_all` that does it.
+            in_backward: When they arrive; otherwise it is `step_all` that does it.
         """
-        self._at_once = at_once
+        self._is_active = in_backward
         # A step hook may have come after `prepare`.
         optimizer = self.masters.optimizer
         check_optimizer(optimizer)
-        self.masters.adopt()
-        hindered = bool(fused_step.hindrance(optimizer))
-        self._kernel = None if hindered else self.masters.kernel
+        self.masters.add_new_params()
+        is_unfused = bool(fused_step.why_not_fused(optimizer))
+        self._kernel = None if is_unfused else self.masters.kernel
         # Loading a state gives an optimizer groups of its own anew.
         self._group_of = {p: g for g in optimizer.param_groups for p in g["params"]}
-        if not self.used:
+        if not self.stepped_params:
             # Otherwise the weights were changed by this step's own updates.
-            self.masters.refresh()
+            self.masters.sync_external_writes()
         for param in self._group_of:
-            weight = self.masters.stored(param)
+            weight = self.masters.model_param(param)
             if param not in self._hooked and weight.requires_grad:
                 self._hooked.add(param)
-                use = partial(self._on_arrival, param)
-                weight.register_post_accumulate_grad_hook(use)  # type: ignore[no-untyped-call]
+                hook = partial(self._on_gradient, param)
+                weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def pause(self) -> None:
+    def stop(self) -> None:
         """Leave gradients of other passes alone."""
-        self._at_once = False
+        self._is_active = False
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget which weights the step under way has updated."""
-        self.left_out, self._squares, self.used = [], None, set()
+        self.skipped_params, self._square_sum, self.stepped_params = [], None, set()
 
-    def use_all(self) -> None:
+    def step_all(self) -> None:
         """Use what is there after a backward pass whose gradients travelled."""
         for param in self._group_of:
-            weight = self.masters.stored(param)
+            weight = self.masters.model_param(param)
             if weight.grad is not None:
-                self._use(param, weight)
+                self._step_param(param, weight)
 
-    def _on_arrival(self, param: Tensor, weight: Tensor) -> None:
-        if self._at_once:
-            self._use(param, weight)
+    def _on_gradient(self, param: Tensor, weight: Tensor) -> None:
+        if self._is_active:
+            self._step_param(param, weight)
 
     @torch.no_grad()
-    def _use(self, param: Tensor, weight: Tensor) -> None:
+    def _step_param(self, param: Tensor, weight: Tensor) -> None:
         """Update a parameter by its gradient, and free that."""
         gradient = weight.grad
         if gradient is None:
             return
-        if param in self.used:
+        if param in self.stepped_params:
             message = (
                 f"a weight of shape {tuple(weight.shape)} got a second gradient after "
                 "its update: a checkpoint with use_reentrant=True that shares it? Set "
                 "use_reentrant=False, or release_gradients=False."
             )
             raise UserError(message)
-        self.used.add(param)
+        self.stepped_params.add(param)
         masters = self.masters
-        kernel = self._kernel if fused_step.usable([gradient]) else None
-        look = eager_kernels.look if kernel is None else kernel.look
-        numbers = gradient
+        kernel = self._kernel if fused_step.can_read([gradient]) else None
+        check_finite = (
+            eager_kernels.check_finite if kernel is None else kernel.check_finite
+        )
+        values = gradient
         if gradient.is_sparse:
-            numbers = gradient.coalesce().values()
-        found, square = look([numbers], norm=self._norm)
-        if found:
-            self.left_out.append(param)
+            values = gradient.coalesce().values()
+        found_inf, square = check_finite([values], norm=self._needs_norm)
+        if found_inf:
+            self.skipped_params.append(param)
         else:
             if square is not None:
-                total = self._squares
-                self._squares = square if total is None else total + square
+                total = self._square_sum
+                self._square_sum = square if total is None else total + square
             if kernel is None:
-                masters.step_over(param)
+                masters.step_param(param)
             else:
                 one = torch.ones((), device=weight.device)
                 only = self._group_of[param], param
-                masters.update(one, found_inf=found, only=only)
+                masters.update(one, found_inf=found_inf, only=only)
         weight.grad = param.grad = None
 
-    def finish(self) -> tuple[list[Tensor], Tensor | None]:
+    def finish_step(self) -> tuple[list[Tensor], Tensor | None]:
         """End a step; return parameters left out, and the norm of all gradients."""
-        left_out, squares = self.left_out, self._squares
-        self.left_out, self.used, self._squares = [], set(), None
-        self.masters.tick()
+        skipped_params, squares = self.skipped_params, self._square_sum
+        self.skipped_params, self.stepped_params, self._square_sum = [], set(), None
+        self.masters.advance_rng()
         optimizer_hooks.tell(self.masters.optimizer)
-        return left_out, None if squares is None else squares.sqrt().float()
+        return skipped_params, None if squares is None else squares.sqrt().float()

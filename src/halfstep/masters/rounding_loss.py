@@ -1,4 +1,4 @@
-"""Updates that rounding swallowed: counted on a sample of the weights.
+"""Counts updates lost to rounding, on a sample of the weights.
 
 In: masters, just before and just after a step. Out: for each parameter group, the
 share of numbers that had a gradient and a rate, and did not move.
@@ -27,7 +27,7 @@ SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Lost:
+class RoundingLoss:
     """One parameter group in one step."""
 
     step: int
@@ -37,7 +37,7 @@ class Lost:
     counts: Tensor
     """Numbers with a gradient and a rate that are not 0; those of them that did not
     move; those whose 16-bit weight did not. float64, shape (3,), on the device."""
-    at_random: bool
+    is_stochastic: bool
     """Rounding is at random: who did not move today will move another day."""
 
     @property
@@ -49,10 +49,10 @@ class Lost:
         had, stayed, _ = self.counts.tolist()
         if not had:
             return None
-        return 0.0 if self.at_random else stayed / had
+        return 0.0 if self.is_stochastic else stayed / had
 
     @property
-    def unpublished(self) -> float | None:
+    def below_publish(self) -> float | None:
         """Part of the updates that the model's weights do not show yet. May wait.
 
         It is what would be lost without masters; None if nothing was to be updated.
@@ -61,7 +61,7 @@ class Lost:
         return hidden / had if had else None
 
 
-class Counter:
+class RoundingLossCounter:
     """Counts lost updates every so many steps.
 
     Args:
@@ -71,13 +71,13 @@ class Counter:
 
     def __init__(self, masters: MasterWeights, every: int) -> None:
         self.every = count("lost_updates_every", every, 1)
-        self.last: tuple[Lost, ...] = ()
+        self.last: tuple[RoundingLoss, ...] = ()
         """One for each parameter group, from the last count."""
         self._masters = masters
-        self._drawn: dict[Tensor, Tensor] = {}
+        self._sample_indices: dict[Tensor, Tensor] = {}
 
     @contextlib.contextmanager
-    def around(self, report: StepReport) -> Iterator[None]:
+    def measure(self, report: StepReport) -> Iterator[None]:
         """Look at the weights just before an update and just after it, if it is time.
 
         Args:
@@ -87,16 +87,19 @@ class Counter:
         if report.step % self.every:
             yield
             return
-        before = self._looks()
+        before = self._sample_groups()
         yield
         if report.applied:
-            self.last = tuple(self._compare(report.step, before, self._looks()))
+            self.last = tuple(self._compare(report.step, before, self._sample_groups()))
 
-    def _looks(self) -> list[list[tuple[Tensor, ...]]]:
+    def _sample_groups(self) -> list[list[tuple[Tensor, ...]]]:
         groups = self._masters.optimizer.param_groups
         return [
-            [self._look(param, places, rate_of(group)) for param, places in params]
-            for group, params in zip(groups, self._sampled(), strict=True)
+            [
+                self._sample_values(param, places, lr_of(group))
+                for param, places in params
+            ]
+            for group, params in zip(groups, self._sampled_params(), strict=True)
         ]
 
     def _compare(
@@ -104,36 +107,38 @@ class Counter:
         step: int,
         before: list[list[tuple[Tensor, ...]]],
         after: list[list[tuple[Tensor, ...]]],
-    ) -> Iterator[Lost]:
-        random = self._masters.form.extra is None
+    ) -> Iterator[RoundingLoss]:
+        random = self._masters.encoding.residual is None
         for group, (old, new) in enumerate(zip(before, after, strict=True)):
             counts = []
-            for was, now in zip(old, new, strict=True):
-                moves = was[2]
-                stayed = (now[0] == was[0]) & moves
-                hidden = (now[1] == was[1]) & moves
-                found = torch.stack([t.sum() for t in (moves, stayed, hidden)])
-                counts.append(found.double())
+            for old_values, new_values in zip(old, new, strict=True):
+                moves = old_values[2]
+                stayed = (new_values[0] == old_values[0]) & moves
+                hidden = (new_values[1] == old_values[1]) & moves
+                counted = torch.stack([t.sum() for t in (moves, stayed, hidden)])
+                counts.append(counted.double())
             if counts:
                 home = counts[0].device
                 total = torch.stack([count.to(home) for count in counts]).sum(0)
-                yield Lost(step, group, total, random)
+                yield RoundingLoss(step, group, total, random)
 
-    def _sampled(self) -> list[list[tuple[Tensor, Tensor | None]]]:
+    def _sampled_params(self) -> list[list[tuple[Tensor, Tensor | None]]]:
         """Return for each group its parameters, and which numbers to look at."""
-        found = []
+        samples = []
         for group in self._masters.optimizer.param_groups:
             params = [
                 param
                 for param in group["params"]
-                if self._masters.stored(param).requires_grad
+                if self._masters.model_param(param).requires_grad
             ]
             total = sum(param.numel() for param in params)
             share = min(1.0, SAMPLE / max(total, 1))
-            found.append([(param, self._places(param, share)) for param in params])
-        return found
+            samples.append(
+                [(param, self._indices_of(param, share)) for param in params]
+            )
+        return samples
 
-    def _places(self, param: Tensor, share: float) -> Tensor | None:
+    def _indices_of(self, param: Tensor, share: float) -> Tensor | None:
         """Return which numbers of a parameter are looked at, drawn once; None: all.
 
         Why drawn: every hundredth number of a matrix may be one column of it.
@@ -141,41 +146,47 @@ class Counter:
         if share >= 1 or not param.numel():
             return None
         count = max(1, round(share * _local(param).numel()))
-        kept = self._drawn.get(param)
-        if kept is None or kept.numel() != count:
-            generator = torch.Generator().manual_seed(len(self._drawn))
+        indices = self._sample_indices.get(param)
+        if indices is None or indices.numel() != count:
+            generator = torch.Generator().manual_seed(len(self._sample_indices))
             numel = _local(param).numel()
-            kept = torch.randint(numel, (count,), generator=generator).to(param.device)
-            self._drawn[param] = kept
-        return kept
+            indices = torch.randint(numel, (count,), generator=generator).to(
+                param.device
+            )
+            self._sample_indices[param] = indices
+        return indices
 
     @torch.no_grad()
-    def _look(
-        self, param: Tensor, places: Tensor | None, rate: float | Tensor
+    def _sample_values(
+        self, param: Tensor, indices: Tensor | None, lr: float | Tensor
     ) -> tuple[Tensor, ...]:
-        """Return truth, weight, and whether it is to be updated, of a sample."""
-        slot = self._masters.slots.get(param)
-        weight = _some(param if slot is None else slot.weight, places)
-        truth = weight
-        if slot is not None:
-            extra = None if slot.extra is None else _some(slot.extra, places)
-            truth = torch.empty_like(weight, dtype=torch.float32)
-            self._masters.form.decode_(weight, extra, truth)
+        """Return fp32 value, weight, and whether it is to be updated, of a sample."""
+        master_param = self._masters.master_params.get(param)
+        weight = _take(param if master_param is None else master_param.weight, indices)
+        fp32 = weight
+        if master_param is not None:
+            residual = (
+                None
+                if master_param.residual is None
+                else _take(master_param.residual, indices)
+            )
+            fp32 = torch.empty_like(weight, dtype=torch.float32)
+            self._masters.encoding.decode_(weight, residual, fp32)
         gradient = param.grad
-        if gradient is None and slot is not None:
-            gradient = slot.weight.grad
+        if gradient is None and master_param is not None:
+            gradient = master_param.weight.grad
         if gradient is None or gradient.layout != torch.strided:
             moves = torch.zeros_like(weight, dtype=torch.bool)
         else:
-            moves = _some(gradient, places) != 0
-        if torch.is_tensor(rate):  # nobody waits for it
-            moves = moves & (rate.reshape(()) != 0).to(moves.device)
-        elif not rate:
+            moves = _take(gradient, indices) != 0
+        if torch.is_tensor(lr):  # nobody waits for it
+            moves = moves & (lr.reshape(()) != 0).to(moves.device)
+        elif not lr:
             moves = torch.zeros_like(moves)
-        return truth, weight, moves
+        return fp32, weight, moves
 
 
-def rate_of(group: dict[str, Any]) -> float | Tensor:
+def lr_of(group: dict[str, Any]) -> float | Tensor:
     """Return the learning rate of a parameter group; 1 for an optimizer without any."""
     rate: float | Tensor | None = group.get("lr")
     return 1.0 if rate is None else rate
@@ -187,18 +198,18 @@ def _local(tensor: Tensor) -> Tensor:
     return part
 
 
-def _some(tensor: Tensor, places: Tensor | None) -> Tensor:
+def _take(tensor: Tensor, indices: Tensor | None) -> Tensor:
     """Return some numbers of a tensor, or all, copied."""
     flat = _local(tensor).detach().reshape(-1)
-    return flat.clone() if places is None else flat[places]
+    return flat.clone() if indices is None else flat[indices]
 
 
-def table(found: tuple[Lost, ...]) -> Table:
+def table(losses: tuple[RoundingLoss, ...]) -> Table:
     """Return the counts for people."""
     rows = tuple(
-        (lost.group, int(lost.counts[0]), lost.share, lost.unpublished)
-        for lost in found
+        (lost.group, int(lost.counts[0]), lost.share, lost.below_publish)
+        for lost in losses
     )
     columns = ("group", "looked at", "lost", "not in the weights yet")
-    notes = (f"step {found[0].step}",) if found else ("nothing was counted yet",)
+    notes = (f"step {losses[0].step}",) if losses else ("nothing was counted yet",)
     return Table("Lost updates", columns, rows, notes)

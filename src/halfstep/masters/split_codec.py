@@ -23,7 +23,7 @@ def encode_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     weight, and decodes exactly all the same. NaN gives NaN in both.
 
     Args:
-        master: fp32, the truth.
+        master: fp32.
         weight: bf16, written.
         remainder: int16, written; the low half of the master's bits.
     """
@@ -53,8 +53,8 @@ def decode_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     low = remainder.to(torch.int32)
     magnitude = high & 0x7FFF
     # Only these were ever carried into: not zero, and not NaN.
-    carried = (low < 0) & (magnitude > 0) & (magnitude <= INFINITE >> 16)
-    bits = ((high - carried.to(torch.int32)) << 16) | (low & 0xFFFF)
+    rounded_up = (low < 0) & (magnitude > 0) & (magnitude <= INFINITE >> 16)
+    bits = ((high - rounded_up.to(torch.int32)) << 16) | (low & 0xFFFF)
     master.view(torch.int32).copy_(bits)
 
 

@@ -64,7 +64,7 @@ def mix(words: Tensor) -> Tensor:
     return mixed.bitwise_xor_(mixed >> 15)
 
 
-def random16(
+def random_bits16(
     words: tuple[int, int],
     numel: int,
     device: torch.device | str,
@@ -87,7 +87,7 @@ def random16(
 
 
 @torch.no_grad()
-def round_(values: Tensor, out: Tensor, sixteen: Tensor) -> None:
+def round_(values: Tensor, out: Tensor, random_bits: Tensor) -> None:
     """Round up in magnitude where the low half of the bits and the draw overflow.
 
     The chance of it is low half / 65536, the distance to the lower neighbour in ulps.
@@ -97,11 +97,11 @@ def round_(values: Tensor, out: Tensor, sixteen: Tensor) -> None:
     Args:
         values: fp32.
         out: bf16, written.
-        sixteen: int32 in [0, 65536), as many as there are values, in their order.
+        random_bits: int32 in [0, 65536), as many as there are values, in their order.
     """
     bits = values.view(torch.int32)
     high = bits >> 16
-    carry = ((bits & 0xFFFF) + sixteen.view(values.shape)) >> 16
+    round_up = ((bits & 0xFFFF) + random_bits.view(values.shape)) >> 16
     # Not carried into infinity, and neither from infinity nor NaN.
-    carry = torch.where((high & 0x7FFF) < _LARGEST, carry, 0)
-    out.view(torch.int16).copy_(keep_nan(bits, high + carry).to(torch.int16))
+    round_up = torch.where((high & 0x7FFF) < _LARGEST, round_up, 0)
+    out.view(torch.int16).copy_(keep_nan(bits, high + round_up).to(torch.int16))

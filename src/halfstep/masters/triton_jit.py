@@ -1,4 +1,4 @@
-"""What runs on the device: fused updates and the look at gradients, as Triton code.
+"""Triton kernels: fused updates, and the check of gradients for inf and NaN.
 
 In: Triton, when it is first wanted. Out: kernels over a table of tensors.
 
@@ -21,6 +21,7 @@ from halfstep.masters import triton_ops
 from halfstep.masters.triton_ops import (
     AMSGRAD,
     BEFORE,
+    CHECK_WIDTH,
     CONSTANTS,
     DECAY,
     DECAYS,
@@ -33,7 +34,6 @@ from halfstep.masters.triton_ops import (
     INFINITE,
     KEEP,
     LOG,
-    LOOK_WIDTH,
     LR,
     MAXIMIZE,
     MEAN_LOG,
@@ -50,12 +50,12 @@ from halfstep.masters.triton_ops import (
     get,
     number,
     on_device,
-    publish,
     put,
+    read_fp32,
     row_of,
     stored,
-    truth_of,
     wide,
+    write_fp32,
 )
 
 tl: Any = None
@@ -70,27 +70,27 @@ def load() -> dict[str, Any]:
     Raises:
         ImportError: If there is no Triton.
     """
-    here = globals()
+    namespace = globals()
     with _lock:
         if tl is None:
             # It ships no types; named like this, nobody needs it to check ours.
             triton: Any = import_module("triton")
             language: Any = import_module("triton.language")
-            ready = {n: language.constexpr(value) for n, value in CONSTANTS.items()}
+            compiled = {n: language.constexpr(value) for n, value in CONSTANTS.items()}
             for function in FUNCTIONS:
-                given = inspect.signature(function).parameters.values()
+                params = inspect.signature(function).parameters.values()
                 # A single tensor, or a flag that happens to be aligned, must not make
                 # a kernel of its own.
-                general = [p.name for p in given if p.annotation != "constexpr"]
-                ready[function.__name__] = triton.jit(
-                    function, do_not_specialize=general
+                unspecialized = [p.name for p in params if p.annotation != "constexpr"]
+                compiled[function.__name__] = triton.jit(
+                    function, do_not_specialize=unspecialized
                 )
             # It reads annotations as it reads code.
-            ready |= {"Value": language.tensor, "constexpr": language.constexpr}
+            compiled |= {"Value": language.tensor, "constexpr": language.constexpr}
             # Each function looks names up in the module it was written in.
-            vars(triton_ops).update(ready, tl=language)
-            here.update(ready, tl=language)
-    return {function.__name__: here[function.__name__] for function in FUNCTIONS}
+            vars(triton_ops).update(compiled, tl=language)
+            namespace.update(compiled, tl=language)
+    return {function.__name__: namespace[function.__name__] for function in FUNCTIONS}
 
 
 @on_device
@@ -115,8 +115,8 @@ def sgd(
         # Where nothing was ever written there may be NaN; it is not touched.
         filled = tl.load(line + FILLED) != 0
         buffer = tl.where(filled, momentum * old + number(table, TAKE) * g, g)
-        kept = stored(buffer, states, bits & 0xFFFF)
-        put(line, STATE, states, kept, at, mask, aligned)
+        new_state = stored(buffer, states, bits & 0xFFFF)
+        put(line, STATE, states, new_state, at, mask, aligned)
         g = g + momentum * buffer if NESTEROV & flags else buffer
     return w - number(table, LR) * g
 
@@ -152,16 +152,16 @@ def adam(
     more = bits
     if states == "bf16":
         more = draw(line, 1, at)
-    kept = stored(mean, states, bits & 0xFFFF)
-    put(line, STATE, states, kept, at, mask, aligned)
-    kept = stored(square, states, more >> 16)
-    put(line, STATE + 1, states, kept, at, mask, aligned)
+    new_state = stored(mean, states, bits & 0xFFFF)
+    put(line, STATE, states, new_state, at, mask, aligned)
+    new_state = stored(square, states, more >> 16)
+    put(line, STATE + 1, states, new_state, at, mask, aligned)
     if AMSGRAD & flags:
         old = wide(get(line, STATE + 2, states, at, mask, aligned), states)
         # NaN on either side wins, as in torch.
         square = tl.where((square > old) | (square != square), square, old)  # noqa: PLR0124
-        kept = stored(square, states, more & 0xFFFF)
-        put(line, STATE + 2, states, kept, at, mask, aligned)
+        new_state = stored(square, states, more & 0xFFFF)
+        put(line, STATE + 2, states, new_state, at, mask, aligned)
     root = tl.div_rn(tl.sqrt_rn(square), tl.load(correction + 1))
     return w - tl.load(correction) * tl.div_rn(mean, root + number(table, EPS))
 
@@ -173,7 +173,7 @@ def step(
     correction: Value,
     factor: Value,
     rule: constexpr,
-    form: constexpr,
+    encoding: constexpr,
     weights: constexpr,
     gradients: constexpr,
     states: constexpr,
@@ -186,15 +186,15 @@ def step(
     g = wide(get(line, GRADIENT, gradients, at, mask, aligned), gradients) * factor
     if MAXIMIZE & flags:
         g = g * -1.0
-    w = truth_of(line, form, at, mask, aligned)
+    w = read_fp32(line, encoding, at, mask, aligned)
     bits = at
-    if form == "stochastic" or states == "bf16":
+    if encoding == "stochastic" or states == "bf16":
         bits = draw(line, 0, at)
     if rule == "sgd":
         w = sgd(table, line, g, w, bits, states, flags, at, mask, aligned)
     else:
         w = adam(table, line, correction, g, w, bits, states, flags, at, mask, aligned)
-    publish(line, form, weights, w, bits >> 16, at, mask, aligned)
+    write_fp32(line, encoding, weights, w, bits >> 16, at, mask, aligned)
 
 
 @on_device
@@ -203,9 +203,9 @@ def update(
     rows: Value,
     corrections: Value,
     inverse: Value,
-    found: Value,
+    found_inf: Value,
     rule: constexpr,
-    form: constexpr,
+    encoding: constexpr,
     weights: constexpr,
     gradients: constexpr,
     states: constexpr,
@@ -214,7 +214,7 @@ def update(
     block: constexpr,
 ) -> None:
     """Update the tensors of a table, unless an overflow was found; one block each."""
-    if tl.load(found) == 0:
+    if tl.load(found_inf) == 0:
         program = tl.program_id(0)
         row = row_of(table, rows, WIDTH, program)
         line = table + (row + 1) * WIDTH
@@ -231,7 +231,7 @@ def update(
                 own,
                 factor,
                 rule,
-                form,
+                encoding,
                 weights,
                 gradients,
                 states,
@@ -247,7 +247,7 @@ def update(
                 own,
                 factor,
                 rule,
-                form,
+                encoding,
                 weights,
                 gradients,
                 states,
@@ -277,10 +277,10 @@ def correct(table: Value, rows: Value, corrections: Value, block: constexpr) -> 
 
 
 @on_device
-def look(
+def check_finite(
     table: Value,
     rows: Value,
-    found: Value,
+    found_inf: Value,
     sums: Value,
     gradients: constexpr,
     norm: constexpr,
@@ -289,22 +289,22 @@ def look(
 ) -> None:
     """Flag what is not finite; with `norm`, write the sum of squares of each block."""
     program = tl.program_id(0)
-    line = table + (row_of(table, rows, LOOK_WIDTH, program) + 1) * LOOK_WIDTH
+    line = table + (row_of(table, rows, CHECK_WIDTH, program) + 1) * CHECK_WIDTH
     start = (program - tl.load(line + BEFORE)) * block
     numel = tl.load(line + NUMEL)
     at = start + tl.arange(0, block)
     if start + block <= numel:
-        examine(line, found, sums + program, gradients, norm, at, None, aligned)
+        check_block(line, found_inf, sums + program, gradients, norm, at, None, aligned)
     else:
         mask = at < numel
-        examine(line, found, sums + program, gradients, norm, at, mask, aligned)
+        check_block(line, found_inf, sums + program, gradients, norm, at, mask, aligned)
 
 
 @on_device
-def examine(
+def check_block(
     line: Value,
-    found: Value,
-    place: Value,
+    found_inf: Value,
+    sum_pointer: Value,
     gradients: constexpr,
     norm: constexpr,
     at: Value,
@@ -317,13 +317,13 @@ def examine(
         g = tl.where(mask, g, 0.0)
     if norm:
         # In double no square of an fp32 number overflows or vanishes.
-        exact = g.to(tl.float64)
-        total = tl.sum(exact * exact, axis=0)
-        tl.store(place, total)
-        bad = (total == float("inf")) | (total != total)  # noqa: PLR0124
+        double = g.to(tl.float64)
+        total = tl.sum(double * double, axis=0)
+        tl.store(sum_pointer, total)
+        is_nonfinite = (total == float("inf")) | (total != total)  # noqa: PLR0124
     else:
         size = g.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
-        bad = tl.max((size >= INFINITE).to(tl.int32), axis=0) != 0
-    if bad:
+        is_nonfinite = tl.max((size >= INFINITE).to(tl.int32), axis=0) != 0
+    if is_nonfinite:
         # Whoever finds one writes the same.
-        tl.store(found, 1.0)
+        tl.store(found_inf, 1.0)

@@ -1,7 +1,8 @@
 """Fused updates on CUDA devices: a whole group of tensors in one launch.
 
-In: items, their rule and form. Out: gradients, state, truth and weights updated in one
-pass over memory, or left alone where the device says so; the host waits for nothing.
+In: items, their rule and form. Out: gradients, state, fp32 value and weights updated in
+one pass over memory, or left alone where the device says so; the host waits for
+nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 
 from halfstep.errors import UserError
 from halfstep.masters import stochastic_codec
-from halfstep.masters.encoding import EXTRA, WEIGHTS
-from halfstep.masters.update_rules import Adam, Item, Rule, Sgd
+from halfstep.masters.encoding import RESIDUAL_DTYPES, WEIGHT_DTYPES
+from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,15 +32,15 @@ if TYPE_CHECKING:
 
 BLOCK = 1024
 """Numbers that one program updates; 4 warps read bf16 in pieces of 16 bytes."""
-LOOK_BLOCK = 4096
+CHECK_BLOCK = 4096
 """Numbers whose squares one program adds."""
-_ROWS = 128
+_CORRECTION_BLOCK = 128
 """Tensors whose bias corrections one program works out."""
 _ALIGNED = 16
-_OLDEST = (7, 5)
+_MIN_CAPABILITY = (7, 5)
 """Compute capability from which Triton compiles."""
 
-_KINDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 Kind = tuple[str, str, str, bool]
 """Dtypes of weight, gradient and state, and whether all memory is aligned."""
 
@@ -51,7 +52,7 @@ def available(device: torch.device) -> bool:
     if find_spec("triton") is None:
         return False
     return bool(torch.version.hip) or (
-        torch.cuda.get_device_capability(device) >= _OLDEST
+        torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
     )
 
 
@@ -67,9 +68,9 @@ def describe() -> str:
 
 @torch.no_grad()
 def update(
-    items: Sequence[Item],
+    items: Sequence[ParamUpdate],
     rule: Rule,
-    form: str,
+    encoding: str,
     *,
     inverse: Tensor,
     clock: tuple[int, int],
@@ -83,7 +84,7 @@ def update(
     Args:
         items: Of one group, on one device.
         rule: What the optimizer does.
-        form: What `Item.extra` is: "fp32", "split", "kahan", "stochastic", "plain".
+        encoding: Of the weights: "fp32", "split", "kahan", "stochastic", "plain".
         inverse: What gradients are multiplied by; fp32, shape (), on the device.
         clock: Seed and step, for random numbers.
         found_inf: fp32, shape (), on the device; unless it is 0 nothing changes.
@@ -97,19 +98,23 @@ def update(
     groups: dict[Kind, list[list[int]]] = {}
     for item in items:
         if item.weight.numel():
-            kind, line = _line(item, rule, form, clock, device)
+            kind, line = _param_line(item, rule, encoding, clock, device)
             groups.setdefault(kind, []).append(line)
     adam = isinstance(rule, Adam)
     code = _code()
     with _on(device):
         for (weights, gradients, states, aligned), lines in groups.items():
             rows, blocks = len(lines), _count(lines, BLOCK)
-            table = _upload([_numbers(rule), *lines], device)
+            table = _upload([_rule_words(rule), *lines], device)
             corrections = inverse
             if adam:
                 corrections = inverse.new_empty((rows, 2), dtype=torch.float32)
-                code["correct"][(-(-rows // _ROWS),)](
-                    table, rows, corrections, block=_ROWS, enable_fp_fusion=False
+                code["correct"][(-(-rows // _CORRECTION_BLOCK),)](
+                    table,
+                    rows,
+                    corrections,
+                    block=_CORRECTION_BLOCK,
+                    enable_fp_fusion=False,
                 )
             code["update"][(blocks,)](
                 table,
@@ -118,7 +123,7 @@ def update(
                 inverse,
                 found_inf,
                 rule="adam" if adam else "sgd",
-                form=form,
+                encoding=encoding,
                 weights=weights,
                 gradients=gradients,
                 states=states,
@@ -130,7 +135,9 @@ def update(
 
 
 @torch.no_grad()
-def look(gradients: Sequence[Tensor], *, norm: bool) -> tuple[Tensor, Tensor | None]:
+def check_finite(
+    gradients: Sequence[Tensor], *, norm: bool
+) -> tuple[Tensor, Tensor | None]:
     """Read all gradients once.
 
     Args:
@@ -153,32 +160,32 @@ def look(gradients: Sequence[Tensor], *, norm: bool) -> tuple[Tensor, Tensor | N
         if gradient.numel():
             flat = gradient.resolve_neg().contiguous()
             aligned = flat.data_ptr() % _ALIGNED == 0
-            groups.setdefault((_word(flat, "gradient"), aligned), []).append(flat)
+            groups.setdefault((_dtype_name(flat, "gradient"), aligned), []).append(flat)
     code = _code()
     with _on(device):
-        found = torch.zeros((), device=device)
+        found_inf = torch.zeros((), device=device)
         sums: list[Tensor] = []
         for (kind, aligned), members in groups.items():
             lines = [[member.data_ptr(), member.numel(), 0] for member in members]
-            blocks = _count(lines, LOOK_BLOCK)
+            blocks = _count(lines, CHECK_BLOCK)
             table = _upload([[0, 0, 0], *lines], device)
-            own = found.new_empty(blocks if norm else 1, dtype=torch.float64)
-            code["look"][(blocks,)](
+            own = found_inf.new_empty(blocks if norm else 1, dtype=torch.float64)
+            code["check_finite"][(blocks,)](
                 table,
                 len(members),
-                found,
+                found_inf,
                 own,
                 gradients=kind,
                 norm=norm,
                 aligned=aligned,
-                block=LOOK_BLOCK,
+                block=CHECK_BLOCK,
                 enable_fp_fusion=False,
             )
             sums.append(own)
         if not norm:
-            return found, None
-        total = torch.cat(sums) if sums else found.new_zeros(1, dtype=torch.float64)
-        return found, total.sum()
+            return found_inf, None
+        total = torch.cat(sums) if sums else found_inf.new_zeros(1, dtype=torch.float64)
+        return found_inf, total.sum()
 
 
 @cache
@@ -224,11 +231,11 @@ def _count(lines: list[list[int]], block: int) -> int:
     return before
 
 
-def _numbers(rule: Rule) -> list[int]:
+def _rule_words(rule: Rule) -> list[int]:
     """Return the first line of a table: doubles by their bits."""
     if isinstance(rule, Sgd):
-        kept = (rule.lr, rule.weight_decay, rule.momentum, 1 - rule.dampening)
-        numbers = (*kept, 0.0, 0.0, 0.0, 0.0)
+        first_words = (rule.lr, rule.weight_decay, rule.momentum, 1 - rule.dampening)
+        numbers = (*first_words, 0.0, 0.0, 0.0, 0.0)
     else:
         shrink = 1 - rule.lr * rule.weight_decay
         numbers = (
@@ -260,86 +267,108 @@ def _flags(rule: Rule) -> int:
     return flags | rule.decoupled << 1 | rule.amsgrad << 3 | _far(rule) << 5
 
 
-def _resolved(item: Item) -> Item:
+def _resolved(item: ParamUpdate) -> ParamUpdate:
     """Return an item whose gradient has its sign in memory; autograd may be lazy."""
     if not item.gradient.is_neg():
         return item
     return replace(item, gradient=item.gradient.resolve_neg())
 
 
-def _line(
-    item: Item, rule: Rule, form: str, clock: tuple[int, int], device: torch.device
+def _param_line(
+    item: ParamUpdate,
+    rule: Rule,
+    encoding: str,
+    clock: tuple[int, int],
+    device: torch.device,
 ) -> tuple[Kind, list[int]]:
     """Return what kernel an item needs, and its line, once it is known to fit."""
-    weight, extra, gradient = item.weight, item.extra, item.gradient
-    allowed, beside = WEIGHTS[form], EXTRA.get(form)
-    kept = None if extra is None else extra.dtype
-    if weight.dtype not in allowed or kept is not beside:
+    weight, residual, gradient = item.weight, item.residual, item.gradient
+    allowed, residual_dtype = WEIGHT_DTYPES[encoding], RESIDUAL_DTYPES.get(encoding)
+    actual_dtype = None if residual is None else residual.dtype
+    if weight.dtype not in allowed or actual_dtype is not residual_dtype:
         message = (
-            f"Item {item.index} has a weight of {weight.dtype} and {kept} beside it; "
-            f"form={form!r} takes {' or '.join(map(str, allowed))}, and {beside}."
+            f"Item {item.param_index} has a weight of {weight.dtype} and "
+            f"{actual_dtype} "
+            "beside it; "
+            f"form={encoding!r} takes {' or '.join(map(str, allowed))}, "
+            f"and {residual_dtype}."
         )
         raise UserError(message)
     step = item.step
-    wanted = 2 + rule.amsgrad if isinstance(rule, Adam) else int(rule.momentum != 0)
-    if len(item.states) != wanted or (isinstance(rule, Adam) and step is None):
+    num_states = 2 + rule.amsgrad if isinstance(rule, Adam) else int(rule.momentum != 0)
+    if len(item.states) != num_states or (isinstance(rule, Adam) and step is None):
         message = (
-            f"Item {item.index} has {len(item.states)} state tensors and "
-            f"{'no' if step is None else 'a'} step; {rule} needs {wanted}, Adam a step."
+            f"Item {item.param_index} has {len(item.states)} state tensors and "
+            f"{'no' if step is None else 'a'} step; {rule} needs {num_states}, "
+            "Adam a step."
         )
         raise UserError(message)
-    tensors = (gradient, weight, *item.states, *(() if extra is None else (extra,)))
+    tensors = (
+        gradient,
+        weight,
+        *item.states,
+        *(() if residual is None else (residual,)),
+    )
     numel = weight.numel()
     for tensor in tensors:
-        whole = tensor.is_contiguous() and not tensor.is_neg()
-        if tensor.numel() != numel or not whole:
+        is_plain = tensor.is_contiguous() and not tensor.is_neg()
+        if tensor.numel() != numel or not is_plain:
             lazy = "lazy signs" if tensor.is_neg() else f"strides {tensor.stride()}"
             message = (
-                f"Item {item.index} has a tensor of shape {tuple(tensor.shape)} and "
+                f"Item {item.param_index} has a tensor of shape {tuple(tensor.shape)} "
+                "and "
                 f"{lazy}; it must be contiguous, of {numel} numbers."
             )
             raise UserError(message)
         if tensor.device != device:
             message = (
-                f"Item {item.index} has a tensor on {tensor.device}; all must be where "
+                f"Item {item.param_index} has a tensor on {tensor.device}; "
+                "all must be where "
                 f"`inverse` is, on {device}."
             )
             raise UserError(message)
     if step is not None and (step.device != device or step.dtype != torch.float32):
         message = (
-            f"Item {item.index} counts steps in {step.dtype} on "
+            f"Item {item.param_index} counts steps in {step.dtype} on "
             f"{step.device}; it must be fp32 on {device}, as with capturable=True."
         )
         raise UserError(message)
     states = {state.dtype for state in item.states}
     if len(states) > 1 or torch.float16 in states:
         message = (
-            f"Item {item.index} keeps its state in {', '.join(map(str, states))}; it "
+            f"Item {item.param_index} keeps its state in "
+            f"{', '.join(map(str, states))}; "
+            "it "
             "must be all fp32 or all bf16."
         )
         raise UserError(message)
-    word = _word(item.states[0], "state") if states else "none"
-    places = [tensor.data_ptr() for tensor in tensors]
-    aligned = not any(place % _ALIGNED for place in places)
+    word = _dtype_name(item.states[0], "state") if states else "none"
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    aligned = not any(place % _ALIGNED for place in addresses)
     line = [
-        *(places[0], numel, 0, places[1]),
-        0 if extra is None else places[-1],
-        *places[2 : 2 + wanted],
-        *(0,) * (3 - wanted),
+        *(addresses[0], numel, 0, addresses[1]),
+        0 if residual is None else addresses[-1],
+        *addresses[2 : 2 + num_states],
+        *(0,) * (3 - num_states),
         0 if step is None else step.data_ptr(),
-        int(not item.first),
+        int(not item.is_first_step),
     ]
-    if form == "stochastic" or word == "bf16":
-        line += stochastic_codec.key(*clock, item.index, 0)
-        line += stochastic_codec.key(*clock, item.index, 1)
+    if encoding == "stochastic" or word == "bf16":
+        line += stochastic_codec.key(*clock, item.param_index, 0)
+        line += stochastic_codec.key(*clock, item.param_index, 1)
     else:
         line += (0, 0, 0, 0)
-    return (_KINDS[weight.dtype], _word(gradient, "gradient"), word, aligned), line
+    return (
+        _DTYPE_NAMES[weight.dtype],
+        _dtype_name(gradient, "gradient"),
+        word,
+        aligned,
+    ), line
 
 
-def _word(tensor: Tensor, role: str) -> str:
+def _dtype_name(tensor: Tensor, role: str) -> str:
     """Return the word that the kernels know a dtype by."""
-    if tensor.dtype not in _KINDS:
+    if tensor.dtype not in _DTYPE_NAMES:
         message = f"The {role} is {tensor.dtype}; it must be fp32, fp16 or bf16."
         raise UserError(message)
-    return _KINDS[tensor.dtype]
+    return _DTYPE_NAMES[tensor.dtype]

@@ -1,4 +1,4 @@
-"""What every kernel is made of: a table of tensors, their memory, and rounding.
+"""Building blocks of the Triton kernels: tensor table, loads and stores, rounding.
 
 In: nothing. Out: functions in Triton's language, and what they know a table by. Until
 `triton_jit.load` hands them to Triton they are plain functions that nobody can call,
@@ -44,10 +44,10 @@ GRADIENT: Any = 0
 NUMEL: Any = 1
 BEFORE: Any = 2
 """Blocks of the tensors above."""
-LOOK_WIDTH: Any = 3
+CHECK_WIDTH: Any = 3
 """Of a line that is only looked at."""
 WEIGHT: Any = 3
-EXTRA: Any = 4
+RESIDUAL: Any = 4
 STATE: Any = 5
 """And the two after it."""
 STEP: Any = 8
@@ -172,17 +172,17 @@ def nearest(value: Value) -> Value:
     """Round fp32 to the bits of bf16, ties to even."""
     bits = value.to(tl.uint32, bitcast=True)
     high = bits >> 16
-    carry = ((bits & 0xFFFF) + 0x7FFF + (high & 1)) >> 16
-    return keep_nan(bits, high + carry)
+    round_up = ((bits & 0xFFFF) + 0x7FFF + (high & 1)) >> 16
+    return keep_nan(bits, high + round_up)
 
 
 @on_device
-def at_random(value: Value, sixteen: Value) -> Value:
+def round_stochastic(value: Value, random_bits: Value) -> Value:
     """Round fp32 to the bits of bf16 with 16 random bits; never to an infinity."""
     bits = value.to(tl.uint32, bitcast=True)
     high = bits >> 16
-    carry = ((bits & 0xFFFF) + sixteen) >> 16
-    return keep_nan(bits, tl.where((high & 0x7FFF) < LARGEST, high + carry, high))
+    round_up = ((bits & 0xFFFF) + random_bits) >> 16
+    return keep_nan(bits, tl.where((high & 0x7FFF) < LARGEST, high + round_up, high))
 
 
 @on_device
@@ -202,62 +202,62 @@ def draw(line: Value, stream: constexpr, at: Value) -> Value:
 
 
 @on_device
-def stored(value: Value, kind: constexpr, sixteen: Value) -> Value:
+def stored(value: Value, kind: constexpr, random_bits: Value) -> Value:
     """Return a number of the optimizer's state as `put` takes it."""
     if kind == "bf16":
-        value = at_random(value, sixteen)
+        value = round_stochastic(value, random_bits)
     return value
 
 
 @on_device
-def truth_of(
-    line: Value, form: constexpr, at: Value, mask: Value, aligned: constexpr
+def read_fp32(
+    line: Value, encoding: constexpr, at: Value, mask: Value, aligned: constexpr
 ) -> Value:
-    """Put the fp32 truth of a block together."""
-    if form == "fp32":
-        truth = get(line, EXTRA, "fp32", at, mask, aligned)
-    elif form == "plain":
-        truth = get(line, WEIGHT, "fp32", at, mask, aligned)
-    elif form == "split":
+    """Return the fp32 values of a block."""
+    if encoding == "fp32":
+        fp32 = get(line, RESIDUAL, "fp32", at, mask, aligned)
+    elif encoding == "plain":
+        fp32 = get(line, WEIGHT, "fp32", at, mask, aligned)
+    elif encoding == "split":
         high = get(line, WEIGHT, "bf16", at, mask, aligned)
-        low = get(line, EXTRA, "bf16", at, mask, aligned)
+        low = get(line, RESIDUAL, "bf16", at, mask, aligned)
         size = high & 0x7FFF
         # Only these were ever carried into: not zero, and not NaN.
-        carried = tl.where((size > 0) & (size <= HIGH), low >> 15, 0)
-        truth = (((high - carried) << 16) | low).to(tl.float32, bitcast=True)
+        rounded_up = tl.where((size > 0) & (size <= HIGH), low >> 15, 0)
+        fp32 = (((high - rounded_up) << 16) | low).to(tl.float32, bitcast=True)
     else:
-        truth = wide(get(line, WEIGHT, "bf16", at, mask, aligned), "bf16")
-        if form == "kahan":
-            truth += wide(get(line, EXTRA, "bf16", at, mask, aligned), "bf16")
-    return truth
+        fp32 = wide(get(line, WEIGHT, "bf16", at, mask, aligned), "bf16")
+        if encoding == "kahan":
+            fp32 += wide(get(line, RESIDUAL, "bf16", at, mask, aligned), "bf16")
+    return fp32
 
 
 @on_device
-def publish(
+def write_fp32(
     line: Value,
-    form: constexpr,
+    encoding: constexpr,
     weights: constexpr,
-    truth: Value,
-    sixteen: Value,
+    fp32: Value,
+    random_bits: Value,
     at: Value,
     mask: Value,
     aligned: constexpr,
 ) -> None:
-    """Take the fp32 truth of a block apart."""
-    weight = truth
-    if form == "fp32":
-        put(line, EXTRA, "fp32", truth, at, mask, aligned)
+    """Encode and store the fp32 values of a block."""
+    weight = fp32
+    if encoding == "fp32":
+        put(line, RESIDUAL, "fp32", fp32, at, mask, aligned)
         if weights == "bf16":
-            weight = nearest(truth)
-    elif form == "split":
-        bits = truth.to(tl.uint32, bitcast=True)
+            weight = nearest(fp32)
+    elif encoding == "split":
+        bits = fp32.to(tl.uint32, bitcast=True)
         weight = keep_nan(bits, (bits >> 16) + ((bits >> 15) & 1))
-        put(line, EXTRA, "bf16", bits & 0xFFFF, at, mask, aligned)
-    elif form == "kahan":
-        weight = nearest(truth)
-        rest = nearest(truth - wide(weight, "bf16"))
-        rest = tl.where((weight & HIGH) == HIGH, 0, rest)
-        put(line, EXTRA, "bf16", rest, at, mask, aligned)
-    elif form == "stochastic":
-        weight = at_random(truth, sixteen)
+        put(line, RESIDUAL, "bf16", bits & 0xFFFF, at, mask, aligned)
+    elif encoding == "kahan":
+        weight = nearest(fp32)
+        compensation = nearest(fp32 - wide(weight, "bf16"))
+        compensation = tl.where((weight & HIGH) == HIGH, 0, compensation)
+        put(line, RESIDUAL, "bf16", compensation, at, mask, aligned)
+    elif encoding == "stochastic":
+        weight = round_stochastic(fp32, random_bits)
     put(line, WEIGHT, weights, weight, at, mask, aligned)

@@ -44,27 +44,27 @@ Rule = Sgd | Adam
 
 
 @dataclass(slots=True)
-class Item:
+class ParamUpdate:
     """One parameter in an update. All tensors are contiguous and of one shape."""
 
     weight: Tensor
     """What the model holds: bf16, fp16, or fp32."""
     gradient: Tensor
     """bf16, fp16 or fp32, still multiplied by the loss scale."""
-    extra: Tensor | None
+    residual: Tensor | None
     """What the form keeps beside the weight: see `Form`."""
     states: tuple[Tensor, ...]
     """SGD with momentum: (momentum_buffer,); Adam: (exp_avg, exp_avg_sq), and
     max_exp_avg_sq with amsgrad. fp32, or bf16 where the form keeps them so."""
     step: Tensor | None
     """Adam: torch's step counter, fp32, shape (), already counting this step."""
-    first: bool
+    is_first_step: bool
     """SGD: the momentum buffer is not filled yet; it takes the gradient as it is."""
-    index: int
+    param_index: int
     """Number of the parameter; random numbers depend on it."""
 
 
-def numbers(value: Any) -> float | None:  # noqa: ANN401
+def as_number(value: Any) -> float | None:  # noqa: ANN401
     """Return a hyper-parameter as a number; None if it is a tensor on a device."""
     if isinstance(value, int | float):
         return float(value)

@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the model inside their step, and may have to take it back.
+"""Steps with a closure (LBFGS, SAM), undone if an evaluation overflows.
 
 In: an optimizer whose step calls a closure once or more (LBFGS, SAM). Out: the step
 taken, or, if an evaluation overflowed, everything as it was before.
@@ -21,7 +21,7 @@ class _Overflow(Exception):  # noqa: N818 -- a signal, not an error
     """An evaluation inside a step left inf or NaN in the gradients."""
 
 
-def step_or_take_back(
+def step_or_undo(
     optimizer: torch.optim.Optimizer,
     evaluate: Callable[[], Any],
     overflowed: Callable[[], bool],
@@ -46,7 +46,7 @@ def step_or_take_back(
     weights = {
         p: p.detach().clone() for g in optimizer.param_groups for p in g["params"]
     }
-    before = [(each, _kept(each)) for each in _all_in(optimizer)]
+    saved_states = [(each, _copy_state(each)) for each in _with_inner(optimizer)]
 
     def checked() -> Any:
         loss = evaluate()
@@ -58,25 +58,25 @@ def step_or_take_back(
         return optimizer.step(checked, *args, **kwargs)
     except _Overflow:
         _restore(weights)
-        for each, (state, settings) in before:
+        for each, (state, settings) in saved_states:
             each.state.clear()
             each.state.update(state)
-            for group, kept in zip(each.param_groups, settings, strict=True):
+            for group, saved_group in zip(each.param_groups, settings, strict=True):
                 params = group["params"]
                 group.clear()
-                group.update(kept, params=params)
+                group.update(saved_group, params=params)
         return None
 
 
-def _all_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def _with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return an optimizer and those it works with, as SAM does with its base."""
     inner = [
         v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)
     ]
-    return [optimizer, *(each for one in inner for each in _all_in(one))]
+    return [optimizer, *(each for one in inner for each in _with_inner(one))]
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], list[Any]]:
+def _copy_state(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], list[Any]]:
     """Return copies of an optimizer's state, and of its settings by group."""
     state = {param: deepcopy(value) for param, value in optimizer.state.items()}
     settings = [

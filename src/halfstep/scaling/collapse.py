@@ -1,4 +1,4 @@
-"""A loss scale that no longer helps: noticed without waiting, and explained.
+"""Detects without synchronization that no loss scale helps any more, and says why.
 
 In: the scale, the skips in a row and the loss of each step. Out: nothing, as long as
 training can go on; then one `LossScaleCollapse` that says why, and what to do.
@@ -21,8 +21,8 @@ from halfstep.nonfinite import graph_origin
 from halfstep.nonfinite.graph import Finding, examine
 from halfstep.nonfinite.saved_values import EPSILON
 from halfstep.scaling.skip_log import SkipLog
-from halfstep.scaling.step_history import Past
-from halfstep.scaling.step_report import Constant, Peaks
+from halfstep.scaling.step_history import StepHistory
+from halfstep.scaling.step_report import Constant, GradAbsmax
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
     from halfstep.nonfinite.origin import BadOp
     from halfstep.scaling.loss_scale import ScaleRule, ScaleState
-    from halfstep.scaling.step_history import Losses
-    from halfstep.scaling.step_report import Culprit
+    from halfstep.scaling.step_history import LossHistory
+    from halfstep.scaling.step_report import NonFiniteParam
 
 FLOOR_PATIENCE = 10
 """Skips in a row after which a scale that lies at its floor is given up: one bad batch
 must not end a run, and a lower scale is not to be had."""
 
-_NAMED = 3
+_MAX_NAMES = 3
 
 
 class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
@@ -76,7 +76,7 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
         self.advice = advice
         self.bad_op = bad_op
 
-    def tell(self, bad_op: BadOp) -> None:
+    def attach_replay(self, bad_op: BadOp) -> None:
         """Add what a replay of the last step has found, which is the better witness."""
         self.bad_op = bad_op
         self.cause, self.advice = bad_op.cause, bad_op.advice
@@ -110,7 +110,7 @@ def is_stuck(scale: float, overflows_in_a_row: int, rule: ScaleRule) -> bool:
     return scale <= rule.min_scale * (1 + 2**-23)
 
 
-class Watch:
+class CollapseMonitor:
     """Sees each step's scale, without waiting for it, and ends a run that is lost.
 
     Args:
@@ -119,18 +119,20 @@ class Watch:
 
     def __init__(self, scale: float) -> None:
         self.log = SkipLog()
-        self._past = Past()
-        self._late = Late()
-        self._whose: deque[Callable[[list[float]], Sequence[Culprit]]] = deque()
+        self._history = StepHistory()
+        self._delayed = Late()
+        self._param_readers: deque[
+            Callable[[list[float]], Sequence[NonFiniteParam]]
+        ] = deque()
         self._loss: Tensor | None = None
-        self._total: Tensor | None = None
-        self._finding: Finding | None = None
-        self._unread = ""
-        self._near = False
-        self._known = scale
-        self._since = 0
+        self._loss_sum: Tensor | None = None
+        self._graph_cause: Finding | None = None
+        self._graph_error = ""
+        self._one_skip_left = False
+        self._last_read_scale = scale
+        self._steps_unread = 0
 
-    def loss(self, loss: Tensor, name_of: Callable[[Tensor], str]) -> None:
+    def on_loss(self, loss: Tensor, name_of: Callable[[Tensor], str]) -> None:
         """Take a loss down before its backward pass.
 
         Where it costs no waiting, a loss that is not finite is reported at once; the
@@ -143,154 +145,183 @@ class Watch:
             loss: Unscaled, any shape.
             name_of: Names a parameter.
         """
-        self._loss, self._finding, self._unread = None, None, ""
-        if _has_no_number(loss):
+        self._loss, self._graph_cause, self._graph_error = None, None, ""
+        if _has_no_value(loss):
             return
         self._loss = loss.detach()
         value = 0.0
-        if _is_number(loss) and async_read.on_host(loss.device):
+        if _is_scalar(loss) and async_read.on_host(loss.device):
             value = float(self._loss)
-        elif _is_number(loss):
+        elif _is_scalar(loss):
             # Of several micro-batches, one that is not finite shows in the sum.
-            self._total = _sum(self._total, self._loss)
-        reported = math.isfinite(value) or self.log.has_loss
-        if self._near or not reported:
+            self._loss_sum = _sum(self._loss_sum, self._loss)
+        is_reported = math.isfinite(value) or self.log.has_loss
+        if self._one_skip_left or not is_reported:
             try:
-                self._finding = examine(loss, name_of)
+                self._graph_cause = examine(loss, name_of)
             except Exception as error:  # noqa: BLE001
                 # Tensors of any kind may lie in a graph. Not to know the cause must
                 # not end a run that may yet go on.
-                self._unread = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._graph_error = f"{type(error).__name__}: {error}".splitlines()[0]
         if not math.isfinite(value):
-            self.log.loss(value, self._finding, self._unread)
+            self.log.log_loss(value, self._graph_cause, self._graph_error)
 
-    def wants_names(self, device: torch.device) -> bool:
-        """Say whether `Peaks` of this step are wanted, to name its parameters.
+    def needs_names(self, device: torch.device) -> bool:
+        """Say whether `GradAbsmax` of this step are wanted, to name its parameters.
 
         On a CPU names are known anyway. Elsewhere taking them costs a pass over all
         gradients: only once a step that overflowed has arrived.
         """
-        return self._past.in_a_row > 0 and not async_read.on_host(device)
+        return self._history.in_a_row > 0 and not async_read.on_host(device)
 
     def may_be_below_one(self, rule: ScaleRule) -> bool:
         """Say whether the scale may be smaller than 1, for all that has arrived here.
 
         Then unscaling multiplies, and can itself overflow.
         """
-        return rule.min_scale < 1 and self._known * rule.backoff_factor**self._since < 1
+        return (
+            rule.min_scale < 1
+            and self._last_read_scale * rule.backoff_factor**self._steps_unread < 1
+        )
 
-    def forget(self, scale: float = 0.0) -> None:
+    def on_external_set(self, scale: float = 0.0) -> None:
         """The scale was set from outside, to a value known here or not (0)."""
-        self._known, self._since = scale, 0
+        self._last_read_scale, self._steps_unread = scale, 0
 
-    def lowered(self) -> None:
+    def on_backoff(self) -> None:
         """The scale has backed off outside of a step."""
-        self._since += 1
+        self._steps_unread += 1
 
-    def step(
+    def on_step(
         self,
         rule: ScaleRule,
-        used: Tensor,
+        scale_used: Tensor,
         state: ScaleState,
         found_inf: Tensor,
-        culprits: Callable[[], Sequence[Culprit]],
+        culprits: Callable[[], Sequence[NonFiniteParam]],
     ) -> None:
         """Take one step down; nothing is read that has not arrived yet.
 
         Args:
             rule: Floor and limit.
-            used: Scale of its backward pass, shape ().
+            scale_used: Scale of its backward pass, shape ().
             state: After the step.
             found_inf: Not zero if a pass at this scale overflowed, shape ().
             culprits: Says whose gradients were not finite; asked if there is something
-                to report. On a GPU, what `Peaks` show must arrive first.
+                to report. On a GPU, what `GradAbsmax` show must arrive first.
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
-        self._since += 1
-        shown, total = self._loss, self._total
-        if shown is None or not _is_number(shown):
-            shown = torch.full_like(used, math.nan)
-        values = [used, state.skips_in_a_row, state.scale, found_inf, shown]
-        values.append(used if total is None else total)
-        values += self._send_names(culprits, used.device)
-        self._total = None
-        arrived = self._late.send(values)
-        if arrived is None:
+        self._steps_unread += 1
+        loss, loss_sum = self._loss, self._loss_sum
+        if loss is None or not _is_scalar(loss):
+            loss = torch.full_like(scale_used, math.nan)
+        values = [scale_used, state.skips_in_a_row, state.scale, found_inf, loss]
+        values.append(scale_used if loss_sum is None else loss_sum)
+        values += self._submit_names(culprits, scale_used.device)
+        self._loss_sum = None
+        delayed_values = self._delayed.send(values)
+        if delayed_values is None:
             return
-        scale, skipped, self._known, bad, value, sums, *largest = arrived
-        whose = self._whose.popleft()
-        self._since = self._late.behind
-        past = self._past
-        past.add(scale, value, skipped=bool(skipped), overflowed=bool(bad))
-        if not math.isfinite(sums):
-            self.log.loss(sums, None, "")
-        if bad:
-            here = async_read.on_host(used.device)
-            known = culprits if here else partial(whose, largest)
-            row = past.in_a_row
-            self.log.overflow(scale, row, rule, known, skipped=bool(skipped))
+        (
+            scale,
+            num_skipped,
+            self._last_read_scale,
+            overflowed,
+            loss_value,
+            loss_sum_value,
+            *absmax,
+        ) = delayed_values
+        read_params = self._param_readers.popleft()
+        self._steps_unread = self._delayed.behind
+        history = self._history
+        history.add(
+            scale, loss_value, skipped=bool(num_skipped), overflowed=bool(overflowed)
+        )
+        if not math.isfinite(loss_sum_value):
+            self.log.log_loss(loss_sum_value, None, "")
+        if overflowed:
+            is_cpu = async_read.on_host(scale_used.device)
+            get_culprits = culprits if is_cpu else partial(read_params, absmax)
+            num_in_a_row = history.in_a_row
+            self.log.log_overflow(
+                scale, num_in_a_row, rule, get_culprits, skipped=bool(num_skipped)
+            )
         else:
-            self.log.applied()
-        self._look_ahead(rule)
+            self.log.on_applied()
+        self._check_next_skip(rule)
         # Steps may be applied without the passes that overflowed, for ever.
-        stuck = bad and not skipped and is_stuck(scale, past.in_a_row, rule)
-        if stuck or is_collapsed(scale, int(skipped), rule):
-            raise self._collapse(int(skipped), culprits())
+        stuck = (
+            overflowed and not num_skipped and is_stuck(scale, history.in_a_row, rule)
+        )
+        if stuck or is_collapsed(scale, int(num_skipped), rule):
+            raise self._make_error(int(num_skipped), culprits())
 
-    def _send_names(
-        self, culprits: Callable[[], Sequence[Culprit]], device: torch.device
+    def _submit_names(
+        self, culprits: Callable[[], Sequence[NonFiniteParam]], device: torch.device
     ) -> list[Tensor]:
         """Return what must arrive with a step to name its parameters."""
-        if isinstance(culprits, Peaks) and self.wants_names(device):
-            self._whose.append(culprits.culprits)
-            return [culprits.largest]
-        known = culprits() if isinstance(culprits, Constant) else ()
-        self._whose.append(lambda _: known)
+        if isinstance(culprits, GradAbsmax) and self.needs_names(device):
+            self._param_readers.append(culprits.nonfinite_params)
+            return [culprits.absmax]
+        current = culprits() if isinstance(culprits, Constant) else ()
+        self._param_readers.append(lambda _: current)
         return []
 
-    def _look_ahead(self, rule: ScaleRule) -> None:
+    def _check_next_skip(self, rule: ScaleRule) -> None:
         """See whether one more step that overflows would end the run."""
-        row = self._past.in_a_row
-        self._near = row > 0 and is_collapsed(self._known, row + 1, rule)
+        num_in_a_row = self._history.in_a_row
+        self._one_skip_left = num_in_a_row > 0 and is_collapsed(
+            self._last_read_scale, num_in_a_row + 1, rule
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered, as plain values. Waits for the device."""
-        past = copy.deepcopy(self._past)
-        for scale, skipped, _, bad, loss, *_ in self._late.coming():
-            past.add(scale, loss, skipped=bool(skipped), overflowed=bool(bad))
-        return past.data()
+        history = copy.deepcopy(self._history)
+        for scale, skipped, _, bad, loss, *_ in self._delayed.coming():
+            history.add(scale, loss, skipped=bool(skipped), overflowed=bool(bad))
+        return history.data()
 
-    def remember(self, past: Past, rule: ScaleRule) -> None:
+    def restore(self, history: StepHistory, rule: ScaleRule) -> None:
         """Go on from a past.
 
         Args:
-            past: What is known of the steps so far.
+            history: What is known of the steps so far.
             rule: Floor and limit.
         """
-        self._past = past
-        self._look_ahead(rule)
+        self._history = history
+        self._check_next_skip(rule)
 
-    def _collapse(self, skips: int, culprits: Sequence[Culprit]) -> LossScaleCollapse:
+    def _make_error(
+        self, skips: int, culprits: Sequence[NonFiniteParam]
+    ) -> LossScaleCollapse:
         finite = None if self._loss is None else bool(self._loss.isfinite().all())
-        verdict = diagnose(self._finding, self._past.losses, self._loss, finite=finite)
+        verdict = find_cause(
+            self._graph_cause, self._history.losses, self._loss, finite=finite
+        )
         inf_in = [culprit.name for culprit in culprits if culprit.inf]
         nan_in = [culprit.name for culprit in culprits if culprit.nan]
         kinds = {"inf": inf_in, "NaN": nan_in}
-        seen = [f"{kind} in gradients of {_some(n)}" for kind, n in kinds.items() if n]
-        whose = "; ".join(seen) or "another process found it"
-        history = self._past.history
+        nonfinite_texts = [
+            f"{kind} in gradients of {_first_names(n)}"
+            for kind, n in kinds.items()
+            if n
+        ]
+        nonfinite_text = "; ".join(nonfinite_texts) or "another process found it"
+        history = self._history.history
         first, last = history[0], history[-1]
-        fell = f"{first:g} to {last:g}" if first != last else f"{last:g}"
-        happened = f"{skips} steps in a row were skipped"
+        scale_text = f"{first:g} to {last:g}" if first != last else f"{last:g}"
+        summary = f"{skips} steps in a row were skipped"
         if not skips:
-            happened = f"{self._past.in_a_row} steps in a row lost a micro-batch"
-        unread = f" (graph not read: {self._unread})" if self._unread else ""
+            summary = f"{self._history.in_a_row} steps in a row lost a micro-batch"
+        graph_text = (
+            f" (graph not read: {self._graph_error})" if self._graph_error else ""
+        )
         message = (
-            f"{happened}, at loss scale {fell}. "
+            f"{summary}, at loss scale {scale_text}. "
             f"Cause: {verdict.cause} ({verdict.where}: {verdict.evidence}). "
-            f"{verdict.advice} Seen: {whose}.{unread}"
+            f"{verdict.advice} Seen: {nonfinite_text}.{graph_text}"
         )
         return LossScaleCollapse(
             message,
@@ -305,27 +336,31 @@ class Watch:
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph, a CUDA event and a loss on its way cannot be pickled.
-        gone = {"_loss": None, "_total": None, "_finding": None}
-        return self.__dict__ | gone | {"_late": Late(), "_whose": deque()}
+        cleared = {"_loss": None, "_loss_sum": None, "_graph_cause": None}
+        return self.__dict__ | cleared | {"_delayed": Late(), "_param_readers": deque()}
 
 
-def _is_number(loss: Tensor) -> bool:
+def _is_scalar(loss: Tensor) -> bool:
     return loss.numel() == 1 and not loss.is_complex()
 
 
-def _has_no_number(loss: Tensor) -> bool:
+def _has_no_value(loss: Tensor) -> bool:
     """Say whether it stands for many losses, under `vmap`, or for none."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(loss)  # noqa: SLF001
     return wrapped or isinstance(loss, FakeTensor)
 
 
 def _sum(total: Tensor | None, loss: Tensor) -> Tensor:
-    here = loss.float()
-    return here if total is None else total + async_read.moved(here, total.device)
+    wide = loss.float()
+    return wide if total is None else total + async_read.moved(wide, total.device)
 
 
-def diagnose(
-    finding: Finding | None, losses: Losses, loss: Tensor | None, *, finite: bool | None
+def find_cause(
+    finding: Finding | None,
+    losses: LossHistory,
+    loss: Tensor | None,
+    *,
+    finite: bool | None,
 ) -> Finding:
     """Return the likeliest cause of endless overflow.
 
@@ -338,40 +373,40 @@ def diagnose(
     """
     value = math.nan if loss is None else float(loss.abs().float().mean())
     drifted = finding is not None and finding.cause in {"range", "weights"}
-    diverged = losses.ran_away(value) and (drifted or finding is None)
+    diverged = losses.has_diverged(value) and (drifted or finding is None)
     # Adam in float16 is as likely to have made NaN of weights after a few steps.
-    own = finding is not None and EPSILON in finding.advice
-    if diverged or (drifted and losses.few and not own):
+    is_epsilon_advice = finding is not None and EPSILON in finding.advice
+    if diverged or (drifted and losses.is_early and not is_epsilon_advice):
         last = value if math.isfinite(value) else losses.last
-        after = f"the forward pass worked for {losses.applied} steps only"
+        evidence = f"the forward pass worked for {losses.applied} steps only"
         if diverged:
-            after = f"the loss went from {losses.first:.3g} to {last:.3g}"
+            evidence = f"the loss went from {losses.first:.3g} to {last:.3g}"
         return Finding(
             "learning rate",
             finding.where if finding is not None else "training",
-            after,
+            evidence,
             "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm).",
             "" if finding is None else finding.made,
         )
     if finding is not None:
         return finding
-    shown = "not shown" if loss is None else f"{value:.4g}"
+    loss_text = "not shown" if loss is None else f"{value:.4g}"
     if finite is False:
         return Finding(
             "loss",
             "the loss",
-            f"it is {shown}",
+            f"it is {loss_text}",
             "Look at the loss function and its inputs: print them for this batch.",
             "NaN" if math.isnan(value) else "inf",
         )
     return Finding(
         "loss",
         "the backward pass",
-        f"the loss is {shown}, yet its gradients overflow",
+        f"the loss is {loss_text}, yet its gradients overflow",
         "Take a mean over elements, not a sum, or divide the loss; or train in bf16.",
     )
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def _first_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

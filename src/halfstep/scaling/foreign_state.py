@@ -1,4 +1,4 @@
-"""Saved scaler states of others, read as torch's.
+"""Loads scaler states of torch, apex and halfstep.
 
 In: what `torch.amp.GradScaler`, halfstep or apex saved. Out: torch's five keys.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def recognise(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def from_foreign_state(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Return a state in torch's terms.
 
     Args:

@@ -18,19 +18,19 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from halfstep._torch import fused_optimizers
 from halfstep._torch.optimizer_params import gradients_of, name_of
 from halfstep.scaling import misuse, optimizer_step, unscale
-from halfstep.scaling.foreign_state import recognise
-from halfstep.scaling.host_scale import Known
+from halfstep.scaling.foreign_state import from_foreign_state
+from halfstep.scaling.host_scale import HostScale
 from halfstep.scaling.loss_scale import ScaleRule
-from halfstep.scaling.loss_scaler import one_over
-from halfstep.scaling.per_loss import Scales
-from halfstep.scaling.scaler_backward import Apart
+from halfstep.scaling.loss_scaler import inverse_scale
+from halfstep.scaling.per_loss import LossScalers
+from halfstep.scaling.scaler_backward import PerPassBackward
 from halfstep.scaling.step_report import (
+    OptimizerGrads,
     StepReport,
-    Taken,
+    deferred_nonfinite,
+    make_report,
     optimizers_of,
-    report_on,
-    seen_later,
-    still_there,
+    remaining_nonfinite,
 )
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from halfstep.scaling.loss_scaler import LossScaler
-    from halfstep.scaling.step_report import Culprit
+    from halfstep.scaling.step_report import NonFiniteParam
 
-_LOWEST = 2.0**-24
-_HIGHEST = torch.finfo(torch.float32).max
+_MIN_SCALE = 2.0**-24
+_MAX_SCALE = torch.finfo(torch.float32).max
 
 
 class GradScaler(TorchGradScaler):
@@ -110,8 +110,8 @@ class GradScaler(TorchGradScaler):
         self._init_scale = 1.0 if self._guards_only else init_scale
         self._bounds: dict[str, Any] = {
             "init_scale": self._init_scale,
-            "min_scale": _LOWEST if min_scale is None else min_scale,
-            "max_scale": _HIGHEST if max_scale is None else max_scale,
+            "min_scale": _MIN_SCALE if min_scale is None else min_scale,
+            "max_scale": _MAX_SCALE if max_scale is None else max_scale,
             "hysteresis": hysteresis,
             "refill": refill,
             "max_consecutive_skips": max_consecutive_skips,
@@ -120,11 +120,16 @@ class GradScaler(TorchGradScaler):
         self._factors = growth_factor, backoff_factor, growth_interval
         rule = self._rule() if self._enabled else ScaleRule()
         self._group = group = process_group
-        self._scales = scales = Scales(rule, group)
-        self._apart = Apart(scales, drop_bad_microbatch, retries, group)
-        self._known = Known()
+        self._loss_scalers = loss_scalers = LossScalers(rule, group)
+        self._per_pass = PerPassBackward(
+            loss_scalers, drop_bad_microbatch, retries, group
+        )
+        self._host_scale = HostScale()
         self._scaled = self._proposed = False
-        self._stepped, self._last_taken = list[Taken](), list[Taken]()
+        self._stepped_grads, self._last_grads = (
+            list[OptimizerGrads](),
+            list[OptimizerGrads](),
+        )
         self._steps, self._last_step = 0, StepReport(0, complete=False)
 
     @property
@@ -145,19 +150,19 @@ class GradScaler(TorchGradScaler):
             **self._bounds,
         )
 
-    def _main(self) -> LossScaler:
+    def _main_scaler(self) -> LossScaler:
         """Return the scale at work; torch's attributes have the last word."""
         scale, clean = self._check_scale_growth_tracker("update")
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         if factors != self._factors:
             self._factors = factors
-            self._scales.rule = self._rule()
-        main = self._scales.of("", scale.device)
-        set_to = self._known.look(scale, self._init_scale)
+            self._loss_scalers.rule = self._rule()
+        main = self._loss_scalers.get_or_create("", scale.device)
+        set_to = self._host_scale.poll(scale, self._init_scale)
         if set_to is not None:
-            main.watch.forget(set_to)
+            main.monitor.on_external_set(set_to)
             main.proposal = None
-        main.put(scale, clean)
+        main.set_state(scale, clean)
         return main
 
     def scale(self, outputs: Any) -> Any:
@@ -167,25 +172,25 @@ class GradScaler(TorchGradScaler):
             first = first[0]
         if self._enabled and isinstance(first, torch.Tensor):
             self._scaled = True
-            self._apart.refuse_mixing(first)
+            self._per_pass.check_not_mixed(first)
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(first.device)
-            main = self._main()
-            main.begin(first, self._name_of)
-            self._publish(main)
+            main = self._main_scaler()
+            main.observe_loss(first, self._name_of)
+            self._write_torch_state(main)
         return super().scale(outputs)
 
-    def _publish(self, main: LossScaler) -> None:
+    def _write_torch_state(self, main: LossScaler) -> None:
         """Write the state of the scale where torch keeps it."""
         scale, clean = self._check_scale_growth_tracker("update")
         if main.state.scale is not scale:
             scale.copy_(main.state.scale)
             clean.copy_(main.state.clean_steps)
-            main.put(scale, clean)
-            self._known.written(scale)
+            main.set_state(scale, clean)
+            self._host_scale.mark_written(scale)
 
     def _name_of(self, param: Tensor) -> str:
-        return name_of(param, optimizers_of(self._last_taken))
+        return name_of(param, optimizers_of(self._last_grads))
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, and look for inf and NaN.
@@ -200,22 +205,22 @@ class GradScaler(TorchGradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
             raise misuse.unscaled_twice(state["stage"], state.get("where"))
-        found = torch.zeros_like(scale)
+        found_inf = torch.zeros_like(scale)
         flags = self._unscale_grads_(
-            optimizer, one_over(scale), found, allow_fp16=False
+            optimizer, inverse_scale(scale), found_inf, allow_fp16=False
         )
         state["found_inf_per_device"] = flags
         state["where"] = misuse.caller()
         state["stage"] = OptState.UNSCALED
-        self._propose([found, *flags.values()], optimizer)
+        self._propose([found_inf, *flags.values()], optimizer)
 
     def _propose(self, flags: list[Tensor], *optimizers: Optimizer) -> None:
         """Let a strategy see gradients; every rank comes here as often."""
         if self._bounds["strategy"] != "backoff":
-            main, self._proposed = self._main(), True
-            found = unscale.highest(flags, main.state.scale.device)
+            main, self._proposed = self._main_scaler(), True
+            found_inf = unscale.max_flag(flags, main.state.scale.device)
             gradients = [grad for one in optimizers for grad in gradients_of(one)]
-            main.wish(main.strategy.propose(gradients, main.state, found))
+            main.propose(main.strategy.propose(gradients, main.state, found_inf))
 
     def _unscale_grads_(
         self,
@@ -228,20 +233,20 @@ class GradScaler(TorchGradScaler):
         gradients = gradients_of(optimizer)
         dtypes = unscale.dtypes_of(gradients)
         if torch.float16 in dtypes:
-            gradients = misuse.unless_fp16(optimizer, allow_fp16)
-        main = self._scales.of("", inv_scale.device)
-        again = main.watch.may_be_below_one(main.rule)
-        seen = gradients
-        if again and allow_fp16:  # a kernel will divide, and can look no more then
-            seen = unscale.divided(gradients, main.state.scale)
-            dtypes = unscale.dtypes_of(seen)
-        flags = unscale.unscale_by_device_(seen, inv_scale, dtypes, again=again)
+            gradients = misuse.fp16_checked_gradients(optimizer, allow_fp16)
+        main = self._loss_scalers.get_or_create("", inv_scale.device)
+        recheck = main.monitor.may_be_below_one(main.rule)
+        checked = gradients
+        if recheck and allow_fp16:  # a kernel will divide, and can look no more then
+            checked = unscale.divided_copies(gradients, main.state.scale)
+            dtypes = unscale.dtypes_of(checked)
+        flags = unscale.unscale_by_device_(checked, inv_scale, dtypes, recheck=recheck)
         state = self._per_optimizer_states[id(optimizer)]
-        return unscale.exchange(flags, found_inf, gradients, self._group, state)
+        return unscale.start_reduction(flags, found_inf, gradients, self._group, state)
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         state = self._per_optimizer_states[id(optimizer)]
-        unscale.agreed(state)
+        unscale.reduced_flags(state)
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -271,29 +276,29 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError(message)
         if closure is not None:
             stale = any(
-                taken.optimizer is optimizer and taken.gradients()
-                for taken in self._last_taken
+                grads.optimizer is optimizer and grads.gradients()
+                for grads in self._last_grads
             )
             if self._scaled and not stale and state["stage"] is OptState.READY:
                 self.unscale_(optimizer)  # SAM's first pass came before the step
-            result = optimizer_step.with_closure(
+            result = optimizer_step.step_with_closure(
                 self, closure, optimizer, state, *args, **kwargs
             )
         elif fused_optimizers.skips_inside(optimizer):
-            self._main()  # somebody may have set the scale
-            known = self._known
+            self._main_scaler()  # the caller may have set the scale
+            host_scale = self._host_scale
             result = optimizer_step.fused_step(
-                self, optimizer, state, known, *args, **kwargs
+                self, optimizer, state, host_scale, *args, **kwargs
             )
         else:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            if not unscale.agreed(state):
+            if not unscale.reduced_flags(state):
                 raise misuse.no_gradients(optimizer)
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         flags = state["found_inf_per_device"].values()
-        self._stepped.append(Taken(optimizer, flags))
+        self._stepped_grads.append(OptimizerGrads(optimizer, flags))
         return result
 
     def backward(
@@ -323,13 +328,13 @@ class GradScaler(TorchGradScaler):
             return
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(loss.device)
-        main = self._main()
-        scaler = self._scales.of(name, loss.device) if name else main
-        scaler.begin(loss, self._name_of)
+        main = self._main_scaler()
+        scaler = self._loss_scalers.get_or_create(name, loss.device) if name else main
+        scaler.observe_loss(loss, self._name_of)
         states = [self._per_optimizer_states[id(one)] for one in optimizers]
         pairs = list(zip(optimizers, states, strict=True))
-        self._apart.backward(scaler, name, loss, pairs, retain_graph=retain_graph)
-        self._publish(main)
+        self._per_pass.backward(scaler, name, loss, pairs, retain_graph=retain_graph)
+        self._write_torch_state(main)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Close the iteration: move the scale, and take down what happened.
@@ -340,55 +345,65 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled:
             return
-        main = self._main()
+        main = self._main_scaler()
         states = list(self._per_optimizer_states.values())
-        flags = [flag for state in states for flag in unscale.agreed(state)]
-        used = main.state.scale.clone()
+        flags = [flag for state in states for flag in unscale.reduced_flags(state)]
+        scale_used = main.state.scale.clone()
         if new_scale is not None:
             # torch knows no int, and leaves its counter alone.
-            whole = isinstance(new_scale, int)
-            super().update(float(new_scale) if whole else new_scale)
+            is_int = isinstance(new_scale, int)
+            super().update(float(new_scale) if is_int else new_scale)
         elif not flags:
-            raise misuse.no_checks(optimizers_of(self._stepped))
-        self._last_taken, self._stepped = self._stepped, []
+            raise misuse.no_checks(optimizers_of(self._stepped_grads))
+        self._last_grads, self._stepped_grads = self._stepped_grads, []
         if flags:
             self._steps += 1
-            found_inf = unscale.highest(flags, used.device)
-            said = self._apart.scale_or(used), found_inf, self._apart.dropped
-            self._last_step = report_on(self._last_taken, self._steps, *said)
+            found_inf = unscale.max_flag(flags, scale_used.device)
+            report_args = (
+                self._per_pass.last_scale_or(scale_used),
+                found_inf,
+                self._per_pass.num_dropped,
+            )
+            self._last_step = make_report(self._last_grads, self._steps, *report_args)
         try:
             if new_scale is None:
-                main.put(used, main.state.clean_steps)
-                self._move(main, states, found_inf)
+                main.set_state(scale_used, main.state.clean_steps)
+                self._update_scales(main, states, found_inf)
         finally:
-            self._scales.forget()
-            self._apart.close()
+            self._loss_scalers.reset()
+            self._per_pass.end_step()
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
             self._scaled = self._proposed = False
 
-    def _move(self, main: LossScaler, states: list[Any], found_inf: Tensor) -> None:
+    def _update_scales(
+        self, main: LossScaler, states: list[Any], found_inf: Tensor
+    ) -> None:
         """Let each scale that was used move by its own overflows."""
         low, high = self._bounds["min_scale"], self._bounds["max_scale"]
-        self._known.moves((*self._factors[:2], low, high))
-        plain = [state for state in states if "ledger" not in state]
-        own = [flag for state in plain for flag in unscale.agreed(state)]
-        if own and not self._proposed:
-            self._propose(own)  # a fused kernel unscaled them
-        if own and len(plain) < len(states):
-            self._scales.note("", unscale.highest(own, found_inf.device))
-        culprits: Callable[[], tuple[Culprit, ...]]
-        culprits = partial(still_there, self._last_taken)
-        if main.watch.wants_names(found_inf.device):
-            pairs = [part.gradients() or [] for part in self._last_taken]
-            culprits = seen_later([pair for part in pairs for pair in part])
+        self._host_scale.mark_multiplied((*self._factors[:2], low, high))
+        joint_states = [state for state in states if "unscaled_gradients" not in state]
+        joint_flags = [
+            flag for state in joint_states for flag in unscale.reduced_flags(state)
+        ]
+        if joint_flags and not self._proposed:
+            self._propose(joint_flags)  # a fused kernel unscaled them
+        if joint_flags and len(joint_states) < len(states):
+            self._loss_scalers.record_found_inf(
+                "", unscale.max_flag(joint_flags, found_inf.device)
+            )
+        culprits: Callable[[], tuple[NonFiniteParam, ...]]
+        culprits = partial(remaining_nonfinite, self._last_grads)
+        if main.monitor.needs_names(found_inf.device):
+            pairs = [part.gradients() or [] for part in self._last_grads]
+            culprits = deferred_nonfinite([pair for part in pairs for pair in part])
         try:
-            self._scales.move(found_inf, culprits)
+            self._loss_scalers.update(found_inf, culprits)
         finally:
-            self._publish(main)
+            self._write_torch_state(main)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries and one more, which torch ignores. Waits."""
-        extra = {"_halfstep": self._scales.state_dict()} if self._enabled else {}
+        extra = {"_halfstep": self._loss_scalers.state_dict()} if self._enabled else {}
         return super().state_dict() | extra
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -398,20 +413,25 @@ class GradScaler(TorchGradScaler):
             RuntimeError: If it is empty; KeyError if an entry is missing.
         """
         if self._enabled:
-            state = recognise(state_dict, super().state_dict())
-            more = state.get("_halfstep")
-            self._scales.check(more)
+            state = from_foreign_state(state_dict, super().state_dict())
+            loss_scaler_states = state.get("_halfstep")
+            self._loss_scalers.check(loss_scaler_states)
             super().load_state_dict(
                 state | {"scale": 1.0} if self._guards_only else state
             )
-            self._scales.load_state_dict(more)
+            self._loss_scalers.load_state_dict(loss_scaler_states)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._group is not None:
             raise misuse.pickled_group()
-        scales = Scales(self._scales.rule)
-        scales.load_state_dict(self._scales.state_dict())
-        apart = Apart(scales, self._apart.drop, self._apart.retries)
-        state |= {"_last_taken": [], "_known": Known(), "_apart": apart}
-        return state | {"_scales": scales, "_last_step": self._last_step.read()}
+        loss_scalers = LossScalers(self._loss_scalers.rule)
+        loss_scalers.load_state_dict(self._loss_scalers.state_dict())
+        per_pass = PerPassBackward(
+            loss_scalers, self._per_pass.drop, self._per_pass.retries
+        )
+        state |= {"_last_grads": [], "_host_scale": HostScale(), "_per_pass": per_pass}
+        return state | {
+            "_loss_scalers": loss_scalers,
+            "_last_step": self._last_step.read(),
+        }

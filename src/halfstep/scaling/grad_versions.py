@@ -28,14 +28,14 @@ class GradVersions:
         self.active = active
         self._versions: dict[int, int] = {}
 
-    def note(self, gradients: Iterable[Tensor]) -> None:
+    def record(self, gradients: Iterable[Tensor]) -> None:
         """Remember gradients as they are now."""
         self._versions = {id(grad): grad._version for grad in gradients}  # noqa: SLF001
 
     def check(self, gradients: Iterable[Tensor]) -> None:
         """Warn once if one of them is not as it was; those set to None do not count."""
-        known = self._versions
-        if all(known.get(id(grad)) == grad._version for grad in gradients):  # noqa: SLF001
+        versions = self._versions
+        if all(versions.get(id(grad)) == grad._version for grad in gradients):  # noqa: SLF001
             return
         self.active = False
         warn_caller(

@@ -1,4 +1,4 @@
-"""What the host knows of a scale that lies on a device, without reading it.
+"""Tracks on the host what is known of a scale on a device, without reading it.
 
 In: who has written it. Out: its value, if that is known, and whether it is a power of
 two.
@@ -26,39 +26,39 @@ def is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5  # noqa: PLR2004 -- as frexp has it
 
 
-class Known:
+class HostScale:
     """Follows a tensor that others may replace or write to."""
 
     def __init__(self) -> None:
         self._tensor: Tensor | None = None
         self._version = 0
-        self.exact = False
+        self.is_power_of_two = False
         """It is a power of two."""
 
-    def look(self, scale: Tensor, first: float) -> float | None:
+    def poll(self, scale: Tensor, init_scale: float) -> float | None:
         """Say what somebody else has set it to; None if nobody has.
 
         Args:
             scale: As it is now, shape ().
-            first: What a new one begins with.
+            init_scale: What a new one begins with.
 
         Returns:
             0 if it was written to where nobody can read it without waiting.
         """
-        fresh = scale is not self._tensor
-        if not fresh and scale._version == self._version:  # noqa: SLF001
+        is_new = scale is not self._tensor
+        if not is_new and scale._version == self._version:  # noqa: SLF001
             return None
-        value = first if fresh else 0.0
+        value = init_scale if is_new else 0.0
         value = scale.item() if async_read.on_host(scale.device) else value
-        self.written(scale)
-        self.exact = is_power_of_two(value)
+        self.mark_written(scale)
+        self.is_power_of_two = is_power_of_two(value)
         return value
 
-    def written(self, scale: Tensor) -> None:
+    def mark_written(self, scale: Tensor) -> None:
         """Take note that it was written to by its owner."""
         self._tensor, self._version = scale, scale._version  # noqa: SLF001
 
-    def moves(self, numbers: Iterable[float]) -> None:
+    def mark_multiplied(self, numbers: Iterable[float]) -> None:
         """Take note of what it may be multiplied by, or set to."""
-        exact = all(is_power_of_two(one) for one in numbers if one != _HIGHEST)
-        self.exact = self.exact and exact
+        all_powers = all(is_power_of_two(one) for one in numbers if one != _HIGHEST)
+        self.is_power_of_two = self.is_power_of_two and all_powers

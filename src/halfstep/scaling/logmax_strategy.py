@@ -13,7 +13,7 @@ import torch.distributed as dist
 from halfstep._torch.async_read import moved
 from halfstep.errors import require
 from halfstep.numerics.exponents import largest, power_of_two
-from halfstep.scaling.unscale import over_ranks
+from halfstep.scaling.unscale import reduce_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from halfstep.scaling.loss_scale import ScaleState
 
-_TOP = 16
+_OVERFLOW_LOG2 = 16
 """fp16 overflows from about 2**16."""
 
 _MOMENTS = ("fast_mean", "slow_mean", "slow_square", "steps")
 
 
-class LogMax:
+class LogMaxStrategy:
     """Asks for the scale that statistics of the largest gradient call safe.
 
     Why: the largest gradient of a step is roughly log-normal, and so has a bound that
@@ -75,7 +75,7 @@ class LogMax:
         self._k, self._group = k, group
         self._moments = torch.zeros(len(_MOMENTS), dtype=torch.float64)
 
-    def watch(self, loss: Tensor, state: ScaleState) -> None:
+    def on_loss(self, loss: Tensor, state: ScaleState) -> None:
         """Let the scale stay."""
 
     def propose(
@@ -84,20 +84,20 @@ class LogMax:
         """Take in the largest gradient of a step; ask for a scale above all likely."""
         # Metal has no double.
         scale = state.scale if state.scale.is_mps else state.scale.double()
-        top = largest(gradients, scale)
-        bad = (found_inf.to(scale.device) > 0) | ~top.isfinite()
-        x = torch.where(bad, _TOP - scale.log2(), top.log2())
-        x = over_ranks(x, dist.ReduceOp.MAX, self._group)
-        self._moments = self._with(x)
+        absmax = largest(gradients, scale)
+        overflowed = (found_inf.to(scale.device) > 0) | ~absmax.isfinite()
+        x = torch.where(overflowed, _OVERFLOW_LOG2 - scale.log2(), absmax.log2())
+        x = reduce_over_ranks(x, dist.ReduceOp.MAX, self._group)
+        self._moments = self._updated_moments(x)
         fast, slow, square, steps = self._moments
         unbiased, unbiased2 = 1 - self._beta1**steps, 1 - self._beta2**steps
         variance = square / unbiased2 - (slow / unbiased2) ** 2
         bound = fast / unbiased + self._k * variance.clamp(min=0).sqrt()
-        safe = power_of_two((_TOP - bound).floor().nan_to_num())
+        safe = power_of_two((_OVERFLOW_LOG2 - bound).floor().nan_to_num())
         # Nothing but zeros so far: there is no mean to speak of.
         return torch.where(steps > 0, safe, state.scale)
 
-    def _with(self, x: Tensor) -> Tensor:
+    def _updated_moments(self, x: Tensor) -> Tensor:
         """Return the moments and one more x; -inf, of nothing but zeros, is none."""
         before = moved(self._moments, x.device).to(x)
         fast, slow, square, steps = before
@@ -109,7 +109,7 @@ class LogMax:
         )
         return torch.where(x > -torch.inf, torch.stack(after), before)
 
-    def settle(self, state: ScaleState, found_inf: Tensor) -> None:
+    def on_found_inf(self, state: ScaleState, found_inf: Tensor) -> None:
         """Take note of nothing more."""
 
     def state_dict(self) -> dict[str, Any]:

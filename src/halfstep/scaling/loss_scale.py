@@ -80,8 +80,8 @@ class ScaleRule:
         limit = self.max_consecutive_skips
         self._check("max_consecutive_skips", limit is None or limit >= 1, "at least 1")
 
-    def _check(self, name: str, good: bool, right: str) -> None:
-        require(name, getattr(self, name), good, right)
+    def _check(self, name: str, is_valid: bool, expected: str) -> None:
+        require(name, getattr(self, name), is_valid, expected)
 
     @property
     def scales(self) -> bool:
@@ -186,31 +186,31 @@ def advance(
     if async_read.on_host(state.scale.device):
         # There is nobody to wait for, and thirty operations on one number cost more
         # than the pass over a thousand gradients' flags.
-        now = (
+        current = (
             state.scale,
             state.clean_steps,
             state.hysteresis_left,
             state.skips_in_a_row,
         )
-        wish = None if proposal is None else proposal.item()
-        numbers = [value.item() for value in now]
+        proposed = None if proposal is None else proposal.item()
+        numbers = [value.item() for value in current]
         scale, clean, left, skips = numbers
-        following = _next(
-            scale, clean, left, skips, bool(found_inf), wish, rule, _choose
+        next_values = _next_values(
+            scale, clean, left, skips, bool(found_inf), proposed, rule, _choose
         )
-        pairs = zip(following, numbers, now, strict=True)
+        pairs = zip(next_values, numbers, current, strict=True)
         return ScaleState(
             *(old if new == was else old.new_tensor(new) for new, was, old in pairs)
         )
-    bad = found_inf.to(state.scale.device) > 0
+    overflowed = found_inf.to(state.scale.device) > 0
     # Metal has no double.
     wide = state.scale if state.scale.is_mps else state.scale.double()
-    scale, *counters = _next(
+    scale, *counters = _next_values(
         wide,
         state.clean_steps,
         state.hysteresis_left,
         state.skips_in_a_row,
-        bad,
+        overflowed,
         None if proposal is None else proposal.to(wide),
         rule,
         torch.where,
@@ -218,13 +218,13 @@ def advance(
     return ScaleState(scale.float(), *(value.to(torch.int32) for value in counters))
 
 
-def _next(
+def _next_values(
     scale: _N,
     clean: _N,
-    left: _N,
+    hysteresis_left: _N,
     skips: _N,
-    bad: _N,
-    wish: _N,
+    overflowed: _N,
+    proposed: _N,
     rule: ScaleRule,
     where: Callable[[_N, _N, _N], _N],
 ) -> tuple[_N, _N, _N, _N]:
@@ -232,30 +232,34 @@ def _next(
 
     In double, to be rounded once, as torch's kernel does it.
     """
-    left = where(bad, left - 1, left)
-    clean = where(bad, 0, clean + 1)
+    hysteresis_left = where(overflowed, hysteresis_left - 1, hysteresis_left)
+    clean = where(overflowed, 0, clean + 1)
     grow = clean >= rule.growth_interval
     lower = scale * rule.backoff_factor
     lower = where(lower < rule.min_scale, rule.min_scale, lower)
-    if wish is None:
+    if proposed is None:
         higher = scale * rule.growth_factor
         fits = higher <= _HUGE  # as torch has it, fp32 is not grown out of
         higher = where(higher > rule.max_scale, rule.max_scale, higher)
-        kept = where(grow, where(fits, higher, scale), scale)
+        clean_scale = where(grow, where(fits, higher, scale), scale)
         # A start below the floor or above the ceiling is possible after a load.
-        kept = where(kept < scale, scale, kept)
+        clean_scale = where(clean_scale < scale, scale, clean_scale)
     else:
-        kept = where(wish < rule.min_scale, rule.min_scale, wish)
-        kept = where(kept > rule.max_scale, rule.max_scale, kept)
-        lower = where(kept < lower, kept, lower)
+        clean_scale = where(proposed < rule.min_scale, rule.min_scale, proposed)
+        clean_scale = where(clean_scale > rule.max_scale, rule.max_scale, clean_scale)
+        lower = where(clean_scale < lower, clean_scale, lower)
     lower = where(lower > scale, scale, lower)
-    refilled = where(bad, left, rule.hysteresis)
-    refilled = refilled if rule.refill == "clean" else where(grow, refilled, left)
+    next_hysteresis = where(overflowed, hysteresis_left, rule.hysteresis)
+    next_hysteresis = (
+        next_hysteresis
+        if rule.refill == "clean"
+        else where(grow, next_hysteresis, hysteresis_left)
+    )
     return (
-        where(bad, where(left <= 0, lower, scale), kept),
+        where(overflowed, where(hysteresis_left <= 0, lower, scale), clean_scale),
         where(grow, 0, clean),
-        refilled,
-        where(bad, skips + 1, 0),
+        next_hysteresis,
+        where(overflowed, skips + 1, 0),
     )
 
 

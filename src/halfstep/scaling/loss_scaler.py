@@ -1,4 +1,4 @@
-"""A loss scale at work on lists of tensors.
+"""`LossScaler`: scales losses, unscales lists of gradients, updates the scale.
 
 In: a rule, then losses and gradients. Out: scaled losses, unscaled gradients, and the
 scale of the next step.
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from halfstep._torch.async_read import moved
 from halfstep.errors import UserError
-from halfstep.scaling.collapse import Watch
+from halfstep.scaling.collapse import CollapseMonitor
 from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
-from halfstep.scaling.step_history import Losses, Past
-from halfstep.scaling.strategies import strategy
+from halfstep.scaling.step_history import LossHistory, StepHistory
+from halfstep.scaling.strategies import make_strategy
 from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from halfstep.scaling.step_report import Culprit
+    from halfstep.scaling.step_report import NonFiniteParam
 
 
-def _by_shape(param: Tensor) -> str:
+def _shape_text(param: Tensor) -> str:
     return f"a parameter of shape {tuple(param.shape)}"
 
 
@@ -51,8 +51,8 @@ class LossScaler:
     ) -> None:
         self.rule = rule
         self.state = ScaleState.first(rule, device)
-        self.strategy = strategy(rule.strategy, group)
-        self.watch = Watch(rule.init_scale)
+        self.strategy = make_strategy(rule.strategy, group)
+        self.monitor = CollapseMonitor(rule.init_scale)
         self.proposal: Tensor | None = None
         """What the strategy asked for since the last update, shape ()."""
 
@@ -60,19 +60,21 @@ class LossScaler:
         """Return the scale now. May wait for the device."""
         return f"<LossScaler at {self.state.scale.item():g}: {self.rule}>"
 
-    def begin(self, loss: Tensor, name_of: Callable[[Tensor], str] = _by_shape) -> None:
+    def observe_loss(
+        self, loss: Tensor, name_of: Callable[[Tensor], str] = _shape_text
+    ) -> None:
         """Look at a loss before its backward pass.
 
         Args:
             loss: Unscaled.
             name_of: Names a parameter, for a diagnosis.
         """
-        self.watch.loss(loss, name_of)
-        first = self.strategy.watch(loss, self.state)
-        if first is not None:
-            first = first.clamp(self.rule.min_scale, self.rule.max_scale)
-            self.state = replace(self.state, scale=first)
-            self.watch.forget()
+        self.monitor.on_loss(loss, name_of)
+        first_scale = self.strategy.on_loss(loss, self.state)
+        if first_scale is not None:
+            first_scale = first_scale.clamp(self.rule.min_scale, self.rule.max_scale)
+            self.state = replace(self.state, scale=first_scale)
+            self.monitor.on_external_set()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, in fp32 at least."""
@@ -81,28 +83,30 @@ class LossScaler:
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide gradients by the scale in place; return 1.0 if any was not finite."""
-        again = self.watch.may_be_below_one(self.rule)
-        found = unscale_(gradients, one_over(self.state.scale), again=again)
-        self.wish(self.strategy.propose(gradients, self.state, found))
-        return found
+        recheck = self.monitor.may_be_below_one(self.rule)
+        found_inf = unscale_(
+            gradients, inverse_scale(self.state.scale), recheck=recheck
+        )
+        self.propose(self.strategy.propose(gradients, self.state, found_inf))
+        return found_inf
 
     @property
-    def only_judges(self) -> bool:
+    def needs_only_found_inf(self) -> bool:
         """Whether inf and NaN in scaled gradients are all it needs to know of them.
 
         A strategy may measure unscaled ones; and below a scale of 1 unscaling itself
         can overflow.
         """
-        quiet = self.strategy.name == "backoff"
-        return quiet and not self.watch.may_be_below_one(self.rule)
+        is_backoff = self.strategy.name == "backoff"
+        return is_backoff and not self.monitor.may_be_below_one(self.rule)
 
-    def wish(self, proposal: Tensor | None) -> None:
+    def propose(self, proposal: Tensor | None) -> None:
         """Take in a proposal; of several in one step the lowest counts."""
         if proposal is not None and self.proposal is not None:
             proposal = torch.minimum(proposal, self.proposal)
         self.proposal = self.proposal if proposal is None else proposal
 
-    def put(self, scale: Tensor, clean_steps: Tensor) -> None:
+    def set_state(self, scale: Tensor, clean_steps: Tensor) -> None:
         """Go on with a scale, and a count of clean steps, that others keep."""
         old = self.state
         if scale is not old.scale or clean_steps is not old.clean_steps:
@@ -115,12 +119,12 @@ class LossScaler:
         scale = lower.clamp(min=self.rule.min_scale).float()
         zero = torch.zeros_like(self.state.clean_steps)
         self.state = replace(self.state, scale=scale, clean_steps=zero)
-        self.watch.lowered()
+        self.monitor.on_backoff()
 
     def update(
         self,
         found_inf: Tensor,
-        culprits: Callable[[], Sequence[Culprit]] = tuple,
+        culprits: Callable[[], Sequence[NonFiniteParam]] = tuple,
         *,
         skipped: Tensor | None = None,
     ) -> None:
@@ -135,22 +139,22 @@ class LossScaler:
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
-        used = self.state.scale
-        self.strategy.settle(self.state, found_inf)
+        scale_used = self.state.scale
+        self.strategy.on_found_inf(self.state, found_inf)
         self.state = advance(self.state, found_inf, self.rule, self.proposal)
         if skipped is not None:
-            lost = (skipped > 0).to(self.state.skips_in_a_row)
-            in_a_row = self.state.skips_in_a_row * lost
+            was_skipped = (skipped > 0).to(self.state.skips_in_a_row)
+            in_a_row = self.state.skips_in_a_row * was_skipped
             self.state = replace(self.state, skips_in_a_row=in_a_row)
         self.proposal = None
-        self.watch.step(self.rule, used, self.state, found_inf, culprits)
+        self.monitor.on_step(self.rule, scale_used, self.state, found_inf, culprits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule and the state as plain numbers. Waits for the device."""
         state = {f.name: getattr(self.state, f.name).item() for f in fields(ScaleState)}
         rule = {key: value for key, value in asdict(self.rule).items() if value}
-        kept = {"strategy_state": self.strategy.state_dict()}
-        return {**rule, **state, **kept, "watch": self.watch.state_dict()}
+        strategy_state = {"strategy_state": self.strategy.state_dict()}
+        return {**rule, **state, **strategy_state, "watch": self.monitor.state_dict()}
 
     @staticmethod
     def check(state: dict[str, Any]) -> None:
@@ -165,7 +169,7 @@ class LossScaler:
                     f"loss-scale state has no {field.name!r}; it holds {[*state]}."
                 )
                 raise UserError(message)
-        _past(state)
+        _history_from(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; the rule stays the one given here.
@@ -176,27 +180,29 @@ class LossScaler:
         self.check(state)
         loaded = {}
         for field in fields(ScaleState):
-            now = getattr(self.state, field.name)
-            loaded[field.name] = torch.full_like(now, state[field.name])
+            current = getattr(self.state, field.name)
+            loaded[field.name] = torch.full_like(current, state[field.name])
         if self.rule.backoff_factor == 1:
             loaded["scale"] = self.state.scale  # fixed: the rule has the last word
         if state.get("strategy", "backoff") == self.rule.strategy:
             self.strategy.load_state_dict(state.get("strategy_state", {}))
         self.state = replace(self.state, **loaded)
         # What is under way is of another run.
-        log = self.watch.log
-        self.watch = Watch(float(loaded["scale"]))
-        self.watch.log = log
-        self.watch.remember(_past(state), self.rule)
+        log = self.monitor.log
+        self.monitor = CollapseMonitor(float(loaded["scale"]))
+        self.monitor.log = log
+        self.monitor.restore(_history_from(state), self.rule)
 
 
-def _past(state: dict[str, Any]) -> Past:
+def _history_from(state: dict[str, Any]) -> StepHistory:
     """Return what a state tells of the steps before; an older one tells of none."""
     if "watch" in state:
-        return Past.from_data(state["watch"])
-    return Past(Losses(begun=False), in_a_row=state["skips_in_a_row"])
+        return StepHistory.from_data(state["watch"])
+    return StepHistory(
+        LossHistory(from_first_step=False), in_a_row=state["skips_in_a_row"]
+    )
 
 
-def one_over(scale: Tensor) -> Tensor:
+def inverse_scale(scale: Tensor) -> Tensor:
     """Return 1 / scale, divided in double and rounded once, as torch does it."""
     return scale.reciprocal() if scale.is_mps else scale.double().reciprocal().float()

@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from halfstep.errors import require
 from halfstep.numerics.exponents import BINS, count, largest_safe_scale, unscaled
 from halfstep.numerics.formats import is_low
-from halfstep.scaling.unscale import over_ranks
+from halfstep.scaling.unscale import reduce_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
     from halfstep.scaling.loss_scale import ScaleState
 
-_LOOKS = 10
+_NUM_RECENT = 10
 """Looks that count: gradients differ from batch to batch by more than a margin of 2."""
 
-_TRIES = 12
+_MAX_TRIALS = 12
 """Backward passes of a trial: mostly two; down to 2**-22 where gradients are huge."""
 
-_HIGHEST_TRIAL = 2.0**24
+_MAX_TRIAL_SCALE = 2.0**24
 """Where all is zero at this scale, it is so at any."""
 
 
-class Measured:
+class MeasuredStrategy:
     """Asks for the largest scale at which no 16-bit gradient overflows.
 
     Why: growth and back-off find that scale by losing steps, and look for it again
@@ -81,11 +81,11 @@ class Measured:
         self._every, self._low = every, low
         self._margin, self._group = margin, group
         self._steps, self._in_step = 0, False
-        self._taps: list[RemovableHandle] = []
+        self._hook_handles: list[RemovableHandle] = []
         self._counts: dict[torch.device, Tensor] = {}
-        self._recent: deque[Tensor] = deque(maxlen=_LOOKS)
+        self._recent: deque[Tensor] = deque(maxlen=_NUM_RECENT)
 
-    def watch(self, loss: Tensor, state: ScaleState) -> Tensor | None:
+    def on_loss(self, loss: Tensor, state: ScaleState) -> Tensor | None:
         """Tap the graph if a look is due; try the first one of all."""
         if loss.grad_fn is None:
             return None
@@ -95,10 +95,12 @@ class Measured:
         if (self._steps - 1) % self._every:
             return None
         nodes = nodes_of(loss.grad_fn)
-        self._taps += [node.register_prehook(self._look) for node in nodes]
-        return self._try(loss, nodes, state) if first else None
+        self._hook_handles += [
+            node.register_prehook(self._count_gradients) for node in nodes
+        ]
+        return self._find_first_scale(loss, nodes, state) if first else None
 
-    def _look(self, gradients: Sequence[Tensor | None]) -> None:
+    def _count_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Count what comes to a node of a backward pass."""
         for gradient in gradients:
             if gradient is not None and gradient.dtype == self._low:
@@ -106,14 +108,14 @@ class Measured:
                 before = self._counts.get(gradient.device, 0)
                 self._counts[gradient.device] = before + count(gradient)
 
-    def _taken(self, scale: Tensor) -> Tensor:
+    def _pop_histogram(self, scale: Tensor) -> Tensor:
         """Return what all ranks counted, unscaled, and begin anew."""
         total = torch.zeros(BINS, dtype=torch.int64, device=scale.device)
         while self._counts:
             total += self._counts.popitem()[1].to(total.device)
-        return unscaled(over_ranks(total, dist.ReduceOp.SUM, self._group), scale)
+        return unscaled(reduce_over_ranks(total, dist.ReduceOp.SUM, self._group), scale)
 
-    def _try(
+    def _find_first_scale(
         self, loss: Tensor, nodes: Sequence[Node], state: ScaleState
     ) -> Tensor | None:
         """Return the scale at which a loss can safely begin, by trying.
@@ -123,37 +125,43 @@ class Measured:
         """
         if not all(map(_is_repeatable, nodes)):
             return None
-        ends = [node for node in nodes if type(node).__name__ == "AccumulateGrad"]
-        leaves: list[Tensor] = [end.variable for end in ends]  # type: ignore[attr-defined]
+        accumulate_nodes = [
+            node for node in nodes if type(node).__name__ == "AccumulateGrad"
+        ]
+        leaves: list[Tensor] = [end.variable for end in accumulate_nodes]  # type: ignore[attr-defined]
         devices = {leaf.device for leaf in leaves if leaf.device.type != "cpu"}
-        kind = max((device.type for device in devices), default="cpu")
-        scale, ceiling, tried = 1.0, math.inf, set[float]()
-        with torch.random.fork_rng(devices, device_type=kind):
-            while scale not in tried and len(tried) < _TRIES:
-                tried.add(scale)
-                seen = self._pass(loss, leaves, torch.full_like(state.scale, scale))
-                if not seen.any():
+        device_type = max((device.type for device in devices), default="cpu")
+        scale, ceiling, tried_scales = 1.0, math.inf, set[float]()
+        with torch.random.fork_rng(devices, device_type=device_type):
+            while scale not in tried_scales and len(tried_scales) < _MAX_TRIALS:
+                tried_scales.add(scale)
+                histogram = self._trial_histogram(
+                    loss, leaves, torch.full_like(state.scale, scale)
+                )
+                if not histogram.any():
                     return None
-                safe = largest_safe_scale(seen, self._low, self._margin).item()
-                if seen[-1] > 0:
+                safe = largest_safe_scale(histogram, self._low, self._margin).item()
+                if histogram[-1] > 0:
                     safe = ceiling = scale / 4
-                elif math.isnan(safe) and scale < _HIGHEST_TRIAL:
+                elif math.isnan(safe) and scale < _MAX_TRIAL_SCALE:
                     safe = scale * 2**12
                 elif math.isnan(safe):
                     return None
                 scale = min(safe, ceiling)
-        return torch.full_like(state.scale, scale) if scale in tried else None
+        return torch.full_like(state.scale, scale) if scale in tried_scales else None
 
-    def _pass(self, loss: Tensor, leaves: Sequence[Tensor], scale: Tensor) -> Tensor:
+    def _trial_histogram(
+        self, loss: Tensor, leaves: Sequence[Tensor], scale: Tensor
+    ) -> Tensor:
         """Return the histogram of a backward pass that leaves nothing behind."""
         wide = torch.promote_types(loss.dtype, torch.float32)
         with torch.enable_grad():
             scaled = (loss.to(wide) * scale.to(loss.device)).sum()
-        found = torch.autograd.grad(
+        grads = torch.autograd.grad(
             scaled, leaves, retain_graph=True, allow_unused=True
         )
-        self._look(found)  # no node receives those of 16-bit leaves
-        return self._taken(scale)
+        self._count_gradients(grads)  # no node receives those of 16-bit leaves
+        return self._pop_histogram(scale)
 
     def propose(
         self, gradients: Sequence[Tensor], state: ScaleState, found_inf: Tensor
@@ -161,23 +169,23 @@ class Measured:
         """Ask for what was measured, if a look was due."""
         del gradients, found_inf
         self._in_step = False
-        if not self._taps:
+        if not self._hook_handles:
             return None
-        while self._taps:
-            self._taps.pop().remove()
-        seen = self._taken(state.scale)
-        safe = largest_safe_scale(seen, self._low, self._margin)
+        while self._hook_handles:
+            self._hook_handles.pop().remove()
+        histogram = self._pop_histogram(state.scale)
+        safe = largest_safe_scale(histogram, self._low, self._margin)
         self._recent.append(torch.where(safe.isnan(), state.scale, safe))
         recent = [safe.to(state.scale.device) for safe in self._recent]
         return torch.stack(recent).amin()
 
-    def settle(self, state: ScaleState, found_inf: Tensor) -> None:
+    def on_found_inf(self, state: ScaleState, found_inf: Tensor) -> None:
         """Remember that a scale was too large, as long as the last look counts."""
         if self._recent:
             lower = state.scale * 2.0 ** (-1 - self._margin)
-            bad = found_inf.to(lower.device) > 0
+            overflowed = found_inf.to(lower.device) > 0
             last = self._recent[-1].to(lower.device)
-            self._recent[-1] = torch.where(bad, torch.minimum(last, lower), last)
+            self._recent[-1] = torch.where(overflowed, torch.minimum(last, lower), last)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many steps have begun, and what they saw. Waits for the device."""
@@ -187,17 +195,17 @@ class Measured:
         """Go on counting; only {} leads to another trial."""
         self._steps, self._in_step = int(state.get("steps", 0)), False
         recent = [torch.tensor(safe) for safe in state.get("recent", [])]
-        self._recent = deque(recent, maxlen=_LOOKS)
+        self._recent = deque(recent, maxlen=_NUM_RECENT)
 
 
 def nodes_of(root: Node) -> list[Node]:
     """Return all nodes of a graph, in no order."""
-    found, left = {root}, [root]
-    while left:
-        after = {node for node, _ in left.pop().next_functions if node} - found
-        found |= after
-        left += after
-    return list(found)
+    nodes, pending = {root}, [root]
+    while pending:
+        next_nodes = {node for node, _ in pending.pop().next_functions if node} - nodes
+        nodes |= next_nodes
+        pending += next_nodes
+    return list(nodes)
 
 
 def _is_repeatable(node: Node) -> bool:

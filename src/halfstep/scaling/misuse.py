@@ -1,4 +1,4 @@
-"""What `GradScaler` says when it is misused: torch's words, and then the culprit.
+"""Errors of a misused `GradScaler`: torch's message, then what caused it.
 
 In: an optimizer, or a place in the user's code. Out: exceptions, to be raised. Each
 begins with torch's own sentence, for code that matches on it.
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-_HERE = f"{Path(__file__).parent}{os.sep}"
-_NAMED = 3
+_PACKAGE_DIR = f"{Path(__file__).parent}{os.sep}"
+_MAX_NAMES = 3
 
 
 def caller() -> tuple[str, int]:
     """Return file and line of the innermost frame outside of this package."""
     frame = sys._getframe(1)  # noqa: SLF001
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(
+        _PACKAGE_DIR
+    ):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 
@@ -52,7 +54,7 @@ def unscaled_twice(stage: OptState, where: tuple[str, int] | None) -> RuntimeErr
 def no_gradients(optimizer: Optimizer) -> AssertionError:
     """Return the error of a step without a gradient."""
     return AssertionError(
-        f"No inf checks were recorded for this optimizer. {without(optimizer)}"
+        f"No inf checks were recorded for this optimizer. {why_no_gradients(optimizer)}"
     )
 
 
@@ -60,48 +62,49 @@ def no_checks(stepped: Sequence[Optimizer]) -> AssertionError:
     """Return the error of an `update` with nothing to go by."""
     reason = "Call step(optimizer) before update()."
     if stepped:
-        reason = " ".join(without(optimizer) for optimizer in stepped)
+        reason = " ".join(why_no_gradients(optimizer) for optimizer in stepped)
     message = f"No inf checks were recorded prior to update. {reason}"
     return AssertionError(message)
 
 
-def without(optimizer: Optimizer) -> str:
+def why_no_gradients(optimizer: Optimizer) -> str:
     """Say which parameters have no gradients, and the likely cause."""
-    every = list(named(optimizer))
-    names = [name for name, _ in every]
-    some = ", ".join(names[:_NAMED])
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    if any(param.grad is not None for _, param in every):
+    named_params = list(named(optimizer))
+    names = [name for name, _ in named_params]
+    first_names = ", ".join(names[:_MAX_NAMES])
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    if any(param.grad is not None for _, param in named_params):
         return "Its gradients came after unscale_(): call that after backward()."
-    if not any(param.requires_grad for _, param in every):
+    if not any(param.requires_grad for _, param in named_params):
         cause = "they are frozen (requires_grad is False)"
-    elif any(not param.is_leaf for _, param in every):
+    elif any(not param.is_leaf for _, param in named_params):
         cause = "some are no leaves: make the optimizer after moving the model"
     else:
         cause = (
             "no backward() since they were cleared, a loss that does not depend on "
             "them, or an optimizer over another model's parameters"
         )
-    return f"No gradient in {some}{more}. Likely cause: {cause}."
+    return f"No gradient in {first_names}{more}. Likely cause: {cause}."
 
 
 def fp16_gradients(optimizer: Optimizer) -> ValueError:
     """Return the error of gradients that unscaling would flush to zero."""
-    found = [
+    fp16_names = [
         name
         for name, param in named(optimizer)
         if param.grad is not None and param.grad.dtype == torch.float16
     ]
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    more = f" and {len(fp16_names) - 1} more" if len(fp16_names) > 1 else ""
     message = (
-        f"Attempting to unscale FP16 gradients. {found[0]}{more} is stored in float16: "
+        f"Attempting to unscale FP16 gradients. {fp16_names[0]}{more} "
+        "is stored in float16: "
         "keep weights in float32 and use autocast (level O1), or let "
         "halfstep.prepare(model, optimizer, 'O2') keep float32 masters."
     )
     return ValueError(message)
 
 
-def unless_fp16(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
+def fp16_checked_gradients(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
     """Return gradients ready to be looked at, where fp16 is allowed among them.
 
     Raises:
@@ -113,7 +116,7 @@ def unless_fp16(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
     return gradients_of(optimizer)
 
 
-def names_and_drop(name: str) -> UserError:
+def named_loss_with_drop(name: str) -> UserError:
     """Return the error of a named loss where passes are left out."""
     message = (
         f"the loss {name!r} has a scale of its own, but drop_bad_microbatch "
@@ -122,7 +125,7 @@ def names_and_drop(name: str) -> UserError:
     return UserError(message)
 
 
-def mixed() -> RuntimeError:
+def mixed_scales() -> RuntimeError:
     """Return the error of gradients at two scales in one sum."""
     message = (
         "scaler.scale() was given a loss that reaches parameters whose gradients "
@@ -140,7 +143,7 @@ def pickled_group() -> TypeError:
     return TypeError(message)
 
 
-def refuse_gradients(optimizers: Iterable[Optimizer]) -> None:
+def check_no_gradients(optimizers: Iterable[Optimizer]) -> None:
     """Refuse `backward` on top of gradients of unknown scale.
 
     Raises:

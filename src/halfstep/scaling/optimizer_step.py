@@ -1,4 +1,4 @@
-"""How `GradScaler` steps optimizers that do not simply step.
+"""How `GradScaler` steps fused optimizers and optimizers with a closure.
 
 In: a scaler, and an optimizer whose kernel skips by itself, or whose step evaluates the
 model. Out: the step taken, or everything left as it was.
@@ -15,34 +15,34 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from halfstep._torch import fused_optimizers, optimizer_hooks
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.scaling import misuse
-from halfstep.scaling.closure_step import step_or_take_back
-from halfstep.scaling.unscale import agreed, dtypes_of, highest
+from halfstep.scaling.closure_step import step_or_undo
+from halfstep.scaling.unscale import dtypes_of, max_flag, reduced_flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.optim import Optimizer
 
-    from halfstep.scaling.host_scale import Known
+    from halfstep.scaling.host_scale import HostScale
 
-_WIDE = {torch.float32, torch.float64}
+_FP32_OR_WIDER = {torch.float32, torch.float64}
 
 
 def fused_step(
     scaler: GradScaler,
     optimizer: Optimizer,
     state: dict[str, Any],
-    known: Known,
+    host_scale: HostScale,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Step an optimizer whose kernel skips: nobody waits for the flag.
+    """Step an optimizer whose kernel skips: no host-device synchronization.
 
     Args:
         scaler: Unscales.
         optimizer: One that `fused_optimizers.skips_inside`.
         state: What the scaler keeps of it in this iteration.
-        known: What is known of the scale.
+        host_scale: What is known of the scale.
         args: For the optimizer's step.
         kwargs: For the optimizer's step.
     """
@@ -55,24 +55,24 @@ def fused_step(
         # give the same bits, and the kernel has no gradients to write back. Code that
         # is not torch's own is given what torch gives: the scale, scaled gradients.
         if (
-            known.exact
+            host_scale.is_power_of_two
             and factor is None
             and optimizer_hooks.is_torchs_own(optimizer)
-            and dtypes_of(gradients_of(optimizer)) <= _WIDE
+            and dtypes_of(gradients_of(optimizer)) <= _FP32_OR_WIDER
         ):
             scaler.unscale_(optimizer)
         else:
             scaler._check_inf_per_device(optimizer)  # noqa: SLF001 -- torch's protocol
             factor = scale if factor is None else scale * factor
-    flags = agreed(state)
+    flags = reduced_flags(state)
     if not flags and gradients_of(optimizer):
         # They would be applied unchecked; torch fails here too, by accident.
         raise misuse.no_gradients(optimizer)
-    found_inf = highest(flags or [torch.zeros_like(scale)], scale.device)
+    found_inf = max_flag(flags or [torch.zeros_like(scale)], scale.device)
     return fused_optimizers.step(optimizer, found_inf, factor, *args, **kwargs)
 
 
-def with_closure(
+def step_with_closure(
     scaler: GradScaler,
     closure: Callable[[], Any],
     optimizer: Optimizer,
@@ -83,7 +83,7 @@ def with_closure(
     """Step an optimizer that evaluates the model inside; None if it was taken back."""
 
     def overflowed() -> bool:
-        return any(bool(flag) for flag in agreed(state))
+        return any(bool(flag) for flag in reduced_flags(state))
 
     def evaluate() -> Any:
         state["stage"] = OptState.READY
@@ -94,4 +94,4 @@ def with_closure(
 
     if overflowed():
         return None
-    return step_or_take_back(optimizer, evaluate, overflowed, *args, **kwargs)
+    return step_or_undo(optimizer, evaluate, overflowed, *args, **kwargs)

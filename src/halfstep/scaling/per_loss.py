@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.scaling.loss_scaler import LossScaler
-from halfstep.scaling.step_history import Losses, Past
+from halfstep.scaling.step_history import LossHistory, StepHistory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from halfstep.scaling.loss_scale import ScaleRule
-    from halfstep.scaling.step_report import Culprit
+    from halfstep.scaling.step_report import NonFiniteParam
 
 
-class Scales:
-    """Scalers by the name of their loss; "" is everybody's who gives none.
+class LossScalers:
+    """Scalers by the name of their loss; "" for losses without a name.
 
     Args:
         rule: By which each begins and moves.
@@ -36,33 +36,35 @@ class Scales:
         self._group = group
         self._scalers: dict[str, LossScaler] = {}
         self._saved: dict[str, Any] = {}
-        self._found: dict[str, Tensor] = {}
-        self._begun = True
+        self._found_inf: dict[str, Tensor] = {}
+        self._from_first_step = True
 
-    def of(self, name: str, device: torch.device) -> LossScaler:
+    def get_or_create(self, name: str, device: torch.device) -> LossScaler:
         """Return the scaler of a loss; it begins where a loaded state left it."""
         if name not in self._scalers:
             scaler = self._scalers[name] = LossScaler(self.rule, device, self._group)
             if name in self._saved:
                 scaler.load_state_dict(self._saved.pop(name))
-            elif not self._begun:
-                scaler.watch.remember(Past(Losses(begun=False)), self.rule)
+            elif not self._from_first_step:
+                scaler.monitor.restore(
+                    StepHistory(LossHistory(from_first_step=False)), self.rule
+                )
         scaler = self._scalers[name]
         scaler.rule = self.rule
         return scaler
 
-    def known(self, name: str) -> LossScaler:
+    def get(self, name: str) -> LossScaler:
         """Return the scaler of a loss that has been seen."""
         return self._scalers[name]
 
-    def note(self, name: str, found_inf: Tensor) -> None:
+    def record_found_inf(self, name: str, found_inf: Tensor) -> None:
         """Take down what one backward pass of a loss found, shape ()."""
-        before = self._found.get(name)
-        worst = found_inf if before is None else torch.maximum(before, found_inf)
-        self._found[name] = worst
+        previous = self._found_inf.get(name)
+        combined = found_inf if previous is None else torch.maximum(previous, found_inf)
+        self._found_inf[name] = combined
 
-    def move(
-        self, found_inf: Tensor, culprits: Callable[[], Sequence[Culprit]]
+    def update(
+        self, found_inf: Tensor, culprits: Callable[[], Sequence[NonFiniteParam]]
     ) -> None:
         """Move those scales that were used in this step.
 
@@ -73,20 +75,20 @@ class Scales:
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
-        found, self._found = self._found, {}
-        if not found:
+        flags, self._found_inf = self._found_inf, {}
+        if not flags:
             self._scalers[""].update(found_inf, culprits)
-        for name, flag in found.items():
+        for name, flag in flags.items():
             self._scalers[name].update(flag, culprits, skipped=found_inf)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Leave out what was noted since the last step."""
-        self._found = {}
+        self._found_inf = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all states by name. Waits for the device."""
-        known = {name: one.state_dict() for name, one in self._scalers.items()}
-        return self._saved | known
+        current = {name: scaler.state_dict() for name, scaler in self._scalers.items()}
+        return self._saved | current
 
     @staticmethod
     def check(state: dict[str, Any] | None) -> None:
@@ -108,8 +110,8 @@ class Scales:
             UserError: If a field is missing.
         """
         self.check(state)
-        self._begun = state is not None
-        self._saved, self._found = dict(state or {}), {}
+        self._from_first_step = state is not None
+        self._saved, self._found_inf = dict(state or {}), {}
         for name, scaler in list(self._scalers.items()):
             if name in self._saved:
                 scaler.load_state_dict(self._saved.pop(name))

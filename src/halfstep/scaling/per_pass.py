@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from halfstep.scaling import misuse
-from halfstep.scaling.unscale import Agreement, groups_of
-from halfstep.scaling.unscaled_gradients import Ledger, run_pass
+from halfstep.scaling.unscale import FoundInfReduction, reduction_groups
+from halfstep.scaling.unscaled_gradients import UnscaledGradients, run_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from halfstep.scaling.per_loss import Scales
+    from halfstep.scaling.per_loss import LossScalers
 
 
-class Passes:
+class BackwardPasses:
     """Runs the passes of each step in turn.
 
     Args:
-        scales: By the name of the loss.
+        loss_scalers: By the name of the loss.
         drop: Leave out a pass that overflowed.
         retries: How often to run such a pass again at a lower scale first.
         group: Ranks that must agree.
@@ -34,25 +34,25 @@ class Passes:
 
     def __init__(
         self,
-        scales: Scales,
+        loss_scalers: LossScalers,
         *,
         drop: bool,
         retries: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.scales = scales
+        self.loss_scalers = loss_scalers
         self._drop = drop
         self._retries = retries
         self._group = group
-        self._ledger = Ledger(drop=drop)
-        self._name: str | None = None
-        self.apart = drop or retries > 0
+        self._unscaled = UnscaledGradients(drop=drop)
+        self._loss_name: str | None = None
+        self.per_pass = drop or retries > 0
         """Each pass is looked at by itself, so each must be averaged over ranks."""
 
     @property
-    def any_run(self) -> bool:
+    def has_run(self) -> bool:
         """A backward pass has run since the last step."""
-        return self._name is not None
+        return self._loss_name is not None
 
     @property
     def keeps_graphs(self) -> bool:
@@ -65,7 +65,7 @@ class Passes:
         backward: Callable[[bool], None],
         parameters: Sequence[Tensor],
         *,
-        settle: Callable[[], None],
+        sync_grads: Callable[[], None],
     ) -> None:
         """Run one backward pass.
 
@@ -73,74 +73,92 @@ class Passes:
             name: Of the loss.
             backward: Runs the pass of the scaled loss; told whether to keep the graph.
             parameters: Whose `.grad` it fills, once `settle` was called.
-            settle: Brings gradients there that lie elsewhere.
+            sync_grads: Brings gradients there that lie elsewhere.
 
         Raises:
             UserError: If a named loss comes where passes are left out.
         """
         if name and self._drop:
-            raise misuse.names_and_drop(name)
-        if self._name is not None and self._name != name and not self.apart:
+            raise misuse.named_loss_with_drop(name)
+        if (
+            self._loss_name is not None
+            and self._loss_name != name
+            and not self.per_pass
+        ):
             # The second loss of a program: from now on they are kept apart.
-            settle()
-            self.apart = True
+            sync_grads()
+            self.per_pass = True
             filled = [p.grad for p in parameters if p.grad is not None]
-            found = self.scales.known(self._name).unscale_(filled)
-            found = Agreement.begin(found, groups_of(filled, self._group)).wait()
-            self._enter(found, parameters)
-        self._name = name
-        if not self.apart:
+            found_inf = self.loss_scalers.get(self._loss_name).unscale_(filled)
+            found_inf = FoundInfReduction.start(
+                found_inf, reduction_groups(filled, self._group)
+            ).wait()
+            self._accumulate(found_inf, parameters)
+        self._loss_name = name
+        if not self.per_pass:
             backward(False)  # noqa: FBT003
             return
 
         def run(keep: bool) -> None:
             backward(keep)
-            settle()
+            sync_grads()
 
-        scaler = self.scales.known(name)
-        found = run_pass(
+        scaler = self.loss_scalers.get(name)
+        found_inf = run_pass(
             scaler, run, parameters, retries=self._retries, group=self._group
         )
-        self._enter(found, parameters)
+        self._accumulate(found_inf, parameters)
 
-    def _enter(self, found: Tensor, parameters: Sequence[Tensor]) -> None:
-        self.scales.note(self._name or "", found)
-        self._ledger.enter(parameters, found)
+    def _accumulate(self, found_inf: Tensor, parameters: Sequence[Tensor]) -> None:
+        self.loss_scalers.record_found_inf(self._loss_name or "", found_inf)
+        self._unscaled.accumulate(parameters, found_inf)
 
-    def show(self) -> Tensor | None:
+    def restore_grads(self) -> Tensor | None:
         """Put sums that were kept apart into `.grad`; return their flag, if any."""
-        return self._ledger.show() if self._ledger.is_open else None
+        return self._unscaled.restore_grads() if self._unscaled.is_open else None
 
-    def unscale_(self, gradients: Sequence[Tensor]) -> Agreement:
+    def unscale_(self, gradients: Sequence[Tensor]) -> FoundInfReduction:
         """Unscale the gradients of all passes at once, and ask the other ranks."""
-        name = self._name or ""
-        found = self.scales.known(name).unscale_(gradients)
+        name = self._loss_name or ""
+        found_inf = self.loss_scalers.get(name).unscale_(gradients)
         if name:
-            self.scales.note(name, found)  # what the ranks agree on is written there
-        return Agreement.begin(found, groups_of(gradients, self._group))
+            self.loss_scalers.record_found_inf(
+                name, found_inf
+            )  # what the ranks agree on is written there
+        return FoundInfReduction.start(
+            found_inf, reduction_groups(gradients, self._group)
+        )
 
     @property
-    def only_judged(self) -> bool:
+    def needs_only_found_inf(self) -> bool:
         """Gradients need not be unscaled to be judged; whoever uses them does it."""
-        scaler = self.scales.known(self._name or "")
-        return not self.apart and not self._ledger.is_open and scaler.only_judges
+        scaler = self.loss_scalers.get(self._loss_name or "")
+        return (
+            not self.per_pass
+            and not self._unscaled.is_open
+            and scaler.needs_only_found_inf
+        )
 
-    def judged(self, found: Tensor, gradients: Sequence[Tensor]) -> Agreement:
+    def reduce_found_inf(
+        self, found_inf: Tensor, gradients: Sequence[Tensor]
+    ) -> FoundInfReduction:
         """Take in what a look at scaled gradients found, and ask the other ranks."""
-        if self._name:
-            self.scales.note(self._name, found)
-        return Agreement.begin(found, groups_of(gradients, self._group))
+        if self._loss_name:
+            self.loss_scalers.record_found_inf(self._loss_name, found_inf)
+        return FoundInfReduction.start(
+            found_inf, reduction_groups(gradients, self._group)
+        )
 
-    def dropped(self) -> Tensor | int:
+    def num_dropped(self) -> Tensor | int:
         """Return how many passes of this step were left out."""
-        return self._ledger.dropped()
+        return self._unscaled.num_dropped()
 
     @property
     def scale(self) -> Tensor:
         """The scale of the last pass, shape ()."""
-        return self.scales.known(self._name or "").state.scale
+        return self.loss_scalers.get(self._loss_name or "").state.scale
 
-    def close(self) -> None:
+    def end_step(self) -> None:
         """Begin the next step."""
-        self._ledger.close()
-        self._name = None
+        self._unscaled.reset()
+        self._loss_name = None

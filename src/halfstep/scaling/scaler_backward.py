@@ -1,4 +1,4 @@
-"""`GradScaler.backward`: passes that are unscaled, and looked at, one by one.
+"""`GradScaler.backward`: passes that are unscaled and checked one by one.
 
 In: a loss, and the optimizers whose parameters it reaches. Out: unscaled sums in
 `.grad`, and a flag for each optimizer.
@@ -16,7 +16,7 @@ from halfstep.errors import UserError
 from halfstep.scaling import misuse
 from halfstep.scaling.measured_strategy import nodes_of
 from halfstep.scaling.unscale import dtypes_of
-from halfstep.scaling.unscaled_gradients import Ledger, let_go, run_pass
+from halfstep.scaling.unscaled_gradients import UnscaledGradients, free_graph, run_pass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from halfstep.scaling.loss_scaler import LossScaler
-    from halfstep.scaling.per_loss import Scales
+    from halfstep.scaling.per_loss import LossScalers
 
 
-class Apart:
-    """Runs passes for a `GradScaler`, with a ledger for each optimizer.
+class PerPassBackward:
+    """Runs passes for a `GradScaler`, with `UnscaledGradients` for each optimizer.
 
     Args:
-        scales: By the name of the loss.
+        loss_scalers: By the name of the loss.
         drop: Leave out a pass that overflowed.
         retries: How often to run such a pass again at a lower scale first.
         group: Ranks that must agree.
@@ -41,42 +41,44 @@ class Apart:
 
     def __init__(
         self,
-        scales: Scales,
+        loss_scalers: LossScalers,
         drop: bool,
         retries: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._scales = scales
+        self._loss_scalers = loss_scalers
         self.drop = drop
         self.retries = retries
         self._group = group
-        self.dropped: Tensor | int = 0
+        self.num_dropped: Tensor | int = 0
         """Passes left out since the last `update`, shape ()."""
-        self.used: Tensor | None = None
+        self.last_scale: Tensor | None = None
         """Scale of the last pass since then, shape ()."""
-        self._open: list[Ledger] = []
+        self._active: list[UnscaledGradients] = []
 
-    def refuse_mixing(self, loss: Tensor) -> None:
+    def check_not_mixed(self, loss: Tensor) -> None:
         """Refuse a scaled loss that reaches gradients which are unscaled already.
 
         Raises:
             RuntimeError: If it does.
         """
-        if not self._open or loss.grad_fn is None:
+        if not self._active or loss.grad_fn is None:
             return
-        entered = {param for ledger in self._open for param in ledger.parameters}
+        unscaled_params = {
+            param for ledger in self._active for param in ledger.parameters
+        }
         for node in nodes_of(loss.grad_fn):
-            if getattr(node, "variable", None) in entered:
-                raise misuse.mixed()
+            if getattr(node, "variable", None) in unscaled_params:
+                raise misuse.mixed_scales()
 
-    def scale_or(self, usual: Tensor) -> Tensor:
+    def last_scale_or(self, usual: Tensor) -> Tensor:
         """Return the scale of the last pass, or the usual one if there was none."""
-        return usual if self.used is None else self.used
+        return usual if self.last_scale is None else self.last_scale
 
-    def close(self) -> None:
+    def end_step(self) -> None:
         """Begin the next iteration."""
-        self.dropped, self.used = 0, None
-        self._open.clear()
+        self.num_dropped, self.last_scale = 0, None
+        self._active.clear()
 
     def backward(
         self,
@@ -110,8 +112,10 @@ class Apart:
             )
             raise UserError(message)
         if name and self.drop:
-            raise misuse.names_and_drop(name)
-        ledgers = [self._ledger(optimizer, state) for optimizer, state in optimizers]
+            raise misuse.named_loss_with_drop(name)
+        accumulators = [
+            self._accumulator(optimizer, state) for optimizer, state in optimizers
+        ]
         owned = [
             [p for g in o.param_groups for p in g["params"]] for o, _ in optimizers
         ]
@@ -125,28 +129,34 @@ class Apart:
                 if torch.float16 in dtypes_of(gradients_of(optimizer)):
                     raise misuse.fp16_gradients(optimizer)
 
-        found = run_pass(
+        found_inf = run_pass(
             scaler, backward, params, retries=self.retries, group=self._group
         )
-        self._scales.note(name, found)
-        self.used = scaler.state.scale.clone()
+        self._loss_scalers.record_found_inf(name, found_inf)
+        self.last_scale = scaler.state.scale.clone()
         if self.retries and not retain_graph:
-            let_go(loss)
+            free_graph(loss)
         if self.drop:
-            self.dropped = self.dropped + found
-        self._open += ledgers
-        for ledger, own, (_, state) in zip(ledgers, owned, optimizers, strict=True):
-            ledger.enter(own, found)
-            spoilt = ledger.show()
-            state["found_inf_per_device"] = {spoilt.device: spoilt}
+            self.num_dropped = self.num_dropped + found_inf
+        self._active += accumulators
+        for accumulator, own, (_, state) in zip(
+            accumulators, owned, optimizers, strict=True
+        ):
+            accumulator.accumulate(own, found_inf)
+            sum_found_inf = accumulator.restore_grads()
+            state["found_inf_per_device"] = {sum_found_inf.device: sum_found_inf}
             state["stage"] = OptState.UNSCALED
 
-    def _ledger(self, optimizer: Optimizer, state: dict[str, Any]) -> Ledger:
+    def _accumulator(
+        self, optimizer: Optimizer, state: dict[str, Any]
+    ) -> UnscaledGradients:
         """Return an optimizer's gradients so far, ready for another pass."""
         if state["stage"] is OptState.STEPPED:
             raise misuse.unscaled_twice(OptState.STEPPED, None)
-        ledger: Ledger = state.setdefault("ledger", Ledger(drop=self.drop))
-        ledger.take_back()
-        if not ledger.is_open:
-            misuse.refuse_gradients([optimizer])
-        return ledger
+        accumulator: UnscaledGradients = state.setdefault(
+            "unscaled_gradients", UnscaledGradients(drop=self.drop)
+        )
+        accumulator.sync_user_edits()
+        if not accumulator.is_open:
+            misuse.check_no_gradients([optimizer])
+        return accumulator

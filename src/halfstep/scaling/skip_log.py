@@ -18,39 +18,39 @@ if TYPE_CHECKING:
 
     from halfstep.nonfinite.graph import Finding
     from halfstep.scaling.loss_scale import ScaleRule
-    from halfstep.scaling.step_report import Culprit
+    from halfstep.scaling.step_report import NonFiniteParam
 
 _logger = logging.getLogger(__name__)
 
-IN_A_ROW = 5
+MIN_CONSECUTIVE = 5
 """Overflows in a row from which the user is warned."""
-SETTLED = 4096.0
+STABLE_SCALE = 4096.0
 """A dynamic scale above it may still be on its way down: 2**16, where it begins, is
 halved four times before."""
-FIRST = 256.0
+FIRST_STABLE_SCALE = 256.0
 """The same before any step was applied: healthy models have been seen to begin here."""
-OFTEN = 6
+MIN_FREQUENT = 6
 """Skips, each after an applied step, that are worth a warning..."""
-WITHIN = 50
+FREQUENT_WINDOW = 50
 """... if so many steps hold them. A scale that probes upwards, every `growth_interval`
 steps, loses fewer."""
-_FIND = "halfstep.first_bad(model, step) finds the operation."
+_FIND_ADVICE = "halfstep.first_bad(model, step) finds the operation."
 
 
 class SkipLog:
     """Counts what one loss scale has lost, and decides what is worth a line.
 
     Attributes:
-        what: What a non-finite gradient leads to, in words.
+        consequence: What a non-finite gradient leads to, in words.
     """
 
     def __init__(self) -> None:
-        self.what = "step skipped"
+        self.consequence = "step skipped"
         self._skips = self._losses = 0
-        self._said = self._warned = False
-        self._settled = FIRST
+        self._alarmed = self._warned = False
+        self._stable_scale = FIRST_STABLE_SCALE
         self._steps = 0
-        self._rows: deque[int] = deque(maxlen=OFTEN)
+        self._streak_starts: deque[int] = deque(maxlen=MIN_FREQUENT)
         """When the last rows of skips began, a row of one included."""
 
     @property
@@ -58,18 +58,18 @@ class SkipLog:
         """A loss that is not finite has been reported."""
         return self._losses > 0
 
-    def applied(self) -> None:
+    def on_applied(self) -> None:
         """Take note of a step without overflow."""
-        self._said = False
-        self._settled = SETTLED
+        self._alarmed = False
+        self._stable_scale = STABLE_SCALE
         self._steps += 1
 
-    def overflow(
+    def log_overflow(
         self,
         scale: float,
         in_a_row: int,
         rule: ScaleRule,
-        culprits: Callable[[], Sequence[Culprit]],
+        culprits: Callable[[], Sequence[NonFiniteParam]],
         *,
         skipped: bool = True,
     ) -> None:
@@ -85,43 +85,47 @@ class SkipLog:
         """
         self._skips += 1
         self._steps += 1
-        fixed = rule.backoff_factor == 1
-        low = fixed or scale <= max(self._settled, rule.min_scale)
-        alarming = in_a_row >= IN_A_ROW and low and not self._said
+        is_fixed = rule.backoff_factor == 1
+        low = is_fixed or scale <= max(self._stable_scale, rule.min_scale)
+        is_alarming = in_a_row >= MIN_CONSECUTIVE and low and not self._alarmed
         text = f"{in_a_row} steps in a row were skipped"
         if in_a_row == 1:
-            self._rows.append(self._steps)
-            span = self._steps - self._rows[0] + 1
-            often = len(self._rows) == OFTEN and span <= WITHIN
+            self._streak_starts.append(self._steps)
+            span = self._steps - self._streak_starts[0] + 1
+            often = len(self._streak_starts) == MIN_FREQUENT and span <= FREQUENT_WINDOW
             # A short growth interval loses steps by design.
-            alarming |= often and rule.growth_interval * OFTEN > WITHIN
-            text = f"steps were skipped {OFTEN} times within {span}"
-        if not alarming and self._skips & (self._skips - 1):
+            is_alarming |= (
+                often and rule.growth_interval * MIN_FREQUENT > FREQUENT_WINDOW
+            )
+            text = f"steps were skipped {MIN_FREQUENT} times within {span}"
+        if not is_alarming and self._skips & (self._skips - 1):
             return  # only the 1st, 2nd, 4th, 8th ... of them
-        self._said = self._said or alarming
-        whose = f"non-finite gradient{_some(culprits())} at loss scale {scale:g}"
-        if alarming and skipped and not self._warned:
+        self._alarmed = self._alarmed or is_alarming
+        gradients_text = (
+            f"non-finite gradient{_names_text(culprits())} at loss scale {scale:g}"
+        )
+        if is_alarming and skipped and not self._warned:
             self._warned = True
-            warn_caller(f"{text}: {whose}. {_FIND}")
+            warn_caller(f"{text}: {gradients_text}. {_FIND_ADVICE}")
             return
-        what = self.what if skipped else "micro-batch dropped"
+        what = self.consequence if skipped else "micro-batch dropped"
         floor = scale <= rule.min_scale * (1 + 2**-23)  # fp32 may have rounded it up
-        level = logging.WARNING if fixed or floor or alarming else logging.INFO
-        _logger.log(level, "%s: %s (%d so far).", what, whose, self._skips)
+        level = logging.WARNING if is_fixed or floor or is_alarming else logging.INFO
+        _logger.log(level, "%s: %s (%d so far).", what, gradients_text, self._skips)
 
-    def loss(self, value: float, finding: Finding | None, unread: str) -> None:
+    def log_loss(self, value: float, finding: Finding | None, graph_error: str) -> None:
         """Report a loss that is not finite: a warning first, then log records.
 
         Args:
             value: Of the loss; of several, of their sum.
             finding: What its graph showed; None if it was not examined, or shows no
                 cause.
-            unread: Why the graph could not be examined; "" if it could.
+            graph_error: Why the graph could not be examined; "" if it could.
         """
         self._losses += 1
         if self._losses == 1:
-            cause = _FIND if finding is None else _cause(finding)
-            cause += f" (graph not read: {unread})" if unread else ""
+            cause = _FIND_ADVICE if finding is None else _cause(finding)
+            cause += f" (graph not read: {graph_error})" if graph_error else ""
             warn_caller(f"the loss is {value:g} before the backward pass. {cause}")
         elif not self._losses & (self._losses - 1):
             _logger.warning("the loss is %g; not finite %d times.", value, self._losses)
@@ -132,7 +136,7 @@ def _cause(finding: Finding) -> str:
     return f"Cause: {finding.cause} ({where}). {finding.advice}"
 
 
-def _some(culprits: Sequence[Culprit]) -> str:
+def _names_text(culprits: Sequence[NonFiniteParam]) -> str:
     names = [culprit.name for culprit in culprits]
     if not names:
         return "s"  # found by another process, or the names have not arrived yet

@@ -1,4 +1,4 @@
-"""What is remembered of the steps so far, to say why a run is lost.
+"""Losses, scales and overflows of past steps, to explain a loss scale collapse.
 
 In: loss, scale and overflow of each step. Out: plain values, which a state carries into
 the run that goes on.
@@ -13,50 +13,50 @@ from typing import Any
 
 from halfstep.errors import UserError, require, require_kind
 
-YOUNG = 20
+EARLY_STEPS = 20
 """Applied steps up to which overflow in a forward pass that used to work is put down
 to the learning rate: the batches are like the first ones, the weights are not."""
 
 
 @dataclass
-class Losses:
+class LossHistory:
     """What the losses of the applied steps were."""
 
     first: float = math.nan
     last: float = math.nan
     applied: int = 0
-    begun: bool = True
+    from_first_step: bool = True
     """Counted from the run's first step on; if not, it was more than `applied`."""
 
     @property
-    def few(self) -> bool:
+    def is_early(self) -> bool:
         """Whether the run has been at work for some steps only, as far as is known."""
-        return self.begun and 0 < self.applied <= YOUNG
+        return self.from_first_step and 0 < self.applied <= EARLY_STEPS
 
     def add(self, loss: float) -> None:
         """Take in the loss of one applied step."""
         # One from the middle of a run is as likely to be half of the next as twice
         # that, and says nothing.
-        if self.begun and not self.applied:
+        if self.from_first_step and not self.applied:
             self.first = loss
         self.last = loss
         self.applied += 1
 
-    def ran_away(self, now: float) -> bool:
+    def has_diverged(self, current: float) -> bool:
         """Say whether the loss has at least doubled since the first step.
 
         Args:
-            now: Of the last step, which was skipped; inf and NaN count for nothing.
+            current: Of the last step, which was skipped; inf and NaN count for nothing.
         """
-        last = abs(now) if math.isfinite(now) else 0.0
+        last = abs(current) if math.isfinite(current) else 0.0
         return max(abs(self.last), last) >= 2 * abs(self.first) > 0
 
 
 @dataclass
-class Past:
+class StepHistory:
     """What is remembered of the steps so far."""
 
-    losses: Losses = field(default_factory=Losses)
+    losses: LossHistory = field(default_factory=LossHistory)
     history: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     """Loss scales of the last steps in a row that overflowed."""
     in_a_row: int = 0
@@ -89,13 +89,13 @@ class Past:
         """
         return {
             "applied": self.losses.applied,
-            "begun": self.losses.begun,
+            "begun": self.losses.from_first_step,
             "history": [*self.history],
             "in_a_row": self.in_a_row,
         }
 
     @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Past:
+    def from_data(cls, data: dict[str, Any]) -> StepHistory:
         """Return what `data` gave.
 
         Raises:
@@ -109,14 +109,14 @@ class Past:
                 )
                 raise UserError(message)
         for name in ("applied", "in_a_row"):
-            good = type(data[name]) is int and data[name] >= 0
-            require(f"watch[{name!r}]", data[name], good, "a number of steps, >= 0")
-        begun, history = data["begun"], data["history"]
-        good = isinstance(begun, bool)
-        require("watch['begun']", begun, good, "True or False")
-        good = isinstance(history, list) and all(map(_is_scale, history))
-        require("watch['history']", history, good, "a list of finite numbers > 0")
-        losses = Losses(applied=data["applied"], begun=data["begun"])
+            is_valid = type(data[name]) is int and data[name] >= 0
+            require(f"watch[{name!r}]", data[name], is_valid, "a number of steps, >= 0")
+        from_first_step, history = data["begun"], data["history"]
+        is_valid = isinstance(from_first_step, bool)
+        require("watch['begun']", from_first_step, is_valid, "True or False")
+        is_valid = isinstance(history, list) and all(map(_is_scale, history))
+        require("watch['history']", history, is_valid, "a list of finite numbers > 0")
+        losses = LossHistory(applied=data["applied"], from_first_step=data["begun"])
         return cls(losses, deque(data["history"], maxlen=64), data["in_a_row"])
 
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-_NAMED = 3
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
-class Culprit:
+class NonFiniteParam:
     """A parameter whose gradient was not finite."""
 
     name: str
@@ -52,7 +52,7 @@ class Constant(Generic[T]):
         return self.value
 
 
-def _nobody() -> tuple[Culprit, ...]:
+def _no_params() -> tuple[NonFiniteParam, ...]:
     return ()
 
 
@@ -62,7 +62,7 @@ def _no_norm() -> Tensor | float | None:
 
 @dataclass(frozen=True, repr=False)
 class StepReport:
-    """The truth about one call of `step`; printed, one line.
+    """What one call of `step` did; prints as one line.
 
     Why: `torch.amp` skips in silence, and whoever infers a skip from "was
     optimizer.step called?" is wrong for fused optimizers, whose kernel skips inside.
@@ -79,7 +79,7 @@ class StepReport:
     """Whether a gradient held inf or NaN; any non-zero number counts, shape ()."""
     norm: Callable[[], Tensor | float | None] = _no_norm
     """Takes the norm of all unscaled gradients; None where it cannot be known."""
-    culprits: Callable[[], tuple[Culprit, ...]] = _nobody
+    culprits: Callable[[], tuple[NonFiniteParam, ...]] = _no_params
     """Names the parameters whose gradients were not finite."""
     dropped: Tensor | int = 0
     """Micro-batches left out because their gradients were not finite, shape ()."""
@@ -92,23 +92,27 @@ class StepReport:
         if not self.complete:
             return f"step {self.step + 1} is not complete: nothing is updated yet"
         if self.skipped:
-            did, norm = f"skipped: {self._cause()};", None
+            outcome, norm = f"skipped: {self._cause()};", None
         else:
-            did, norm = "applied:", self.grad_norm
+            outcome, norm = "applied:", self.grad_norm
         dropped = self.microbatches_dropped
         more = "" if norm is None else f", gradient norm {norm:.4g}"
         if dropped:
             more += f", micro-batches dropped: {dropped}"
         if self.left_out:
-            more += f", not updated: {_some(self.left_out)}"
-        return f"step {self.step} {did} loss scale {self.scale:g}{more}"
+            more += f", not updated: {_first_names(self.left_out)}"
+        return f"step {self.step} {outcome} loss scale {self.scale:g}{more}"
 
     def _cause(self) -> str:
         try:
-            found = {"inf": self.inf_in, "NaN": self.nan_in}
+            names_by_kind = {"inf": self.inf_in, "NaN": self.nan_in}
         except RuntimeError:  # their gradients were cleared before anybody asked
             return "a gradient held inf or NaN"
-        parts = [f"{kind} in {_some(names)}" for kind, names in found.items() if names]
+        parts = [
+            f"{kind} in {_first_names(names)}"
+            for kind, names in names_by_kind.items()
+            if names
+        ]
         return "; ".join(parts) or "a gradient held inf or NaN"
 
     @property
@@ -140,38 +144,44 @@ class StepReport:
     @property
     def found_inf_in(self) -> tuple[str, ...]:
         """Parameters whose gradients were not finite; () if applied. May wait."""
-        return tuple(culprit.name for culprit in self._found())
+        return tuple(culprit.name for culprit in self._nonfinite_params())
 
     @property
     def inf_in(self) -> tuple[str, ...]:
         """Those whose gradients held inf. May wait for the device."""
-        return tuple(culprit.name for culprit in self._found() if culprit.inf)
+        return tuple(
+            culprit.name for culprit in self._nonfinite_params() if culprit.inf
+        )
 
     @property
     def nan_in(self) -> tuple[str, ...]:
         """Those whose gradients held NaN. May wait for the device."""
-        return tuple(culprit.name for culprit in self._found() if culprit.nan)
+        return tuple(
+            culprit.name for culprit in self._nonfinite_params() if culprit.nan
+        )
 
     def read(self) -> StepReport:
         """Return the same report, read to the end: gradients may go. Waits."""
         norm = self.grad_norm
         try:
-            culprits: Callable[[], tuple[Culprit, ...]] = Constant(self._found())
+            culprits: Callable[[], tuple[NonFiniteParam, ...]] = Constant(
+                self._nonfinite_params()
+            )
         except RuntimeError:
-            culprits = partial(culprits_of, [None])  # gone for good
+            culprits = partial(nonfinite_params_of, [None])  # gone for good
         return replace(self, norm=Constant(norm), culprits=culprits)
 
-    def _found(self) -> tuple[Culprit, ...]:
+    def _nonfinite_params(self) -> tuple[NonFiniteParam, ...]:
         return self.culprits() if self.skipped else ()
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     """Return the first of some names, and how many more there are."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
-class Taken:
+class OptimizerGrads:
     """The gradients an optimizer was stepped with, as long as they are still there.
 
     Why: to hold on to them would cost their memory in the next forward pass, and to
@@ -187,13 +197,15 @@ class Taken:
         # A scaler must not keep alive what it was last used with.
         self._optimizer = weakref.ref(optimizer)
         first = first_gradient(optimizer)
-        self._first = None if first is None else weakref.ref(first)
+        self._first_grad = None if first is None else weakref.ref(first)
         self._version = 0 if first is None else first._version  # noqa: SLF001
-        self._known: tuple[Culprit, ...] | None = None
+        self._nonfinite: tuple[NonFiniteParam, ...] | None = None
         flags = list(flags)
         if all(async_read.on_host(flag.device) for flag in flags):
             bad = any(bool(flag) for flag in flags)
-            self._known = non_finite(self.gradients() or []) if bad else ()
+            self._nonfinite = (
+                find_nonfinite_params(self.gradients() or []) if bad else ()
+            )
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -202,31 +214,31 @@ class Taken:
 
     def gradients(self) -> list[tuple[str, Tensor]] | None:
         """Return them with names; None once they were cleared or added to."""
-        first = None if self._first is None else self._first()
+        first = None if self._first_grad is None else self._first_grad()
         optimizer = self.optimizer
-        now = None if optimizer is None else first_gradient(optimizer)
-        if optimizer is None or first is None or now is not first:
+        current = None if optimizer is None else first_gradient(optimizer)
+        if optimizer is None or first is None or current is not first:
             return None
         if first._version != self._version:  # noqa: SLF001
             return None
         pairs = named(optimizer)
         return [(name, param.grad) for name, param in pairs if param.grad is not None]
 
-    def culprits(self) -> tuple[Culprit, ...] | None:
-        """Return those that were not finite; None if nobody can know any more."""
-        if self._known is not None:
-            return self._known
+    def nonfinite_params(self) -> tuple[NonFiniteParam, ...] | None:
+        """Return those that were not finite; None if the gradients are gone."""
+        if self._nonfinite is not None:
+            return self._nonfinite
         gradients = self.gradients()
-        return None if gradients is None else non_finite(gradients)
+        return None if gradients is None else find_nonfinite_params(gradients)
 
 
-def optimizers_of(taken: Sequence[Taken]) -> list[Optimizer]:
+def optimizers_of(grads: Sequence[OptimizerGrads]) -> list[Optimizer]:
     """Return the optimizers that are still there."""
-    return [part.optimizer for part in taken if part.optimizer is not None]
+    return [part.optimizer for part in grads if part.optimizer is not None]
 
 
-def report_on(
-    taken: Sequence[Taken],
+def make_report(
+    grads: Sequence[OptimizerGrads],
     step: int,
     scale: Tensor,
     found_inf: Tensor,
@@ -238,55 +250,63 @@ def report_on(
         complete=True,
         scale_used=scale,
         found_inf=found_inf,
-        norm=partial(norm_of, taken),
-        culprits=partial(culprits_of, taken),
+        norm=partial(norm_of, grads),
+        culprits=partial(nonfinite_params_of, grads),
         dropped=dropped,
     )
 
 
-def norm_of(taken: Sequence[Taken]) -> Tensor | None:
+def norm_of(grads: Sequence[OptimizerGrads]) -> Tensor | None:
     """Return the norm of all gradients; None if some are gone."""
-    found = [part.gradients() for part in taken]
-    if not found or any(part is None for part in found):
+    grads_by_optimizer = [part.gradients() for part in grads]
+    if not grads_by_optimizer or any(part is None for part in grads_by_optimizer):
         return None
-    return total_norm([grad for part in found if part is not None for _, grad in part])
+    return total_norm(
+        [grad for part in grads_by_optimizer if part is not None for _, grad in part]
+    )
 
 
-def culprits_of(taken: Sequence[Taken | None]) -> tuple[Culprit, ...]:
+def nonfinite_params_of(
+    grads: Sequence[OptimizerGrads | None],
+) -> tuple[NonFiniteParam, ...]:
     """Return whose gradients were not finite.
 
     Raises:
         RuntimeError: If they are gone.
     """
-    found = [None if part is None else part.culprits() for part in taken]
-    if any(part is None for part in found):
+    params_by_optimizer = [
+        None if part is None else part.nonfinite_params() for part in grads
+    ]
+    if any(part is None for part in params_by_optimizer):
         message = (
             "the gradients of the skipped step are gone; read found_inf_in before "
             "they are cleared, that is, before optimizer.zero_grad()."
         )
         raise RuntimeError(message)
-    return tuple(culprit for part in found for culprit in part or ())
+    return tuple(culprit for part in params_by_optimizer for culprit in part or ())
 
 
-def still_there(taken: Sequence[Taken]) -> tuple[Culprit, ...]:
+def remaining_nonfinite(grads: Sequence[OptimizerGrads]) -> tuple[NonFiniteParam, ...]:
     """Return whose gradients were not finite, as far as that can still be known."""
-    return tuple(culprit for part in taken for culprit in part.culprits() or ())
+    return tuple(culprit for part in grads for culprit in part.nonfinite_params() or ())
 
 
-def non_finite(pairs: Iterable[tuple[str, Tensor]]) -> tuple[Culprit, ...]:
+def find_nonfinite_params(
+    pairs: Iterable[tuple[str, Tensor]],
+) -> tuple[NonFiniteParam, ...]:
     """Return those tensors that hold inf or NaN. Waits for the device."""
-    found = []
+    params = []
     for name, tensor in pairs:
         values = dense(tensor)
         # A sum is inf or NaN if a part is, and mostly spares the other two passes.
         if values.numel() and not bool(torch.isfinite(values.sum())):
             inf, nan = bool(values.isinf().any()), bool(values.isnan().any())
             if inf or nan:
-                found.append(Culprit(name, inf, nan))
-    return tuple(found)
+                params.append(NonFiniteParam(name, inf, nan))
+    return tuple(params)
 
 
-class Peaks:
+class GradAbsmax:
     """Names the non-finite gradients when it is called, though they are gone by then.
 
     Takes the largest magnitude of each now, and does not wait for the device.
@@ -299,23 +319,25 @@ class Peaks:
         self.names = [name for name, _ in pairs]
         stored = [dense(gradient) for _, gradient in pairs]
         norms = torch._foreach_norm(stored, torch.inf)  # noqa: SLF001
-        here = norms[0].device
-        self.largest = torch.stack([async_read.moved(norm, here) for norm in norms])
+        device = norms[0].device
+        self.absmax = torch.stack([async_read.moved(norm, device) for norm in norms])
         """Largest magnitude of each gradient, on the device."""
 
-    def __call__(self) -> tuple[Culprit, ...]:
+    def __call__(self) -> tuple[NonFiniteParam, ...]:
         """Return the parameters whose gradients were not finite. Waits."""
-        return self.culprits(self.largest.tolist())
+        return self.nonfinite_params(self.absmax.tolist())
 
-    def culprits(self, largest: Sequence[float]) -> tuple[Culprit, ...]:
+    def nonfinite_params(self, absmax: Sequence[float]) -> tuple[NonFiniteParam, ...]:
         """Return the parameters whose largest magnitude is not finite."""
-        held = zip(self.names, largest, strict=True)
-        kinds = [(name, math.isinf(peak), math.isnan(peak)) for name, peak in held]
-        return tuple(Culprit(*kind) for kind in kinds if kind[1] or kind[2])
+        named_absmax = zip(self.names, absmax, strict=True)
+        kinds = [
+            (name, math.isinf(peak), math.isnan(peak)) for name, peak in named_absmax
+        ]
+        return tuple(NonFiniteParam(*kind) for kind in kinds if kind[1] or kind[2])
 
 
-def seen_later(
+def deferred_nonfinite(
     pairs: Sequence[tuple[str, Tensor]],
-) -> Callable[[], tuple[Culprit, ...]]:
+) -> Callable[[], tuple[NonFiniteParam, ...]]:
     """Return what names the non-finite ones among some gradients, if there are any."""
-    return Peaks(pairs) if pairs else tuple
+    return GradAbsmax(pairs) if pairs else tuple

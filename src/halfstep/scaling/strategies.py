@@ -1,4 +1,4 @@
-"""Who proposes the next loss scale: nobody, a measurement, or statistics.
+"""Strategies that propose a loss scale: none (back-off), measured, logmax.
 
 In: each loss before its backward pass, and the unscaled gradients after it. Out: the
 scale that a strategy asks for, or None; `advance` has the last word.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from halfstep.errors import UserError
-from halfstep.scaling.logmax_strategy import LogMax
-from halfstep.scaling.measured_strategy import Measured
+from halfstep.scaling.logmax_strategy import LogMaxStrategy
+from halfstep.scaling.measured_strategy import MeasuredStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from halfstep.scaling.loss_scale import ScaleState
 
 
-class Strategy(Protocol):
+class ScaleStrategy(Protocol):
     """Looks on, and asks for a scale."""
 
     name: str
     """The word that `strategy` knows it by."""
 
-    def watch(self, loss: Tensor, state: ScaleState) -> Tensor | None:
+    def on_loss(self, loss: Tensor, state: ScaleState) -> Tensor | None:
         """Look at a loss before it is scaled and its backward pass runs.
 
         Args:
@@ -53,7 +53,7 @@ class Strategy(Protocol):
             A power of two, float32, shape (); None asks for nothing.
         """
 
-    def settle(self, state: ScaleState, found_inf: Tensor) -> None:
+    def on_found_inf(self, state: ScaleState, found_inf: Tensor) -> None:
         """Take note of what the ranks agreed on, just before the scale moves.
 
         Args:
@@ -68,12 +68,12 @@ class Strategy(Protocol):
         """Go on from a saved state; {} begins anew."""
 
 
-class Backoff:
+class BackoffStrategy:
     """Asks for nothing: growth and back-off decide."""
 
     name = "backoff"
 
-    def watch(self, loss: Tensor, state: ScaleState) -> None:
+    def on_loss(self, loss: Tensor, state: ScaleState) -> None:
         """Let the scale stay."""
 
     def propose(
@@ -81,7 +81,7 @@ class Backoff:
     ) -> None:
         """Ask for nothing."""
 
-    def settle(self, state: ScaleState, found_inf: Tensor) -> None:
+    def on_found_inf(self, state: ScaleState, found_inf: Tensor) -> None:
         """Take note of nothing."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,22 +92,22 @@ class Backoff:
         """Take in nothing."""
 
 
-def strategy(word: str, group: dist.ProcessGroup | None = None) -> Strategy:
+def make_strategy(name: str, group: dist.ProcessGroup | None = None) -> ScaleStrategy:
     """Return a new strategy.
 
     Args:
-        word: "backoff", "measured" or "logmax".
+        name: "backoff", "measured" or "logmax".
         group: Ranks that must agree on a scale; default all.
 
     Raises:
         UserError: If no strategy has that name.
     """
-    known: dict[str, Callable[[], Strategy]] = {
-        "backoff": Backoff,
-        "measured": lambda: Measured(group=group),
-        "logmax": lambda: LogMax(group=group),
+    factories: dict[str, Callable[[], ScaleStrategy]] = {
+        "backoff": BackoffStrategy,
+        "measured": lambda: MeasuredStrategy(group=group),
+        "logmax": lambda: LogMaxStrategy(group=group),
     }
-    if word not in known:
-        message = f"strategy={word!r} is unknown; choose one of {', '.join(known)}."
+    if name not in factories:
+        message = f"strategy={name!r} is unknown; choose one of {', '.join(factories)}."
         raise UserError(message)
-    return known[word]()
+    return factories[name]()

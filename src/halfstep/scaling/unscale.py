@@ -1,4 +1,4 @@
-"""Unscaling, looking for inf and NaN in the same pass, and what ranks make of it.
+"""Unscales gradients, checks them for inf and NaN, and reduces found_inf over ranks.
 
 In: lists of gradients, and one over the loss scale. Out: the gradients, unscaled in
 place, and a flag that says whether one of them was not finite here or on another rank.
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 _DTYPE = attrgetter("dtype")
-_PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_KERNEL_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 @torch.no_grad()
 def unscale_(
-    gradients: Iterable[Tensor], inverse: Tensor, *, again: bool = False
+    gradients: Iterable[Tensor], inverse: Tensor, *, recheck: bool = False
 ) -> Tensor:
     """Multiply gradients by `inverse` in place; return 1.0 if any was not finite.
 
@@ -39,24 +39,24 @@ def unscale_(
         gradients: Floating or complex tensors, dense or sparse, on any devices; of a
             DTensor this rank's part.
         inverse: One over the loss scale. float32, shape ().
-        again: Look a second time, for what multiplying by more than 1 made infinite.
+        recheck: Look a second time, for what multiplying by more than 1 made infinite.
 
     Returns:
         0.0 or 1.0 in float32, shape (), on the device of `inverse`. It speaks of this
-        rank; `Agreement` makes it everybody's.
+        rank; `FoundInfReduction` reduces it over ranks.
     """
-    flags = unscale_by_device_(list(gradients), inverse, again=again)
-    return highest([torch.zeros_like(inverse), *flags.values()], inverse.device)
+    flags = unscale_by_device_(list(gradients), inverse, recheck=recheck)
+    return max_flag([torch.zeros_like(inverse), *flags.values()], inverse.device)
 
 
-def highest(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+def max_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the largest of some flags, on one device.
 
     Why: torch adds them. Two overflowing devices give 2, and torch's fused kernels,
     which compare with 1, then apply the step that overflowed.
     """
-    here = [moved(flag, device) for flag in flags]
-    return here[0] if len(here) == 1 else torch.stack(here).amax()
+    local_flags = [moved(flag, device) for flag in flags]
+    return local_flags[0] if len(local_flags) == 1 else torch.stack(local_flags).amax()
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def unscale_by_device_(
     inverse: Tensor,
     dtypes: set[torch.dtype] | None = None,
     *,
-    again: bool = False,
+    recheck: bool = False,
 ) -> dict[torch.device, Tensor]:
     """Do the same; return a flag for each device, 0.0 or 1.0 in float32, shape ().
 
@@ -73,22 +73,22 @@ def unscale_by_device_(
         gradients: As for `unscale_`.
         inverse: As for `unscale_`.
         dtypes: Those of the gradients, where the caller knows them.
-        again: As for `unscale_`.
+        recheck: As for `unscale_`.
     """
     if not gradients:
         return {}
-    if again:
+    if recheck:
         flags = unscale_by_device_(gradients, inverse, dtypes)
-        more = unscale_by_device_(gradients, torch.ones_like(inverse), dtypes)
-        return {at: torch.maximum(flags[at], more[at]) for at in flags}
-    here = inverse.device
-    if here.type == "cpu" and not torch.accelerator.is_available():
+        recheck_flags = unscale_by_device_(gradients, torch.ones_like(inverse), dtypes)
+        return {at: torch.maximum(flags[at], recheck_flags[at]) for at in flags}
+    inverse_device = inverse.device
+    if inverse_device.type == "cpu" and not torch.accelerator.is_available():
         # The usual case first: a thousand small tensors cost more Python than work.
         dtypes = dtypes_of(gradients) if dtypes is None else dtypes
-        if dtypes <= _PLAIN and not _sharded(gradients):
+        if dtypes <= _KERNEL_DTYPES and not _has_dtensor(gradients):
             flag = torch.zeros_like(inverse)
             if _check_and_unscale_(gradients, flag, inverse):
-                return {here: flag}
+                return {inverse_device: flag}
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         values = stored(gradient)
@@ -107,14 +107,16 @@ def unscale_by_device_(
     return flags
 
 
-def divided(gradients: Iterable[Tensor], scale: Tensor) -> list[Tensor]:
+def divided_copies(gradients: Iterable[Tensor], scale: Tensor) -> list[Tensor]:
     """Return copies of gradients as a fused kernel will divide them, in fp32 at least.
 
     For a scale below 1, where that can overflow; elsewhere it is wasted memory.
     """
-    held = [stored(gradient) for gradient in gradients]
-    kinds = [torch.promote_types(values.dtype, torch.float32) for values in held]
-    pairs = zip(held, kinds, strict=True)
+    local_gradients = [stored(gradient) for gradient in gradients]
+    dtypes = [
+        torch.promote_types(values.dtype, torch.float32) for values in local_gradients
+    ]
+    pairs = zip(local_gradients, dtypes, strict=True)
     return [values.to(kind) / moved(scale, values.device) for values, kind in pairs]
 
 
@@ -134,14 +136,14 @@ def _check_and_unscale_(group: list[Tensor], flag: Tensor, factor: Tensor) -> bo
     return True
 
 
-def _sharded(gradients: Iterable[Tensor]) -> bool:
+def _has_dtensor(gradients: Iterable[Tensor]) -> bool:
     """Say whether one of them is a DTensor, which no process without a group has."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     return any(hasattr(kind, "to_local") for kind in set(map(type, gradients)))
 
 
-def groups_of(
+def reduction_groups(
     gradients: Iterable[Tensor], group: dist.ProcessGroup | None
 ) -> list[dist.ProcessGroup]:
     """Return the groups of ranks that must agree about these gradients.
@@ -158,18 +160,18 @@ def groups_of(
         return [group]
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    found: dict[int, dist.ProcessGroup] = {}
+    groups: dict[int, dist.ProcessGroup] = {}
     parts: list[Any] = [part for part in gradients if hasattr(part, "to_local")]
     for part in parts:
         for direction, placement in enumerate(part.placements):
             if not placement.is_replicate():
-                own = part.device_mesh.get_group(direction)
-                found[id(own)] = own
-    return list(found.values())
+                mesh_group = part.device_mesh.get_group(direction)
+                groups[id(mesh_group)] = mesh_group
+    return list(groups.values())
 
 
 @dataclass
-class Agreement:
+class FoundInfReduction:
     """One flag on its way to being every rank's.
 
     Why: a rank that skips alone leaves the others with other weights, or waiting for
@@ -179,35 +181,37 @@ class Agreement:
 
     flag: Tensor
     """0.0 or 1.0, shape (); every rank's once `wait` has returned."""
-    _under_way: Callable[[], Any] | None = None
-    _still: list[dist.ProcessGroup] = field(default_factory=list)
+    _wait_pending: Callable[[], Any] | None = None
+    _pending_groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, flag: Tensor, groups: Sequence[dist.ProcessGroup]) -> Agreement:
+    def start(
+        cls, flag: Tensor, groups: Sequence[dist.ProcessGroup]
+    ) -> FoundInfReduction:
         """Start to exchange a flag; every rank of each group must come here."""
-        agreement = cls(flag, _still=list(groups))
-        agreement._next()
-        return agreement
+        reduction = cls(flag, _pending_groups=list(groups))
+        reduction._start_next()
+        return reduction
 
-    def _next(self) -> None:
+    def _start_next(self) -> None:
         # The second direction of a mesh has to wait for what the first one found.
-        if self._still:
-            group = self._still.pop(0)
+        if self._pending_groups:
+            group = self._pending_groups.pop(0)
             work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group, async_op=True)
-            self._under_way = work.wait
+            self._wait_pending = work.wait
 
     def wait(self) -> Tensor:
         """Return the flag, the same on each rank. Later calls cost nothing."""
-        while self._under_way is not None:
-            self._under_way()
-            self._under_way = None
-            self._next()
+        while self._wait_pending is not None:
+            self._wait_pending()
+            self._wait_pending = None
+            self._start_next()
         return self.flag
 
 
-def exchange(
+def start_reduction(
     flags: dict[torch.device, Tensor],
-    nothing: Tensor,
+    zero: Tensor,
     gradients: Iterable[Tensor],
     group: dist.ProcessGroup | None,
     state: dict[str, Any],
@@ -216,36 +220,36 @@ def exchange(
 
     Args:
         flags: By device, as seen here.
-        nothing: 0.0, shape (), where the answer is wanted. A rank without gradients
+        zero: 0.0, shape (), where the answer is wanted. A rank without gradients
             comes along with that, or the others wait for ever.
         gradients: All of the optimizer.
-        group: As for `groups_of`.
+        group: As for `reduction_groups`.
         state: What a `GradScaler` keeps of it; `agreed` waits for what is put there.
 
     Returns:
         The flags to keep.
     """
-    groups = groups_of(gradients, group)
+    groups = reduction_groups(gradients, group)
     if not groups:
         return flags
-    flag = highest([nothing, *flags.values()], nothing.device)
-    state["agreement"] = Agreement.begin(flag, groups)
+    flag = max_flag([zero, *flags.values()], zero.device)
+    state["found_inf_reduction"] = FoundInfReduction.start(flag, groups)
     return {flag.device: flag}
 
 
-def agreed(state: dict[str, Any]) -> list[Tensor]:
+def reduced_flags(state: dict[str, Any]) -> list[Tensor]:
     """Return an optimizer's flags, the same on every rank.
 
     Args:
         state: What a `GradScaler` keeps of one optimizer in one iteration.
     """
-    if "agreement" in state:
-        state["agreement"].wait()
+    if "found_inf_reduction" in state:
+        state["found_inf_reduction"].wait()
     return list(state["found_inf_per_device"].values())
 
 
-def over_ranks(
-    tensor: Tensor, how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+def reduce_over_ranks(
+    tensor: Tensor, reduce_op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Return a tensor reduced over ranks, so that all ask for the same.
 
@@ -253,5 +257,5 @@ def over_ranks(
     scales would average gradients that are not alike.
     """
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(tensor, how, group)
+        dist.all_reduce(tensor, reduce_op, group)
     return tensor

@@ -1,4 +1,4 @@
-"""Backward passes looked at one by one, before their gradients are added up.
+"""Sums of gradients that are unscaled and checked after each backward pass.
 
 In: parameters whose `.grad` holds what one pass left. Out: unscaled sums, and what to
 do with a pass that overflowed: count it, leave it out, or run it again.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep._torch.async_read import moved
 from halfstep.numerics.local_tensor import stored
-from halfstep.scaling.unscale import Agreement, groups_of, unscale_
+from halfstep.scaling.unscale import FoundInfReduction, reduction_groups, unscale_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from halfstep.scaling.loss_scaler import LossScaler
 
 
-class Ledger:
+class UnscaledGradients:
     """Unscaled gradients of the passes so far.
 
     Args:
@@ -37,9 +37,9 @@ class Ledger:
     def __init__(self, *, drop: bool) -> None:
         self._drop = drop
         self._totals: dict[Tensor, Tensor] = {}
-        self._shown: dict[Tensor, tuple[Tensor, int]] = {}
-        self._passes = 0
-        self._bad: Tensor | None = None
+        self._restored: dict[Tensor, tuple[Tensor, int]] = {}
+        self._num_passes = 0
+        self._num_overflowed: Tensor | None = None
 
     @property
     def parameters(self) -> Iterable[Tensor]:
@@ -49,39 +49,43 @@ class Ledger:
     @property
     def is_open(self) -> bool:
         """A pass has been entered since the last `close`."""
-        return self._passes > 0
+        return self._num_passes > 0
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def sync_user_edits(self) -> None:
         """Take in what was done to the sums while they were in `.grad`."""
-        for parameter, (shown, version) in self._shown.items():
-            now = parameter.grad
-            if now is None:
+        for parameter, (restored, version) in self._restored.items():
+            current = parameter.grad
+            if current is None:
                 del self._totals[parameter]
-            elif now is not shown or now._version != version:  # noqa: SLF001
-                self._totals[parameter] = (now / self._share(now)).to(now.dtype)
-        if self._shown and not self._totals:
-            self.close()
-        self._shown.clear()
+            elif current is not restored or current._version != version:  # noqa: SLF001
+                self._totals[parameter] = (current / self._mean_factor(current)).to(
+                    current.dtype
+                )
+        if self._restored and not self._totals:
+            self.reset()
+        self._restored.clear()
 
-    def _share(self, total: Tensor) -> Tensor | int:
+    def _mean_factor(self, total: Tensor) -> Tensor | int:
         """Return how many passes each good one stands for."""
-        if not self._drop or self._bad is None:
+        if not self._drop or self._num_overflowed is None:
             return 1
-        good = (self._passes - self._bad).clamp(min=1)
-        return self._passes / moved(good, total.device)
+        num_clean = (self._num_passes - self._num_overflowed).clamp(min=1)
+        return self._num_passes / moved(num_clean, total.device)
 
     @torch.no_grad()
-    def enter(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+    def accumulate(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
         """Add what a pass left in `.grad`, unscaled, and take it out of there.
 
         Args:
             parameters: Those whose `.grad` is to be entered.
             found_inf: 0.0 or 1.0: whether these gradients held inf or NaN, shape ().
         """
-        self._passes += 1
-        bad = self._bad
-        self._bad = found_inf.clone() if bad is None else bad + found_inf
+        self._num_passes += 1
+        num_overflowed = self._num_overflowed
+        self._num_overflowed = (
+            found_inf.clone() if num_overflowed is None else num_overflowed + found_inf
+        )
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -101,37 +105,45 @@ class Ledger:
             parameter.grad = None
 
     @torch.no_grad()
-    def show(self) -> Tensor:
+    def restore_grads(self) -> Tensor:
         """Put the sums into `.grad`; return whether the step must be skipped.
 
         Returns:
             1.0 if a pass overflowed; where they are dropped, if all of them did.
             float32, shape ().
         """
-        bad = self._bad
-        assert bad is not None, "show() comes after enter()"  # noqa: S101
+        num_overflowed = self._num_overflowed
+        assert num_overflowed is not None, "restore_grads() comes after accumulate()"  # noqa: S101
         for parameter, total in self._totals.items():
-            shown = total
+            grad = total
             if self._drop:
-                shown = (total * self._share(total)).to(total.dtype)
-            parameter.grad = shown
-            self._shown[parameter] = shown, shown._version  # noqa: SLF001
-        spoilt = (bad >= self._passes if self._drop else bad > 0).float()
-        if self._passes > 1:
+                grad = (total * self._mean_factor(total)).to(total.dtype)
+            parameter.grad = grad
+            self._restored[parameter] = grad, grad._version  # noqa: SLF001
+        found_inf = (
+            num_overflowed >= self._num_passes if self._drop else num_overflowed > 0
+        ).float()
+        if self._num_passes > 1:
             # Finite parts may have a sum that is not.
-            sums = [shown for shown, _ in self._shown.values()]
-            spoilt = torch.maximum(spoilt, unscale_(sums, torch.ones_like(spoilt)))
-        return spoilt
+            sums = [grad for grad, _ in self._restored.values()]
+            found_inf = torch.maximum(
+                found_inf, unscale_(sums, torch.ones_like(found_inf))
+            )
+        return found_inf
 
-    def dropped(self) -> Tensor | int:
+    def num_dropped(self) -> Tensor | int:
         """Return how many passes were left out, shape ()."""
-        return self._bad if self._drop and self._bad is not None else 0
+        return (
+            self._num_overflowed
+            if self._drop and self._num_overflowed is not None
+            else 0
+        )
 
-    def close(self) -> None:
+    def reset(self) -> None:
         """Begin anew."""
         self._totals.clear()
-        self._shown.clear()
-        self._passes, self._bad = 0, None
+        self._restored.clear()
+        self._num_passes, self._num_overflowed = 0, None
 
 
 def run_pass(
@@ -155,20 +167,22 @@ def run_pass(
     Returns:
         1.0 if the last try overflowed on any rank, otherwise 0.0. float32, shape ().
     """
-    for left in range(retries, -1, -1):
+    for retries_left in range(retries, -1, -1):
         for parameter in parameters:
             parameter.grad = None
-        backward(left > 0)
+        backward(retries_left > 0)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        found = scaler.unscale_(gradients)
-        found = Agreement.begin(found, groups_of(gradients, group)).wait()
-        if not left or not found:
+        found_inf = scaler.unscale_(gradients)
+        found_inf = FoundInfReduction.start(
+            found_inf, reduction_groups(gradients, group)
+        ).wait()
+        if not retries_left or not found_inf:
             break
         scaler.back_off()
-    return found
+    return found_inf
 
 
-def let_go(loss: Tensor) -> None:
+def free_graph(loss: Tensor) -> None:
     """Free the graph that was kept for another try, though the user holds the loss."""
     if not loss._is_view():  # noqa: SLF001
         loss.detach_()

@@ -25,7 +25,7 @@ _prepared: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 """Model or optimizer -> the level and format that it was prepared at."""
 
 
-def model_and_optimizer(model: object, optimizer: object) -> None:
+def check_model_and_optimizer(model: object, optimizer: object) -> None:
     """Refuse what is no model, no optimizer, or the two of different programs.
 
     Raises:
@@ -40,7 +40,7 @@ def model_and_optimizer(model: object, optimizer: object) -> None:
     assert isinstance(model, nn.Module)  # noqa: S101
     _check_optimizer(optimizer)
     assert isinstance(optimizer, torch.optim.Optimizer)  # noqa: S101
-    _check_new(model, optimizer)
+    _check_not_prepared(model, optimizer)
     own = {id(param) for param in model.parameters()}
     groups = optimizer.param_groups
     # Of sharded parameters `session.fsdp` knows why the optimizer has others.
@@ -55,32 +55,34 @@ def model_and_optimizer(model: object, optimizer: object) -> None:
 
 
 def _check_optimizer(optimizer: object) -> None:
-    kind = type(optimizer).__name__
+    type_name = type(optimizer).__name__
     inner = None if isinstance(optimizer, type) else _inner(optimizer)
     if isinstance(optimizer, list | tuple | set | dict):
         message = (
-            f"optimizer is of type {kind}: prepare takes one optimizer. Give one with "
+            f"optimizer is of type {type_name}: prepare takes one optimizer. "
+            "Give one with "
             "a parameter group for each part."
         )
         raise UserError(message)
     # A wrapper may inherit from Optimizer without having been set up as one.
-    real = isinstance(optimizer, torch.optim.Optimizer) and hasattr(
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer) and hasattr(
         optimizer, "_optimizer_step_pre_hooks"
     )
     if isinstance(optimizer, LRScheduler):
         message = (
-            f"the optimizer given is a scheduler, {kind}: write "
+            f"the optimizer given is a scheduler, {type_name}: write "
             "prepare(model, optimizer, scheduler=scheduler)."
         )
         raise UserError(message)
-    if not real and inner is not None:
+    if not is_optimizer and inner is not None:
         message = (
-            f"optimizer is of type {kind}, around {type(inner).__name__}: a session "
+            f"optimizer is of type {type_name}, around {type(inner).__name__}: "
+            "a session "
             "scales and steps by itself, so give prepare what is inside, "
             "optimizer.optimizer."
         )
         raise UserError(message)
-    require_kind("optimizer", optimizer, real, "a torch.optim.Optimizer")
+    require_kind("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         message = "LBFGS evaluates the model inside its step; use another optimizer."
         raise UserError(message)
@@ -92,23 +94,24 @@ def _inner(wrapper: object) -> torch.optim.Optimizer | None:
     return inner if isinstance(inner, torch.optim.Optimizer) else None
 
 
-def _check_new(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_not_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse to prepare twice: hooks and master weights would be doubled."""
-    was = _prepared.get(optimizer)
+    prepared_at = _prepared.get(optimizer)
     what = "the optimizer"
     for path, module in model.named_modules():
-        if was is None and module in _prepared:
-            was = _prepared[module]
+        if prepared_at is None and module in _prepared:
+            prepared_at = _prepared[module]
             what = f"module {path!r}" if path else "the model"
-    if was is not None:
+    if prepared_at is not None:
         message = (
-            f"{what} was prepared before, at {was}: go on with that session, or build "
+            f"{what} was prepared before, at {prepared_at}: go on with that session, "
+            "or build "
             "model and optimizer anew and load session.weights() into the model."
         )
         raise UserError(message)
 
 
-def remember(
+def mark_prepared(
     model: nn.Module, optimizer: torch.optim.Optimizer, choice: Choice
 ) -> None:
     """Take down what was prepared, for as long as it lives."""
@@ -119,7 +122,7 @@ def remember(
             _prepared[module] = str(choice)
 
 
-def fp32_weights(model: nn.Module, choice: Choice) -> None:
+def check_fp32_weights(model: nn.Module, choice: Choice) -> None:
     """Refuse to train 16-bit weights where the level has them in fp32.
 
     Those that are frozen are welcome: an adapter in fp32 on a model in bf16.
@@ -139,7 +142,7 @@ def fp32_weights(model: nn.Module, choice: Choice) -> None:
             raise UserError(message)
 
 
-def names_of(
+def check_names(
     names: Iterable[tuple[str, nn.Parameter]] | None, model: nn.Module
 ) -> list[tuple[str, nn.Parameter]]:
     """Return the names of parameters for reports.
@@ -147,11 +150,11 @@ def names_of(
     Raises:
         UserError: If they are not pairs of a name and a parameter.
     """
-    right = "pairs of name and parameter, as model.named_parameters() gives them"
+    expected = "pairs of name and parameter, as model.named_parameters() gives them"
     if names is None:
         return list(model.named_parameters())
-    good = hasattr(names, "__iter__") and not isinstance(names, str | torch.Tensor)
-    require_kind("names", names, good, right)
+    is_valid = hasattr(names, "__iter__") and not isinstance(names, str | torch.Tensor)
+    require_kind("names", names, is_valid, expected)
     pairs: list[Any] = list(names)
     for pair in pairs:
         if not (
@@ -160,7 +163,7 @@ def names_of(
             and isinstance(pair[0], str)
             and isinstance(pair[1], torch.Tensor)
         ):
-            message = f"names holds {shown(pair)}; it must be {right}."
+            message = f"names holds {shown(pair)}; it must be {expected}."
             raise UserError(message)
     return pairs
 
@@ -171,6 +174,8 @@ def check_group(group: object) -> None:
     Raises:
         UserError: With what would be right.
     """
-    known = getattr(torch.distributed, "ProcessGroup", ())  # not in every build
-    good = group is None or isinstance(group, known)
-    require("process_group", group, good, "a torch.distributed.ProcessGroup, or None")
+    group_type = getattr(torch.distributed, "ProcessGroup", ())  # not in every build
+    is_valid = group is None or isinstance(group, group_type)
+    require(
+        "process_group", group, is_valid, "a torch.distributed.ProcessGroup, or None"
+    )

@@ -1,4 +1,4 @@
-"""The regions that one Session's forward passes run under.
+"""The autocast contexts of one Session's forward passes.
 
 In: a choice of level and format, a policy. Out: regions that share one cache of casts
 and one record, from one optimizer step to the next.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from halfstep.reporting.table import Table
 
 
-class Regions:
+class AutocastContexts:
     """What a Session opens for the forward pass and the loss.
 
     Where weights are fp32 each is cast once for an optimizer step, however many
@@ -48,24 +48,24 @@ class Regions:
         Raises:
             UserError: If the device has no table, and the policy needs one.
         """
-        self._gradients = Gradients()
+        self._grad_accumulator = Gradients()
         fp32 = choice.level.autocast and not choice.level.low_weights
-        self.cache = CastCache(self._gradients if fp32 else None)
+        self.cache = CastCache(self._grad_accumulator if fp32 else None)
         self._policy = policy
         self._matched: set[int] = set()
-        self._renew = False
-        self._evaluated = False
-        self._told = False
+        self._needs_refresh = False
+        self._was_evaluating = False
+        self._reported_unmatched = False
         low = choice.format.dtype if choice.level.autocast else None
-        region = Region(device, low, choice.level.autocast, None)
-        self._region: Region | Steered = region
-        self._recording: Steered | None = None
+        context = Region(device, low, choice.level.autocast, None)
+        self._context: Region | Steered = context
+        self._recording_context: Steered | None = None
         if not choice.level.autocast:
             return
         dispatch_table.check_device(policy, device)
-        self._region, self._recording = (
+        self._context, self._recording_context = (
             Steered(
-                region,
+                context,
                 policy,
                 self.cache,
                 weights=fp32,
@@ -75,57 +75,57 @@ class Regions:
             for record in (False, True)
         )
 
-    def open(self, *, record: bool) -> Region | Steered:
+    def select(self, *, record: bool) -> Region | Steered:
         """Return the region for a micro-batch.
 
         Args:
             record: Observe its operations for `table`; without effect at a level
                 without autocast, where each runs as it is called.
         """
-        if not torch.is_grad_enabled() or self._evaluated:
+        if not torch.is_grad_enabled() or self._was_evaluating:
             # Averaged weights are often put in through `weight.data`, which nothing
             # counts, for an evaluation, and taken out after it.
             self.cache.clear()
-        elif self._renew:
+        elif self._needs_refresh:
             self.cache.renew()
-        self._renew, self._evaluated = False, not torch.is_grad_enabled()
-        if record and self._recording is not None:
-            return self._recording
-        return self._region
+        self._needs_refresh, self._was_evaluating = False, not torch.is_grad_enabled()
+        if record and self._recording_context is not None:
+            return self._recording_context
+        return self._context
 
     @contextlib.contextmanager
-    def folding(self, loss: Tensor) -> Iterator[None]:
+    def accumulate_grads(self, loss: Tensor) -> Iterator[None]:
         """Take in 16-bit gradients during the backward pass of a loss.
 
         Not those of another one inside it, as `torch.autograd.grad` in a hook is: its
         gradients are its caller's.
         """
-        self._gradients.begin(loss)
+        self._grad_accumulator.begin(loss)
         try:
             yield
         finally:
-            self._gradients.end()
+            self._grad_accumulator.end()
 
-    def stepped(self, implied: int) -> str:
+    def after_step(self, num_implied: int) -> str:
         """Take note that the optimizer has stepped.
 
         Args:
-            implied: How many of the policy's last rules nobody asked for.
+            num_implied: How many of the policy's last rules nobody asked for.
 
         Returns:
             What to warn of: rules that matched nothing in the first step; "" of none.
         """
-        self._renew = True
-        if self._told or isinstance(self._region, Region):
+        self._needs_refresh = True
+        if self._reported_unmatched or isinstance(self._context, Region):
             return ""
-        self._told = True
+        self._reported_unmatched = True
         count = len(self._policy.rules)
         return dispatch_table.unmatched(
-            self._policy, self._matched | set(range(count - implied, count))
+            self._policy, self._matched | set(range(count - num_implied, count))
         )
 
     def table(self) -> Table | None:
         """Return what ran how, if a region was recorded."""
-        if self._recording is None or not self._recording.recorded:
+        if self._recording_context is None or not self._recording_context.recorded:
             return None
-        return self._recording.report()
+        return self._recording_context.report()

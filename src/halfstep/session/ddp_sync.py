@@ -1,4 +1,4 @@
-"""What data-parallel processes tell each other, and when.
+"""Averages gradients and broadcasts master weights over data-parallel processes.
 
 In: a model, wrapped in DDP or not, and its masters. Out: the same masters on every
 rank, and gradients that are averaged once a step, in 16 bits where weights are.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from halfstep.masters import MasterWeights
 
 
-class Exchange:
+class GradientSync:
     """Decides for each micro-batch who averages its gradients: DDP, we, or nobody yet.
 
     Args:
@@ -36,16 +36,16 @@ class Exchange:
         self, masters: MasterWeights, low: torch.dtype, accumulate: int
     ) -> None:
         self._masters = masters
-        self._low = low
+        self._low_dtype = low
         self._accumulate = accumulate
-        self._local = self._owed = False
-        self._met: DistributedDataParallel | None = None
-        self._fresh = False
-        self._theirs: dict[Tensor, bool] = {}
+        self._skips_ddp_sync = self._pending = False
+        self._ddp: DistributedDataParallel | None = None
+        self._is_new_ddp = False
+        self._ddp_params: dict[Tensor, bool] = {}
         self._averager = bucketed_all_reduce.Averager()
 
-    def begin(
-        self, model: nn.Module, micro: int, *, apart: bool
+    def forward_context(
+        self, model: nn.Module, num_done: int, *, per_pass: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Return the region for the forward pass of a micro-batch.
 
@@ -56,17 +56,17 @@ class Exchange:
 
         Args:
             model: As the user calls it.
-            micro: Micro-batches of this step so far.
-            apart: Gradients of each micro-batch are looked at by themselves.
+            num_done: Micro-batches of this step so far.
+            per_pass: Gradients of each micro-batch are looked at by themselves.
 
         Raises:
             UserError: If ranks may run out of data while there are masters.
         """
-        wrapper = self._meet(model)
-        self._local = False
+        wrapper = self._bind_ddp(model)
+        self._skips_ddp_sync = False
         if wrapper is None:
             return contextlib.nullcontext()
-        leaves, hooked = bool(self._masters.slots), bool(wrapper._comm_hooks)  # noqa: SLF001
+        leaves, hooked = bool(self._masters.master_params), bool(wrapper._comm_hooks)  # noqa: SLF001
         if leaves and wrapper._join_config.enable:  # noqa: SLF001 -- tells nobody else
             message = (
                 "DDP's join() beside master weights: a rank that runs out of data "
@@ -74,75 +74,79 @@ class Exchange:
                 "DistributedSampler does, or use level='O1'."
             )
             raise UserError(message)
-        last = micro + 1 == self._accumulate
-        ours = leaves and self._accumulate > 1
+        last = num_done + 1 == self._accumulate
+        is_ours = leaves and self._accumulate > 1
         # A static graph is learnt in a pass that DDP averages. The mean of that and of
         # what each rank keeps to itself after it is still the mean.
-        by_ddp = apart or (leaves and hooked) or (self._fresh and wrapper.static_graph)
-        self._local = not by_ddp and (ours or not last)
-        if not self._local:
+        by_ddp = (
+            per_pass
+            or (leaves and hooked)
+            or (self._is_new_ddp and wrapper.static_graph)
+        )
+        self._skips_ddp_sync = not by_ddp and (is_ours or not last)
+        if not self._skips_ddp_sync:
             return contextlib.nullcontext()
-        if ours and micro == 0:
+        if is_ours and num_done == 0:
             # DDP gives out the first rank's buffers after a pass that it averaged,
             # and it averages none here.
             wrapper.require_forward_param_sync = True
         return wrapper.no_sync()
 
-    def _meet(self, model: nn.Module) -> DistributedDataParallel | None:
+    def _bind_ddp(self, model: nn.Module) -> DistributedDataParallel | None:
         """Return the DDP in a model; if it is new, make all masters the first rank's.
 
         Why: wrapping gave every rank the weights of the first, but in 16 bits.
         """
         wrapper = ddp.wrapper(model)
-        if wrapper is None or wrapper is self._met:
+        if wrapper is None or wrapper is self._ddp:
             return wrapper
-        self._masters.share(
+        self._masters.broadcast_(
             partial(bucketed_all_reduce.first_rank, wrapper.process_group)
         )
-        self._met, self._fresh = wrapper, True
-        self._theirs = _averaged_by(wrapper)
+        self._ddp, self._is_new_ddp = wrapper, True
+        self._ddp_params = _averaged_by(wrapper)
         return wrapper
 
-    def passed(self, *, apart: bool) -> None:
+    def after_backward(self, *, per_pass: bool) -> None:
         """Take note that a backward pass has run."""
-        self._owed = self._local and not apart
-        self._fresh = False
+        self._pending = self._skips_ddp_sync and not per_pass
+        self._is_new_ddp = False
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget what was left to average: its gradients are gone."""
-        self._owed = False
+        self._pending = False
 
-    def settle(self, model: nn.Module) -> None:
+    def reduce_now(self, model: nn.Module) -> None:
         """Average what has been kept to each rank, for it is looked at now."""
-        if self._local or self._owed:
+        if self._skips_ddp_sync or self._pending:
             self._average(model)
 
-    def finish(self, model: nn.Module) -> None:
+    def finish_step(self, model: nn.Module) -> None:
         """Average what is left to do at the end of a step."""
-        self._meet(model)  # who needs no region has opened none
-        if self._owed:
+        self._bind_ddp(model)  # who needs no region has opened none
+        if self._pending:
             self._average(model)
 
     def _average(self, model: nn.Module) -> None:
-        self._owed = False
-        wrapper = self._meet(model)
+        self._pending = False
+        wrapper = self._bind_ddp(model)
         if wrapper is None:
             return
         group, masters = wrapper.process_group, self._masters
-        wires: dict[Tensor, torch.dtype] = {}
-        for held in masters.optimizer.param_groups:
-            for param in held["params"]:
-                is_sparse = self._theirs.get(masters.stored(param))
+        comm_dtypes: dict[Tensor, torch.dtype] = {}
+        for param_group in masters.optimizer.param_groups:
+            for param in param_group["params"]:
+                is_sparse = self._ddp_params.get(masters.model_param(param))
                 if is_sparse:
                     _average_sparse(param, group)
                 elif is_sparse is not None:
-                    is_low = param in masters.slots
-                    wires[param] = self._low if is_low else param.dtype
+                    is_low = param in masters.master_params
+                    comm_dtypes[param] = self._low_dtype if is_low else param.dtype
         headroom = 1
-        if self._low == torch.float16:
+        if self._low_dtype == torch.float16:
             # What each micro-batch could hold, their sum must not overflow.
             headroom = 1 << (self._accumulate - 1).bit_length()
-        self._averager.average(wires, group, headroom=headroom)
+        self._averager.average(comm_dtypes, group, headroom=headroom)
 
 
 def _averaged_by(wrapper: DistributedDataParallel) -> dict[Tensor, bool]:
@@ -162,14 +166,14 @@ def _averaged_by(wrapper: DistributedDataParallel) -> dict[Tensor, bool]:
 @torch.no_grad()
 def _average_sparse(param: Tensor, group: dist.ProcessGroup) -> None:
     """Average a gradient of which each rank holds some rows."""
-    held = param.grad
-    if held is None:
-        held = torch.zeros(
+    grad = param.grad
+    if grad is None:
+        grad = torch.zeros(
             param.shape,
             dtype=param.dtype,
             device=param.device,
             layout=torch.sparse_coo,
         )
-    held = (held / group.size()).coalesce()
-    dist.all_reduce(held, group=group)
-    param.grad = held if held._nnz() else None  # noqa: SLF001
+    grad = (grad / group.size()).coalesce()
+    dist.all_reduce(grad, group=group)
+    param.grad = grad if grad._nnz() else None  # noqa: SLF001

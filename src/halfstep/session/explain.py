@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("module", "count", "parameters", "stored", "runs in", "why")
 
 
-def explained(
+def explain_table(
     model: nn.Module,
     choice: Choice,
     policy: Policy,
@@ -47,13 +47,13 @@ def explained(
         scaler: Of the loss.
         masters: Lines on what is kept beside weights, and how they are updated.
     """
-    notes = notes_on(choice, policy, scaler, masters)
+    notes = session_notes(choice, policy, scaler, masters)
     if ran is not None:
         return replace(ran, notes=(*ran.notes, *notes))
     return precision_table(model, choice, policy, device, notes)
 
 
-def notes_on(
+def session_notes(
     choice: Choice, policy: Policy, scaler: LossScaler, masters: Sequence[str]
 ) -> tuple[str, ...]:
     """Return what holds for all of a session, a line each; as for `explained`."""
@@ -87,15 +87,15 @@ def precision_table(
     for path, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if own:
-            stored = ", ".join(sorted({_word(param.dtype) for param in own}))
+            stored = ", ".join(sorted({_format_name(param.dtype) for param in own}))
             runs = _runs_in(model, path, stored, choice, policy, device)
             key = (type(module).__name__, stored, *runs)
             count, numbers = rows.get(key, (0, 0))
             rows[key] = count + 1, numbers + sum(param.numel() for param in own)
-    shown: list[tuple[Cell, ...]] = [
+    table_rows: list[tuple[Cell, ...]] = [
         (key[0], *rows[key], *key[1:]) for key in sorted(rows)
     ]
-    return Table("Precision", _COLUMNS, tuple(shown), tuple(notes))
+    return Table("Precision", _COLUMNS, tuple(table_rows), tuple(notes))
 
 
 def _runs_in(
@@ -112,9 +112,9 @@ def _runs_in(
         for outer in around(path)
         for name in type_names(model.get_submodule(outer))
     ]
-    island = deciding_rule(policy, path, types)
-    if island is not None and choice.level.low:
-        rule = policy.rules[island]
+    rule_index = deciding_rule(policy, path, types)
+    if rule_index is not None and choice.level.low:
+        rule = policy.rules[rule_index]
         if rule.category == op_tables.FP32:
             return formats.FP32.name, f"rule {rule}"
     if not choice.level.autocast:
@@ -126,11 +126,11 @@ def _runs_in(
     decision = decide(
         operation, (low,), device, policy=policy, low=low, module=path, types=types
     )
-    runs = "as called" if decision.dtype is None else _word(decision.dtype)
+    runs = "as called" if decision.dtype is None else _format_name(decision.dtype)
     return runs, decision.reason
 
 
-def _word(dtype: torch.dtype) -> str:
+def _format_name(dtype: torch.dtype) -> str:
     """Return a format's short word, or torch's for a dtype that is none of ours."""
-    known = {format_.dtype: format_.name for format_ in formats.FORMATS.values()}
-    return known.get(dtype, str(dtype).removeprefix("torch."))
+    names = {format_.dtype: format_.name for format_ in formats.FORMATS.values()}
+    return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -20,7 +20,7 @@ from halfstep.policy.rules import Policy
 from halfstep.scaling import ScaleRule
 from halfstep.session import arguments, fsdp
 from halfstep.session.lr_schedule import check_scheduler
-from halfstep.session.optimizer_step import norm_of
+from halfstep.session.optimizer_step import check_clip_norm
 from halfstep.session.session import Session
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
-    from halfstep.masters.encoding import Form
+    from halfstep.masters.encoding import MasterEncoding
     from halfstep.numerics.formats import FloatFormat
     from halfstep.policy.levels import Level
 
@@ -103,42 +103,52 @@ def prepare(
         UserError: If an argument is of the wrong type or out of range, or shards do not
             fit. Nothing has been changed then.
     """
-    arguments.model_and_optimizer(model, optimizer)
+    arguments.check_model_and_optimizer(model, optimizer)
     accumulate = count("accumulate", accumulate, 1)
     retries = count("retries", retries, 0)
-    clip_grad_norm = norm_of(clip_grad_norm)
+    clip_grad_norm = check_clip_norm(clip_grad_norm)
     drop_bad_microbatch = flag("drop_bad_microbatch", drop_bad_microbatch)
     release_gradients = flag("release_gradients", release_gradients)
     if lost_updates_every is not None:
         lost_updates_every = count("lost_updates_every", lost_updates_every, 1)
     arguments.check_group(process_group)
     check_scheduler(scheduler, optimizer)
-    named = arguments.names_of(names, model)
+    named = arguments.check_names(names, model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    kind = device.type
-    choice = level if isinstance(level, Choice) else choose(level, dtype, kind)
-    arguments.fp32_weights(model, choice)
-    kept = _masters(master, choice)
-    given = level is not choice and dtype != "auto"
-    if given and not choice.level.low and formats.parse(dtype) is not formats.FP32:
+    device_type = device.type
+    choice = level if isinstance(level, Choice) else choose(level, dtype, device_type)
+    arguments.check_fp32_weights(model, choice)
+    encoding = _master_encoding(master, choice)
+    is_explicit_dtype = level is not choice and dtype != "auto"
+    if (
+        is_explicit_dtype
+        and not choice.level.low
+        and formats.parse(dtype) is not formats.FP32
+    ):
         warnings.warn(choice.reason, stacklevel=2)
-    for caution in cautions(choice, optimizer, kind, masters=kept is not None):
-        warnings.warn(caution, stacklevel=2)
+    for text in cautions(choice, optimizer, device_type, masters=encoding is not None):
+        warnings.warn(text, stacklevel=2)
     if isinstance(loss_scale, str) and loss_scale == "auto":
         loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
     rules = Policy.of(policy)
     released = release_gradients
     fsdp.check(model, optimizer, choice, rules, master=master, release=released)
     if fsdp.is_sharded(model):
-        kept = None  # its shards are
+        encoding = None  # its shards are
     rule = loss_scale
     if not isinstance(rule, ScaleRule):
         rule = ScaleRule.parse(rule)
     if release_gradients:
-        whole = drop_bad_microbatch or retries > 0 or lost_updates_every is not None
+        needs_all_gradients = (
+            drop_bad_microbatch or retries > 0 or lost_updates_every is not None
+        )
         agreed = process_group is not None
         optimizer_in_backward.check(
-            rule, clip_grad_norm, accumulate, agreed=agreed, whole=whole
+            rule,
+            clip_grad_norm,
+            accumulate,
+            needs_agreement=agreed,
+            needs_all_gradients=needs_all_gradients,
         )
         optimizer_in_backward.check_optimizer(optimizer)
     session = Session(
@@ -155,25 +165,25 @@ def prepare(
         scheduler=scheduler,
         names=named,
         process_group=process_group,
-        master=kept,
+        master=encoding,
         release_gradients=release_gradients,
         lost_updates_every=lost_updates_every,
     )
-    arguments.remember(model, optimizer, choice)
+    arguments.mark_prepared(model, optimizer, choice)
     return session
 
 
-def _masters(word: str, choice: Choice) -> Form | None:
+def _master_encoding(name: str, choice: Choice) -> MasterEncoding | None:
     """Return the form of masters that a word means at a level; None for none."""
-    kept = forms.parse(word)
+    encoding = forms.parse(name)
     if not choice.level.masters:
-        if word not in {forms.FP32.name, forms.NONE}:
+        if name not in {forms.FP32.name, forms.NONE}:
             message = (
-                f"master={word!r} at level {choice.level.name}, which has no master "
+                f"master={name!r} at level {choice.level.name}, which has no master "
                 "weights: use level='O2', or leave master out."
             )
             raise UserError(message)
         return None
-    if kept is not None:
-        forms.check(kept, choice.format.dtype)
-    return kept
+    if encoding is not None:
+        forms.check(encoding, choice.format.dtype)
+    return encoding

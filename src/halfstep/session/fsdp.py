@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from halfstep.machine.recommendation import Choice
-    from halfstep.masters.encoding import Form
+    from halfstep.masters.encoding import MasterEncoding
     from halfstep.policy.levels import Level
     from halfstep.policy.rules import Policy
 
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def is_part(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Say whether a tensor is this rank's part of one: a DTensor."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Say whether `fully_shard` was called on a model, or on a module in it."""
-    return any(True for _ in _grouped(model))
+    return any(True for _ in _fsdp_modules(model))
 
 
-def _grouped(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the modules that `fully_shard` was called on, with their paths."""
     # Who has called it has imported it; the rest need not wait for that.
-    room = sys.modules.get("torch.distributed.fsdp")
-    kind: Any = getattr(room, "FSDPModule", ())
-    for path, module in model.named_modules() if kind else ():
-        if isinstance(module, kind):
+    fsdp_module = sys.modules.get("torch.distributed.fsdp")
+    fsdp_class: Any = getattr(fsdp_module, "FSDPModule", ())
+    for path, module in model.named_modules() if fsdp_class else ():
+        if isinstance(module, fsdp_class):
             yield path, module
 
 
@@ -78,17 +78,17 @@ def check(
         UserError: With the call that would be right.
     """
     level = choice.level
-    room = sys.modules.get("torch.distributed.fsdp")
-    first = getattr(room, "FullyShardedDataParallel", None)
-    if first is not None and level.low_weights and isinstance(model, first):
+    fsdp_module = sys.modules.get("torch.distributed.fsdp")
+    fsdp1_class = getattr(fsdp_module, "FullyShardedDataParallel", None)
+    if fsdp1_class is not None and level.low_weights and isinstance(model, fsdp1_class):
         message = (
             f"level={level} cannot change weights inside FullyShardedDataParallel: "
-            f"use torch.distributed.fsdp.fully_shard with {_call(choice)}."
+            f"use torch.distributed.fsdp.fully_shard with {_policy_call(choice)}."
         )
         raise UserError(message)
     if not is_sharded(model):
         return
-    check_held(model, [p for g in optimizer.param_groups for p in g["params"]])
+    check_not_replaced(model, [p for g in optimizer.param_groups for p in g["params"]])
     if release:
         message = (
             "release_gradients=True leaves out gradients that are not finite, and of "
@@ -103,22 +103,26 @@ def check(
             "leave master out."
         )
         raise UserError(message)
-    islands = [
+    fp32_paths = [
         scope.path
         for scope in scopes_of(model, rules)
         if scope.category == op_tables.FP32
     ]
     for path, name, param, low in _sharded_parameters(model):
         types = policy_rules.type_names(model.get_submodule(path))
-        apart = bool({*islands} & {*decision.around(path)})
-        spared = apart or (level.fp32_norms and policy_rules.is_normalisation(types))
+        has_fp32_rule = bool({*fp32_paths} & {*decision.around(path)})
+        stays_fp32 = has_fp32_rule or (
+            level.fp32_norms and policy_rules.is_normalisation(types)
+        )
         if level.masters:
-            _check_group(model.get_submodule(path), path, low, choice, apart, spared)
-        if param.is_floating_point() and not spared:
-            _check_stored(name, param, choice)
+            _check_group(
+                model.get_submodule(path), path, low, choice, has_fp32_rule, stays_fp32
+            )
+        if param.is_floating_point() and not stays_fp32:
+            _check_shard_dtype(name, param, choice)
 
 
-def _call(choice: Choice) -> str:
+def _policy_call(choice: Choice) -> str:
     return (
         f"mp_policy=halfstep.sharded.fsdp_policy({choice.level.name!r}, "
         f"{choice.format.name!r})"
@@ -130,14 +134,14 @@ def _check_group(
     path: str,
     low: torch.dtype | None,
     choice: Choice,
-    apart: bool,
-    spared: bool,
+    has_fp32_rule: bool,
+    stays_fp32: bool,
 ) -> None:
     """Refuse a module whose weights FSDP2 does not cast as the level has it."""
     low = None if low == torch.float32 else low
-    if low is None and spared:
+    if low is None and stays_fp32:
         return
-    if low is not None and apart:
+    if low is not None and has_fp32_rule:
         message = (
             f"a rule keeps {path!r} in fp32, and FSDP2 casts its weights to {low}: "
             "call fully_shard on it first, without mp_policy."
@@ -147,7 +151,7 @@ def _check_group(
         message = (
             f"level={choice.level} with FSDP2 computes in {choice.format}, and "
             f"fully_shard was told {low or 'nothing'} for {path!r}: call "
-            f"fully_shard(..., {_call(choice)})."
+            f"fully_shard(..., {_policy_call(choice)})."
         )
         raise UserError(message)
     if any(n.startswith("running_") for n, _ in module.named_buffers(recurse=False)):
@@ -158,7 +162,7 @@ def _check_group(
         raise UserError(message)
 
 
-def _check_stored(name: str, param: Tensor, choice: Choice) -> None:
+def _check_shard_dtype(name: str, param: Tensor, choice: Choice) -> None:
     """Refuse a shard of a dtype in which the level does not store it."""
     if choice.level.masters and param.dtype != torch.float32:
         message = (
@@ -179,19 +183,19 @@ def _sharded_parameters(
     model: nn.Module,
 ) -> Iterator[tuple[str, str, Tensor, torch.dtype | None]]:
     """Yield module, name, parameter and what FSDP2 casts it to, of each shard."""
-    groups = dict(_grouped(model))
+    groups = dict(_fsdp_modules(model))
     for path, module in model.named_modules():
-        inside = next((p for p in decision.around(path) if p in groups), None)
-        if inside is None:
+        fsdp_path = next((p for p in decision.around(path) if p in groups), None)
+        if fsdp_path is None:
             continue
         # torch has no public way to ask what fully_shard was told.
-        told = groups[inside]._get_fsdp_state()._mp_policy.param_dtype  # noqa: SLF001
+        param_dtype = groups[fsdp_path]._get_fsdp_state()._mp_policy.param_dtype  # noqa: SLF001
         for name, param in module.named_parameters(path, recurse=False):
-            if is_part(param):
-                yield path, name, param, told
+            if is_dtensor(param):
+                yield path, name, param, param_dtype
 
 
-def check_held(model: nn.Module, params: Iterable[Tensor]) -> None:
+def check_not_replaced(model: nn.Module, params: Iterable[Tensor]) -> None:
     """Refuse an optimizer over parameters that `fully_shard` has replaced since.
 
     Args:
@@ -201,11 +205,11 @@ def check_held(model: nn.Module, params: Iterable[Tensor]) -> None:
     Raises:
         UserError: With the order that is right.
     """
-    held = {id(param) for param in params}
+    param_ids = {id(param) for param in params}
     named = dict(model.named_parameters())
-    foreign = held - {id(param) for param in named.values()}
+    foreign = param_ids - {id(param) for param in named.values()}
     for name, param in named.items() if foreign else ():
-        if is_part(param) and param.requires_grad and id(param) not in held:
+        if is_dtensor(param) and param.requires_grad and id(param) not in param_ids:
             message = (
                 f"{name!r} was sharded after the optimizer was made, which still "
                 "holds it whole: call fully_shard first, then make the optimizer, then "
@@ -214,30 +218,30 @@ def check_held(model: nn.Module, params: Iterable[Tensor]) -> None:
             raise UserError(message)
 
 
-def converted_at(model: nn.Module, level: Level) -> Level:
+def conversion_level(model: nn.Module, level: Level) -> Level:
     """Return the level that says what to convert: of fp32 shards nothing."""
     if level.masters and is_sharded(model):
         return replace(level, low_weights=False, fp32_norms=False)
     return level
 
 
-class Shards(NoMasters):
+class ShardedMasters(NoMasters):
     """The same where the model's own parameters are the fp32 shards of FSDP2."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, said: str) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, description: str) -> None:
         super().__init__(optimizer)
-        self._said = said
+        self._description = description
 
     def note(self) -> str:
         """Say whose the masters are."""
-        return self._said
+        return self._description
 
 
-def masters_of(
+def make_masters(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     choice: Choice,
-    form: Form | None,
+    encoding: MasterEncoding | None,
     originals: dict[nn.Parameter, Tensor],
 ) -> MasterWeights:
     """Return the master weights of a model, or what stands for them.
@@ -246,18 +250,18 @@ def masters_of(
         model: Converted.
         optimizer: Over its parameters.
         choice: Level and format.
-        form: What is kept beside each 16-bit weight; None for no masters.
+        encoding: What is kept beside each 16-bit weight; None for no masters.
         originals: Parameter now stored low -> its fp32 value before.
     """
-    if form is not None:
-        return MasterWeights(optimizer, originals, master=form.name)
+    if encoding is not None:
+        return MasterWeights(optimizer, originals, master=encoding.name)
     narrow_all(optimizer, originals)
     if choice.level.masters and is_sharded(model):
-        return Shards(optimizer, _said(model, choice))
+        return ShardedMasters(optimizer, _describe_shards(model, choice))
     return NoMasters(optimizer)
 
 
-def _said(model: nn.Module, choice: Choice) -> str:
+def _describe_shards(model: nn.Module, choice: Choice) -> str:
     """Say in one line whose the masters are."""
     parts = list(_sharded_parameters(model))
     norms = {
@@ -269,14 +273,14 @@ def _said(model: nn.Module, choice: Choice) -> str:
         )
     }
     count = sum(param.numel() for _, _, param, _ in parts)
-    said = (
+    text = (
         f"master weights: the fp32 shards of {count} numbers that FSDP2 keeps, and no "
         f"others; it casts them to {choice.format} for each pass"
     )
-    return said + f", {len(norms)} normalisation layers too" if norms else said
+    return text + f", {len(norms)} normalisation layers too" if norms else text
 
 
-def part(value: Tensor, like: Tensor) -> Tensor:
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """Return of a tensor what this rank holds of another of its shape.
 
     Where it comes from other ranks, all of them must come here.
@@ -286,9 +290,9 @@ def part(value: Tensor, like: Tensor) -> Tensor:
         like: Whole, or a DTensor.
     """
     mesh = getattr(like, "device_mesh", None)
-    if is_part(value) and getattr(value, "device_mesh", None) != mesh:
+    if is_dtensor(value) and getattr(value, "device_mesh", None) != mesh:
         value = value.full_tensor()  # type: ignore[attr-defined]
-    if not is_part(like):
+    if not is_dtensor(like):
         return value
     from torch.distributed.tensor import DTensor, Replicate
 

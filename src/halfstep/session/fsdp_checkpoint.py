@@ -30,15 +30,15 @@ _REST = "rest"
 _WEIGHT, _LOW, _MOMENT = "weights/", "low/", "optimizer/"
 
 
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of which each rank holds a part as whole ones, on every rank.
 
-    `whole(session.weights())` is the export for everybody else. All ranks must call it.
+    `full_tensors(session.weights())` is for export. All ranks must call it.
     """
     parts: dict[str, Any] = dict(tensors)
     return {
-        name: held.full_tensor() if fsdp.is_part(held) else held
-        for name, held in parts.items()
+        name: tensor.full_tensor() if fsdp.is_dtensor(tensor) else tensor
+        for name, tensor in parts.items()
     }
 
 
@@ -89,23 +89,25 @@ def load(session: Session, directory: Path) -> None:
     saved: dict[str, Any] = index.state_dict_metadata
     # What is not a tensor torch would unpickle, with no limit to what that may call.
     if not all(isinstance(entry, TensorStorageMetadata) for entry in saved.values()):
-        raise _foreign(directory)
-    box = {_REST: _empty(_REST, saved[_REST], None)}
-    sharded.read(box, directory, index)
+        raise _foreign_error(directory)
+    rest_buffer = {_REST: _empty(_REST, saved[_REST], None)}
+    sharded.read(rest_buffer, directory, index)
     try:
-        rest = torch.load(io.BytesIO(bytes(box[_REST].tolist())), weights_only=True)
+        rest = torch.load(
+            io.BytesIO(bytes(rest_buffer[_REST].tolist())), weights_only=True
+        )
     except Exception as error:
-        raise _foreign(directory) from error
-    found = _template(session, saved)
-    sharded.read(found, directory, index)
+        raise _foreign_error(directory) from error
+    tensors = _template(session, saved)
+    sharded.read(tensors, directory, index)
     try:
-        state = _nested(found, rest)
+        state = _nested(tensors, rest)
     except Exception as error:
-        raise _foreign(directory) from error
+        raise _foreign_error(directory) from error
     session.load_state_dict(state)
 
 
-def _foreign(directory: Path) -> CheckpointError:
+def _foreign_error(directory: Path) -> CheckpointError:
     """Return what to raise where every byte is as the manifest says, and none fits.
 
     Whoever wrote both was not halfstep.
@@ -121,27 +123,27 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
     names = [*state["parameters"]]
     groups = state["optimizer"]["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
-    found = {_WEIGHT + name: held for name, held in state["weights"].items()}
+    tensors = {_WEIGHT + name: tensor for name, tensor in state["weights"].items()}
     small: dict[str, Any] = {}
     for number, name in zip(numbers, names, strict=True):
         for key, value in state["optimizer"]["state"].get(number, {}).items():
-            elsewhere = torch.is_tensor(value) and value.dim() > 0
-            if elsewhere:
-                found[f"{_MOMENT}{name}/{key}"] = value
+            is_separate = torch.is_tensor(value) and value.dim() > 0
+            if is_separate:
+                tensors[f"{_MOMENT}{name}/{key}"] = value
             # Their order counts: random rounding numbers them by it.
-            small.setdefault(name, {})[key] = None if elsewhere else value
+            small.setdefault(name, {})[key] = None if is_separate else value
     masters = dict(state["masters"])
-    found |= {_LOW + name: held for name, held in masters.pop("low").items()}
+    tensors |= {_LOW + name: tensor for name, tensor in masters.pop("low").items()}
     rest = {key: state[key] for key in state if key not in {"weights", "optimizer"}}
     rest |= {"masters": masters, "groups": groups, "small": small}
     file = io.BytesIO()
     torch.save(rest, file)
     # Ranks agree on every number in it, but perhaps not on every byte.
-    told = process_group.same_everywhere(file.getvalue())
-    return found | {_REST: torch.frombuffer(bytearray(told), dtype=torch.uint8)}
+    rest_bytes = process_group.same_everywhere(file.getvalue())
+    return tensors | {_REST: torch.frombuffer(bytearray(rest_bytes), dtype=torch.uint8)}
 
 
-def _nested(found: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+def _nested(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
     """Return what `_flat` was given."""
     names = [*rest["parameters"]]
     groups, small = rest.pop("groups"), rest.pop("small")
@@ -149,13 +151,17 @@ def _nested(found: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
     number_of = dict(zip(names, numbers, strict=True))
     state = {
         number_of[name]: {
-            key: found.get(f"{_MOMENT}{name}/{key}", value)
+            key: tensors.get(f"{_MOMENT}{name}/{key}", value)
             for key, value in values.items()
         }
         for name, values in small.items()
     }
     weights, low = (
-        {p.removeprefix(kind): held for p, held in found.items() if p.startswith(kind)}
+        {
+            p.removeprefix(kind): tensor
+            for p, tensor in tensors.items()
+            if p.startswith(kind)
+        }
         for kind in (_WEIGHT, _LOW)
     )
     optimizer = {"state": state, "param_groups": groups}
@@ -167,13 +173,13 @@ def _template(
     session: Session, saved: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
     """Return memory for all that was saved, split as this session's weights are."""
-    held = state_dict.held(ddp.bare(session.model))
-    found = {}
+    own_tensors = state_dict.stored_tensors(ddp.bare(session.model))
+    tensors = {}
     for path in (path for path in saved if path != _REST):
         name = path.partition("/")[2]
         name = name.rpartition("/")[0] if path.startswith(_MOMENT) else name
-        found[path] = _empty(path, saved[path], held.get(name))
-    return found
+        tensors[path] = _empty(path, saved[path], own_tensors.get(name))
+    return tensors
 
 
 def _empty(path: str, saved: TensorStorageMetadata, like: Tensor | None) -> Tensor:

@@ -31,19 +31,19 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
     """
     if scheduler is None:
         return
-    good = not isinstance(scheduler, type) and callable(
+    is_valid = not isinstance(scheduler, type) and callable(
         getattr(scheduler, "step", None)
     )
-    right = "a torch.optim.lr_scheduler.LRScheduler, or None"
-    require_kind("scheduler", scheduler, good, right)
+    expected = "a torch.optim.lr_scheduler.LRScheduler, or None"
+    require_kind("scheduler", scheduler, is_valid, expected)
     if isinstance(scheduler, ReduceLROnPlateau):
         message = (
             "scheduler is a ReduceLROnPlateau, which needs a metric: leave it out, and "
             "call its step(metric) yourself after each evaluation."
         )
         raise UserError(message)
-    theirs = getattr(scheduler, "optimizer", optimizer)
-    if theirs is not optimizer:
+    scheduler_optimizer = getattr(scheduler, "optimizer", optimizer)
+    if scheduler_optimizer is not optimizer:
         message = (
             f"the {type(scheduler).__name__} belongs to another optimizer than the "
             "session's: make it over session.optimizer."
@@ -51,8 +51,8 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
         raise UserError(message)
 
 
-class Schedule:
-    """A schedule, or none.
+class LRSchedule:
+    """A learning-rate scheduler that follows applied steps, or none.
 
     Args:
         scheduler: To be stepped.
@@ -61,9 +61,9 @@ class Schedule:
 
     def __init__(self, scheduler: LRScheduler | None, applied: int = 0) -> None:
         self.scheduler = scheduler
-        self._followed = applied
-        self._late = Late()
-        self._left_at: int | None = None
+        self._num_followed = applied
+        self._delayed = Late()
+        self._last_epoch: int | None = None
         """Its `last_epoch` after our last step."""
         self._warned = False
 
@@ -78,19 +78,19 @@ class Schedule:
         """
         if self.scheduler is None:
             return
-        arrived = self._late.send((applied,))
-        while arrived and self._followed < arrived[0]:
-            self._check_alone()
+        delayed_applied = self._delayed.send((applied,))
+        while delayed_applied and self._num_followed < delayed_applied[0]:
+            self._warn_if_stepped_twice()
             self.scheduler.step()
-            self._left_at = getattr(self.scheduler, "last_epoch", None)
-            self._followed += 1
+            self._last_epoch = getattr(self.scheduler, "last_epoch", None)
+            self._num_followed += 1
 
-    def _check_alone(self) -> None:
+    def _warn_if_stepped_twice(self) -> None:
         """Warn once if somebody else steps the schedule too."""
-        if self._warned or self._left_at is None:
+        if self._warned or self._last_epoch is None:
             return
         # Any other distance is that of a state which was loaded.
-        if getattr(self.scheduler, "last_epoch", None) == self._left_at + 1:
+        if getattr(self.scheduler, "last_epoch", None) == self._last_epoch + 1:
             self._warned = True
             warn_caller(
                 f"the {type(self.scheduler).__name__} was given to prepare, and is "
@@ -102,7 +102,7 @@ class Schedule:
         """Return the schedule's state, and how far it has followed; {} without one."""
         if self.scheduler is None:
             return {}
-        return {"followed": self._followed, "state": self.scheduler.state_dict()}
+        return {"followed": self._num_followed, "state": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], applied: int) -> None:
         """Go on from a state.
@@ -111,7 +111,7 @@ class Schedule:
             state: Of a schedule, or {}: then this one begins here.
             applied: Steps applied so far.
         """
-        self._followed, self._late, self._left_at = applied, Late(), None
+        self._num_followed, self._delayed, self._last_epoch = applied, Late(), None
         if self.scheduler is not None and state:
             self.scheduler.load_state_dict(state["state"])
-            self._followed = state["followed"]
+            self._num_followed = state["followed"]

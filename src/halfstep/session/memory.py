@@ -22,11 +22,11 @@ class Footprint(dict[str, int]):
 
     def __repr__(self) -> str:
         """Return one line."""
-        parts = [f"{name} {_word(count)}" for name, count in self.items()]
-        return f"{', '.join(parts)}: {_word(sum(self.values()))} in all"
+        parts = [f"{name} {_format_bytes(count)}" for name, count in self.items()]
+        return f"{', '.join(parts)}: {_format_bytes(sum(self.values()))} in all"
 
 
-def _word(count: int) -> str:
+def _format_bytes(count: int) -> str:
     """Return bytes in the largest unit that leaves at least 1."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -36,7 +36,7 @@ def _word(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def of(model: nn.Module, masters: MasterWeights) -> Footprint:
+def memory_by_use(model: nn.Module, masters: MasterWeights) -> Footprint:
     """Return the bytes allocated now, each stretch of memory counted once.
 
     Args:
@@ -46,12 +46,16 @@ def of(model: nn.Module, masters: MasterWeights) -> Footprint:
             the buffers they are added up in, are "gradients".
     """
     seen: set[int] = set()
-    slots = masters.slots.values()
+    master_params = masters.master_params.values()
     weights = [*model.parameters(), *model.buffers()]
-    held = [p for group in masters.optimizer.param_groups for p in group["params"]]
-    gradients = [t.grad for t in (*weights, *held) if t.grad is not None]
-    buffers = [slot.buffer for slot in slots if slot.buffer is not None]
-    kept = [slot.extra for slot in slots if slot.extra is not None]
+    params = [p for group in masters.optimizer.param_groups for p in group["params"]]
+    gradients = [t.grad for t in (*weights, *params) if t.grad is not None]
+    buffers = [
+        master_param.grad_buffer
+        for master_param in master_params
+        if master_param.grad_buffer is not None
+    ]
+    residuals = [slot.residual for slot in master_params if slot.residual is not None]
     states = [
         value
         for state in masters.optimizer.state.values()
@@ -61,7 +65,7 @@ def of(model: nn.Module, masters: MasterWeights) -> Footprint:
     return Footprint(
         weights=_bytes(weights, seen),
         gradients=_bytes([*gradients, *buffers], seen),
-        masters=_bytes([*kept, *(slot.master for slot in slots)], seen),
+        masters=_bytes([*residuals, *(slot.master for slot in master_params)], seen),
         moments=_bytes(states, seen),
     )
 

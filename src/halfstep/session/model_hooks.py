@@ -1,4 +1,4 @@
-"""What a model with 16-bit weights reports when it is used without its session.
+"""Hooks that report a 16-bit model used without its session.
 
 In: a model whose weights are low. Out: hooks on it. One names the autocast context when
 a forward pass outside of it fails; one warns of a `state_dict` without master weights.
@@ -31,13 +31,13 @@ def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> N
     """
     stored = f"{choice.format.name} (level {choice.level.name})"
     if choice.level.low_weights and choice.level.autocast:
-        model.register_forward_hook(Outside(stored, device), always_call=True)
+        model.register_forward_hook(DtypeErrorHook(stored, device), always_call=True)
     if masters:
-        hook = LowStateDict(choice.format.name)
+        hook = LowStateDictHook(choice.format.name)
         model.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
 
-class Outside:
+class DtypeErrorHook:
     """Forward hook: adds a line to errors about dtypes where autocast is off.
 
     Why: autocast contexts explain such errors; here there was none to do it.
@@ -69,7 +69,7 @@ _ADVICE = (
 )
 
 
-class LowStateDict:
+class LowStateDictHook:
     """State-dict hook: warns once that weights in it are 16-bit.
 
     Copies and pickles of the model have no session, and do not warn.
@@ -91,7 +91,7 @@ class LowStateDict:
             return
         # Buffers may be in 16 bits by the model's own choice.
         named = module.named_parameters(remove_duplicate=False)
-        if any(_is_saved(state.get(f"{prefix}{name}")) for name, _ in named):
+        if any(_is_low_copy(state.get(f"{prefix}{name}")) for name, _ in named):
             self._active = False
             warn_caller(
                 f"model.state_dict() holds {self._dtype} weights: use "
@@ -103,11 +103,11 @@ class LowStateDict:
         return _inactive, (self._dtype,)
 
 
-def _inactive(dtype: str) -> LowStateDict:
-    return LowStateDict(dtype, active=False)
+def _inactive(dtype: str) -> LowStateDictHook:
+    return LowStateDictHook(dtype, active=False)
 
 
-def _is_saved(value: object) -> bool:
+def _is_low_copy(value: object) -> bool:
     """Say whether it is a 16-bit copy; with `keep_vars` parameters come themselves."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return False

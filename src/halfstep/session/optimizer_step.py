@@ -17,16 +17,16 @@ from halfstep._torch import async_read, fused_optimizers, optimizer_hooks
 from halfstep.errors import UserError, positive, warn_caller
 from halfstep.masters import cpu_kernels, fused_step
 from halfstep.numerics.norms import by_mesh, total_norm
-from halfstep.scaling.loss_scaler import one_over
-from halfstep.scaling.unscale import Agreement
+from halfstep.scaling.loss_scaler import inverse_scale
+from halfstep.scaling.unscale import FoundInfReduction
 
 if TYPE_CHECKING:
     from halfstep.masters import MasterWeights
-    from halfstep.scaling.per_pass import Passes
+    from halfstep.scaling.per_pass import BackwardPasses
     from halfstep.scaling.step_report import StepReport
 
 
-def norm_of(clip: object) -> float | None:
+def check_clip_norm(clip: object) -> float | None:
     """Return a largest norm of gradients; None for none.
 
     Raises:
@@ -37,8 +37,8 @@ def norm_of(clip: object) -> float | None:
     return positive("clip_grad_norm", clip, "a number above 0, or None")
 
 
-class Updates:
-    """Judges the gradients of each step, and updates the weights by them.
+class OptimizerStep:
+    """Checks the gradients of each step, and updates the weights.
 
     Where the masters have a kernel, gradients are read twice and never written: once
     to look for inf and NaN, once in the pass that unscales, clips, updates and
@@ -54,7 +54,7 @@ class Updates:
     def __init__(
         self,
         masters: MasterWeights,
-        passes: Passes,
+        passes: BackwardPasses,
         clip: float | None,
         device: torch.device,
     ) -> None:
@@ -65,31 +65,31 @@ class Updates:
         self._passes = passes
         self._device = device
         self._inverse = torch.ones((), device=device)
-        self._shown: Tensor | None = None
-        self._by_kernel = self._scaled = self._warned = False
+        self._per_pass_found_inf: Tensor | None = None
+        self._is_fused = self._grads_still_scaled = self._warned = False
         # The optimizer outlives the session, which is then no more to be called.
         optimizer_hooks.guard(
-            masters.optimizer, partial(_guard, masters, weakref.ref(self))
+            masters.optimizer, partial(_check_external_step, masters, weakref.ref(self))
         )
 
-    def stepped_by_hand(self) -> None:
+    def check_external_step(self) -> None:
         """Refuse a step of gradients that the session scaled; warn of others.
 
         Raises:
             UserError: After `session.backward` of a scaled loss.
         """
-        scales = self._passes.scales.rule.scales
-        if self._passes.any_run and scales:
+        has_scale = self._passes.loss_scalers.rule.scales
+        if self._passes.has_run and has_scale:
             message = (
                 "optimizer.step() was called after session.backward(), whose gradients "
                 "are multiplied by the loss scale: call session.step(), which unscales "
                 "them."
             )
             raise UserError(message)
-        if self._warned or not (scales or self._passes.any_run):
+        if self._warned or not (has_scale or self._passes.has_run):
             return
         self._warned = True
-        if self._passes.any_run:
+        if self._passes.has_run:
             warn_caller(
                 "optimizer.step() was called after session.backward(): it neither "
                 "clips, nor skips inf and NaN, nor waits for all micro-batches, nor "
@@ -102,94 +102,94 @@ class Updates:
                 "Call session.backward(loss), then session.step()."
             )
 
-    def gradients(self, *, folded: bool) -> list[tuple[Tensor, Tensor]]:
+    def grads(self, *, in_fp32: bool) -> list[tuple[Tensor, Tensor]]:
         """Return (parameter of the optimizer, gradient) for each that has one.
 
         Args:
-            folded: They must be in fp32, for they were added up.
+            in_fp32: They must be in fp32, for they were added up.
         """
-        self.masters.adopt()
-        self._shown = self._passes.show()
-        found = self.masters.gradients()
-        self._by_kernel = self._has_kernel and fused_step.usable(g for _, g in found)
-        self._scaled = self._by_kernel and self._passes.only_judged
-        if not self._scaled and not folded:
-            self.masters.fold()
-            found = self.masters.gradients()
-        return found
+        self.masters.add_new_params()
+        self._per_pass_found_inf = self._passes.restore_grads()
+        grads = self.masters.grads()
+        self._is_fused = self._has_kernel and fused_step.can_read(g for _, g in grads)
+        self._grads_still_scaled = self._is_fused and self._passes.needs_only_found_inf
+        if not self._grads_still_scaled and not in_fp32:
+            self.masters.accumulate_grads()
+            grads = self.masters.grads()
+        return grads
 
     @property
     def _has_kernel(self) -> bool:
         masters = self.masters
-        return masters.kernel is not None and not fused_step.hindrance(
+        return masters.kernel is not None and not fused_step.why_not_fused(
             masters.optimizer
         )
 
-    def judge(self, gradients: list[Tensor]) -> Agreement:
+    def check_finite(self, gradients: list[Tensor]) -> FoundInfReduction:
         """Look for inf and NaN, unscale if it is time, and ask the other ranks."""
         norm = self.clip is not None
-        if self._scaled and self.masters.kernel is not None:
-            self._inverse = one_over(self._passes.scale)
-            found, squares = self.masters.kernel.look(gradients, norm=norm)
+        if self._grads_still_scaled and self.masters.kernel is not None:
+            self._inverse = inverse_scale(self._passes.scale)
+            found_inf, squares = self.masters.kernel.check_finite(gradients, norm=norm)
             if squares is not None:
                 self.norm = (squares.sqrt() * self._inverse).float()
-            return self._passes.judged(found, gradients)
+            return self._passes.reduce_found_inf(found_inf, gradients)
         self._inverse = torch.ones((), device=self._device)
-        if self._shown is not None:
-            agreement = Agreement(self._shown)
+        if self._per_pass_found_inf is not None:
+            reduction = FoundInfReduction(self._per_pass_found_inf)
         elif self._needs_no_unscaling(gradients):
             # torch's kernel writes what it reads, also where the scale is 1.
-            found, _ = cpu_kernels.look(gradients, norm=False)
-            agreement = self._passes.judged(found, gradients)
+            found_inf, _ = cpu_kernels.check_finite(gradients, norm=False)
+            reduction = self._passes.reduce_found_inf(found_inf, gradients)
         else:
-            agreement = self._passes.unscale_(gradients)
+            reduction = self._passes.unscale_(gradients)
         self.norm = total_norm(gradients) if norm and gradients else None
-        return agreement
+        return reduction
 
     def _needs_no_unscaling(self, gradients: list[Tensor]) -> bool:
         """Say whether gradients were never scaled, and C can read them."""
         return (
             self._device.type == "cpu"
-            and not self._passes.scales.rule.scales
-            and self._passes.only_judged
-            and fused_step.usable(gradients)
+            and not self._passes.loss_scalers.rule.scales
+            and self._passes.needs_only_found_inf
+            and fused_step.can_read(gradients)
             and cpu_kernels.available()
         )
 
     @property
     def skips_on_device(self) -> bool:
         """A kernel on the device itself leaves everything alone on overflow."""
-        if self._by_kernel and self.masters.kernel is not None:
+        if self._is_fused and self.masters.kernel is not None:
             return self.masters.kernel.on_device
         inside = fused_optimizers.skips_inside(self.masters.optimizer)
         return (
             inside
-            and not self.masters.form.lean
+            and not self.masters.encoding.is_compact
             and not async_read.on_host(self._device)
         )
 
     @torch.no_grad()
-    def apply(self, report: StepReport) -> None:
+    def update(self, report: StepReport) -> None:
         """Update the weights unless the step is skipped."""
         optimizer = self.masters.optimizer
         found_inf = torch.as_tensor(report.found_inf)
-        if self._by_kernel:
-            factor = self._inverse * self._coefficient()
+        if self._is_fused:
+            factor = self._inverse * self._clip_coef()
             if self.skips_on_device:
                 self.masters.update(factor, found_inf=found_inf)
             elif report.applied:
                 self.masters.update(factor)
         elif self.skips_on_device:
             self._clip()
-            self.masters.refresh()
-            with self.masters.told():
+            self.masters.sync_external_writes()
+            with self.masters.own_step():
                 fused_optimizers.step(optimizer, found_inf)
             self.masters.publish()
         elif report.applied:
             self._clip()
             self.masters.step()
 
-    def _coefficient(self) -> Tensor | float:
+    def _clip_coef(self) -> Tensor | float:
         """Return what gradients are multiplied by, as torch clips them."""
         if self.norm is None or self.clip is None or self.clip == torch.inf:
             return 1.0
@@ -197,20 +197,22 @@ class Updates:
 
     def _clip(self) -> None:
         if self.norm is not None and self.clip is not None and self.clip != torch.inf:
-            params = [param for param, _ in self.masters.gradients()]
-            for alike in by_mesh(params):
-                nn.utils.clip_grads_with_norm_(alike, self.clip, self.norm)
+            params = [param for param, _ in self.masters.grads()]
+            for mesh_params in by_mesh(params):
+                nn.utils.clip_grads_with_norm_(mesh_params, self.clip, self.norm)
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients of the step."""
         self.masters.optimizer.zero_grad()
         self.masters.clear()
-        self._passes.close()
-        self.norm = self._shown = None
-        self._by_kernel = self._scaled = False
+        self._passes.end_step()
+        self.norm = self._per_pass_found_inf = None
+        self._is_fused = self._grads_still_scaled = False
 
 
-def _guard(masters: MasterWeights, updates: weakref.ref[Updates]) -> None:
+def _check_external_step(
+    masters: MasterWeights, step_ref: weakref.ref[OptimizerStep]
+) -> None:
     """Refuse a step by hand, which would find no gradients in the masters.
 
     Where parameters are the optimizer's own, it finds them. Without any, there is
@@ -218,8 +220,10 @@ def _guard(masters: MasterWeights, updates: weakref.ref[Updates]) -> None:
     """
     if masters.stepping:
         return
-    slots = masters.slots.values()
-    if any(s.weight.grad is not None or s.master.grad is not None for s in slots):
+    master_params = masters.master_params.values()
+    if any(
+        s.weight.grad is not None or s.master.grad is not None for s in master_params
+    ):
         message = (
             "optimizer.step() was called while the session holds gradients of 16-bit "
             "weights: call session.step(), which unscales and clips them, steps, and "
@@ -227,7 +231,7 @@ def _guard(masters: MasterWeights, updates: weakref.ref[Updates]) -> None:
         )
         raise UserError(message)
     groups = masters.optimizer.param_groups
-    held = any(p.grad is not None for group in groups for p in group["params"])
-    here = updates()
-    if held and here is not None:
-        here.stepped_by_hand()
+    has_grads = any(p.grad is not None for group in groups for p in group["params"])
+    optimizer_step = step_ref()
+    if has_grads and optimizer_step is not None:
+        optimizer_step.check_external_step()

@@ -17,30 +17,30 @@ from halfstep.casting import convert_model
 from halfstep.distributed import ddp
 from halfstep.errors import require_kind, warn_caller
 from halfstep.masters import optimizer_in_backward
-from halfstep.masters.optimizer_in_backward import Release
-from halfstep.masters.rounding_loss import Counter
+from halfstep.masters.optimizer_in_backward import OptimizerInBackward
+from halfstep.masters.rounding_loss import RoundingLossCounter
 from halfstep.scaling import misuse
 from halfstep.scaling.grad_versions import GradVersions
-from halfstep.scaling.per_loss import Scales
-from halfstep.scaling.per_pass import Passes
+from halfstep.scaling.per_loss import LossScalers
+from halfstep.scaling.per_pass import BackwardPasses
 from halfstep.scaling.step_report import (
     Constant,
-    Culprit,
+    NonFiniteParam,
     StepReport,
-    non_finite,
-    seen_later,
+    deferred_nonfinite,
+    find_nonfinite_params,
 )
-from halfstep.scaling.unscaled_gradients import let_go
+from halfstep.scaling.unscaled_gradients import free_graph
 from halfstep.session import fsdp, model_hooks
 from halfstep.session import memory as session_memory
 from halfstep.session import state_dict as session_state_dict
-from halfstep.session.accumulation_window import Window
-from halfstep.session.autocast_regions import Regions
-from halfstep.session.backward_hooks import Arrivals
-from halfstep.session.ddp_sync import Exchange
-from halfstep.session.explain import explained, notes_on
-from halfstep.session.lr_schedule import Schedule, check_scheduler
-from halfstep.session.optimizer_step import Updates, norm_of
+from halfstep.session.accumulation_window import AccumulationWindow
+from halfstep.session.autocast_regions import AutocastContexts
+from halfstep.session.backward_hooks import BackwardHooks
+from halfstep.session.ddp_sync import GradientSync
+from halfstep.session.explain import explain_table, session_notes
+from halfstep.session.lr_schedule import LRSchedule, check_scheduler
+from halfstep.session.optimizer_step import OptimizerStep, check_clip_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from halfstep.casting.autocast_mode import Region
     from halfstep.casting.policy_autocast import Steered
     from halfstep.machine.recommendation import Choice
-    from halfstep.masters.encoding import Form
-    from halfstep.masters.rounding_loss import Lost
+    from halfstep.masters.encoding import MasterEncoding
+    from halfstep.masters.rounding_loss import RoundingLoss
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
     from halfstep.scaling import LossScaler, ScaleRule
-    from halfstep.scaling.unscale import Agreement
+    from halfstep.scaling.unscale import FoundInfReduction
 
 
 class Session:
@@ -81,7 +81,7 @@ class Session:
         scheduler: LRScheduler | None,
         names: Iterable[tuple[str, nn.Parameter]],
         process_group: torch.distributed.ProcessGroup | None,
-        master: Form | None,
+        master: MasterEncoding | None,
         release_gradients: bool,
         lost_updates_every: int | None,
     ) -> None:
@@ -89,44 +89,53 @@ class Session:
         self.optimizer = optimizer
         self.choice = choice
         self._device = device
-        self._scales = Scales(rule, process_group)
-        self.scaler: LossScaler = self._scales.of("", device)
-        self._passes = Passes(
-            self._scales, drop=drop_bad_microbatch, retries=retries, group=process_group
+        self._loss_scalers = LossScalers(rule, process_group)
+        self.scaler: LossScaler = self._loss_scalers.get_or_create("", device)
+        self._passes = BackwardPasses(
+            self._loss_scalers,
+            drop=drop_bad_microbatch,
+            retries=retries,
+            group=process_group,
         )
-        self._bare = model
+        self._unwrapped = model
         self._group = process_group
         self._names = {id(param): name for name, param in names}
-        level = fsdp.converted_at(model, choice.level)
+        level = fsdp.conversion_level(model, choice.level)
         conversion = convert_model.convert_(model, level, choice.format.dtype, policy)
         optimizer.zero_grad()  # what is left from before is not scaled
         self.policy = conversion.policy
-        self._implied = len(self.policy.rules) - len(policy.rules)
-        self._regions = Regions(choice, self.policy, self._device.type)
-        self._masters = fsdp.masters_of(
+        self._num_implied_rules = len(self.policy.rules) - len(policy.rules)
+        self._contexts = AutocastContexts(choice, self.policy, self._device.type)
+        self._masters = fsdp.make_masters(
             model, optimizer, choice, master, conversion.originals
         )
-        session_state_dict.settle(self._masters)
-        slots = bool(self._masters.slots)
-        model_hooks.attach(model, choice, device.type, masters=slots)
-        self._versions = GradVersions(active=rule.scales and process_group is None)
-        self._updates = Updates(self._masters, self._passes, clip_grad_norm, device)
-        self._release: Release | None = None
+        session_state_dict.normalize_loaded_states(self._masters)
+        master_params = bool(self._masters.master_params)
+        model_hooks.attach(model, choice, device.type, masters=master_params)
+        self._grad_versions = GradVersions(active=rule.scales and process_group is None)
+        self._optimizer_step = OptimizerStep(
+            self._masters, self._passes, clip_grad_norm, device
+        )
+        self._in_backward: OptimizerInBackward | None = None
         if release_gradients:
-            self._release = Release(self._masters, norm=clip_grad_norm is not None)
-            self.scaler.watch.log.what = "parameters left out"
-        self._arrivals = Arrivals(self._masters, self._release, accumulate)
-        self._lost: Counter | None = None
+            self._in_backward = OptimizerInBackward(
+                self._masters, norm=clip_grad_norm is not None
+            )
+            self.scaler.monitor.log.consequence = "parameters left out"
+        self._backward_hooks = BackwardHooks(
+            self._masters, self._in_backward, accumulate
+        )
+        self._rounding_loss: RoundingLossCounter | None = None
         if lost_updates_every is not None:
-            self._lost = Counter(self._masters, lost_updates_every)
-        self._nested = 0
+            self._rounding_loss = RoundingLossCounter(self._masters, lost_updates_every)
+        self._num_open_contexts = 0
         """Regions open now."""
-        self._attempted = 0
-        self._skipped = torch.zeros((), device=self._device)
-        self._window = Window(accumulate)
-        self._window.watch(self)
-        self._exchange = Exchange(self._masters, choice.format.dtype, accumulate)
-        self._schedule = Schedule(scheduler)
+        self._num_attempted = 0
+        self._num_skipped = torch.zeros((), device=self._device)
+        self._window = AccumulationWindow(accumulate)
+        self._window.log_pending_at_end(self)
+        self._grad_sync = GradientSync(self._masters, choice.format.dtype, accumulate)
+        self._lr_schedule = LRSchedule(scheduler)
 
     @contextlib.contextmanager
     def autocast(self, *, record: bool = False) -> Iterator[Region | Steered]:
@@ -135,23 +144,30 @@ class Session:
         Args:
             record: Observe each operation, for `explain` to tell; slow.
         """
-        if not self._attempted:
-            fsdp.check_held(self._bare, map(self._masters.stored, self._params()))
+        if not self._num_attempted:
+            fsdp.check_not_replaced(
+                self._unwrapped, map(self._masters.model_param, self._params())
+            )
         # Teachers, metrics and checkpointed blocks run without gradients as well.
-        training = self._bare.training or self._nested > 0
+        training = self._unwrapped.training or self._num_open_contexts > 0
         if not torch.is_grad_enabled() and not training:
-            self._window.evaluating()
-        self._masters.adopt()  # writes to weights, so not after the forward pass
-        apart = self._passes.apart
-        local = self._exchange.begin(self.model, self._window.done, apart=apart)
-        region = self._regions.open(record=record)
-        self._window.regions += torch.is_grad_enabled() and not self._nested
-        self._nested += 1
+            self._window.warn_if_pending()
+        # It writes to weights, so not after the forward pass.
+        self._masters.add_new_params()
+        per_pass = self._passes.per_pass
+        sync_context = self._grad_sync.forward_context(
+            self.model, self._window.num_done, per_pass=per_pass
+        )
+        context = self._contexts.select(record=record)
+        self._window.num_contexts += (
+            torch.is_grad_enabled() and not self._num_open_contexts
+        )
+        self._num_open_contexts += 1
         try:
-            with local, region:
-                yield region
+            with sync_context, context:
+                yield context
         finally:
-            self._nested -= 1
+            self._num_open_contexts -= 1
 
     def backward(self, loss: Tensor, *, name: str = "") -> None:
         """Run the backward pass of the scaled loss; more losses may follow.
@@ -162,47 +178,49 @@ class Session:
                 gradients are unscaled, and looked at, before they are added up. Under
                 DDP each needs a forward pass of its own.
         """
-        right = "a Tensor with its graph, as the loss function returns it"
-        require_kind("loss", loss, isinstance(loss, Tensor), right)
+        expected = "a Tensor with its graph, as the loss function returns it"
+        require_kind("loss", loss, isinstance(loss, Tensor), expected)
         if self._passes.keeps_graphs and ddp.is_data_parallel(self.model):
             raise misuse.retries_under_ddp()
-        if self._release is not None and self._window.loss is not None:
+        if self._in_backward is not None and self._window.loss is not None:
             raise misuse.released_twice()
-        scaler = self._scales.of(name, self._device)
-        scaler.begin(loss, self._name)
-        first = not self._window.pending
-        again = self._window.loss is not None and not self._passes.apart
-        if self._window.loss is None and not self._passes.apart:
-            self._window.going_on(
-                held=bool(self._window.held and self._held_gradients())
+        scaler = self._loss_scalers.get_or_create(name, self._device)
+        scaler.observe_loss(loss, self._name)
+        first = not self._window.num_pending
+        second_pass = self._window.loss is not None and not self._passes.per_pass
+        if self._window.loss is None and not self._passes.per_pass:
+            self._window.warn_if_cleared(
+                has_gradients=bool(
+                    self._window.has_gradients and self._reachable_grads()
+                )
             )
         self._window.loss = loss.detach()
-        self._window.passes += not name
+        self._window.num_passes += not name
 
         def backward(keep: bool) -> None:
             scaled = scaler.scale(loss / self.accumulate)
-            arrivals = self._arrivals.during(self.model, again=again)
-            with self._regions.folding(scaled), arrivals:
+            hooks = self._backward_hooks.active(self.model, second_pass=second_pass)
+            with self._contexts.accumulate_grads(scaled), hooks:
                 scaled.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
 
-        def settle() -> None:
-            self._masters.fold()
-            self._exchange.settle(self.model)
+        def sync_grads() -> None:
+            self._masters.accumulate_grads()
+            self._grad_sync.reduce_now(self.model)
 
         try:
-            self._passes.run(name, backward, self._params(), settle=settle)
+            self._passes.run(name, backward, self._params(), sync_grads=sync_grads)
         except Exception:
             # Out of memory half way: what it left must not enter the next update.
             if first:
                 self.zero_grad()
             else:
-                self._window.failed = True
+                self._window.has_failed = True
             raise
-        self._exchange.passed(apart=self._passes.apart)
-        if self._versions.active:
-            self._versions.note(self._held_gradients())
+        self._grad_sync.after_backward(per_pass=self._passes.per_pass)
+        if self._grad_versions.active:
+            self._grad_versions.record(self._reachable_grads())
         if self._passes.keeps_graphs:
-            let_go(loss)
+            free_graph(loss)
 
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
@@ -216,9 +234,9 @@ class Session:
             RuntimeError: If no backward pass came before, or it left no gradient.
             LossScaleCollapse: If skipping has gone on for too long.
         """
-        if not self._ends_window():
-            return StepReport(self._attempted, complete=False)
-        return self._optimizer_step()
+        if not self._end_microbatch():
+            return StepReport(self._num_attempted, complete=False)
+        return self._step_window()
 
     def flush(self) -> StepReport:
         """Update the weights with an unfinished accumulation window.
@@ -231,125 +249,139 @@ class Session:
             report = self.step()
             if report.complete:
                 return report
-        if not self._window.done:
-            return StepReport(self._attempted, complete=False)
-        return self._optimizer_step()
+        if not self._window.num_done:
+            return StepReport(self._num_attempted, complete=False)
+        return self._step_window()
 
-    def _optimizer_step(self) -> StepReport:
+    def _step_window(self) -> StepReport:
         """Update the weights, and what follows applied steps."""
-        report = self._update() if self._release is None else self._released()
-        self._schedule.step(self._attempted - self._skipped)
-        unmatched = self._regions.stepped(self._implied)
+        report = (
+            self._update_weights()
+            if self._in_backward is None
+            else self._finish_in_backward()
+        )
+        self._lr_schedule.step(self._num_attempted - self._num_skipped)
+        unmatched = self._contexts.after_step(self._num_implied_rules)
         if unmatched:
             warn_caller(unmatched)
         return report
 
-    def _ends_window(self) -> bool:
+    def _end_microbatch(self) -> bool:
         """Take in one micro-batch; say whether it was the last of its step."""
-        if self._window.failed:
+        if self._window.has_failed:
             raise misuse.pass_failed()
         if self._window.loss is None:
-            raise misuse.step_without_backward(self._attempted)
-        self._window.counted()
-        if self._versions.active:
-            self._versions.check(self._held_gradients())
+            raise misuse.step_without_backward(self._num_attempted)
+        self._window.warn_if_too_rare()
+        if self._grad_versions.active:
+            self._grad_versions.check(self._reachable_grads())
         if self.accumulate > 1:
-            self._masters.fold()
-        self._window.done += 1
+            self._masters.accumulate_grads()
+        self._window.num_done += 1
         self._window.loss = None
         if self.accumulate > 1:
-            self._window.held = bool(self._held_gradients())
-        return self._window.done >= self.accumulate
+            self._window.has_gradients = bool(self._reachable_grads())
+        return self._window.num_done >= self.accumulate
 
-    def _update(self) -> StepReport:
+    def _update_weights(self) -> StepReport:
         """Judge the gradients, update the weights, move the loss scale."""
-        gradients = self._gradients()
-        agreement = self._updates.judge([gradient for _, gradient in gradients])
-        report = self._report(gradients, agreement)
-        if self._lost is None:
-            self._updates.apply(report)
+        gradients = self._grads()
+        reduction = self._optimizer_step.check_finite(
+            [gradient for _, gradient in gradients]
+        )
+        report = self._make_report(gradients, reduction)
+        if self._rounding_loss is None:
+            self._optimizer_step.update(report)
         else:
-            with self._lost.around(report):
-                self._updates.apply(report)
-        self._updates.clear()
-        self._window.end()
-        self._scales.move(agreement.wait(), report.culprits)
+            with self._rounding_loss.measure(report):
+                self._optimizer_step.update(report)
+        self._optimizer_step.zero_grad()
+        self._window.reset()
+        self._loss_scalers.update(reduction.wait(), report.culprits)
         return report
 
-    def _released(self) -> StepReport:
+    def _finish_in_backward(self) -> StepReport:
         """Say what was updated while the backward pass ran."""
-        releasing = self._release
-        assert releasing is not None  # noqa: S101
-        if not releasing.count:
+        in_backward = self._in_backward
+        assert in_backward is not None  # noqa: S101
+        if not in_backward.count:
             raise misuse.no_gradient()
-        count = releasing.count
-        left_out, norm = releasing.finish()
-        self._updates.clear()
-        self._window.end()
-        self._attempted += 1
-        self._skipped += len(left_out) == count
-        found = [Culprit(self._name(param), inf=True, nan=True) for param in left_out]
-        bad = torch.full((), float(bool(left_out)), device=self._device)
-        self._scales.move(bad, lambda: tuple(found))
+        count = in_backward.count
+        left_out, norm = in_backward.finish_step()
+        self._optimizer_step.zero_grad()
+        self._window.reset()
+        self._num_attempted += 1
+        self._num_skipped += len(left_out) == count
+        nonfinite = [
+            NonFiniteParam(self._name(param), inf=True, nan=True) for param in left_out
+        ]
+        found_inf = torch.full((), float(bool(left_out)), device=self._device)
+        self._loss_scalers.update(found_inf, lambda: tuple(nonfinite))
         return StepReport(
-            self._attempted,
+            self._num_attempted,
             complete=True,
             found_inf=len(left_out) == count,
             norm=lambda: norm,
-            culprits=lambda: tuple(found),
-            left_out=tuple(culprit.name for culprit in found),
+            culprits=lambda: tuple(nonfinite),
+            left_out=tuple(culprit.name for culprit in nonfinite),
         )
 
-    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def _grads(self) -> list[tuple[Tensor, Tensor]]:
         """Return parameters and gradients of the step, averaged over processes."""
-        self._exchange.finish(self.model)
-        found = self._updates.gradients(folded=self.accumulate > 1)
-        if not self._attempted:
-            fsdp.check_held(self._bare, map(self._masters.stored, self._params()))
-        if not found and self._group is None:
+        self._grad_sync.finish_step(self.model)
+        grads = self._optimizer_step.grads(in_fp32=self.accumulate > 1)
+        if not self._num_attempted:
+            fsdp.check_not_replaced(
+                self._unwrapped, map(self._masters.model_param, self._params())
+            )
+        if not grads and self._group is None:
             raise misuse.no_gradient()
-        if found and self._window.share != 1:
-            gradients = [gradient for _, gradient in found]
-            torch._foreach_mul_(gradients, self._window.share)
-        return found
+        if grads and self._window.mean_factor != 1:
+            gradients = [gradient for _, gradient in grads]
+            torch._foreach_mul_(gradients, self._window.mean_factor)
+        return grads
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _held_gradients(self) -> list[Tensor]:
+    def _reachable_grads(self) -> list[Tensor]:
         """Return the gradients that the caller can reach, of weights and masters."""
-        every = self._params()
-        every += [slot.weight for slot in self._masters.slots.values()]
-        return [grad for param in every if (grad := param.grad) is not None]
+        params = self._params()
+        params += [
+            master_param.weight for master_param in self._masters.master_params.values()
+        ]
+        return [grad for param in params if (grad := param.grad) is not None]
 
-    def _report(
-        self, gradients: list[tuple[Tensor, Tensor]], agreement: Agreement
+    def _make_report(
+        self, gradients: list[tuple[Tensor, Tensor]], reduction: FoundInfReduction
     ) -> StepReport:
         """Take down what clipping and clearing will destroy."""
-        norm, found_inf = self._updates.norm, agreement.wait()
-        culprits: Callable[[], tuple[Culprit, ...]] = tuple
-        if self._updates.skips_on_device:
-            culprits = seen_later(self._named(gradients))
+        norm, found_inf = self._optimizer_step.norm, reduction.wait()
+        culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
+        if self._optimizer_step.skips_on_device:
+            culprits = deferred_nonfinite(self._named_grads(gradients))
         elif found_inf:
-            culprits = Constant(non_finite(self._named(gradients)))
-        self._attempted += 1
-        self._skipped += found_inf
+            culprits = Constant(find_nonfinite_params(self._named_grads(gradients)))
+        self._num_attempted += 1
+        self._num_skipped += found_inf
         return StepReport(
-            self._attempted,
+            self._num_attempted,
             complete=True,
             scale_used=self._passes.scale,
             found_inf=found_inf,
             norm=lambda: norm,
             culprits=culprits,
-            dropped=self._passes.dropped(),
+            dropped=self._passes.num_dropped(),
         )
 
-    def _named(self, found: list[tuple[Tensor, Tensor]]) -> list[tuple[str, Tensor]]:
-        return [(self._name(param), gradient) for param, gradient in found]
+    def _named_grads(
+        self, grads: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[str, Tensor]]:
+        return [(self._name(param), gradient) for param, gradient in grads]
 
     def _name(self, param: Tensor) -> str:
         shape = f"a parameter of shape {tuple(param.shape)}"
-        return self._names.get(id(self._masters.stored(param)), shape)
+        return self._names.get(id(self._masters.model_param(param)), shape)
 
     @property
     def accumulate(self) -> int:
@@ -359,34 +391,34 @@ class Session:
     @property
     def clip_grad_norm(self) -> float | None:
         """Largest norm of all gradients; None neither clips nor takes the norm."""
-        return self._updates.clip
+        return self._optimizer_step.clip
 
     @clip_grad_norm.setter
     def clip_grad_norm(self, largest: float | None) -> None:
-        largest = norm_of(largest)
-        if self._release is not None:
+        largest = check_clip_norm(largest)
+        if self._in_backward is not None:
             optimizer_in_backward.check_norm(largest)
-        self._updates.clip = largest
+        self._optimizer_step.clip = largest
 
     @property
     def scheduler(self) -> LRScheduler | None:
         """Steps once for each step that is applied from when it is set."""
-        return self._schedule.scheduler
+        return self._lr_schedule.scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: LRScheduler | None) -> None:
         check_scheduler(scheduler, self.optimizer)
-        self._schedule = Schedule(scheduler, self.steps_applied)
+        self._lr_schedule = LRSchedule(scheduler, self.steps_applied)
 
     @property
     def steps_applied(self) -> int:
         """Optimizer steps that updated the weights. May wait for the device."""
-        return self._attempted - self.steps_skipped
+        return self._num_attempted - self.steps_skipped
 
     @property
     def steps_skipped(self) -> int:
         """Optimizer steps left out for inf or NaN. May wait for the device."""
-        return int(self._skipped)
+        return int(self._num_skipped)
 
     def explain(self) -> Table:
         """Return what ran how, and why, as a table.
@@ -394,12 +426,12 @@ class Session:
         After a region with `session.autocast(record=True)` each operation in it has a
         row; before, each type of module, with what it is stored and runs in.
         """
-        return explained(
-            self._bare,
+        return explain_table(
+            self._unwrapped,
             self.choice,
             self.policy,
             self._device.type,
-            ran=self._regions.table(),
+            ran=self._contexts.table(),
             scaler=self.scaler,
             masters=self._notes(),
         )
@@ -409,13 +441,13 @@ class Session:
 
     def __str__(self) -> str:
         """Say what is trained how, and how far. May wait for the device."""
-        count = sum(param.numel() for param in self._bare.parameters())
-        pending = self._window.pending
+        count = sum(param.numel() for param in self._unwrapped.parameters())
+        pending = self._window.num_pending
         window = f"micro-batches a step: {self.accumulate}, {pending} of the next"
-        model, optimizer = type(self._bare).__name__, type(self.optimizer).__name__
+        model, optimizer = type(self._unwrapped).__name__, type(self.optimizer).__name__
         lines = [
             f"Session of {model} and {optimizer}, {count:,} numbers on {self._device}",
-            *notes_on(self.choice, self.policy, self.scaler, self._notes()),
+            *session_notes(self.choice, self.policy, self.scaler, self._notes()),
             *([window] if self.accumulate > 1 else []),
             f"steps: {self.steps_applied} applied, {self.steps_skipped} skipped",
         ]
@@ -423,16 +455,16 @@ class Session:
 
     def __repr__(self) -> str:
         """Return the first word on a session; `print` it for more."""
-        model, optimizer = type(self._bare).__name__, type(self.optimizer).__name__
+        model, optimizer = type(self._unwrapped).__name__, type(self.optimizer).__name__
         return f"<Session of {model} and {optimizer} at {self.choice}>"
 
     def zero_grad(self) -> None:
         """Forget all gradients of the step under way, folded and kept ones too."""
-        self._updates.clear()
-        self._exchange.drop()
-        if self._release is not None:
-            self._release.drop()
-        self._window.end()
+        self._optimizer_step.zero_grad()
+        self._grad_sync.discard()
+        if self._in_backward is not None:
+            self._in_backward.discard()
+        self._window.reset()
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks would still belong to the original."""
@@ -440,15 +472,15 @@ class Session:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held now in weights, gradients, masters and moments."""
-        return session_memory.of(self._bare, self._masters)
+        return session_memory.memory_by_use(self._unwrapped, self._masters)
 
-    def lost_updates(self) -> tuple[Lost, ...]:
+    def lost_updates(self) -> tuple[RoundingLoss, ...]:
         """Return how many updates rounding swallowed, from the last count of them."""
-        return () if self._lost is None else self._lost.last
+        return () if self._rounding_loss is None else self._rounding_loss.last
 
     def weights(self) -> dict[str, Tensor]:
         """Return every weight and buffer by name, fp32 masters in place of 16 bits."""
-        return session_state_dict.weights(self._bare, self._masters)
+        return session_state_dict.weights(self._unwrapped, self._masters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that resuming needs, as tensors and plain values.
@@ -457,13 +489,13 @@ class Session:
             RuntimeError: In the middle of an accumulation window, whose gradients a
                 state does not hold.
         """
-        if self._window.pending:
-            raise misuse.state_in_window(self._window.done, self.accumulate)
+        if self._window.num_pending:
+            raise misuse.state_in_window(self._window.num_done, self.accumulate)
         return {
-            **session_state_dict.save(self._bare, self._masters, self.choice),
-            "scales": self._scales.state_dict(),
-            "steps": {"attempted": self._attempted, "skipped": self.steps_skipped},
-            "schedule": self._schedule.state_dict(),
+            **session_state_dict.save(self._unwrapped, self._masters, self.choice),
+            "scales": self._loss_scalers.state_dict(),
+            "steps": {"attempted": self._num_attempted, "skipped": self.steps_skipped},
+            "schedule": self._lr_schedule.state_dict(),
         }
 
     @torch.no_grad()
@@ -477,13 +509,13 @@ class Session:
             UserError: If it is of another version, or weights or optimizer do not fit.
         """
         # What can be refused comes first: a refused state must leave all as it was.
-        state = session_state_dict.check(state, self._bare, self._masters)
-        self._scales.check(state["scales"])
-        session_state_dict.load(state, self._bare, self._masters, self.choice)
+        state = session_state_dict.check(state, self._unwrapped, self._masters)
+        self._loss_scalers.check(state["scales"])
+        session_state_dict.load(state, self._unwrapped, self._masters, self.choice)
         if state["dtype"] == self.choice.format.name:
             # Another format needs another scale: 65536 is right for fp16 alone.
-            self._scales.load_state_dict(state["scales"])
+            self._loss_scalers.load_state_dict(state["scales"])
         self.zero_grad()
-        self._attempted = state["steps"]["attempted"]
-        self._skipped.fill_(state["steps"]["skipped"])
-        self._schedule.load_state_dict(state["schedule"], self.steps_applied)
+        self._num_attempted = state["steps"]["attempted"]
+        self._num_skipped.fill_(state["steps"]["skipped"])
+        self._lr_schedule.load_state_dict(state["schedule"], self.steps_applied)

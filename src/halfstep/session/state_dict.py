@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from halfstep.masters import MasterWeights
 
 VERSION = 3
-BEFORE = 2
+PREVIOUS_VERSION = 2
 """Version that knew fp32 masters only, and no names in the optimizer."""
 KEYS = ("dtype", "weights", "optimizer", "scales", "steps", "schedule")
-LATER = ("parameters", "moments", "masters", "extra")
+VERSION_3_KEYS = ("parameters", "moments", "masters", "extra")
 """Keys that came with version 3."""
 INNER = {
     "optimizer": ("state", "param_groups"),
@@ -47,30 +47,33 @@ def weights(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]:
     Where there are masters, they are what is returned; where there are none, 16 bits
     are widened. Tied weights are one tensor.
     """
-    masters.refresh()
-    behind = {id(slot.weight): slot.master for slot in masters.slots.values()}
-    found: dict[str, Tensor] = {}
-    known: dict[int, Tensor] = {}
-    for name, tensor in held(model).items():
-        if id(tensor) not in known:
-            master = behind.get(id(tensor))
-            truth = tensor.detach() if master is None else masters.truth(master)
-            known[id(tensor)] = truth.float() if is_low(truth.dtype) else truth
-        found[name] = known[id(tensor)]
-    return found | {n: e for n, e in _extra(model).items() if torch.is_tensor(e)}
+    masters.sync_external_writes()
+    master_of = {
+        id(master_param.weight): master_param.master
+        for master_param in masters.master_params.values()
+    }
+    fp32_tensors: dict[str, Tensor] = {}
+    converted: dict[int, Tensor] = {}
+    for name, tensor in stored_tensors(model).items():
+        if id(tensor) not in converted:
+            master = master_of.get(id(tensor))
+            value = tensor.detach() if master is None else masters.fp32_value(master)
+            converted[id(tensor)] = value.float() if is_low(value.dtype) else value
+        fp32_tensors[name] = converted[id(tensor)]
+    return fp32_tensors | {n: e for n, e in _extra(model).items() if torch.is_tensor(e)}
 
 
-def held(model: nn.Module) -> dict[str, Tensor]:
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, as they are stored."""
-    found = model.state_dict(keep_vars=True)
-    named = {name: found[name] for name in found if not _is_extra(name)}
+    state = model.state_dict(keep_vars=True)
+    named = {name: state[name] for name in state if not _is_extra(name)}
     return {name: t for name, t in named.items() if isinstance(t, Tensor)}
 
 
 def _extra(model: nn.Module) -> dict[str, Any]:
     """Return what modules give by `get_extra_state`."""
-    found = model.state_dict(keep_vars=True)
-    return {name: found[name] for name in found if _is_extra(name)}
+    state = model.state_dict(keep_vars=True)
+    return {name: state[name] for name in state if _is_extra(name)}
 
 
 def _is_extra(name: str) -> bool:
@@ -83,25 +86,32 @@ def _parameters(model: nn.Module, masters: MasterWeights) -> dict[str, int]:
     One that is not the model's has only its number.
     """
     names: dict[int, str] = {}
-    for name, tensor in held(model).items():
+    for name, tensor in stored_tensors(model).items():
         names.setdefault(id(tensor), name)
-    found: dict[str, int] = {}
+    group_of: dict[str, int] = {}
     for number, group in enumerate(masters.optimizer.param_groups):
         for param in group["params"]:
-            stored = id(masters.stored(param))
-            found[names.get(stored, f"{len(found)} of the optimizer")] = number
-    return found
+            stored = id(masters.model_param(param))
+            group_of[names.get(stored, f"{len(group_of)} of the optimizer")] = number
+    return group_of
 
 
 def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, Any]:
     """Return weights, optimizer, and what rounding needs to go on to the bit."""
-    masters.adopt()
-    masters.refresh()
-    by_weight = {id(slot.weight): slot for slot in masters.slots.values()}
+    masters.add_new_params()
+    masters.sync_external_writes()
+    by_weight = {
+        id(master_param.weight): master_param
+        for master_param in masters.master_params.values()
+    }
     low = {}
-    if masters.form.extra == torch.bfloat16:
+    if masters.encoding.residual == torch.bfloat16:
         # Fp32 holds the sum of weight and rest, which several pairs can have.
-        low = {n: t.detach() for n, t in held(model).items() if id(t) in by_weight}
+        low = {
+            n: t.detach()
+            for n, t in stored_tensors(model).items()
+            if id(t) in by_weight
+        }
     optimizer = masters.optimizer.state_dict()
     extra = _extra(model).items()
     return {
@@ -114,9 +124,9 @@ def save(model: nn.Module, masters: MasterWeights, choice: Choice) -> dict[str, 
         "parameters": _parameters(model, masters),
         "moments": len(optimizer["state"]),
         "masters": {
-            "form": _form(masters),
-            "seed": masters.clock.seed,
-            "step": masters.clock.step,
+            "form": _encoding_name(masters),
+            "seed": masters.rng.seed,
+            "step": masters.rng.step,
             "low": low,
         },
     }
@@ -131,23 +141,26 @@ def check(
         UserError: If it is of another version, lacks something, or its weights or its
             optimizer do not fit.
     """
-    if state.get("version") not in {BEFORE, VERSION}:
+    if state.get("version") not in {PREVIOUS_VERSION, VERSION}:
         message = (
             f"session state has version {state.get('version')!r}; this halfstep "
-            f"reads versions {BEFORE} and {VERSION}."
+            f"reads versions {PREVIOUS_VERSION} and {VERSION}."
         )
         raise UserError(message)
-    if state["version"] == BEFORE:
-        kept = {"form": "fp32", "seed": 0, "step": 0, "low": {}}
-        state = {"parameters": None, "masters": kept, "extra": {}} | state
-    for key in (*KEYS, *(LATER if state["version"] > BEFORE else ())):
+    if state["version"] == PREVIOUS_VERSION:
+        fp32_masters = {"form": "fp32", "seed": 0, "step": 0, "low": {}}
+        state = {"parameters": None, "masters": fp32_masters, "extra": {}} | state
+    for key in (
+        *KEYS,
+        *(VERSION_3_KEYS if state["version"] > PREVIOUS_VERSION else ()),
+    ):
         _require(state, key)
     for key, inner in INNER.items():
         # No schedule at all is {}.
         for name in inner if state[key] or key != "schedule" else ():
             _require(state, key, name)
     _check_weights(state["weights"], model)
-    for name, tensor in held(model).items():
+    for name, tensor in stored_tensors(model).items():
         if is_low(tensor.dtype) and isinstance(tensor, nn.Parameter):
             named = [(name, state["weights"][name])]
             convert_model.refuse_overflow(named, tensor.dtype)
@@ -161,14 +174,14 @@ def _require(state: dict[str, Any], *path: str) -> None:
     inner: Any = state
     for key in path:
         if not isinstance(inner, dict) or key not in inner:
-            held = [*inner] if isinstance(inner, dict) else inner
-            message = f"session state has no {'.'.join(path)!r}; it holds {held}."
+            present = [*inner] if isinstance(inner, dict) else inner
+            message = f"session state has no {'.'.join(path)!r}; it holds {present}."
             raise UserError(message)
         inner = inner[key]
 
 
 def _check_weights(saved: dict[str, Tensor], model: nn.Module) -> None:
-    own = held(model)
+    own = stored_tensors(model)
     for name in sorted(own.keys() | {n for n in saved if not _is_extra(n)}):
         mine, other = own.get(name), saved.get(name)
         if mine is None or other is None or mine.shape != other.shape:
@@ -196,8 +209,8 @@ def _kind(tensor: Tensor) -> tuple[bool, bool]:
 def _check_extra(state: dict[str, Any], model: nn.Module) -> None:
     own, saved = _extra(model), {*state["extra"], *filter(_is_extra, state["weights"])}
     # The version before did not save any but tensors.
-    known = own.keys() if state["version"] > BEFORE else own.keys() & saved
-    for name in sorted(known ^ saved):
+    expected = own.keys() if state["version"] > PREVIOUS_VERSION else own.keys() & saved
+    for name in sorted(expected ^ saved):
         message = (
             f"{name!r} is in {'the model' if name in own else 'the state'} alone; "
             "build the model that was saved."
@@ -210,8 +223,11 @@ def _check_optimizer(
 ) -> None:
     """Refuse groups that do not fit, or moments that are not there, or of others."""
     saved, own = state["optimizer"], masters.optimizer
-    there, here = saved["param_groups"], own.param_groups
-    sizes = [[len(group["params"]) for group in groups] for groups in (there, here)]
+    saved_groups, own_groups = saved["param_groups"], own.param_groups
+    sizes = [
+        [len(group["params"]) for group in groups]
+        for groups in (saved_groups, own_groups)
+    ]
     if sizes[0] != sizes[1]:
         message = (
             f"the state's optimizer has groups of {sizes[0]} parameters, this one "
@@ -227,7 +243,7 @@ def _check_optimizer(
                 "give parameters in the order they had."
             )
             raise UserError(message)
-    _check_kind(own, there)
+    _check_optimizer_type(own, saved_groups)
     if state.get("moments", len(saved["state"])) != len(saved["state"]):
         message = (
             f"the state was saved with moments of {state['moments']} parameters, and "
@@ -235,12 +251,14 @@ def _check_optimizer(
             "torch.distributed.checkpoint, read it by halfstep.sharded.load."
         )
         raise UserError(message)
-    _check_moments(saved, [param for group in here for param in group["params"]])
+    _check_moments(saved, [param for group in own_groups for param in group["params"]])
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, there: list[dict[str, Any]]) -> None:
+def _check_optimizer_type(
+    optimizer: torch.optim.Optimizer, saved_groups: list[dict[str, Any]]
+) -> None:
     """Refuse hyper-parameters of another optimizer."""
-    for group in there:
+    for group in saved_groups:
         # Another version of torch may know more, or less; another optimizer both.
         lacks = sorted(optimizer.defaults.keys() - group.keys())
         more = group.keys() - optimizer.defaults.keys()
@@ -273,36 +291,39 @@ def load(
     state: dict[str, Any], model: nn.Module, masters: MasterWeights, choice: Choice
 ) -> None:
     """Take over a state that `check` has returned; of its tensors, copies."""
-    masters.adopt()
+    masters.add_new_params()
     # First, for an optimizer may refuse what we did not.
-    optimizer = _split(state["optimizer"], masters)
+    optimizer = _shard_state(state["optimizer"], masters)
     masters.optimizer.load_state_dict(optimizer)
     saved = state["masters"]
-    here = choice.level.name, choice.format.name, _form(masters)
-    same = (state.get("level"), state["dtype"], saved["form"]) == here
+    own_settings = choice.level.name, choice.format.name, _encoding_name(masters)
+    same = (state.get("level"), state["dtype"], saved["form"]) == own_settings
     _keep_dtypes(optimizer, masters.optimizer, same=same)
-    masters.resume(saved["seed"], saved["step"])
-    low = saved["low"] if saved["form"] == masters.form.name else {}
-    slots = {id(slot.weight): slot for slot in masters.slots.values()}
-    for name, tensor in held(model).items():
-        truth, slot = state["weights"][name], slots.get(id(tensor))
+    masters.set_rng(saved["seed"], saved["step"])
+    low = saved["low"] if saved["form"] == masters.encoding.name else {}
+    master_params = {
+        id(master_param.weight): master_param
+        for master_param in masters.master_params.values()
+    }
+    for name, tensor in stored_tensors(model).items():
+        fp32_value, slot = state["weights"][name], master_params.get(id(tensor))
         if slot is None:
-            tensor.copy_(fsdp.part(truth, tensor))
+            tensor.copy_(fsdp.shard_like(fp32_value, tensor))
             continue
         weight = low.get(name)
-        if weight is None and slot.extra is None:
+        if weight is None and slot.residual is None:
             # Once, and to nearest: the random numbers are the next step's.
-            weight = truth.to(slot.weight.dtype)
-        masters.put(slot.master, fsdp.part(truth, tensor), weight)
-    masters.settle_states()
+            weight = fp32_value.to(slot.weight.dtype)
+        masters.set_fp32_(slot.master, fsdp.shard_like(fp32_value, tensor), weight)
+    masters.normalize_states()
     for name, value in (state["weights"] | state["extra"]).items():
         if _is_extra(name):
             owner = model.get_submodule(name.rpartition(".")[0])
             owner.set_extra_state(copy.deepcopy(value))
 
 
-def _form(masters: MasterWeights) -> str:
-    return masters.form.name if masters.slots else "none"
+def _encoding_name(masters: MasterWeights) -> str:
+    return masters.encoding.name if masters.master_params else "none"
 
 
 def _keep_dtypes(
@@ -330,25 +351,28 @@ def _keep_dtypes(
                 optimizer.state[param][key] = value.to(loaded.device)
 
 
-def _split(saved: dict[str, Any], masters: MasterWeights) -> dict[str, Any]:
+def _shard_state(saved: dict[str, Any], masters: MasterWeights) -> dict[str, Any]:
     """Return an optimizer's state with moments in parts, or whole, as weights are."""
     params = [p for group in masters.optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    home = dict(zip(numbers, params, strict=True))
+    param_of = dict(zip(numbers, params, strict=True))
     state = {
-        number: {key: _fit(value, home.get(number)) for key, value in values.items()}
+        number: {
+            key: _shard_value(value, param_of.get(number))
+            for key, value in values.items()
+        }
         for number, values in saved["state"].items()
     }
     return saved | {"state": state}
 
 
-def _fit(value: object, param: Tensor | None) -> object:
+def _shard_value(value: object, param: Tensor | None) -> object:
     if param is None or not torch.is_tensor(value) or value.shape != param.shape:
         return value
-    return fsdp.part(value, param) if value.dim() else value
+    return fsdp.shard_like(value, param) if value.dim() else value
 
 
-def settle(masters: MasterWeights) -> None:
+def normalize_loaded_states(masters: MasterWeights) -> None:
     """Keep moments in the form's dtype, whoever loads a state into the optimizer.
 
     Why: `Optimizer.load_state_dict` casts them to the dtype of the parameter, which
@@ -356,7 +380,7 @@ def settle(masters: MasterWeights) -> None:
     """
 
     def hook(_optimizer: torch.optim.Optimizer) -> None:
-        masters.settle_states()
+        masters.normalize_states()
 
-    if masters.form.lean:
+    if masters.encoding.is_compact:
         masters.optimizer.register_load_state_dict_post_hook(hook)

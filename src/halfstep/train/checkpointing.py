@@ -18,7 +18,7 @@ from halfstep.distributed import process_group
 from halfstep.errors import UserError
 from halfstep.session import fsdp_checkpoint
 from halfstep.train.parallelize import FSDP2
-from halfstep.train.train_state import Standing
+from halfstep.train.train_state import TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,55 +27,59 @@ if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
     from halfstep.session.session import Session
     from halfstep.train.output.run_directory import RunFolder
-    from halfstep.train.train_state import Job
+    from halfstep.train.train_state import TrainJob
 
 T = TypeVar("T")
 
-_COUNTS = ("step", "best_step", "waited", "processes")
-_WORDS = ("level", "dtype", "reason", "fingerprint")
+_COUNT_NOTES = ("step", "best_step", "waited", "processes")
+_STRING_NOTES = ("level", "dtype", "reason", "fingerprint")
 
 
 def save(
-    session: Session, standing: Standing, job: Job, folder: RunFolder, world: World
+    session: Session,
+    train_state: TrainState,
+    job: TrainJob,
+    folder: RunFolder,
+    world: World,
 ) -> None:
     """Write a checkpoint, and delete those that are no longer needed; all must call it.
 
     Raises:
         UserError: If it cannot be written; those before it are as they were.
     """
-    notes = _notes(session, standing, job, world)
+    notes = _notes(session, train_state, job, world)
     if job.plan.parallel == FSDP2:
-        path = folder.checkpoint_path(standing.step)
+        path = folder.checkpoint_path(train_state.step)
         with folder.writing(path):
             fsdp_checkpoint.save(session, path, notes, replace=True)
-        first_alone(world, lambda: folder.prune(job.plan.keep))
+        run_on_first_rank(world, lambda: folder.prune(job.plan.keep))
         return
     state = session.state_dict()
     weights = state.pop("weights")
 
     def write() -> None:
-        folder.save(standing.step, weights, state, notes)
+        folder.save(train_state.step, weights, state, notes)
         folder.prune(job.plan.keep)
 
-    first_alone(world, write)
+    run_on_first_rank(world, write)
 
 
 def load(session: Session, path: Path) -> None:
     """Put a checkpoint into the session, in parts or whole, whoever wrote it."""
     if atomic_directory.read(path)["format"] == atomic_directory.PLAIN:
-        found = single.load(path)
-        session.load_state_dict(found.state | {"weights": found.weights})
+        checkpoint = single.load(path)
+        session.load_state_dict(checkpoint.state | {"weights": checkpoint.weights})
     else:
         fsdp_checkpoint.load(session, path)
 
 
 def _notes(
-    session: Session, standing: Standing, job: Job, world: World
+    session: Session, train_state: TrainState, job: TrainJob, world: World
 ) -> dict[str, Any]:
     """Return what a checkpoint says of itself, for the run and for readers."""
     choice = session.choice
     return {
-        **asdict(standing),
+        **asdict(train_state),
         "level": choice.level.name,
         "dtype": choice.format.name,
         "reason": choice.reason,
@@ -85,7 +89,7 @@ def _notes(
     }
 
 
-def first_alone(world: World, act: Callable[[], T]) -> T | None:
+def run_on_first_rank(world: World, call: Callable[[], T]) -> T | None:
     """Let the first process act while the others wait; where it fails, all fail.
 
     Why: to those that wait, one that leaves is lost, and they may not learn why.
@@ -97,20 +101,24 @@ def first_alone(world: World, act: Callable[[], T]) -> T | None:
         UserError: On all, if it raises that or, on the others, an `OSError`.
         OSError: On the first, if it raises that.
     """
-    made: T | None = None
-    own: UserError | OSError | None = None
+    result: T | None = None
+    local_error: UserError | OSError | None = None
     if world.leads:
         try:
-            made = act()
+            result = call()
         except (UserError, OSError) as error:
-            own = error
-    fault = process_group.same_everywhere(None if own is None else str(own))
+            local_error = error
+    fault = process_group.same_everywhere(
+        None if local_error is None else str(local_error)
+    )
     if fault is not None:
-        raise own or UserError(fault)
-    return made
+        raise local_error or UserError(fault)
+    return result
 
 
-def resumed(folder: RunFolder, world: World) -> tuple[dict[str, Any], list[str]] | None:
+def find_resume_checkpoint(
+    folder: RunFolder, world: World
+) -> tuple[dict[str, Any], list[str]] | None:
     """Find the newest checkpoint that is whole; the same on every process.
 
     Returns:
@@ -122,13 +130,13 @@ def resumed(folder: RunFolder, world: World) -> tuple[dict[str, Any], list[str]]
     """
 
     def find() -> tuple[dict[str, Any], list[str]] | None:
-        found = folder.newest(_checked_notes)
-        return None if found is None else _with_best(folder, *found)
+        newest = folder.newest(_checked_notes)
+        return None if newest is None else _check_best(folder, *newest)
 
-    return process_group.same_everywhere(first_alone(world, find))
+    return process_group.same_everywhere(run_on_first_rank(world, find))
 
 
-def _with_best(
+def _check_best(
     folder: RunFolder, notes: dict[str, Any], faults: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the same; where the best checkpoint is damaged, without it."""
@@ -152,29 +160,29 @@ def _checked_notes(path: Path) -> dict[str, Any]:
     manifest = atomic_directory.read(path)
     atomic_directory.verify(path, manifest)
     notes: dict[str, Any] = manifest["notes"]
-    misfit = _misfit(notes)
-    if misfit is not None:
+    invalid = _invalid_note(notes)
+    if invalid is not None:
         message = (
             f"checkpoint file {path / atomic_directory.MANIFEST} was not written by a "
-            f"run: {misfit!r} of its notes is missing, or not what a run notes there."
+            f"run: {invalid!r} of its notes is missing, or not what a run notes there."
         )
         raise CheckpointError(message)
     return notes
 
 
-def _misfit(notes: Mapping[str, Any]) -> str | None:
+def _invalid_note(notes: Mapping[str, Any]) -> str | None:
     """Return what of the notes a run could not go on from; None if it can."""
     score = notes.get("best_score", "missing")
-    counts = {name: notes.get(name) for name in _COUNTS}
+    counts = {name: notes.get(name) for name in _COUNT_NOTES}
     fits = {
         **{name: type(n) is int and n >= 0 for name, n in counts.items()},
-        **{name: type(notes.get(name)) is str for name in _WORDS},
+        **{name: type(notes.get(name)) is str for name in _STRING_NOTES},
         "best_score": score is None or type(score) in {int, float},
     }
     return next((name for name, fit in fits.items() if not fit), None)
 
 
-def check_fits(notes: Mapping[str, Any], fingerprint: str) -> None:
+def check_fingerprint(notes: Mapping[str, Any], fingerprint: str) -> None:
     """Refuse to go on from a checkpoint of other data.
 
     Raises:
@@ -188,7 +196,7 @@ def check_fits(notes: Mapping[str, Any], fingerprint: str) -> None:
         raise UserError(message)
 
 
-def standing_of(notes: Mapping[str, Any]) -> Standing:
+def train_state_from_notes(notes: Mapping[str, Any]) -> TrainState:
     """Return how far a run had come."""
     names = ("step", "best_step", "best_score", "waited")
-    return Standing(**{name: notes[name] for name in names})
+    return TrainState(**{name: notes[name] for name in names})

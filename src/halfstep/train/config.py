@@ -1,7 +1,7 @@
 """The settings of a training run: one dataclass, from which flags and files are made.
 
 In: values by name. Out: a `TrainConfig`, checked; and the same as plain values for
-`config.json`. What each setting means is said in the room `flags`.
+`config.json`. The help of each setting is in the module `flags`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from math import inf
 from typing import Any
 
 from halfstep.errors import UserError
-from halfstep.train.data.labelled_text import AS_NAMED, Columns
+from halfstep.train.data.labelled_text import DEFAULT_COLUMNS, Columns
 
-_KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
-_IN_WORDS = {
+_TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
+_TYPE_DESCRIPTIONS = {
     int: "a whole number",
     float: "a number",
     str: "a word",
     bool: "true or false",
 }
-_MOST_SEED = 2**32  # torch takes 64 bits, and each step's own seed is a multiple
-_MOST_COUNT = 2**31 - 1
-_LEAST_TOKENS = 3  # one between the two that begin and end a text
-_MOST_TOKENS = 2**20
-_MOST_WORKERS = 1024
+_SEED_LIMIT = 2**32  # torch takes 64 bits, and each step's own seed is a multiple
+_MAX_COUNT = 2**31 - 1
+_MIN_TOKENS = 3  # one between the two that begin and end a text
+_MAX_TOKENS = 2**20
+_MAX_WORKERS = 1024
 
 PROBES = ("off", "flags", "sampled", "full")
 """What a probe looks at; all but the first are modes of `halfstep.Probe`."""
@@ -39,29 +39,29 @@ BEST_BY = {
 }
 """Task -> scores by which the best evaluation may be chosen, the default first."""
 BALANCED = "balanced"
-_MAY_CHANGE = ("out", "keep", "workers", "tensorboard", "probe", "parallel")
+_CHANGEABLE_ON_RESUME = ("out", "keep", "workers", "tensorboard", "probe", "parallel")
 """What a resumed run may be told anew: none of it decides what is learned."""
 
 _Check = tuple[Callable[[Any], object], str]
 """What a value must pass, and the same in words."""
 
 
-def _listed(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def _among(*words: str) -> _Check:
+def _one_of(*words: str) -> _Check:
     return words.__contains__, f"one of {', '.join(words)}"
 
 
-def _are_weights(text: str) -> bool:
+def _is_class_weights(text: str) -> bool:
     try:
-        return all(0 < float(part) < inf for part in _listed(text))
+        return all(0 < float(part) < inf for part in _split_list(text))
     except ValueError:
         return text.strip() == BALANCED
 
 
-def _from(least: int, most: int) -> _Check:
+def _in_range(least: int, most: int) -> _Check:
     return lambda value: least <= value <= most, f"from {least} to {most}"
 
 
@@ -69,32 +69,32 @@ def _is_name(text: str) -> bool:
     return bool(text.strip()) and "\0" not in text  # no system takes NUL in a path
 
 
-_COUNT: _Check = _from(1, _MOST_COUNT)
-_WORKERS: _Check = _from(0, _MOST_WORKERS)
+_COUNT: _Check = _in_range(1, _MAX_COUNT)
+_WORKERS: _Check = _in_range(0, _MAX_WORKERS)
 _SHARE: _Check = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 _PART: _Check = (lambda value: 0 < value < 1, "above 0 and below 1")
 _RATE: _Check = (lambda value: 0 < value < inf, "above 0 and finite")
 _DECAY: _Check = (lambda value: 0 <= value < inf, "at least 0 and finite")
 _FACTOR: _Check = (lambda value: 0 < value <= 1, "above 0 and at most 1")
-_TOKENS: _Check = _from(_LEAST_TOKENS, _MOST_TOKENS)
+_TOKENS: _Check = _in_range(_MIN_TOKENS, _MAX_TOKENS)
 _SEED: _Check = (
-    lambda value: 0 <= value < _MOST_SEED,
-    f"at least 0 and below {_MOST_SEED}",
+    lambda value: 0 <= value < _SEED_LIMIT,
+    f"at least 0 and below {_SEED_LIMIT}",
 )
 _FOLDER: _Check = (_is_name, "a folder: not blank, and without NUL")
 _PATH: _Check = (_is_name, "a file or a folder: not blank, and without NUL")
 _MODEL: _Check = (_is_name, "a name or a folder: not blank, and without NUL")
 _COLUMN: _Check = (lambda value: bool(value.strip()), "the name of a column")
 _NAMES: _Check = (
-    lambda value: all(_listed(value)),
+    lambda value: all(_split_list(value)),
     "names with commas between them, none of them empty",
 )
 _PATTERNS: _Check = (
-    lambda value: all(_listed(value)),
+    lambda value: all(_split_list(value)),
     "patterns with commas between them, none of them empty",
 )
 _WEIGHTS: _Check = (
-    _are_weights,
+    _is_class_weights,
     f"{BALANCED}, or finite numbers above 0 with commas between them",
 )
 
@@ -110,12 +110,12 @@ class TrainConfig:
     Each is a flag, and may stand in a file of settings.
     """
 
-    task: str = _setting("classify", _among(*BEST_BY))
+    task: str = _setting("classify", _one_of(*BEST_BY))
     data: str | None = _setting(None, _PATH)
     text_column: str | None = _setting(None, _COLUMN)
     label_column: str | None = _setting(None, _COLUMN)
     labels: str | None = _setting(None, _NAMES)
-    limit: int | None = _setting(None, _from(2, _MOST_COUNT))
+    limit: int | None = _setting(None, _in_range(2, _MAX_COUNT))
     dev_share: float = _setting(0.08, _PART)
     max_length: int = _setting(128, _TOKENS)
     model: str = _setting("tiny", _MODEL)
@@ -125,7 +125,7 @@ class TrainConfig:
     level: str = _setting("auto")  # checked where it is understood, as the next two
     dtype: str = _setting("auto")
     loss_scale: str = _setting("auto")
-    master: str = _setting(MASTERS[0], _among(*MASTERS))
+    master: str = _setting(MASTERS[0], _one_of(*MASTERS))
     policy: str = _setting("lean")
     epochs: int | None = _setting(None, _COUNT)
     max_steps: int | None = _setting(None, _COUNT)
@@ -142,15 +142,15 @@ class TrainConfig:
     best_by: str | None = _setting(None)
     eval_every: int | None = _setting(None, _COUNT)
     seed: int = _setting(0, _SEED)
-    device: str = _setting("auto", _among("auto", "cpu", "cuda"))
+    device: str = _setting("auto", _one_of("auto", "cpu", "cuda"))
     workers: int | None = _setting(None, _WORKERS)
     compile: bool = _setting(default=False)
     recompute: bool = _setting(default=False)
-    parallel: str = _setting("ddp", _among("ddp", "fsdp2"))
+    parallel: str = _setting("ddp", _one_of("ddp", "fsdp2"))
     out: str = _setting("runs/latest", _FOLDER)
     keep: int = _setting(2, _COUNT)
     tensorboard: bool = _setting(default=False)
-    probe: str = _setting("off", _among(*PROBES))
+    probe: str = _setting("off", _one_of(*PROBES))
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():
@@ -193,25 +193,26 @@ class TrainConfig:
     def columns(self) -> Columns:
         """The names in --text-column and --label-column, or what stands for them."""
         return Columns(
-            self.text_column or AS_NAMED.text, self.label_column or AS_NAMED.label
+            self.text_column or DEFAULT_COLUMNS.text,
+            self.label_column or DEFAULT_COLUMNS.label,
         )
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
         """The names in --labels, white space around them dropped."""
-        return None if self.labels is None else tuple(_listed(self.labels))
+        return None if self.labels is None else tuple(_split_list(self.labels))
 
     @property
     def frozen(self) -> tuple[str, ...]:
         """The patterns in --freeze, white space around them dropped."""
-        return () if self.freeze is None else tuple(_listed(self.freeze))
+        return () if self.freeze is None else tuple(_split_list(self.freeze))
 
     @property
     def weights(self) -> tuple[float, ...] | None:
         """The numbers in --class-weights; None where there are none."""
         if self.class_weights is None or self.class_weights.strip() == BALANCED:
             return None
-        return tuple(map(float, _listed(self.class_weights)))
+        return tuple(map(float, _split_list(self.class_weights)))
 
     @property
     def balanced(self) -> bool:
@@ -232,22 +233,22 @@ SETTINGS: dict[str, Field[Any]] = {each.name: each for each in fields(TrainConfi
 """Name -> the setting, in the order in which they are shown."""
 
 
-def kind_of(setting: Field[Any]) -> type:
+def type_of(setting: Field[Any]) -> type:
     """Return the type of a setting's values, `None` aside."""
-    return _KINDS[str(setting.type).removesuffix(" | None")]
+    return _TYPES[str(setting.type).removesuffix(" | None")]
 
 
-def fits(setting: Field[Any], value: object) -> bool:
+def has_type(setting: Field[Any], value: object) -> bool:
     """Say whether a value read from a file has the type of a setting."""
     if value is None:
         return str(setting.type).endswith(" | None")
-    kind = kind_of(setting)
-    if isinstance(value, bool) or kind is bool:  # to Python, True is a number
-        return kind is bool and isinstance(value, bool)
-    return isinstance(value, (int, float) if kind is float else kind)
+    expected = type_of(setting)
+    if isinstance(value, bool) or expected is bool:  # to Python, True is a number
+        return expected is bool and isinstance(value, bool)
+    return isinstance(value, (int, float) if expected is float else expected)
 
 
-def called(setting: Field[Any]) -> str:
+def flag_of(setting: Field[Any]) -> str:
     """Return the flag of a setting."""
     return "--" + setting.name.replace("_", "-")
 
@@ -258,33 +259,33 @@ def check(setting: Field[Any], value: object) -> None:
     Raises:
         UserError: If it is.
     """
-    good_and_right: _Check | None = setting.metadata["check"]
-    if value is None or good_and_right is None:
+    check_and_description: _Check | None = setting.metadata["check"]
+    if value is None or check_and_description is None:
         return
-    good, right = good_and_right
-    if not good(value):
-        shown = value if str(value).isprintable() else repr(value)
-        message = f"{called(setting)} {shown} must be {right}."
+    is_valid, description = check_and_description
+    if not is_valid(value):
+        text = value if str(value).isprintable() else repr(value)
+        message = f"{flag_of(setting)} {text} must be {description}."
         raise UserError(message)
 
 
-def nearest(word: str) -> str:
+def nearest_setting(word: str) -> str:
     """Return the setting whose name a word most resembles, "" where none does."""
     return "".join(difflib.get_close_matches(word.replace("-", "_"), SETTINGS, 1))
 
 
-def resumed(
+def resume_config(
     saved: Mapping[str, Any],
-    given: Mapping[str, Any],
-    full: Mapping[str, Any] | None = None,
+    explicit: Mapping[str, Any],
+    resolved: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
     """Return a saved run's settings, unless what was typed contradicts them.
 
     Args:
         saved: As `data_dict` gave them. What an older version did not know has its
             default.
-        given: Settings that were typed, or stood in --config.
-        full: As the run understood them. Where the saved run has a default, what it
+        explicit: Settings that were typed, or stood in --config.
+        resolved: As the run understood them. Where the saved run has a default, what it
             came to is no contradiction; None: that is not known.
 
     Raises:
@@ -293,24 +294,29 @@ def resumed(
     for name, value in saved.items():
         message = ""
         if name not in SETTINGS:
-            near = nearest(name) or "none"
+            near = nearest_setting(name) or "none"
             message = f"config.json holds {name!r}, not a setting; nearest: {near}."
-        elif not fits(SETTINGS[name], value):
-            right = _IN_WORDS[kind_of(SETTINGS[name])]
-            message = f"config.json: {name} is {value!r}; it must be {right}."
+        elif not has_type(SETTINGS[name], value):
+            expected = _TYPE_DESCRIPTIONS[type_of(SETTINGS[name])]
+            message = f"config.json: {name} is {value!r}; it must be {expected}."
         if message:
             raise UserError(message)
-    for name, value in given.items():
-        kept = saved.get(name, SETTINGS[name].default)
-        came_to = kept
-        if full is not None and kept in (None, "auto"):
-            came_to = full.get(name, kept)
-        if name not in _MAY_CHANGE and value not in (kept, came_to):
-            word = "default" if kept is None else kept
+    for name, value in explicit.items():
+        saved_value = saved.get(name, SETTINGS[name].default)
+        resolved_value = saved_value
+        if resolved is not None and saved_value in (None, "auto"):
+            resolved_value = resolved.get(name, saved_value)
+        if name not in _CHANGEABLE_ON_RESUME and value not in (
+            saved_value,
+            resolved_value,
+        ):
+            word = "default" if saved_value is None else saved_value
             message = (
-                f"{called(SETTINGS[name])} {value} differs from this run's {word}; "
+                f"{flag_of(SETTINGS[name])} {value} differs from this run's {word}; "
                 "resume without it, or start anew with another --out."
             )
             raise UserError(message)
-    changed = {name: given[name] for name in _MAY_CHANGE if name in given}
+    changed = {
+        name: explicit[name] for name in _CHANGEABLE_ON_RESUME if name in explicit
+    }
     return TrainConfig(**{**saved, **changed})

@@ -17,11 +17,11 @@ from halfstep.reporting.table import write_text
 from halfstep.train.config import (
     SETTINGS,
     TrainConfig,
-    called,
     check,
-    fits,
-    kind_of,
-    nearest,
+    flag_of,
+    has_type,
+    nearest_setting,
+    type_of,
 )
 
 if TYPE_CHECKING:
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 MODES = ("check", "resume", "overwrite")
 """Flags of `halfstep train` that say what to do, and are no settings of a run."""
 _EXAMPLE = 'model = "tiny"'
-_ON_TOP = """\
+_HEADER = """\
 # The settings of a run of `halfstep train`, every default resolved. What is not here
 # was not set: all rows, all parameters, a fine-tuned model's own dropout.
 # Run it again with
 #     halfstep train --config THIS_FILE --out ANOTHER_FOLDER
 """
-_PLACE = re.compile(
+_LOCATION = re.compile(
     r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL
 )
-_IN_WORDS: dict[type, str] = {
+_TOML_TYPE_NAMES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -63,23 +63,23 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        message = f"{path}{_place_and_fault(str(error), text)}"
+        message = f"{path}{_toml_error(str(error), text)}"
         raise UserError(message) from None
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in content.items():
         name = key.replace("-", "_")
         fault = _fault(key, name, value)
-        if name in found:
+        if name in settings:
             fault = f"{key!r} is set already, as {name!r} with - for _; keep one"
-        if not fault and kind_of(SETTINGS[name]) is float:
+        if not fault and type_of(SETTINGS[name]) is float:
             value = float(str(value))  # noqa: PLW2901 - a whole number may be vast
         if not fault:
             fault = _out_of_range(name, value)
         if fault:
             message = f"{path} line {_line_of(key, text)}: {fault}."
             raise UserError(message)
-        found[name] = value
-    return found
+        settings[name] = value
+    return settings
 
 
 def _text(path: Path) -> str:
@@ -103,14 +103,14 @@ def _text(path: Path) -> str:
         raise UserError(message) from None
 
 
-def _place_and_fault(said: str, text: str) -> str:
+def _toml_error(parser_message: str, text: str) -> str:
     """Return where text is not TOML, and why, from what the parser said."""
-    found = _PLACE.fullmatch(said)
-    why, line, column = found.groups() if found else (said, None, None)
-    place = f" line {line} column {column}" if line else ""
-    if found and not line:
-        place = f" line {text.rstrip().count(chr(10)) + 1}"
-    return f"{place}: broken TOML: {why}; write a setting a line, such as {_EXAMPLE}."
+    match = _LOCATION.fullmatch(parser_message)
+    why, line, column = match.groups() if match else (parser_message, None, None)
+    where = f" line {line} column {column}" if line else ""
+    if match and not line:
+        where = f" line {text.rstrip().count(chr(10)) + 1}"
+    return f"{where}: broken TOML: {why}; write a setting a line, such as {_EXAMPLE}."
 
 
 def _fault(key: str, name: str, value: object) -> str:
@@ -120,14 +120,14 @@ def _fault(key: str, name: str, value: object) -> str:
     if name not in SETTINGS and isinstance(value, dict):
         return f"{key!r} is a table; write settings without tables, such as {_EXAMPLE}"
     if name not in SETTINGS:
-        near = nearest(name)
+        near = nearest_setting(name)
         advice = f"nearest: {near}" if near else "see halfstep train --help"
         return f"{key!r} is not a setting; {advice}"
-    if not fits(SETTINGS[name], value):
-        is_now, right = (
-            _IN_WORDS[kind] for kind in (type(value), kind_of(SETTINGS[name]))
+    if not has_type(SETTINGS[name], value):
+        actual, expected = (
+            _TOML_TYPE_NAMES[kind] for kind in (type(value), type_of(SETTINGS[name]))
         )
-        return f"{key} is {is_now}, {reprlib.repr(value)}; it must be {right}"
+        return f"{key} is {actual}, {reprlib.repr(value)}; it must be {expected}"
     return ""
 
 
@@ -151,10 +151,10 @@ def _line_of(key: str, text: str) -> int:
     while True:
         end += 1
         try:
-            held = tomllib.loads("\n".join(lines[:end]))
+            parsed = tomllib.loads("\n".join(lines[:end]))
         except ValueError:
             continue  # in the middle of a value of several lines
-        if key in held:
+        if key in parsed:
             return begin + 1
         begin = end
 
@@ -172,22 +172,22 @@ def write_resolved(path: Path, mapping: Mapping[str, Any]) -> None:
     import tomli_w
 
     settings = TrainConfig(**mapping).data_dict()
-    kept = {name: value for name, value in settings.items() if value is not None}
-    for name, value in kept.items():
-        if not _can_be_utf8(value):
+    non_null = {name: value for name, value in settings.items() if value is not None}
+    for name, value in non_null.items():
+        if not _is_utf8_encodable(value):
             message = (
-                f"{called(SETTINGS[name])} {value!r} cannot stand in {path}, which is "
+                f"{flag_of(SETTINGS[name])} {value!r} cannot stand in {path}, which is "
                 "UTF-8: give it a name without bytes of other encodings."
             )
             raise UserError(message)
     try:
-        write_text(path, _ON_TOP + tomli_w.dumps(kept))
+        write_text(path, _HEADER + tomli_w.dumps(non_null))
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror}."
         raise UserError(message) from error
 
 
-def _can_be_utf8(value: object) -> bool:
+def _is_utf8_encodable(value: object) -> bool:
     """Say whether a word holds no half of a surrogate pair."""
     try:
         str(value).encode()

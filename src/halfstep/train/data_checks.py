@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from halfstep.train.data.corpus import Corpus, Split
-    from halfstep.train.data.tokenized import Encoded
+    from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.loop import Trainer
 
-_SHOWN = 20  # sentences left out that are named
-_MOST = 2_000_000  # texts that are compared: some 10 seconds
+_MAX_LISTED = 20  # sentences left out that are named
+_MAX_TEXTS = 2_000_000  # texts that are compared: some 10 seconds
 
 
 def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ...]:
@@ -30,9 +30,9 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
         faults: Lines about checkpoints that could not be used; they come first.
     """
     corpus = trainer.job.corpus
-    told = [*faults, *left_out(corpus)]
+    findings = [*faults, *left_out_findings(corpus)]
     if corpus.task == "ner" and len(corpus.test) and not corpus.test.words():
-        told.append(
+        findings.append(
             "The test texts hold no entity: whatever the model finds there, its F1 is "
             "0; mark some, or judge on other texts."
         )
@@ -40,7 +40,7 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
         cut = cut_texts(encoded, trainer.job.longest)
         if cut:
             reach = "reaches" if cut == 1 else "reach"
-            told.append(
+            findings.append(
                 f"{cut} of {len(encoded)} {split} texts {reach} {trainer.job.longest} "
                 "tokens, where texts are cut: raise --max-length, if the model takes "
                 "more."
@@ -50,43 +50,47 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
         things, they = "entities", "they begin or end inside one, or lie"
         if inexact == 1:
             things, they = "entity", "it begins or ends inside one, or lies"
-        told.append(
+        findings.append(
             f"{inexact} {things} of the training file cannot be shown exactly by "
             f"tokens: {they} beyond --max-length."
         )
-    return tuple(told)
+    return tuple(findings)
 
 
-def left_out(corpus: Corpus) -> list[str]:
+def left_out_findings(corpus: Corpus) -> list[str]:
     """Return what to say of sentences whose tags were invalid."""
     faults = corpus.left_out
     if not faults:
         return []
-    shown = " ".join(faults[:_SHOWN])
-    more = f" And {len(faults) - _SHOWN} more." if len(faults) > _SHOWN else ""
+    listed = " ".join(faults[:_MAX_LISTED])
+    more = (
+        f" And {len(faults) - _MAX_LISTED} more." if len(faults) > _MAX_LISTED else ""
+    )
     are = "sentence is" if len(faults) == 1 else "sentences are"
-    return [f"{len(faults)} {are} left out for invalid tags: {shown}{more}"]
+    return [f"{len(faults)} {are} left out for invalid tags: {listed}{more}"]
 
 
-def cut_texts(encoded: Encoded, longest: int) -> int:
+def cut_texts(encoded: EncodedTexts, longest: int) -> int:
     """Return how many texts fill all the tokens that a text may have."""
     return int(np.count_nonzero(encoded.lengths >= longest))
 
 
-def repeats(corpus: Corpus, most: int = _MOST) -> dict[str, dict[str, int]]:
+def count_repeats(
+    corpus: Corpus, max_texts: int = _MAX_TEXTS
+) -> dict[str, dict[str, int]]:
     """Return by split how many texts come more than once, for `data.json`.
 
     Texts are compared by 64-bit hashes, so that a million of them takes 16 MB.
 
     Args:
         corpus: That a run learns from.
-        most: Texts beyond which nothing is counted, and the result is empty.
+        max_texts: Texts beyond which nothing is counted, and the result is empty.
     """
     splits = {"train": corpus.train, "dev": corpus.dev, "test": corpus.test}
-    if sum(map(len, splits.values())) > most:
+    if sum(map(len, splits.values())) > max_texts:
         return {}
     train = _hashes(corpus.train)
-    found = {}
+    counts = {}
     for name, split in splits.items():
         texts = train if name == "train" else _hashes(split)
         # Row by row: a text, and the text with its label or its entities.
@@ -94,13 +98,13 @@ def repeats(corpus: Corpus, most: int = _MOST) -> dict[str, dict[str, int]]:
         distinct = np.unique(both, axis=0)
         _, answers = np.unique(distinct[:, 0], return_counts=True)
         several = np.unique(distinct[:, 0])[answers > 1]
-        found[name] = {
+        counts[name] = {
             "texts": len(texts),
             "repeated": len(texts) - len(distinct),
             "contradicting": int(np.isin(texts, several).sum()),
             "in_train": 0 if name == "train" else int(np.isin(texts, train).sum()),
         }
-    return found
+    return counts
 
 
 def _hashes(split: Split) -> np.ndarray:

@@ -22,27 +22,27 @@ from halfstep.distributed import process_group
 from halfstep.errors import UserError
 from halfstep.machine import hardware
 from halfstep.reporting.table import Cell, Table, count
-from halfstep.train.data_checks import data_findings, repeats
-from halfstep.train.evaluate import EVAL_BATCH, noted
-from halfstep.train.preflight_batch import foresee
-from halfstep.train.result import Result
-from halfstep.train.step_dataset import feed, padded_share
-from halfstep.train.timers import Clock
+from halfstep.train.data_checks import count_repeats, data_findings
+from halfstep.train.evaluate import EVAL_BATCH, collect_outputs
+from halfstep.train.preflight_batch import check_first_batch
+from halfstep.train.result import RunResult
+from halfstep.train.step_dataset import iterate_steps, padding_fraction
+from halfstep.train.timers import Timers
 
 if TYPE_CHECKING:
     from halfstep.train.config import TrainConfig
     from halfstep.train.output.run_directory import RunFolder
-    from halfstep.train.result import Ready
+    from halfstep.train.result import PreparedRun
 
 _STEPS = 8
-_LONGEST = 15.0  # seconds after which fewer must do
-_JUDGED = 2 * EVAL_BATCH
+_MAX_SECONDS = 15.0  # seconds after which fewer must do
+_NUM_EVAL_TEXTS = 2 * EVAL_BATCH
 _WARM_UP = 3  # steps that also allocate, compile and fill caches
 _WEIGHT_BYTES = 4
 
 
-def rehearse(ready: Ready, config: TrainConfig, folder: RunFolder) -> Result:
-    """Train a few steps, judge some of the dev split, and say what a run would be.
+def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunResult:
+    """Train a few steps, evaluate some of the dev split, and estimate the run.
 
     Args:
         ready: Its trainer is before its first step.
@@ -52,71 +52,78 @@ def rehearse(ready: Ready, config: TrainConfig, folder: RunFolder) -> Result:
     Raises:
         UserError: If the folder could not take a run.
     """
-    room = _room(folder)
+    free_bytes = _free_bytes(folder)
     trainer, network = ready.trainer, ready.network
     job, session = trainer.job, trainer.session
     plan, total = job.plan, job.plan.total_steps
-    meant = min(_STEPS, total)
-    source = feed(job.steps, 1, meant, workers=0, pin=False)
+    num_steps = min(_STEPS, total)
+    source = iterate_steps(job.steps, 1, num_steps, workers=0, pin=False)
     times, skipped, loss = [], 0, 0.0
     began = time.perf_counter()
     for work in source:
-        clock = Clock()
+        clock = Timers()
         with clock.time("input"):
             pass  # a run prepares it ahead, or in a thousandth of the step
         record = trainer.train_step(work, clock)
         times.append(1 / record["examples_per_s"] * work.size)
         skipped, loss = record["skipped_total"], record["loss"]
-        if process_group.same_everywhere(time.perf_counter() - began > _LONGEST):
+        if process_group.same_everywhere(time.perf_counter() - began > _MAX_SECONDS):
             break
     step = statistics.median(times[_WARM_UP:] or times)
     # A large dev split takes minutes; the longest texts take the most memory.
-    few = job.encoded["dev"].longest(_JUDGED)
-    _, dev_loss = noted(
+    eval_texts = job.encoded["dev"].longest(_NUM_EVAL_TEXTS)
+    _, dev_loss = collect_outputs(
         session,
         job.task,
-        few,
+        eval_texts,
         trainer.world,
         pad_id=job.pad_id,
         multiple=job.multiple,
     )
-    numbers = sum(param.numel() for param in network.model.parameters())
-    learn = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
+    num_params = sum(param.numel() for param in network.model.parameters())
+    num_trainable = sum(
+        p.numel() for p in network.model.parameters() if p.requires_grad
+    )
     # Weights in fp32, and two moments of each that learns.
-    size = _WEIGHT_BYTES * (numbers + 2 * learn)
-    kept = (plan.keep + 2) * size
-    if kept > room:
+    size = _WEIGHT_BYTES * (num_params + 2 * num_trainable)
+    needed_bytes = (plan.keep + 2) * size
+    if needed_bytes > free_bytes:
         message = (
             f"--out {folder.path}: {plan.keep} checkpoints, the best one and one that "
-            f"is being written need about {kept / 2**30:.1f} GiB; there are "
-            f"{room / 2**30:.1f}. Free some, or lower --keep."
+            f"is being written need about {needed_bytes / 2**30:.1f} GiB; there are "
+            f"{free_bytes / 2**30:.1f}. Free some, or lower --keep."
         )
         raise UserError(message)
     corpus, lengths = job.corpus, job.encoded["train"].lengths
-    batch, free = plan.order.batch_size, f"{room / 2**30:.1f} GiB are free"
+    batch, free = plan.order.batch_size, f"{free_bytes / 2**30:.1f} GiB are free"
     middle, most = float(np.median(lengths)), int(lengths.max())
     peak = hardware.peak_memory(trainer.world.device) / 2**20
-    held = "allocated by torch on the GPU of" if job.plan.device == "cuda" else "in"
-    judged, epochs = count(len(few), "dev text"), count(plan.order.epochs, "epoch")
+    memory_scope = (
+        "allocated by torch on the GPU of" if job.plan.device == "cuda" else "in"
+    )
+    eval_count, epochs = (
+        count(len(eval_texts), "dev text"),
+        count(plan.order.epochs, "epoch"),
+    )
     first = f"loss {loss:.3f}, {skipped} of {len(times)} skipped"
     rows: tuple[tuple[Cell, ...], ...] = (
         ("level", f"{session.choice}: {session.choice.reason}"),
         ("data", f"{corpus.sizes}; {count(len(corpus.labels), 'label')}"),
         ("tokens", f"median {middle:.0f}, longest {most}, cut after {job.longest}"),
-        ("padding", f"{padded_share(lengths, plan.order):.1%} of what is computed"),
-        ("parameters", f"{numbers / 1e6:.1f} million"),
+        ("padding", f"{padding_fraction(lengths, plan.order):.1%} of what is computed"),
+        ("parameters", f"{num_params / 1e6:.1f} million"),
         ("steps", f"{total} of {count(batch, 'text')}, in {epochs}"),
         ("a step", f"{step * 1000:.0f} ms, {batch / step:.0f} texts a second"),
         ("training", f"{_duration(step * total)}, evaluation apart"),
-        ("memory", f"{peak:.0f} MiB at most so far, {held} the first process"),
+        ("memory", f"{peak:.0f} MiB at most so far, {memory_scope} the first process"),
         ("checkpoints", f"about {size / 2**20:.0f} MiB each; {free}"),
-        ("first steps", f"{first}; then {dev_loss:.3f} on {judged}"),
+        ("first steps", f"{first}; then {dev_loss:.3f} on {eval_count}"),
     )
     notes = list(data_findings(trainer))
-    told = RunFacts(splits=run_reader.splits_of(repeats(corpus)))
-    notes += map(str, examine(told))
-    if len(times) < meant:
-        notes.append(f"{len(times)} of {meant} steps were made: they take long.")
+    facts = RunFacts(splits=run_reader.splits_of(count_repeats(corpus)))
+    notes += map(str, examine(facts))
+    if len(times) < num_steps:
+        notes.append(f"{len(times)} of {num_steps} steps were made: they take long.")
     if folder.steps() or folder.metrics.exists():
         notes.append(
             f"{folder.path} holds a run already: add --resume to go on with it, "
@@ -124,28 +131,28 @@ def rehearse(ready: Ready, config: TrainConfig, folder: RunFolder) -> Result:
         )
     table = Table("What this run would be", ("what", "value"), rows, tuple(notes))
     summary: dict[str, Any] = {"step_seconds": step, "steps": total, "skipped": skipped}
-    report = foresee(ready, config)
+    report = check_first_batch(ready, config)
     tables = (table,) if report is None else (table, *report.tables())
     if report is not None:
         summary["verdict"] = report.verdict
     process_group.wait_for_all()
-    return Result(summary, tables, folder, trainer.examples)
+    return RunResult(summary, tables, folder, trainer.examples)
 
 
-def _room(folder: RunFolder) -> int:
+def _free_bytes(folder: RunFolder) -> int:
     """Return the bytes that are free where a run would write.
 
     Raises:
         UserError: If nothing could be written there, or files of others are there.
     """
     parents = itertools.chain([folder.path], folder.path.absolute().parents)
-    there = next(path for path in parents if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        message = f"--out {folder.path}: {there} cannot be written; choose another."
+    existing = next(path for path in parents if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        message = f"--out {folder.path}: {existing} cannot be written; choose another."
         raise UserError(message)
-    if there == folder.path and not (folder.path / "config.json").exists():
-        folder.refuse_foreign()
-    return shutil.disk_usage(Path(there)).free
+    if existing == folder.path and not (folder.path / "config.json").exists():
+        folder.check_no_foreign_files()
+    return shutil.disk_usage(Path(existing)).free
 
 
 def _duration(seconds: float) -> str:

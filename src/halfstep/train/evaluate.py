@@ -1,4 +1,4 @@
-"""What the model says of a split, over all processes, each example once.
+"""Evaluates a split over all processes, each example once.
 
 In: a session and encoded examples. Out: what the task notes of each example, the
 mean loss, and the score of a plain baseline.
@@ -20,58 +20,58 @@ if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
     from halfstep.session.session import Session
     from halfstep.train.data.corpus import Split
-    from halfstep.train.data.tokenized import Encoded
+    from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.tasks import Task
 
 EVAL_BATCH = 128
 """Texts in a batch without gradients: about what four training batches hold."""
 
-_PLAIN = Objective(None, 0.0)
+_UNWEIGHTED = Objective(None, 0.0)
 
 
 @torch.no_grad()
-def noted(
+def collect_outputs(
     session: Session,
     task: Task,
-    encoded: Encoded,
+    encoded: EncodedTexts,
     world: World,
     *,
     pad_id: int,
     multiple: int,
 ) -> tuple[torch.Tensor, float]:
-    """Return what the task notes of every example, and the mean loss, on each process.
+    """Return the outputs of every example, and the mean loss, on each process.
 
     Ranks take batches in turn, write to the places of these among zeros, and the
     places are summed.
 
     Returns:
-        What `task.blank` made, filled in, on the CPU; and the mean cross-entropy of
+        The filled `task.empty_outputs`, on the CPU; and the mean cross-entropy of
         all targets in nats, without weights and smoothing.
     """
     model: Any = ddp.bare(session.model)
-    made = task.blank(encoded, model.config.num_labels)
+    outputs = task.empty_outputs(encoded, model.config.num_labels)
     sums = torch.zeros(2, dtype=torch.float64)
     batches = ordered(encoded.lengths, EVAL_BATCH)
     model.eval()
     # A sharded model is gathered by all ranks together: each runs as often as any.
     for start in range(0, len(batches), world.size):
-        mine = start + world.rank
-        counts = mine < len(batches)
-        indices = batches[mine if counts else 0]
+        own_batch = start + world.rank
+        counts = own_batch < len(batches)
+        indices = batches[own_batch if counts else 0]
         inputs = encoded.collate(indices, pad_id, multiple)
         moved = {name: tensor.to(world.device) for name, tensor in inputs.items()}
         targets = moved.pop("labels")
         with session.autocast():
             logits = model(**moved).logits.float()
         if counts:
-            loss = _PLAIN.summed(logits, targets)
-            targets_here = float(encoded.counts[indices].sum())
-            sums += torch.tensor([float(loss), targets_here], dtype=torch.float64)
-            task.note(made, encoded, indices, logits)
+            loss = _UNWEIGHTED.loss_sum(logits, targets)
+            num_targets = float(encoded.counts[indices].sum())
+            sums += torch.tensor([float(loss), num_targets], dtype=torch.float64)
+            task.write_outputs(outputs, encoded, indices, logits)
     model.train()
-    whole = process_group.total(made.to(world.device)).cpu()
+    all_outputs = process_group.total(outputs.to(world.device)).cpu()
     summed, count = process_group.total(sums.to(world.device)).tolist()
-    return whole, summed / max(1.0, count)  # texts may be without any token
+    return all_outputs, summed / max(1.0, count)  # texts may be without any token
 
 
 def baseline_accuracy(train: Split, test: Split) -> float:

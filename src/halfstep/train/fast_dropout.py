@@ -34,12 +34,12 @@ STEPS = 1 << 16
 _SEEDS = 2**63 - 1
 _ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 _IMPLEMENTATION = "sdpa"
-_MARK = "_halfstep_quick"
+_MARK = "_halfstep_fast_dropout"
 _MATH = "_scaled_dot_product_attention_math"
 _RANK = 4  # texts, heads, positions, numbers of each
 
 
-def quicken(model: nn.Module) -> int:
+def use_fast_dropout(model: nn.Module) -> int:
     """Let a model's dropouts draw cheap masks while it trains on the CPU.
 
     What is learned is the same: elements are kept independently, with the probability
@@ -49,7 +49,7 @@ def quicken(model: nn.Module) -> int:
     one byte an element; attention keeps its shares twice, as they are and with some
     dropped, and the mask.
 
-    Changed are `nn.Dropout` modules (their class becomes `QuickDropout`), and modules
+    Changed are `nn.Dropout` modules (their class becomes `FastDropout`), and modules
     that call transformers' attention functions where the model's is "sdpa"; neither
     parameters nor buffers nor the config. Calls of `nn.functional.dropout` in a
     model's own code stay torch's. So does everything in evaluation, under
@@ -61,15 +61,15 @@ def quicken(model: nn.Module) -> int:
     changed = 0
     for module in model.modules():
         if type(module) is nn.Dropout:
-            module.__class__ = QuickDropout
+            module.__class__ = FastDropout
             changed += 1
-        elif _attends(module) and not hasattr(module, _MARK):
+        elif _uses_fast_attention(module) and not hasattr(module, _MARK):
             setattr(module, _MARK, True)
             changed += 1
     return changed
 
 
-class QuickDropout(nn.Dropout):
+class FastDropout(nn.Dropout):
     """`nn.Dropout` with `dropout` in place of torch's."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- torch's name
@@ -90,15 +90,15 @@ def dropout(x: Tensor, p: float, *, inplace: bool = False) -> Tensor:
         inplace: Whether to write into `x`.
     """
     dropped = round(p * STEPS)
-    if not 0 < dropped < STEPS or not _can(x):
+    if not 0 < dropped < STEPS or not _is_supported(x):
         return functional.dropout(x, p, training=True, inplace=inplace)
     mask = _mask(x.shape, dropped)
     # Two products: the scale has no value in 16 bits, torch's own is off by 0.2%.
-    kept = x.mul_(mask) if inplace else x.mul(mask)
-    return kept.mul_(STEPS / (STEPS - dropped))
+    masked = x.mul_(mask) if inplace else x.mul(mask)
+    return masked.mul_(STEPS / (STEPS - dropped))
 
 
-def _can(x: Tensor) -> bool:
+def _is_supported(x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and type(x) in {Tensor, nn.Parameter}
@@ -127,8 +127,8 @@ def _mask(shape: torch.Size, dropped: int) -> Tensor:
 # Attention
 
 
-class _Wanted(threading.local):
-    """How deep a thread is in attention that is to be quick."""
+class _FastAttentionDepth(threading.local):
+    """Nesting depth of a thread in attention that uses fast dropout."""
 
     depth = 0
 
@@ -144,10 +144,10 @@ class _Wanted(threading.local):
         self.depth -= 1
 
 
-_wanted = _Wanted()
+_fast_attention = _FastAttentionDepth()
 
 
-def _attends(module: nn.Module) -> bool:
+def _uses_fast_attention(module: nn.Module) -> bool:
     """Say whether a module would call transformers' attention, and gets ours."""
     forward: Any = inspect.unwrap(type(module).forward)
     if _ATTENTION_TABLE not in getattr(
@@ -158,10 +158,10 @@ def _attends(module: nn.Module) -> bool:
         getattr(module, "config", None), "_attn_implementation", None
     )
     table = forward.__globals__.get(_ATTENTION_TABLE)
-    return implementation == _IMPLEMENTATION and _stands_in(table)
+    return implementation == _IMPLEMENTATION and _install_attention(table)
 
 
-def _stands_in(table: MutableMapping[str, Callable[..., Any]] | None) -> bool:
+def _install_attention(table: MutableMapping[str, Callable[..., Any]] | None) -> bool:
     """Put our function before the library's in its table; say whether it is there."""
     shared = getattr(
         sys.modules.get("transformers.modeling_utils"), _ATTENTION_TABLE, None
@@ -170,7 +170,7 @@ def _stands_in(table: MutableMapping[str, Callable[..., Any]] | None) -> bool:
         return False
     if not isinstance(shared[_IMPLEMENTATION], _Attention):
         ours = _Attention(shared[_IMPLEMENTATION])
-        _install()
+        _register_kernel()
         # For all of its models: those that are not marked get what they got before.
         if hasattr(shared, "register"):
             shared.register(_IMPLEMENTATION, ours)
@@ -194,22 +194,22 @@ class _Attention:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if torch.compiler.is_compiling() or not getattr(module, _MARK, False):
             return self._library(module, *args, **kwargs)
-        with _wanted:
+        with _fast_attention:
             return self._library(module, *args, **kwargs)
 
 
 @functools.cache
-def _install() -> Library:
+def _register_kernel() -> Library:
     """Stand before what torch's attention comes down to on the CPU with dropout.
 
     Why here: autocast, with whatever policy, has cast the operands by then.
     """
     library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl(_MATH, _math, "AutogradCPU")  # type: ignore[no-untyped-call]
+    library.impl(_MATH, _attention_kernel, "AutogradCPU")  # type: ignore[no-untyped-call]
     return library
 
 
-def _math(
+def _attention_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -221,15 +221,17 @@ def _math(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute as torch does unless quick attention is wanted here."""
+    """Compute as torch does unless fast dropout is active in this thread."""
     dropped = round(dropout_p * STEPS)
     ours = (
-        _wanted.depth
+        _fast_attention.depth
         and 0 < dropped < STEPS
         and dropout_mask is None
         and query.dtype == key.dtype == value.dtype
         and (attn_mask is None or not attn_mask.requires_grad)
-        and all(each.dim() == _RANK and _can(each) for each in (query, key, value))
+        and all(
+            each.dim() == _RANK and _is_supported(each) for each in (query, key, value)
+        )
     )
     if not ours:
         torchs: Any = torch.ops.aten._scaled_dot_product_attention_math.default  # noqa: SLF001
@@ -252,14 +254,14 @@ def _math(
         ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
         attn_mask = torch.zeros(ones.shape).masked_fill_(ones.triu_(1), -torch.inf)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    made: tuple[Tensor, Tensor] = _DroppedAttention.apply(  # type: ignore[no-untyped-call]
+    output: tuple[Tensor, Tensor] = _AttentionWithDropout.apply(  # type: ignore[no-untyped-call]
         query, key, value, attn_mask, dropped, scale
     )
-    return made
+    return output
 
 
-class _DroppedAttention(torch.autograd.Function):
-    """Attention whose shares are dropped: the output, and the shares that are left.
+class _AttentionWithDropout(torch.autograd.Function):
+    """Attention with dropout on its probabilities: the output, and what is not dropped.
 
     Formulas, with S of softmax, M the mask, L = S * M and c = 1 / (1 - p): the output
     is c L V. From its gradient G come those of V, c L^T G, and of the scores, c times
@@ -280,13 +282,13 @@ class _DroppedAttention(torch.autograd.Function):
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         """Return both: (B, A, T, D) and (B, A, T, U)."""
-        shares = _shares(query, key, mask, scale).to(value.dtype)
-        kept = _mask(shares.shape, dropped)
-        left = shares * kept
-        ctx.save_for_backward(query, key, value, shares, left, kept)
+        probs = _attention_probs(query, key, mask, scale).to(value.dtype)
+        dropout_mask = _mask(probs.shape, dropped)
+        dropped_probs = probs * dropout_mask
+        ctx.save_for_backward(query, key, value, probs, dropped_probs, dropout_mask)
         ctx.scale, ctx.factor = scale, STEPS / (STEPS - dropped)
-        ctx.mark_non_differentiable(left)
-        return _product(left, value, ctx.factor), left
+        ctx.mark_non_differentiable(dropped_probs)
+        return _scaled_matmul(dropped_probs, value, ctx.factor), dropped_probs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
@@ -298,24 +300,24 @@ class _DroppedAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             message = (
                 "attention with quick dropout has no gradient of a gradient; use "
-                "--dropout 0, or the model without `quicken`."
+                "--dropout 0, or the model without `use_fast_dropout`."
             )
             raise RuntimeError(message)
-        query, key, value, shares, left, kept = ctx.saved_tensors
-        of_shares = (grad @ value.transpose(-1, -2)).mul_(kept)
-        scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)  # noqa: SLF001
+        query, key, value, probs, dropped_probs, dropout_mask = ctx.saved_tensors
+        grad_probs = (grad @ value.transpose(-1, -2)).mul_(dropout_mask)
+        scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)  # noqa: SLF001
         factor = ctx.scale * ctx.factor
         return (
-            _product(scores, key, factor),
-            _product(scores.transpose(-1, -2), query, factor),
-            _product(left.transpose(-1, -2), grad, ctx.factor),
+            _scaled_matmul(scores, key, factor),
+            _scaled_matmul(scores.transpose(-1, -2), query, factor),
+            _scaled_matmul(dropped_probs.transpose(-1, -2), grad, ctx.factor),
             None,
             None,
             None,
         )
 
 
-def _product(one: Tensor, other: Tensor, factor: float) -> Tensor:
+def _scaled_matmul(one: Tensor, other: Tensor, factor: float) -> Tensor:
     """Return factor * one @ other, each number rounded once."""
     nothing = one.new_empty(())
     product = torch.baddbmm(
@@ -324,7 +326,9 @@ def _product(one: Tensor, other: Tensor, factor: float) -> Tensor:
     return product.view(*one.shape[:2], *product.shape[1:])
 
 
-def _shares(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attention_probs(
+    query: Tensor, key: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     """Return softmax(query @ key^T * scale + mask), in fp32 or wider.
 
     A row without any key that is not masked is zero, as in torch.
@@ -345,5 +349,5 @@ def _shares(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Te
         return torch.softmax(torch.add(mask.to(wide), scores, alpha=scale), -1)
     # Its softmax would be NaN, and so its gradient, whatever is multiplied by it.
     mask = mask.masked_fill(empty, 0).to(wide)
-    shares = torch.softmax(torch.add(mask, scores, alpha=scale), -1)
-    return shares.masked_fill(empty, 0)
+    probs = torch.softmax(torch.add(mask, scores, alpha=scale), -1)
+    return probs.masked_fill(empty, 0)

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from halfstep.train.config import SETTINGS, called, kind_of
+from halfstep.train.config import SETTINGS, flag_of, type_of
 from halfstep.train.config_file import read_file
 
 DESCRIPTION = (
@@ -150,14 +150,14 @@ _METAVARS = {
 }
 """Setting, or type of settings -> what stands for its value."""
 
-_FILE = """\
+_CONFIG_HELP = """\
 A file for --config holds settings by their names, one a line; words stand in quotes. \
 Flags win over it. An example:
   data = "posts.csv"
   batch_size = 16
   compile = true
 """
-_STATUS = """\
+_EXIT_STATUS_HELP = """\
 exit status:
   0    done
   1    training failed: the loss diverged, no loss scale helped, or another process \
@@ -188,31 +188,31 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, text: str) -> None:
-    kind = kind_of(SETTINGS[name])
+    kind = type_of(SETTINGS[name])
     more: dict[str, Any] = {"action": "store_true"}
     if kind is not bool:
         more = {"type": kind, "metavar": _METAVARS.get(name) or _METAVARS[kind]}
-    word = called(SETTINGS[name])
+    word = flag_of(SETTINGS[name])
     group.add_argument(word, default=argparse.SUPPRESS, help=text, **more)
 
 
 def epilog() -> str:
     """Return what stands below the flags: files of settings, and exit statuses."""
-    return f"{_FILE}\n{_STATUS}"
+    return f"{_CONFIG_HELP}\n{_EXIT_STATUS_HELP}"
 
 
-def typed(arguments: argparse.Namespace) -> dict[str, Any]:
+def explicit_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that were typed or stood in --config, a policy's file read.
 
     Raises:
         UserError: If a file cannot be used.
     """
     words = vars(arguments)
-    given = read_file(words["config"]) if "config" in words else {}
-    given |= {name: value for name, value in words.items() if name in SETTINGS}
-    if given.get("policy", "").endswith(".toml"):
+    settings = read_file(words["config"]) if "config" in words else {}
+    settings |= {name: value for name, value in words.items() if name in SETTINGS}
+    if settings.get("policy", "").endswith(".toml"):
         from halfstep.policy.rules import Policy  # with torch, which no help needs
 
         # The run must not depend on what becomes of the file.
-        given["policy"] = str(Policy.load(given["policy"]))
-    return given
+        settings["policy"] = str(Policy.load(settings["policy"]))
+    return settings

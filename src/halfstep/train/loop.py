@@ -21,15 +21,15 @@ from halfstep.distributed import process_group
 from halfstep.reporting.table import count
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train import checkpointing, profile_step, replay_step
-from halfstep.train.evaluate import noted
-from halfstep.train.metrics.result import words_of
-from halfstep.train.output.tensorboard import Board
-from halfstep.train.param_groups import SHARE
-from halfstep.train.plan import rate_factor
-from halfstep.train.signals import Diverged, Stop, Stopped
-from halfstep.train.step_dataset import feed
-from halfstep.train.timers import Clock
-from halfstep.train.train_state import Job, Standing
+from halfstep.train.evaluate import collect_outputs
+from halfstep.train.metrics.result import score_title
+from halfstep.train.output.tensorboard import TensorBoardWriter
+from halfstep.train.param_groups import LR_FACTOR
+from halfstep.train.plan import lr_factor
+from halfstep.train.signals import Diverged, Stopped, StopRequest
+from halfstep.train.step_dataset import iterate_steps
+from halfstep.train.timers import Timers
+from halfstep.train.train_state import TrainJob, TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from halfstep.nonfinite.origin import BadOp
     from halfstep.reporting.table import Table
     from halfstep.session.session import Session
-    from halfstep.train.metrics.result import Judged
+    from halfstep.train.metrics.result import EvalMetrics
     from halfstep.train.output.progress import Progress
     from halfstep.train.output.run_directory import RunFolder
-    from halfstep.train.step_dataset import Work
+    from halfstep.train.step_dataset import StepBatch
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -73,7 +73,7 @@ class Trainer:
     def __init__(
         self,
         session: Session,
-        job: Job,
+        job: TrainJob,
         world: World,
         folder: RunFolder,
     ) -> None:
@@ -81,20 +81,20 @@ class Trainer:
         self.job = job
         self.world = world
         self.folder = folder
-        self.stop = Stop()
-        self._board: Board | None = None
+        self.stop = StopRequest()
+        self._tensorboard: TensorBoardWriter | None = None
         self._probe: Probe | None = None
-        self.standing = Standing()
+        self.state = TrainState()
         self.seconds = dict.fromkeys(("train", "input", "evaluate", "save"), 0.0)
         """What this process spent, since it was started; input is a part of train."""
         self.examples = 0
         """Texts trained on by all processes since then, repeats counted."""
         self.tokens = 0
-        self.places = 0
+        self.padded_tokens = 0
         """Tokens of this process since then, without and with padding."""
-        self._asked = 0
-        self._failures = replay_step.Watcher()
-        self._last: Work | None = None
+        self._stop_signal = 0
+        self._skip_watcher = replay_step.SkipWatcher()
+        self._last_batch: StepBatch | None = None
 
     def open(self, *, tensorboard: bool, probe: str) -> None:
         """Begin to write what TensorBoard reads, and to observe, where asked for.
@@ -105,14 +105,14 @@ class Trainer:
         """
         if tensorboard:
             folder = self.folder.path / "tensorboard"
-            self._board = Board(folder, self.standing.step)
+            self._tensorboard = TensorBoardWriter(folder, self.state.step)
 
         if probe != "off":
             mode: Any = probe  # a word that the settings have checked
             self._probe = Probe(
                 self.session.model,
                 mode,
-                after=self.standing.step,
+                after=self.state.step,
                 log=self.folder.log if self.world.leads else None,
                 over_ranks=self.world.size > 1,
             )
@@ -121,11 +121,11 @@ class Trainer:
         """End writing and observing."""
         if self._probe is not None:
             self._probe.detach()
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
-    def _unseen(self) -> AbstractContextManager[None]:
-        """Return what keeps the probe from looking: a pass that trains nothing."""
+    def _probe_paused(self) -> AbstractContextManager[None]:
+        """Return a context that pauses the probe, for passes without training."""
         return contextlib.nullcontext() if self._probe is None else self._probe.paused()
 
     def fit(self, progress: Progress) -> None:
@@ -136,120 +136,125 @@ class Trainer:
             Diverged: If the loss is not a number.
         """
         plan, pin = self.job.plan, self.world.device.type == "cuda"
-        if self._is_over():
+        if self._is_patience_exhausted():
             return
-        first, last = self.standing.step + 1, plan.total_steps
-        source = feed(self.job.steps, first, last, workers=plan.workers, pin=pin)
+        first, last = self.state.step + 1, plan.total_steps
+        source = iterate_steps(
+            self.job.steps, first, last, workers=plan.workers, pin=pin
+        )
         # Workers heed no signal: one that is left would keep the program from ending.
         with contextlib.closing(source):
             self._fit(source, progress)
 
-    def _fit(self, source: Iterator[Work], progress: Progress) -> None:
+    def _fit(self, source: Iterator[StepBatch], progress: Progress) -> None:
         """Take the steps that a source prepares."""
         plan = self.job.plan
         while True:
-            clock = Clock()
+            clock = Timers()
             with clock.time("input"):
-                work = next(source, None)
-            if work is None:
+                batch = next(source, None)
+            if batch is None:
                 return
-            record = self._watched_step(work, clock)
-            number = self.standing.step = work.number
-            self._note(record)
+            record = self._step_with_replay(batch, clock)
+            number = self.state.step = batch.number
+            self._log(record)
             if self._probe is not None:
                 self._probe.step(number)
             progress.step(record)
             if number % plan.eval_every == 0 or number == plan.total_steps:
-                progress.say(self._evaluate_and_save())
+                progress.print_line(self._evaluate_and_save())
                 self._agree_to_stop()
-                if self._is_over():
-                    progress.say(self._early(number))
+                if self._is_patience_exhausted():
+                    progress.print_line(self._early_stop_message(number))
                     return
-            elif self._asked:
+            elif self._stop_signal:
                 self._save()
-            if self._asked and number < plan.total_steps:
+            if self._stop_signal and number < plan.total_steps:
                 out = self.folder.path
-                raise Stopped(self._asked, number, plan.total_steps, out)
+                raise Stopped(self._stop_signal, number, plan.total_steps, out)
 
-    def _watched_step(self, work: Work, clock: Clock) -> dict[str, Any]:
+    def _step_with_replay(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
         """Make one step; where it fails for good or without end, see why.
 
         Raises:
             LossScaleCollapse: With what was found.
         """
-        self._last = work
+        self._last_batch = batch
         try:
-            record = self._taken(work, clock)
+            record = self._step_with_profile(batch, clock)
         except LossScaleCollapse as error:
-            bad = self._again(work, error.history[-1], failed=True)
-            if bad is not None:
-                error.tell(bad)
+            origin = self._replay(batch, error.history[-1], failed=True)
+            if origin is not None:
+                error.attach_replay(origin)
             if self._probe is not None:
-                self._probe.step(work.number)
+                self._probe.step(batch.number)
             raise
-        moves = self.session.scaler.rule.backoff_factor < 1
-        if self._failures.due(record, moves=moves):
-            self._again(work, record["scale"], failed=True)
+        is_dynamic = self.session.scaler.rule.backoff_factor < 1
+        if self._skip_watcher.should_replay(record, is_dynamic=is_dynamic):
+            self._replay(batch, record["scale"], failed=True)
         return record
 
-    def _again(self, work: Work, scale: float, *, failed: bool) -> BadOp | None:
-        """Run a step again, and write down what was bad in it."""
-        bad = replay_step.found(
+    def _replay(self, batch: StepBatch, scale: float, *, failed: bool) -> BadOp | None:
+        """Run a step again, and log the origin of its non-finite values."""
+        origin = replay_step.replay(
             self.session,
-            work,
+            batch,
             self._loss,
-            lambda: self._seed(work),
+            lambda: self._seed(batch),
             scale=scale,
-            losses=self._failures.history(self.session.steps_applied),
+            losses=self._skip_watcher.history(self.session.steps_applied),
             failed=failed,
         )
-        if bad is not None and self.world.leads:
-            event = {"step": work.number, "event": "bad_op"}
-            self.folder.log(bad.data() | event)
-        return bad
+        if origin is not None and self.world.leads:
+            event = {"step": batch.number, "event": "bad_op"}
+            self.folder.log(origin.data() | event)
+        return origin
 
-    def _seed(self, work: Work) -> None:
-        _seed(self.job.steps.seed_of(work.number), self.world.device)
+    def _seed(self, batch: StepBatch) -> None:
+        _seed(self.job.steps.seed_of(batch.number), self.world.device)
 
-    def _taken(self, work: Work, clock: Clock) -> dict[str, Any]:
+    def _step_with_profile(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
         """Make a step; of one early in the run, write down where its time went."""
         total, device = self.job.plan.total_steps, self.world.device
-        if not (self.world.leads and profile_step.due(work.number, total, device)):
-            return self.train_step(work, clock)
-        record, found = profile_step.looked(
-            lambda: self.train_step(work, clock), clock, self.session.choice
+        if not (
+            self.world.leads
+            and profile_step.is_profile_step(batch.number, total, device)
+        ):
+            return self.train_step(batch, clock)
+        record, profile = profile_step.run_profiled(
+            lambda: self.train_step(batch, clock), clock, self.session.choice
         )
-        if found is not None:
-            self.folder.write("profile.json", json.dumps(found.data()))
+        if profile is not None:
+            self.folder.write("profile.json", json.dumps(profile.data()))
         return record
 
-    def _is_over(self) -> bool:
+    def _is_patience_exhausted(self) -> bool:
         """Say whether patience has run out."""
         patience = self.job.plan.patience
-        return patience is not None and self.standing.waited >= patience
+        return patience is not None and self.state.waited >= patience
 
-    def _early(self, number: int) -> str:
+    def _early_stop_message(self, number: int) -> str:
         name = self.job.plan.best_by
         return (
             f"stopped early after step {number}: {name} has not improved in "
-            f"{count(self.standing.waited, 'evaluation')}; the best is of step "
-            f"{self.standing.best_step}"
+            f"{count(self.state.waited, 'evaluation')}; the best is of step "
+            f"{self.state.best_step}"
         )
 
-    def train_step(self, work: Work, clock: Clock) -> dict[str, Any]:
+    def train_step(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
         """Make one optimizer step on a global batch; return its record."""
         began = time.perf_counter()
         session, world, plan = self.session, self.world, self.job.plan
-        self._seed(work)
+        self._seed(batch)
         applied = session.steps_applied
-        rate = plan.lr * rate_factor(applied, plan.total_steps, plan.warmup)
+        rate = plan.lr * lr_factor(applied, plan.total_steps, plan.warmup)
         for group in session.optimizer.param_groups:
-            group["lr"] = rate * group[SHARE]
+            group["lr"] = rate * group[LR_FACTOR]
         # The mean is over the global batch: DDP divides by the processes, the
         # session by the micro-batches.
-        weight = world.size * session.accumulate / work.weight
+        weight = world.size * session.accumulate / batch.weight
         summed = torch.zeros((), device=world.device)
-        for part, real in zip(work.parts, work.real, strict=True):
+        for part, real in zip(batch.parts, batch.is_real, strict=True):
             with clock.time("forward"):
                 loss = self._loss(part) * real
             with clock.time("backward"):
@@ -257,18 +262,18 @@ class Trainer:
             with clock.time("update"):
                 report = session.step()
             summed += loss.detach()
-        mean = self._agreed(summed) / work.weight
+        mean = self._reduce_loss_and_stop(summed) / batch.weight
         spent = time.perf_counter() - began
-        waited = clock.parts["input"]
-        clock.parts["rest"] = spent + waited - sum(clock.parts.values())
+        waited = clock.seconds["input"]
+        clock.seconds["rest"] = spent + waited - sum(clock.seconds.values())
         self.seconds["train"] += spent + waited
         self.seconds["input"] += waited
-        self.examples += work.size
-        self.tokens += work.tokens
-        self.places += work.places
+        self.examples += batch.size
+        self.tokens += batch.tokens
+        self.padded_tokens += batch.padded_tokens
         return {
-            "step": work.number,
-            "epoch": work.epoch,
+            "step": batch.number,
+            "epoch": batch.epoch,
             "loss": mean,
             "lr": rate,
             "scale": report.scale,
@@ -276,8 +281,8 @@ class Trainer:
             "skipped_total": session.steps_skipped,
             "found_inf_in": list(report.found_inf_in[:3]),
             "grad_norm": report.grad_norm,
-            "examples_per_s": work.size / (spent + waited),
-            "seconds": clock.parts,
+            "examples_per_s": batch.size / (spent + waited),
+            "seconds": clock.seconds,
         }
 
     def _loss(self, part: dict[str, Tensor]) -> Tensor:
@@ -289,62 +294,62 @@ class Trainer:
         targets = moved.pop("labels")
         with self.session.autocast():
             logits = self.session.model(**moved).logits
-            return self.job.objective.summed(logits, targets)
+            return self.job.objective.loss_sum(logits, targets)
 
-    def _agreed(self, summed: Tensor) -> float:
+    def _reduce_loss_and_stop(self, summed: Tensor) -> float:
         """Return a sum over all processes; learn on the way who is asked to stop."""
         asked = [float(self.stop.signal == number) for number in _SIGNALS]
-        told = torch.cat([summed[None], torch.tensor(asked, device=summed.device)])
-        total, *votes = process_group.total(told).tolist()
+        values = torch.cat([summed[None], torch.tensor(asked, device=summed.device)])
+        total, *votes = process_group.total(values).tolist()
         for number, vote in zip(_SIGNALS, votes, strict=True):
-            if vote and not self._asked:
-                self._asked = number
+            if vote and not self._stop_signal:
+                self._stop_signal = number
         return float(total)
 
     def _agree_to_stop(self) -> None:
         """Ask all processes once more: an evaluation may take long."""
-        self._agreed(torch.zeros((), device=self.world.device))
+        self._reduce_loss_and_stop(torch.zeros((), device=self.world.device))
 
-    def _note(self, record: Mapping[str, Any]) -> None:
+    def _log(self, record: Mapping[str, Any]) -> None:
         if self.world.leads:
             self.folder.log(record)
-            if self._board is not None:
-                self._board.write(record)
+            if self._tensorboard is not None:
+                self._tensorboard.write(record)
 
     def _evaluate_and_save(self) -> str:
-        """Judge the model on the dev split, write a checkpoint; return a line."""
+        """Evaluate the dev split, write a checkpoint; return a line for the console."""
         began = time.perf_counter()
-        with self._unseen():
-            judged = self.judge("dev", *self.noted("dev"))
+        with self._probe_paused():
+            metrics = self.compute_metrics("dev", *self.collect_outputs("dev"))
         self.seconds["evaluate"] += time.perf_counter() - began
-        number, name = self.standing.step, self.job.plan.best_by
-        if not math.isfinite(judged.loss):
+        number, name = self.state.step, self.job.plan.best_by
+        if not math.isfinite(metrics.loss):
             # The weights are those after its update, so it need not fail again.
-            work = self._last
-            bad = work and self._again(work, 1.0, failed=False)
-            raise Diverged(self._diverged(judged.loss), bad)
-        score = -judged.loss if name == "loss" else judged.scores[name]
-        before = self.standing.best_score
+            batch = self._last_batch
+            origin = batch and self._replay(batch, 1.0, failed=False)
+            raise Diverged(self._divergence_message(metrics.loss), origin)
+        score = -metrics.loss if name == "loss" else metrics.scores[name]
+        before = self.state.best_score
         better = before is None or score > before
         if better:
-            self.standing.best_step, self.standing.best_score = number, score
-        self.standing.waited = 0 if better else self.standing.waited + 1
+            self.state.best_step, self.state.best_score = number, score
+        self.state.waited = 0 if better else self.state.waited + 1
         # Processors of several kinds may differ in a last digit, and so in a decision.
-        self.standing = process_group.same_everywhere(self.standing)
-        better = self.standing.best_step == number
-        scores = {f"dev_{key}": value for key, value in judged.scores.items()}
-        told = {"dev_loss": judged.loss, **scores, "classes": judged.classes()}
-        self._note({"step": number, "event": "eval", **told})
-        self._note_lost()
+        self.state = process_group.same_everywhere(self.state)
+        better = self.state.best_step == number
+        scores = {f"dev_{key}": value for key, value in metrics.scores.items()}
+        dev_metrics = {"dev_loss": metrics.loss, **scores, "classes": metrics.classes()}
+        self._log({"step": number, "event": "eval", **dev_metrics})
+        self._log_lost_updates()
         self._save()
         star = " (best)" if better else ""
-        shown = {"loss": judged.loss, **judged.scores}
-        words = ", ".join(f"{words_of(key)} {shown[key]:.4f}" for key in shown)
+        values = {"loss": metrics.loss, **metrics.scores}
+        words = ", ".join(f"{score_title(key)} {values[key]:.4f}" for key in values)
         return f"step {number}: dev {words}{star}"
 
-    def _note_lost(self) -> None:
-        """Write down which updates rounding swallowed, where they were counted."""
-        step = self.standing.step
+    def _log_lost_updates(self) -> None:
+        """Log the updates lost to rounding, where they were counted."""
+        step = self.state.step
         groups = [
             {"group": lost.group, "share": lost.share}
             for lost in self.session.lost_updates()
@@ -353,31 +358,33 @@ class Trainer:
         if groups and self.world.leads:
             self.folder.log({"step": step, "event": "lost_updates", "groups": groups})
 
-    def _diverged(self, loss: float) -> str:
-        kept = "The last good checkpoint is kept; " * (self.standing.best_step > 0)
+    def _divergence_message(self, loss: float) -> str:
+        checkpoint_hint = "The last good checkpoint is kept; " * (
+            self.state.best_step > 0
+        )
         level = self.session.choice.level
-        other = " or use --level O2" * (level.low_weights and not level.masters)
+        level_hint = " or use --level O2" * (level.low_weights and not level.masters)
         return (
-            f"the model's loss on dev is {loss} at step {self.standing.step}: training "
-            f"has diverged. {kept}lower --lr{other}."
+            f"the model's loss on dev is {loss} at step {self.state.step}: training "
+            f"has diverged. {checkpoint_hint}lower --lr{level_hint}."
         )
 
-    def judge(self, split: str, made: Tensor, loss: float) -> Judged:
-        """Return how good the model is on a split, from what was noted."""
+    def compute_metrics(self, split: str, outputs: Tensor, loss: float) -> EvalMetrics:
+        """Return the metrics of a split from its stored outputs."""
         job = self.job
         rows, labels = getattr(job.corpus, split), job.corpus.labels
-        return job.task.judge(made, job.encoded[split], rows, labels, loss)
+        return job.task.compute_metrics(outputs, job.encoded[split], rows, labels, loss)
 
-    def mistakes(self, split: str, made: Tensor) -> Table:
+    def worst_examples(self, split: str, outputs: Tensor) -> Table:
         """Return the errors on a split that are worth reading."""
         job = self.job
         rows, labels = getattr(job.corpus, split), job.corpus.labels
-        return job.task.mistakes(made, job.encoded[split], rows, labels)
+        return job.task.worst_examples(outputs, job.encoded[split], rows, labels)
 
-    def noted(self, split: str) -> tuple[Tensor, float]:
-        """Return what the task notes of a split, and the loss."""
+    def collect_outputs(self, split: str) -> tuple[Tensor, float]:
+        """Return the stored outputs of a split, and the loss."""
         job = self.job
-        return noted(
+        return collect_outputs(
             self.session,
             job.task,
             job.encoded[split],
@@ -388,13 +395,11 @@ class Trainer:
 
     def _save(self) -> None:
         began = time.perf_counter()
-        checkpointing.save(
-            self.session, self.standing, self.job, self.folder, self.world
-        )
+        checkpointing.save(self.session, self.state, self.job, self.folder, self.world)
         self.seconds["save"] += time.perf_counter() - began
 
     def load_best(self) -> None:
         """Put the weights of the best checkpoint into the model."""
-        best = self.standing.best_step
-        if best not in {0, self.standing.step}:
+        best = self.state.best_step
+        if best not in {0, self.state.step}:
             checkpointing.load(self.session, self.folder.checkpoint_path(best))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    Counting = Callable[[Callable[[str], str]], Counter[str]]
+    CharacterCounter = Callable[[Callable[[str], str]], Counter[str]]
     """Counts the characters of the training texts, each text cleaned first."""
 
 DROPOUT = 0.1
@@ -48,7 +48,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Name -> shape of the BERT models that are built from scratch."""
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _DROPOUTS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -70,7 +70,7 @@ class Network:
 
 def build(
     name: str,
-    count: Counting,
+    count: CharacterCounter,
     outputs: Sequence[str],
     *,
     head: str,
@@ -229,8 +229,8 @@ def load(
     import transformers
 
     local = Path(name).exists()
-    bars = without_bars() if local else contextlib.nullcontext()
-    with _as_user_error(name), bars:
+    progress_bars = without_progress_bars() if local else contextlib.nullcontext()
+    with _as_user_error(name), progress_bars:
         _refuse_code(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, trust_remote_code=False
@@ -260,20 +260,20 @@ def _as_user_error(name: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing bars over work that takes no time."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def character_tokenizer(count: Counting, max_length: int) -> Any:  # noqa: ANN401
+def character_tokenizer(count: CharacterCounter, max_length: int) -> Any:  # noqa: ANN401
     """Return a tokenizer whose tokens are the characters of some texts.
 
     Text is normalised (NFKC, lower case) and loses its white space, so that the same
@@ -296,9 +296,11 @@ def character_tokenizer(count: Counting, max_length: int) -> Any:  # noqa: ANN40
             normalizers.Replace(Regex(r"\s+"), ""),
         ]
     )
-    found = count(normalizer.normalize_str)
-    kept = sorted(char for char, seen in found.items() if seen >= _LEAST_COUNT)
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *kept])}
+    counts = count(normalizer.normalize_str)
+    characters = sorted(char for char, seen in counts.items() if seen >= _LEAST_COUNT)
+    vocabulary = {
+        token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])
+    }
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106
     core.normalizer = normalizer
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -306,7 +308,7 @@ def character_tokenizer(count: Counting, max_length: int) -> Any:  # noqa: ANN40
         single="[CLS] $A [SEP]",
         special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
     )
-    pad, unknown, start, end, mask = SPECIAL
+    pad, unknown, start, end, mask = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         pad_token=pad,

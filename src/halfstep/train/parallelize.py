@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from halfstep.machine.recommendation import Choice
 
 FSDP2 = "fsdp2"
-_FEWEST_BLOCKS = 2
+_MIN_BLOCKS = 2
 
 
-def lay_out(
+def parallelize_model(
     model: nn.Module,
     choice: Choice,
     world: World,
@@ -47,19 +47,19 @@ def lay_out(
         UserError: If the model or this machine cannot do what is asked for.
     """
     if recompute:
-        _spare(model)
+        _checkpoint_activations(model)
     if parallel == FSDP2:
         _shard(model, choice, world)
     if compiled:
         _compile(model, world)
 
 
-def wrapped(model: nn.Module, world: World, parallel: str) -> nn.Module:
+def wrap_model(model: nn.Module, world: World, parallel: str) -> nn.Module:
     """Return the model as the session runs it: FSDP2 has changed it in place."""
     return model if parallel == FSDP2 else ddp.data_parallel(model, world)
 
 
-def _spare(model: Any) -> None:  # noqa: ANN401 -- transformers adds the method
+def _checkpoint_activations(model: Any) -> None:  # noqa: ANN401 -- transformers adds the method
     # The second is its name before transformers 5.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     name = next((name for name in names if hasattr(model, name)), names[-1])
@@ -99,7 +99,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     """
     modules = [*model.modules()]
     lists = [each for each in modules if isinstance(each, nn.ModuleList)]
-    blocks = {block for each in lists if len(each) >= _FEWEST_BLOCKS for block in each}
+    blocks = {block for each in lists if len(each) >= _MIN_BLOCKS for block in each}
     return [each for each in reversed(modules) if each in blocks.difference(lists)]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-SHARE = "rate_share"
+LR_FACTOR = "rate_share"
 """Key of a group: what its learning rate is multiplied by."""
 
 # A list of equal blocks: bert.encoder.layer.3, model.layers.3, transformer.h.3.
@@ -61,20 +61,20 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def depth_of(name: str, blocks: int) -> int:
+def layer_depth(name: str, blocks: int) -> int:
     """Return how far above the input a parameter stands.
 
     Returns:
         0 for embeddings, 1 to `blocks` for those of the blocks, `blocks` + 1 for what
         comes after them.
     """
-    found = _BLOCK.search(name)
-    if found:
-        return int(found[1]) + 1
+    match = _BLOCK.search(name)
+    if match:
+        return int(match[1]) + 1
     return 0 if _EMBEDDING.search(name) else blocks + 1
 
 
-def groups(
+def make_param_groups(
     model: nn.Module, weight_decay: float, layer_decay: float = 1.0
 ) -> list[dict[str, Any]]:
     """Return an optimizer's groups of the parameters that learn.
@@ -104,19 +104,19 @@ def groups(
             "own number (layer.0, layer.1, ...), so no layer is below another."
         )
         raise UserError(message)
-    made: dict[tuple[int, bool], dict[str, Any]] = {}
+    by_key: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, param in named:
         if not param.requires_grad:
             continue
-        depth = depth_of(name, blocks) if layer_decay < 1 else blocks + 1
+        depth = layer_depth(name, blocks) if layer_decay < 1 else blocks + 1
         decays = param.dim() > 1
-        group = made.setdefault(
+        group = by_key.setdefault(
             (depth, not decays),
             {
                 "params": [],
                 "weight_decay": weight_decay if decays else 0.0,
-                SHARE: layer_decay ** (blocks + 1 - depth),
+                LR_FACTOR: layer_decay ** (blocks + 1 - depth),
             },
         )
         group["params"].append(param)
-    return [made[key] for key in sorted(made)]
+    return [by_key[key] for key in sorted(by_key)]

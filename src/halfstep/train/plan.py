@@ -49,7 +49,7 @@ class Plan:
     """Of the corpus: a checkpoint of other data is refused."""
 
 
-def resolve(
+def resolve_plan(
     config: TrainConfig, corpus: Corpus, world: World, *, scratch: bool
 ) -> Plan:
     """Return the plan that settings come to for this data and model.
@@ -94,19 +94,21 @@ def resolve(
     )
 
 
-def counting(config: TrainConfig, level: Level, plan: Plan) -> int | None:
+def lost_updates_interval(config: TrainConfig, level: Level, plan: Plan) -> int | None:
     """Return how often updates that rounding swallows are counted; None: never.
 
     They are counted where nothing keeps what 16-bit weights cannot hold, in the step
     of each evaluation.
     """
-    kept = level.masters and config.master != "none"
-    if not level.low_weights or kept or config.parallel != "ddp":
+    has_master_weights = level.masters and config.master != "none"
+    if not level.low_weights or has_master_weights or config.parallel != "ddp":
         return None
     return plan.eval_every
 
 
-def resolved(config: TrainConfig, plan: Plan, level: str, dtype: str) -> TrainConfig:
+def resolve_config(
+    config: TrainConfig, plan: Plan, level: str, dtype: str
+) -> TrainConfig:
     """Return the settings with every default filled in, as the run understood them.
 
     What stays None has no value to give: no limit, no labels but the data's own, and
@@ -137,7 +139,7 @@ def resolved(config: TrainConfig, plan: Plan, level: str, dtype: str) -> TrainCo
     )
 
 
-def rate_factor(applied: int, total: int, warmup: float) -> float:
+def lr_factor(applied: int, total: int, warmup: float) -> float:
     """Return the share of the peak learning rate after some applied steps.
 
     Formula: rises linearly over the first `warmup * total` steps, then falls linearly

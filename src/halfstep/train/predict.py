@@ -19,7 +19,7 @@ from halfstep.train import model as train_model
 from halfstep.train import tasks
 from halfstep.train.data import entity_tags, tokenized
 from halfstep.train.data.length_batches import ordered
-from halfstep.train.data.tokenized import Encoded
+from halfstep.train.data.tokenized import EncodedTexts
 from halfstep.train.evaluate import EVAL_BATCH
 from halfstep.train.output.run_directory import RunFolder
 
@@ -70,18 +70,18 @@ class Predictions(Iterator[Label | Entities]):
     """Predictions as they come, and what was left unread on the way.
 
     Args:
-        found: The predictions.
+        predictions: The predictions.
         longest: Tokens after which a text is cut.
     """
 
-    def __init__(self, found: Iterable[Label | Entities], longest: int) -> None:
-        self._found = iter(found)
+    def __init__(self, predictions: Iterable[Label | Entities], longest: int) -> None:
+        self._predictions = iter(predictions)
         self.longest = longest
         self.cut = 0
         """Texts that were cut, among those whose prediction has come."""
 
     def __next__(self) -> Label | Entities:
-        each = next(self._found)
+        each = next(self._predictions)
         self.cut += each.cut
         return each
 
@@ -148,53 +148,53 @@ class Predictor:
             for item in chunk:
                 number += 1
                 _check(number, item)
-            yield from self._chunk(chunk)
+            yield from self._predict_chunk(chunk)
 
     @torch.inference_mode()
-    def _chunk(self, texts: list[str]) -> list[Label | Entities]:
+    def _predict_chunk(self, texts: list[str]) -> list[Label | Entities]:
         tagged = self.task.name == "ner"
-        made = tokenized.tokens(self._tokenizer, texts, offsets=tagged)
-        places = [offsets for _, offsets in made] if tagged else None
-        encoded = Encoded.build([ids for ids, _ in made], offsets=places)
-        cut = self._cut(texts, encoded)
-        found: list[Any] = [None] * len(texts)
+        token_lists = tokenized.tokenize(self._tokenizer, texts, offsets=tagged)
+        places = [offsets for _, offsets in token_lists] if tagged else None
+        encoded = EncodedTexts.build([ids for ids, _ in token_lists], offsets=places)
+        cut = self._is_cut(texts, encoded)
+        predictions: list[Any] = [None] * len(texts)
         for indices in ordered(encoded.lengths, EVAL_BATCH):
             inputs = encoded.collate(indices, self._tokenizer.pad_token_id)
             logits = self._model(**inputs).logits.float()
             if tagged:
                 tags = tasks.best_tags(encoded, indices, logits)
                 for index, row in zip(indices.tolist(), tags, strict=True):
-                    made_of = self._entities(encoded, index, row, texts[index])
-                    found[index] = Entities(texts[index], made_of, cut[index])
+                    entities = self._entities(encoded, index, row, texts[index])
+                    predictions[index] = Entities(texts[index], entities, cut[index])
             else:
                 shares = logits.softmax(-1)
                 for index, row in zip(indices.tolist(), shares, strict=True):
                     named = dict(zip(self.outputs, row.tolist(), strict=True))
                     best = self.outputs[int(row.argmax())]
-                    found[index] = Label(texts[index], best, named, cut[index])
-        return found
+                    predictions[index] = Label(texts[index], best, named, cut[index])
+        return predictions
 
-    def _cut(self, texts: list[str], encoded: Encoded) -> list[bool]:
+    def _is_cut(self, texts: list[str], encoded: EncodedTexts) -> list[bool]:
         """Tell which texts have more tokens than were kept of them."""
         cut = [False] * len(texts)
         full = encoded.lengths >= self._tokenizer.model_max_length
         reached = full.nonzero()[0].tolist()
         if not reached:  # a tokenizer does not take no texts
             return cut
-        made = self._tokenizer(
+        encoding = self._tokenizer(
             [texts[index] for index in reached],
             truncation=False,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,  # it would warn of the very length that is asked for
         )
-        for index, ids in zip(reached, made["input_ids"], strict=True):
+        for index, ids in zip(reached, encoding["input_ids"], strict=True):
             cut[index] = len(ids) > encoded.lengths[index]
         return cut
 
     def _entities(
         self,
-        encoded: Encoded,
+        encoded: EncodedTexts,
         index: int,
         tags: Any,  # noqa: ANN401
         item: str,

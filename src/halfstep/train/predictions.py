@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from halfstep.errors import UserError
 from halfstep.reporting.table import Cell, Table, count
-from halfstep.train.data.text_lines import decoded
+from halfstep.train.data.text_lines import decode_lines
 from halfstep.train.predict import Label
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def lines(source: BinaryIO) -> Iterator[str]:
             a file to train on, or there is no text.
     """
     empty = True
-    for line in decoded("standard input", _read(source)):
+    for line in decode_lines("standard input", _read(source)):
         if text := line.strip():
             empty = False
             yield text
@@ -55,7 +55,7 @@ def _read(source: BinaryIO) -> Iterator[bytes]:
         raise UserError(message) from error
 
 
-def given(texts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def drop_blank(texts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Return the texts of a command line that are not blank, and what to say of those.
 
     Raises:
@@ -71,27 +71,27 @@ def given(texts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def tables(
-    found: Predictions, outputs: Sequence[str], notes: tuple[str, ...] = ()
+    predictions: Predictions, outputs: Sequence[str], notes: tuple[str, ...] = ()
 ) -> list[Table]:
     """Return predictions as tables to read.
 
     Args:
-        found: Of one task.
+        predictions: Of one task.
         outputs: Names of the model's outputs, for the columns of classes.
         notes: What else is to be said.
     """
-    first = next(found)
+    first = next(predictions)
     rows: list[tuple[Cell, ...]] = []
     if isinstance(first, Label):
         columns: tuple[str, ...] = ("label", *(f"p({name})" for name in outputs))
         rows += [
             (each.label, *each.probabilities.values(), each.text)
-            for each in itertools.chain([first], found)
+            for each in itertools.chain([first], predictions)
             if isinstance(each, Label)
         ]
-        notes += _unread(found)
+        notes += _cut_note(predictions)
         return [Table("Predictions", (*columns, "text"), tuple(rows), notes)]
-    for number, each in enumerate(itertools.chain([first], found), 1):
+    for number, each in enumerate(itertools.chain([first], predictions), 1):
         if not isinstance(each, Label):
             rows += [
                 (number, entity.kind, entity.words, entity.start, entity.end)
@@ -99,23 +99,27 @@ def tables(
             ] or [(number, "-", "no entity", None, None)]
     columns = ("text", "kind", "entity", "start", "end")
     about = "text: counted from 1; start, end: characters, the end not included"
-    notes = (about, *notes, *_unread(found))
+    notes = (about, *notes, *_cut_note(predictions))
     return [Table("Entities", columns, tuple(rows), notes)]
 
 
-def _unread(found: Predictions) -> tuple[str, ...]:
+def _cut_note(predictions: Predictions) -> tuple[str, ...]:
     """Return what is to be said of texts that were too long, if any was."""
-    if not found.cut:
+    if not predictions.cut:
         return ()
-    texts = "1 text was" if found.cut == 1 else f"{found.cut} texts were"
-    return (f"{texts} cut after {found.longest} tokens; what follows was not read.",)
+    texts = "1 text was" if predictions.cut == 1 else f"{predictions.cut} texts were"
+    return (
+        f"{texts} cut after {predictions.longest} tokens; what follows was not read.",
+    )
 
 
-def write(found: Predictions, path: Path | None, notes: tuple[str, ...] = ()) -> None:
+def write(
+    predictions: Predictions, path: Path | None, notes: tuple[str, ...] = ()
+) -> None:
     """Write one JSON object a text to a file, and say on standard error how far it is.
 
     Args:
-        found: The predictions.
+        predictions: The predictions.
         path: File to write, or to replace once the last prediction is there: whatever
             fails before leaves it as it was. A terminal or a pipe is written directly.
             None: standard output.
@@ -124,23 +128,27 @@ def write(found: Predictions, path: Path | None, notes: tuple[str, ...] = ()) ->
     Raises:
         UserError: If the file cannot be written.
     """
-    began = shown = time.monotonic()
+    began = last_report = time.monotonic()
     number = 0
-    with contextlib.nullcontext(sys.stdout) if path is None else _whole(path) as file:
-        for number, each in enumerate(found, 1):
+    with (
+        contextlib.nullcontext(sys.stdout)
+        if path is None
+        else _atomic_file(path) as file
+    ):
+        for number, each in enumerate(predictions, 1):
             line = json.dumps(asdict(each), ensure_ascii=False) + "\n"
             with contextlib.nullcontext() if path is None else _writing(path):
                 file.write(line)
-            if time.monotonic() - shown >= _EVERY:
-                shown = time.monotonic()
-                _progress(number, shown - began)
+            if time.monotonic() - last_report >= _EVERY:
+                last_report = time.monotonic()
+                _progress(number, last_report - began)
     _progress(number, time.monotonic() - began)
-    for note in (*notes, *_unread(found)):
+    for note in (*notes, *_cut_note(predictions)):
         print(note, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _whole(path: Path) -> Iterator[TextIO]:
+def _atomic_file(path: Path) -> Iterator[TextIO]:
     """Open a file that takes the place of another when all is written."""
     with _writing(path):
         direct = path.exists() and not path.is_file()
@@ -177,5 +185,5 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _progress(number: int, seconds: float) -> None:
     rate = number / seconds if seconds else 0.0
-    said = f"{count(number, 'text')}, {rate:.0f} a second"
-    print(said, file=sys.stderr, flush=True)
+    message = f"{count(number, 'text')}, {rate:.0f} a second"
+    print(message, file=sys.stderr, flush=True)

@@ -21,33 +21,33 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.profiling.profile_result import Profile
     from halfstep.diagnostics.profiling.timeline import Timeline
     from halfstep.machine.recommendation import Choice
-    from halfstep.train.timers import Clock
+    from halfstep.train.timers import Timers
 
 T = TypeVar("T")
 
-LOOKED_AT = 20
-"""The step that is looked at: by then memory is mapped and caches are full. A shorter
-run is looked at in its last step."""
+PROFILED_STEP = 20
+"""The step that is profiled: by then memory is mapped and caches are full. A shorter
+run is profiled in its last step."""
 
 _DEVICES = {"cpu"}
 """Where it is known to cost next to nothing. On a GPU the profiler loads a library of
 the driver first, and what that costs was not measured."""
 
 
-def due(number: int, total: int, device: torch.device) -> bool:
-    """Say whether a step is the one to look at.
+def is_profile_step(number: int, total: int, device: torch.device) -> bool:
+    """Say whether a step is the one to profile.
 
     Args:
         number: Of the step, from 1.
         total: Steps of the run.
         device: That it trains on.
     """
-    ours = number == min(LOOKED_AT, total) and device.type in _DEVICES
+    ours = number == min(PROFILED_STEP, total) and device.type in _DEVICES
     return ours and not _profiler_enabled()  # whoever profiles the program comes first
 
 
-def looked(
-    step: Callable[[], T], clock: Clock, choice: Choice
+def run_profiled(
+    step: Callable[[], T], clock: Timers, choice: Choice
 ) -> tuple[T, Profile | None]:
     """Make a step, and say where its time went. It computes what it always does.
 
@@ -58,34 +58,34 @@ def looked(
         clock: Of the step, with its input timed.
         choice: Level and format of the run.
     """
-    made: list[T] = []
-    own: list[Exception] = []
+    results: list[T] = []
+    errors: list[Exception] = []
 
     def once() -> None:
         try:
-            made.append(step())
+            results.append(step())
         except Exception as error:
-            own.append(error)
+            errors.append(error)
             raise
 
     try:
-        found = _summed_up(watched(once), clock.parts["input"], choice)
+        profile = _summarize(watched(once), clock.seconds["input"], choice)
     except Exception as error:  # noqa: BLE001 -- whatever the profiler may raise
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
-        return made[0], found
-    if own:
-        raise own[0]
-    message = f"where the time of a step goes could not be read: {why}"
+        return results[0], profile
+    if errors:
+        raise errors[0]
+    message = f"where the time of a step goes could not be read: {reason}"
     warnings.warn(f"{message}; training goes on.", stacklevel=2)
-    return (made[0] if made else step()), None
+    return (results[0] if results else step()), None
 
 
-def _summed_up(seen: Timeline, waited: float, choice: Choice) -> Profile:
+def _summarize(timeline: Timeline, input_seconds: float, choice: Choice) -> Profile:
     return summary(
-        seen,
-        seen.length / 1e9 + waited,
-        waited,
+        timeline,
+        timeline.length / 1e9 + input_seconds,
+        input_seconds,
         level=choice.level.name,
         dtype=choice.format.name,
     )

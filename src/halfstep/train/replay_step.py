@@ -1,6 +1,6 @@
 """A step of the training program that failed, run again to see why.
 
-In: the records of steps, and the work of the failing one. Out: a `BadOp` for the
+In: the records of steps, and the batch of the failing one. Out: a `BadOp` for the
 metrics and the error that ends the run.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from halfstep.diagnostics.replay import first_bad, not_reproduced
 from halfstep.distributed import process_group
-from halfstep.scaling.step_history import Losses
+from halfstep.scaling.step_history import LossHistory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,48 +24,51 @@ if TYPE_CHECKING:
 
     from halfstep.nonfinite.origin import BadOp
     from halfstep.session.session import Session
-    from halfstep.train.step_dataset import Work
+    from halfstep.train.step_dataset import StepBatch
 
-SKIPS = 5
+SKIPS_BEFORE_REPLAY = 5
 """In a row, after which even a scale that still falls is looked into. From 2**16, a
 usual start loses about two; five are a factor of 32."""
 
-MOST = 10
+MAX_REPLAYS = 10
 """Replays of a run: each takes as long as tens of steps, and the first ones tell."""
 
 
 @dataclass
-class Watcher:
+class SkipWatcher:
     """Says when a step is worth running again."""
 
-    losses: Losses = field(default_factory=Losses)
+    losses: LossHistory = field(default_factory=LossHistory)
     """Of the steps applied."""
-    in_a_row: int = 0
+    consecutive_skips: int = 0
     """Steps skipped since the last one applied."""
-    left: int = MOST
+    replays_left: int = MAX_REPLAYS
 
-    def due(self, record: Mapping[str, Any], *, moves: bool) -> bool:
+    def should_replay(self, record: Mapping[str, Any], *, is_dynamic: bool) -> bool:
         """Take in the record of a step; say whether it should be run again.
 
         Once in a row of skips: at the first where no scale can mend it, since the loss
-        is not finite or the scale is fixed; otherwise after `SKIPS`.
+        is not finite or the scale is fixed; otherwise after `SKIPS_BEFORE_REPLAY`.
 
         Args:
             record: Of the step.
-            moves: The loss scale falls when steps are skipped.
+            is_dynamic: The loss scale falls when steps are skipped.
         """
         if not record["skipped"]:
             if math.isfinite(record["loss"]):
                 self.losses.add(record["loss"])
-            self.in_a_row = 0
+            self.consecutive_skips = 0
             return False
-        self.in_a_row += 1
-        hopeless = not (moves and math.isfinite(record["loss"]))
-        due = self.in_a_row == (1 if hopeless else SKIPS) and self.left > 0
-        self.left -= due
-        return due
+        self.consecutive_skips += 1
+        hopeless = not (is_dynamic and math.isfinite(record["loss"]))
+        is_due = (
+            self.consecutive_skips == (1 if hopeless else SKIPS_BEFORE_REPLAY)
+            and self.replays_left > 0
+        )
+        self.replays_left -= is_due
+        return is_due
 
-    def history(self, applied: int) -> Losses:
+    def history(self, applied: int) -> LossHistory:
         """Return the losses of a run that has applied so many steps.
 
         Of one that was resumed the first loss is not known: one from its middle is as
@@ -76,14 +79,14 @@ class Watcher:
         return replace(self.losses, first=first, applied=applied)
 
 
-def found(
+def replay(
     session: Session,
-    work: Work,
+    batch: StepBatch,
     loss_of: Callable[[dict[str, Tensor]], Tensor],
     seed: Callable[[], None],
     *,
     scale: float,
-    losses: Losses,
+    losses: LossHistory,
     failed: bool,
 ) -> BadOp | None:
     """Run the micro-batches of a step again; return the first fault on any process.
@@ -95,7 +98,7 @@ def found(
 
     Args:
         session: Its weights are those of the failing step.
-        work: Of the step.
+        batch: Of the step.
         loss_of: Computes the summed loss of a micro-batch.
         seed: Seeds what the step drew from.
         scale: Loss scale of the step.
@@ -103,40 +106,40 @@ def found(
         failed: The step was seen to fail, from these very weights.
     """
     world = process_group.size()
-    weight = world / work.weight  # as the session divides by the micro-batches
-    unread: list[str] = []
+    weight = world / batch.weight  # as the session divides by the micro-batches
+    failures: list[str] = []
 
     def of(place: int) -> Callable[[], Tensor]:
         def step() -> Tensor:
             if place == 0:
                 seed()
-            return loss_of(work.parts[place]) * work.real[place] * weight
+            return loss_of(batch.parts[place]) * batch.is_real[place] * weight
 
         return step
 
-    def look() -> BadOp | None:
+    def search() -> BadOp | None:
         try:
             return first_bad(
                 session.model,
-                [of(place) for place in range(len(work.parts))],
+                [of(place) for place in range(len(batch.parts))],
                 scale=scale,
-                number=work.number,
+                number=batch.number,
                 losses=losses,
                 # Masters add gradients up in float32; without, they stay as they are.
                 summed_in=torch.float32 if session.choice.level.masters else None,
             )
         except Exception as error:  # noqa: BLE001
             # Not to know the cause must not end a run that may yet go on.
-            unread.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
             return None
 
     for _ in range(2 if failed else 1):
-        bad = process_group.first_given(look())
-        if bad is not None:
-            return bad
-    reason = process_group.first_given(next(iter(unread), None))
+        origin = process_group.first_given(search())
+        if origin is not None:
+            return origin
+    reason = process_group.first_given(next(iter(failures), None))
     if reason is not None:
-        message = f"step {work.number} failed, and could not be run again: {reason}"
+        message = f"step {batch.number} failed, and could not be run again: {reason}"
         warnings.warn(message, stacklevel=2)
         return None
-    return not_reproduced(work.number, scale, len(work.parts)) if failed else None
+    return not_reproduced(batch.number, scale, len(batch.parts)) if failed else None

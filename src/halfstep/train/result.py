@@ -1,7 +1,7 @@
 """What a finished run leaves behind: summary, report, and a model to predict with.
 
 In: a trainer that has come to the end of its plan. Out: `summary.json`,
-`report.html`, `model/`, and a `Result` to show.
+`report.html`, `model/`, and a `RunResult` to show.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from halfstep.session import fsdp_checkpoint
 from halfstep.train import checkpointing
 from halfstep.train.data_checks import data_findings
 from halfstep.train.evaluate import baseline_accuracy
-from halfstep.train.metrics.result import words_of
+from halfstep.train.metrics.result import score_title
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder, finite
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
     from halfstep.train.config import TrainConfig
     from halfstep.train.loop import Trainer
-    from halfstep.train.metrics.result import Judged
+    from halfstep.train.metrics.result import EvalMetrics
     from halfstep.train.model import Network
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A run that can begin, or go on."""
+class PreparedRun:
+    """A run that is ready to begin or to resume."""
 
     trainer: Trainer
     network: Network
@@ -50,7 +50,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """What a finished run has to show."""
 
     summary: dict[str, Any]
@@ -60,17 +60,17 @@ class Result:
     """Texts trained on since the process was started, repeats counted."""
 
 
-def conclude(
+def finish_run(
     config: TrainConfig,
-    asked: TrainConfig,
-    ready: Ready,
+    requested: TrainConfig,
+    ready: PreparedRun,
     faults: Sequence[str],
-) -> Result:
+) -> RunResult:
     """Judge the best checkpoint and write what the run leaves behind.
 
     Args:
         config: Every default resolved, for the report.
-        asked: As given, before that.
+        requested: As given, before that.
         ready: Its trainer has done its last step.
         faults: Lines about damaged checkpoints that were not used.
     """
@@ -81,34 +81,34 @@ def conclude(
     # From here on the session's counters are those of the best step.
     trainer.load_best()
     splits = [name for name in ("dev", "test") if len(trainer.job.encoded[name])]
-    noted = {name: trainer.noted(name) for name in splits}
-    judged = {name: trainer.judge(name, *noted[name]) for name in splits}
+    outputs = {name: trainer.collect_outputs(name) for name in splits}
+    metrics = {name: trainer.compute_metrics(name, *outputs[name]) for name in splits}
     final = splits[-1]
-    tables = [judged[final].table(f"Quality on {final}")]
-    summary |= {name: one.data() for name, one in judged.items()}
+    tables = [metrics[final].table(f"Quality on {final}")]
+    summary |= {name: one.data() for name, one in metrics.items()}
     # Of a sharded model each process holds a part: all take part.
-    weights = {**fsdp_checkpoint.whole(session.weights()), **ready.originals}
+    weights = {**fsdp_checkpoint.full_tensors(session.weights()), **ready.originals}
 
     def write() -> None:
         folder = trainer.folder
-        beside, padding = None, summary["padded_share"]
+        baseline, padding = None, summary["padded_share"]
         if config.data is None and config.task == "classify":
-            beside = _beside(trainer, judged[final], summary)
-            tables.append(beside)
+            baseline = _baseline_table(trainer, metrics[final], summary)
+            tables.append(baseline)
         summary["peak_memory_bytes"] = hardware.peak_memory(trainer.world.device)
-        model = portable(ready.network, weights)
+        model = portable_model(ready.network, weights)
         if ready.network.tokenizer.is_fast:
             # Its last call left its truncation there; what was cached made no call.
             ready.network.tokenizer.backend_tokenizer.no_truncation()
-        folder.publish_model(model, ready.network.tokenizer)
-        told = html_report.Told(
+        folder.save_model(model, ready.network.tokenizer)
+        report = html_report.ReportData(
             title=f"halfstep run: {trainer.job.corpus.name}",
-            lead=_lead(trainer, judged[final], final, summary),
+            lead=_lead(trainer, metrics[final], final, summary),
             settings=config.data_dict(),
-            chosen=_chosen(config, asked),
-            judged=judged,
-            mistakes=(trainer.mistakes(final, noted[final][0]),),
-            beside=beside,
+            chosen=_chosen(config, requested),
+            metrics=metrics,
+            worst_examples=(trainer.worst_examples(final, outputs[final][0]),),
+            baseline=baseline,
             precision=precision,
             records=folder.records(),
             summary=summary,
@@ -117,12 +117,12 @@ def conclude(
                 examine(replace(run_reader.read(folder.path), padding=padding))
             ),
         )
-        folder.write("report.html", html_report.page(told))
+        folder.write("report.html", html_report.page(report))
         text = json.dumps(finite(summary), indent=1, allow_nan=False)
         folder.write("summary.json", text)
 
-    checkpointing.first_alone(trainer.world, write)
-    return Result(summary, tuple(tables), trainer.folder, trainer.examples)
+    checkpointing.run_on_first_rank(trainer.world, write)
+    return RunResult(summary, tuple(tables), trainer.folder, trainer.examples)
 
 
 def _summary(
@@ -137,11 +137,11 @@ def _summary(
         "dtype": session.choice.format.name,
         "master": config.master if session.choice.level.masters else forms.NONE,
         "reason": session.choice.reason,
-        "steps": trainer.standing.step,
+        "steps": trainer.state.step,
         "planned_steps": trainer.job.plan.total_steps,
         "applied": session.steps_applied,
         "skipped": session.steps_skipped,
-        "best_step": trainer.standing.best_step,
+        "best_step": trainer.state.best_step,
         "best_by": trainer.job.plan.best_by,
         "loss_scale": session.scaler.state.scale.item(),
         "processes": trainer.world.size,
@@ -151,14 +151,16 @@ def _summary(
         "save_seconds": seconds["save"],
         "tokenise_seconds": tokenise_seconds,
         "examples_per_s": trainer.examples / spent if spent else None,
-        "padded_share": 1 - trainer.tokens / trainer.places if trainer.places else None,
+        "padded_share": 1 - trainer.tokens / trainer.padded_tokens
+        if trainer.padded_tokens
+        else None,
         "memory": session.memory(),
     }
 
 
-def _chosen(config: TrainConfig, asked: TrainConfig) -> frozenset[str]:
+def _chosen(config: TrainConfig, requested: TrainConfig) -> frozenset[str]:
     """Return the settings that were left to the run, and that it chose."""
-    before = asked.data_dict()
+    before = requested.data_dict()
     return frozenset(
         name
         for name, value in config.data_dict().items()
@@ -167,45 +169,47 @@ def _chosen(config: TrainConfig, asked: TrainConfig) -> frozenset[str]:
 
 
 def _lead(
-    trainer: Trainer, judged: Judged, split: str, summary: Mapping[str, Any]
+    trainer: Trainer, metrics: EvalMetrics, split: str, summary: Mapping[str, Any]
 ) -> str:
     choice = trainer.session.choice
-    kept = f", master weights {summary['master']}" if choice.level.masters else ""
+    masters = f", master weights {summary['master']}" if choice.level.masters else ""
     name = trainer.job.plan.best_by
-    value = judged.loss if name == "loss" else judged.scores[name]
+    value = metrics.loss if name == "loss" else metrics.scores[name]
     return (
-        f"Level {choice}{kept}: {choice.reason}. On {split}: {words_of(name)} "
+        f"Level {choice}{masters}: {choice.reason}. On {split}: {score_title(name)} "
         f"{value:.4f}; {summary['applied']} steps applied, {summary['skipped']} "
         "skipped."
     )
 
 
-def _beside(trainer: Trainer, judged: Judged, summary: dict[str, Any]) -> Table:
-    """Return the model beside a plain classifier, on the built-in data."""
+def _baseline_table(
+    trainer: Trainer, metrics: EvalMetrics, summary: dict[str, Any]
+) -> Table:
+    """Return the model compared with a simple classifier, on the built-in data."""
     corpus = trainer.job.corpus
-    plain = baseline_accuracy(corpus.train, corpus.test)
-    summary["baseline_accuracy"] = plain
+    baseline = baseline_accuracy(corpus.train, corpus.test)
+    summary["baseline_accuracy"] = baseline
     return Table(
         "Beside a plain baseline",
         ("classifier", "test accuracy"),
         (
-            (f"this model, {trainer.session.choice}", judged.scores["accuracy"]),
-            ("logistic regression on character 1- and 2-grams", plain),
+            (f"this model, {trainer.session.choice}", metrics.scores["accuracy"]),
+            ("logistic regression on character 1- and 2-grams", baseline),
         ),
     )
 
 
 @torch.no_grad()
-def portable(network: Network, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401
-    """Return a model in fp32 for everybody, masters in place of 16-bit weights."""
+def portable_model(network: Network, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401
+    """Return a model in fp32, with master weights in place of 16-bit weights."""
     import transformers
 
     # The trained one may be split over processes; a new one is whole.
     model: Any = network.model
     kind = getattr(transformers, _name_of(model))
-    made = kind(model.config)
-    made.load_state_dict(dict(weights))
-    return made.float()
+    fp32_model = kind(model.config)
+    fp32_model.load_state_dict(dict(weights))
+    return fp32_model.float()
 
 
 def _name_of(model: Any) -> str:  # noqa: ANN401

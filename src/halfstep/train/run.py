@@ -1,6 +1,6 @@
 """A whole run, from settings to a finished model and its report.
 
-In: settings as typed. Out: the run's folder, and a `Result` to show.
+In: settings as typed. Out: the run's folder, and a `RunResult` to show.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from halfstep.train import (
     signals,
     tasks,
 )
-from halfstep.train.config import TrainConfig, resumed
+from halfstep.train.config import TrainConfig, resume_config
 from halfstep.train.config_file import read_file, write_resolved
 from halfstep.train.data import tokenized
 from halfstep.train.data.corpus import load
-from halfstep.train.data_checks import left_out, repeats
-from halfstep.train.dry_run import rehearse
+from halfstep.train.data_checks import count_repeats, left_out_findings
+from halfstep.train.dry_run import dry_run
 from halfstep.train.loop import Trainer
 from halfstep.train.output import tensorboard
 from halfstep.train.output.progress import progress
 from halfstep.train.output.run_directory import RunFolder
-from halfstep.train.plan import counting, resolve, resolved
-from halfstep.train.result import Ready, Result, conclude
+from halfstep.train.plan import lost_updates_interval, resolve_config, resolve_plan
+from halfstep.train.result import PreparedRun, RunResult, finish_run
 from halfstep.train.signals import Stopped
-from halfstep.train.step_dataset import Hiding, Steps
+from halfstep.train.step_dataset import StepDataset, TokenMasking
 from halfstep.train.tasks import Objective
-from halfstep.train.train_state import Job
+from halfstep.train.train_state import TrainJob
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,22 +59,22 @@ if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
     from halfstep.session.session import Session
     from halfstep.train.data.corpus import Corpus
-    from halfstep.train.data.tokenized import Encoded
+    from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.model import Network
     from halfstep.train.plan import Plan
 
 
 def run(
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     *,
     resume: bool = False,
     overwrite: bool = False,
     check: bool = False,
-) -> Result:
+) -> RunResult:
     """Train a model as the settings say.
 
     Args:
-        given: Settings by name, as typed; the rest are defaults or, when resuming,
+        settings: Settings by name, as typed; the rest are defaults or, when resuming,
             the saved run's.
         resume: Go on with the run in `out`. torchrun starts a failed run again
             without saying so: what this very launch has begun is gone on with.
@@ -89,8 +89,8 @@ def run(
         PeerLost: If another process has ended.
     """
     dependencies.check("halfstep train", dependencies.TO_TRAIN)
-    folder = RunFolder(Path(given.get("out", TrainConfig.out)))
-    config = _gone_on_with(folder, given) if resume else TrainConfig(**given)
+    folder = RunFolder(Path(settings.get("out", TrainConfig.out)))
+    config = _resumed_config(folder, settings) if resume else TrainConfig(**settings)
     if config.tensorboard:
         tensorboard.check_installed()
     device = pick_device(config.device)
@@ -103,16 +103,21 @@ def run(
         seed=config.seed,
         columns=config.columns,
     )
-    with process_group.join(device) as world, _held(folder, world, check=check):
+    with (
+        process_group.join(device) as world,
+        _folder_locked(folder, world, check=check),
+    ):
         _check_same(corpus.fingerprint)
-        if _restarted(folder, given, world):
+        if _is_restart(folder, settings, world):
             resume, overwrite = True, False
-        found = checkpointing.resumed(folder, world) if resume else None
-        notes, faults = found or (None, [])
-        ready = _ready(config, corpus, folder, world, notes)
+        checkpoint = (
+            checkpointing.find_resume_checkpoint(folder, world) if resume else None
+        )
+        notes, faults = checkpoint or (None, [])
+        ready = _prepare_run(config, corpus, folder, world, notes)
         if check:
-            return rehearse(ready, config, folder)
-        _open(config, ready, resume=resume, overwrite=overwrite)
+            return dry_run(ready, config, folder)
+        _open_folder(config, ready, resume=resume, overwrite=overwrite)
         outcome = _train(config, ready, notes, faults)
     if isinstance(outcome, Stopped):
         raise outcome
@@ -130,21 +135,23 @@ def _check_same(fingerprint: str) -> None:
 
 
 @contextlib.contextmanager
-def _held(folder: RunFolder, world: World, *, check: bool) -> Iterator[None]:
+def _folder_locked(folder: RunFolder, world: World, *, check: bool) -> Iterator[None]:
     """Keep other programs out of the folder while the run lasts."""
     with contextlib.ExitStack() as stack:
         if not check:  # which writes nothing there
-            checkpointing.first_alone(world, lambda: stack.enter_context(folder.held()))
+            checkpointing.run_on_first_rank(
+                world, lambda: stack.enter_context(folder.locked())
+            )
         yield
 
 
-def _gone_on_with(folder: RunFolder, given: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings of the run in a folder, which those given must be."""
+def _resumed_config(folder: RunFolder, settings: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings of the run in a folder, which the new ones must match."""
     saved, full = folder.settings(), folder.path / "resolved.toml"
-    return resumed(saved, given, read_file(full) if full.exists() else None)
+    return resume_config(saved, settings, read_file(full) if full.exists() else None)
 
 
-def _restarted(folder: RunFolder, given: Mapping[str, Any], world: World) -> bool:
+def _is_restart(folder: RunFolder, settings: Mapping[str, Any], world: World) -> bool:
     """Say whether torchrun has started this very run again, the same to all.
 
     Raises:
@@ -152,39 +159,41 @@ def _restarted(folder: RunFolder, given: Mapping[str, Any], world: World) -> boo
     """
 
     def ask() -> bool:
-        again = folder.resumes_after_restart()
-        if again:
-            _gone_on_with(folder, given)
-        return again
+        is_restart = folder.resumes_after_restart()
+        if is_restart:
+            _resumed_config(folder, settings)
+        return is_restart
 
-    return bool(process_group.same_everywhere(checkpointing.first_alone(world, ask)))
+    return bool(
+        process_group.same_everywhere(checkpointing.run_on_first_rank(world, ask))
+    )
 
 
 def _train(
     config: TrainConfig,
-    ready: Ready,
+    ready: PreparedRun,
     notes: Mapping[str, Any] | None,
     faults: Sequence[str],
-) -> Result | Stopped:
+) -> RunResult | Stopped:
     """Train to the end, or until asked to stop.
 
     All processes stop together, so all can leave as after a whole run.
     """
     trainer = ready.trainer
     plan, choice, leads = trainer.job.plan, trainer.session.choice, trainer.world.leads
-    shown = progress(plan.total_steps, trainer.standing.step, leads=leads)
-    for line in (*faults, *_opening(config, trainer, ready.network, notes)):
-        shown.say(line)
+    display = progress(plan.total_steps, trainer.state.step, leads=leads)
+    for line in (*faults, *_opening_lines(config, trainer, ready.network, notes)):
+        display.print_line(line)
     try:
-        with signals.listening(trainer.stop):
-            trainer.fit(shown)
+        with signals.stop_on_signals(trainer.stop):
+            trainer.fit(display)
     except Stopped as stopped:
         return stopped
     finally:
-        shown.close()
+        display.close()
         trainer.close()
-    full = resolved(config, plan, choice.level.name, choice.format.name)
-    return conclude(full, config, ready, faults)
+    full = resolve_config(config, plan, choice.level.name, choice.format.name)
+    return finish_run(full, config, ready, faults)
 
 
 def pick_device(word: str) -> str:
@@ -199,13 +208,13 @@ def pick_device(word: str) -> str:
     return hardware.capabilities().device if word == "auto" else word
 
 
-def _ready(
+def _prepare_run(
     config: TrainConfig,
     corpus: Corpus,
     folder: RunFolder,
     world: World,
     notes: Mapping[str, Any] | None,
-) -> Ready:
+) -> PreparedRun:
     """Return a trainer that stands where the run does.
 
     Args:
@@ -216,57 +225,61 @@ def _ready(
         notes: Of the checkpoint to go on from; None to begin.
     """
     if notes is not None:
-        checkpointing.check_fits(notes, corpus.fingerprint)
+        checkpointing.check_fingerprint(notes, corpus.fingerprint)
     task = tasks.TASKS[config.task]
     torch.manual_seed(config.seed)
     network = model.build(
         config.model,
-        partial(tokenized.characters, corpus.train),
-        task.outputs(corpus.labels),
+        partial(tokenized.character_counts, corpus.train),
+        task.output_names(corpus.labels),
         head=task.head,
         max_length=config.max_length,
         dropout=config.dropout,
     )
     began = time.perf_counter()
     encoded = {
-        split: tokenized.encoded(getattr(corpus, split), network.tokenizer, config.task)
+        split: tokenized.encode_split(
+            getattr(corpus, split), network.tokenizer, config.task
+        )
         for split in ("train", "dev", "test")
     }
     tokenise_seconds = time.perf_counter() - began
-    plan = resolve(config, corpus, world, scratch=network.from_scratch)
+    plan = resolve_plan(config, corpus, world, scratch=network.from_scratch)
     objective = _objective(config, corpus, encoded["train"])
     pad_id = network.tokenizer.pad_token_id
     multiple = model.PAD_MULTIPLE if world.device.type == "cuda" else 1
-    steps = Steps(
+    steps = StepDataset(
         encoded["train"],
         plan.order,
         objective,
         world,
         pad_id=pad_id,
         multiple=multiple,
-        hiding=_hiding(plan, network.tokenizer),
+        masking=_token_masking(plan, network.tokenizer),
     )
     longest = network.tokenizer.model_max_length
-    job = Job(task, corpus, encoded, objective, steps, plan, pad_id, multiple, longest)
+    job = TrainJob(
+        task, corpus, encoded, objective, steps, plan, pad_id, multiple, longest
+    )
     weights = environment.weight_formats(network.model)
     session, originals = _session(config, network, plan, notes, world)
     trainer = Trainer(session, job, world, folder)
     if notes is not None:
-        trainer.standing = checkpointing.standing_of(notes)
-        checkpointing.load(session, folder.checkpoint_path(trainer.standing.step))
-    return Ready(trainer, network, originals, weights, tokenise_seconds)
+        trainer.state = checkpointing.train_state_from_notes(notes)
+        checkpointing.load(session, folder.checkpoint_path(trainer.state.step))
+    return PreparedRun(trainer, network, originals, weights, tokenise_seconds)
 
 
-def _objective(config: TrainConfig, corpus: Corpus, train: Encoded) -> Objective:
+def _objective(config: TrainConfig, corpus: Corpus, train: EncodedTexts) -> Objective:
     weights = None
     if config.balanced:
-        weights = tasks.balanced(corpus.labels, train)
+        weights = tasks.balanced_weights(corpus.labels, train)
     elif config.weights is not None:
-        weights = tasks.as_given(config.weights, corpus.labels)
+        weights = tasks.check_class_weights(config.weights, corpus.labels)
     return Objective(weights, config.label_smoothing)
 
 
-def _hiding(plan: Plan, tokenizer: Any) -> Hiding | None:  # noqa: ANN401
+def _token_masking(plan: Plan, tokenizer: Any) -> TokenMasking | None:  # noqa: ANN401
     if not plan.mask_tokens:
         return None
     if tokenizer.mask_token_id is None:
@@ -276,7 +289,7 @@ def _hiding(plan: Plan, tokenizer: Any) -> Hiding | None:  # noqa: ANN401
         )
         raise UserError(message)
     special = torch.tensor(tokenizer.all_special_ids)
-    return Hiding(plan.mask_tokens, tokenizer.mask_token_id, special)
+    return TokenMasking(plan.mask_tokens, tokenizer.mask_token_id, special)
 
 
 def _session(
@@ -295,7 +308,7 @@ def _session(
     model = network.model.to(world.device).train()
     param_groups.freeze(model, config.frozen)
     if not config.compile:  # a compiler draws masks its own way
-        fast_dropout.quicken(model)
+        fast_dropout.use_fast_dropout(model)
     choice = _choice(config, notes, world)
     originals = {}
     if choice.level.low_weights:
@@ -304,7 +317,7 @@ def _session(
             for name, param in model.named_parameters()
             if not param.requires_grad
         }
-    parallelize.lay_out(
+    parallelize.parallelize_model(
         model,
         choice,
         world,
@@ -313,7 +326,7 @@ def _session(
         compiled=config.compile,
     )
     optimizer = torch.optim.AdamW(
-        param_groups.groups(model, config.weight_decay, config.layer_decay),
+        param_groups.make_param_groups(model, config.weight_decay, config.layer_decay),
         lr=plan.lr,
         fused=True,
     )
@@ -326,9 +339,9 @@ def _session(
         clip_grad_norm=config.clip,
         accumulate=config.accumulate,
         master=config.master,
-        lost_updates_every=counting(config, choice.level, plan),
+        lost_updates_every=lost_updates_interval(config, choice.level, plan),
     )
-    session.model = parallelize.wrapped(model, world, config.parallel)
+    session.model = parallelize.wrap_model(model, world, config.parallel)
     return session, originals
 
 
@@ -348,28 +361,30 @@ def _choice(
     return Choice(level, dtype, notes["reason"])
 
 
-def _open(config: TrainConfig, ready: Ready, *, resume: bool, overwrite: bool) -> None:
+def _open_folder(
+    config: TrainConfig, ready: PreparedRun, *, resume: bool, overwrite: bool
+) -> None:
     """Make the folder ready, and say in it what the run is."""
     trainer = ready.trainer
     folder, plan, choice = trainer.folder, trainer.job.plan, trainer.session.choice
 
     def make() -> None:
         if resume:
-            folder.rewind(trainer.standing.step)
+            folder.rewind(trainer.state.step)
         else:
             folder.begin(config.data_dict(), overwrite=overwrite)
         path = folder.path / "resolved.toml"
         if not path.exists():  # a run may be killed before it says so
-            full = resolved(config, plan, choice.level.name, choice.format.name)
+            full = resolve_config(config, plan, choice.level.name, choice.format.name)
             write_resolved(path, full.data_dict())
         folder.write("environment.json", environment.text(plan.device, ready.weights))
-        folder.write("data.json", json.dumps(repeats(trainer.job.corpus)))
+        folder.write("data.json", json.dumps(count_repeats(trainer.job.corpus)))
         trainer.open(tensorboard=config.tensorboard, probe=config.probe)
 
-    checkpointing.first_alone(trainer.world, make)
+    checkpointing.run_on_first_rank(trainer.world, make)
 
 
-def _opening(
+def _opening_lines(
     config: TrainConfig,
     trainer: Trainer,
     network: Network,
@@ -377,21 +392,21 @@ def _opening(
 ) -> list[str]:
     """Return what a person reads before the first step."""
     choice, job, world = trainer.session.choice, trainer.job, trainer.world
-    corpus, plan, step = job.corpus, job.plan, trainer.standing.step
-    numbers = sum(param.numel() for param in network.model.parameters())
+    corpus, plan, step = job.corpus, job.plan, trainer.state.step
+    num_params = sum(param.numel() for param in network.model.parameters())
     processes = ""
     if world.size > 1:
         processes = f" on {world.size} processes, {plan.parallel}"
-    kept = f", master weights {config.master}" if choice.level.masters else ""
+    master_weights = f", master weights {config.master}" if choice.level.masters else ""
     things = {
         "classify": ("class", "classes"),
         "ner": ("kind of entities", "kinds of entities"),
     }[corpus.task]
     start = f", from step {step}" if step else ""
-    size, batch = numbers / 1e6, plan.order.batch_size
+    size, batch = num_params / 1e6, plan.order.batch_size
     steps = f"{count(plan.total_steps, 'step')} of {count(batch, 'text')}"
     lines = [
-        f"level {choice}{kept}: {choice.reason}",
+        f"level {choice}{master_weights}: {choice.reason}",
         f"{corpus.name}: {corpus.sizes} in {count(len(corpus.labels), *things)}",
         f"model of {size:.1f} million parameters, {steps}{processes}{start}",
     ]
@@ -400,4 +415,4 @@ def _opening(
             f"the run was on {notes['processes']} processes and is on {world.size}: it "
             "goes on with the same batches, and other dropout masks"
         )
-    return [*lines, *left_out(corpus)]
+    return [*lines, *left_out_findings(corpus)]

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from halfstep.nonfinite.origin import BadOp
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SAME_WISH = 1.0  # seconds
-_BASE = 128  # what a shell adds to the number of the signal that ended a program
+_REPEAT_SECONDS = 1.0  # seconds
+_EXIT_STATUS_BASE = (
+    128  # what a shell adds to the number of the signal that ended a program
+)
 
 
 class Diverged(RuntimeError):  # noqa: N818 -- an outcome, as LossScaleCollapse is
@@ -47,19 +49,19 @@ class Stopped(Exception):  # noqa: N818 -- likewise
             f"stopped by {name} after step {step} of {total}; the checkpoint is "
             f"saved: go on with --resume --out {out}"
         )
-        self.status = _BASE + number
+        self.status = _EXIT_STATUS_BASE + number
         """The exit status: 128 and the signal's number, 130 or 143."""
 
 
-class Stop:
+class StopRequest:
     """Whether this process was asked to stop, and by which signal."""
 
     def __init__(self) -> None:
         self.signal = 0
         """The number of the first signal; 0 for none yet."""
-        self._asked_at = 0.0
+        self._requested_at = 0.0
 
-    def ask(self, number: int, frame: FrameType | None = None) -> None:
+    def request(self, number: int, frame: FrameType | None = None) -> None:
         """Remember a signal; a second one ends the program as it always did.
 
         A scheduler may signal a launcher and its processes, and the launcher pass it
@@ -67,9 +69,9 @@ class Stop:
         """
         del frame
         now = time.monotonic()
-        if self.signal and now - self._asked_at < _SAME_WISH:
+        if self.signal and now - self._requested_at < _REPEAT_SECONDS:
             return
-        self._asked_at = self._asked_at or now
+        self._requested_at = self._requested_at or now
         if self.signal:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -77,8 +79,8 @@ class Stop:
 
 
 @contextlib.contextmanager
-def listening(stop: Stop) -> Iterator[None]:
-    """Take signals as a wish to stop, until the region ends.
+def stop_on_signals(stop: StopRequest) -> Iterator[None]:
+    """Take signals as a request to stop, until the context ends.
 
     In a thread that is not the main one, signals cannot be taken: they do what they
     did before. So do those that are ignored, as a shell's background has it, and those
@@ -87,12 +89,12 @@ def listening(stop: Stop) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = {number: signal.getsignal(number) for number in _SIGNALS}
-    before = {n: h for n, h in found.items() if h not in {signal.SIG_IGN, None}}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    previous = {n: h for n, h in handlers.items() if h not in {signal.SIG_IGN, None}}
     try:
-        for number in before:
-            signal.signal(number, stop.ask)
+        for number in previous:
+            signal.signal(number, stop.request)
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,7 +1,7 @@
 """What each step reads: its batch, this process's part of it, as tensors that wait.
 
-In: encoded examples and the order of batches. Out: `Work`, one a step, made in this
-process or ahead of time by others.
+In: encoded examples and the order of batches. Out: `StepBatch`, one a step, made in
+this process or ahead of time by others.
 
 Why: a step is known by its number alone. So a resumed run begins in the middle of an
 epoch without reading what came before, and any number of workers makes the same.
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
     from halfstep.distributed.process_group import World
     from halfstep.train.data.length_batches import Epoch
-    from halfstep.train.data.tokenized import Encoded
+    from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.tasks import Objective
 
-_HIDING = 0x9E3779B9
-"""Tells the seed of what is hidden from that of dropout, in the 32 bits that count."""
+_MASKING_SEED = 0x9E3779B9
+"""Separates the seed of masking from that of dropout, in the 32 bits that count."""
 
-_AHEAD = 4
+_PREFETCH = 4
 """Steps that each worker prepares ahead: enough to bridge an evaluation's start."""
 
 
-class Work(NamedTuple):
-    """What one process does in one step."""
+class StepBatch(NamedTuple):
+    """What one process trains on in one step."""
 
     number: int
     """Of the step, counted from 1."""
@@ -45,7 +45,7 @@ class Work(NamedTuple):
     """Counted from 0."""
     parts: list[dict[str, Tensor]]
     """Its micro-batches: `input_ids`, `attention_mask`, `labels`."""
-    real: list[bool]
+    is_real: list[bool]
     """Whether each counts; one that does not stands in where texts ran out."""
     size: int
     """Texts of the whole batch, over all processes and micro-batches."""
@@ -53,21 +53,21 @@ class Work(NamedTuple):
     """Sum of the weights of the whole batch's targets."""
     tokens: int
     """Tokens of this process's part, without padding."""
-    places: int
+    padded_tokens: int
     """The same with padding."""
 
 
 @dataclass(frozen=True)
-class Hiding:
-    """Tokens hidden from training at random, against learning by heart."""
+class TokenMasking:
+    """Replaces random input tokens by the mask token, against memorizing."""
 
     share: float
     """Of the tokens, 0 <= share < 1."""
     mask_id: int
     special: Tensor
-    """Ids of the tokens that are never hidden."""
+    """Ids of the tokens that are never masked."""
 
-    def hide(self, ids: Tensor, draw: torch.Generator) -> Tensor:
+    def mask(self, ids: Tensor, draw: torch.Generator) -> Tensor:
         """Return the ids with a random share replaced by the mask."""
         chosen = torch.rand(ids.shape, generator=draw) < self.share
         return ids.masked_fill(chosen & ~torch.isin(ids, self.special), self.mask_id)
@@ -83,19 +83,19 @@ class Order:
     seed: int
 
 
-class Steps(Dataset[Work]):
+class StepDataset(Dataset[StepBatch]):
     """The work of each step, by its number."""
 
     def __init__(
         self,
-        encoded: Encoded,
+        encoded: EncodedTexts,
         order: Order,
         objective: Objective,
         world: World,
         *,
         pad_id: int,
         multiple: int,
-        hiding: Hiding | None,
+        masking: TokenMasking | None,
     ) -> None:
         self._encoded = encoded
         self._order = order
@@ -103,38 +103,38 @@ class Steps(Dataset[Work]):
         self._rank, self._size = world.rank, world.size
         self._pad_id = pad_id
         self._multiple = multiple
-        self._hiding = hiding
+        self._masking = masking
         self._epoch: tuple[int, Epoch] | None = None
         self.per_epoch = -(-len(encoded) // order.batch_size)
 
-    def __getitem__(self, number: int) -> Work:
+    def __getitem__(self, number: int) -> StepBatch:
         """Return the work of a step, counted from 1."""
         at, place = divmod(number - 1, self.per_epoch)
         batch = self._batches(at)[place]
         mine = share(batch, self._encoded.lengths, self._rank, self._size)
         micro = self._order.accumulate
         pieces = [mine[start::micro] for start in range(micro)]
-        real = [len(piece) > 0 for piece in pieces]
+        is_real = [len(piece) > 0 for piece in pieces]
         # Without examples left, a process still takes part: the others wait for it.
         pieces = [piece if len(piece) else batch[:1] for piece in pieces]
         parts = [
             self._encoded.collate(piece, self._pad_id, self._multiple)
             for piece in pieces
         ]
-        places = sum(part["input_ids"].numel() for part in parts)
-        if self._hiding is not None:
-            draw = torch.Generator().manual_seed(self.seed_of(number) ^ _HIDING)
+        padded_tokens = sum(part["input_ids"].numel() for part in parts)
+        if self._masking is not None:
+            draw = torch.Generator().manual_seed(self.seed_of(number) ^ _MASKING_SEED)
             for part in parts:
-                part["input_ids"] = self._hiding.hide(part["input_ids"], draw)
-        return Work(
+                part["input_ids"] = self._masking.mask(part["input_ids"], draw)
+        return StepBatch(
             number,
             at,
             parts,
-            real,
+            is_real,
             len(batch),
             self._objective.weight(self._encoded, batch),
             int(self._encoded.lengths[mine].sum()),
-            places,
+            padded_tokens,
         )
 
     def seed_of(self, number: int) -> int:
@@ -147,14 +147,14 @@ class Steps(Dataset[Work]):
         if self._epoch is None or self._epoch[0] != number:
             order = self._order
             lengths = self._encoded.lengths
-            made = epoch(lengths, order.batch_size, seed=order.seed, number=number)
-            self._epoch = number, made
+            batches = epoch(lengths, order.batch_size, seed=order.seed, number=number)
+            self._epoch = number, batches
         return self._epoch[1]
 
 
-def feed(
-    steps: Steps, first: int, last: int, *, workers: int, pin: bool
-) -> Generator[Work]:
+def iterate_steps(
+    steps: StepDataset, first: int, last: int, *, workers: int, pin: bool
+) -> Generator[StepBatch]:
     """Yield the work of each step from `first` to `last`, both counted from 1.
 
     Args:
@@ -166,7 +166,7 @@ def feed(
 
     Closing it ends the workers. That must be done: they outlive an error otherwise.
     """
-    more: dict[str, Any] = {"prefetch_factor": _AHEAD} if workers else {}
+    more: dict[str, Any] = {"prefetch_factor": _PREFETCH} if workers else {}
     numbers: Any = range(first, last + 1)  # an iterable will do, says torch's manual
     yield from DataLoader(
         steps,
@@ -174,12 +174,12 @@ def feed(
         sampler=numbers,
         num_workers=workers,
         pin_memory=pin,
-        worker_init_fn=_leave_signals,
+        worker_init_fn=_ignore_signals,
         **more,
     )
 
 
-def _leave_signals(worker: int) -> None:
+def _ignore_signals(worker: int) -> None:
     """Leave signals to the process that trains, which ends its workers itself.
 
     Schedulers and terminals signal all processes of a group, and a worker that dies
@@ -190,8 +190,8 @@ def _leave_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def padded_share(lengths: np.ndarray, order: Order) -> float:
+def padding_fraction(lengths: np.ndarray, order: Order) -> float:
     """Return the share of a first epoch's places that hold padding."""
-    made = epoch(lengths, order.batch_size, seed=order.seed, number=0)
-    places = sum(int(lengths[batch].max()) * len(batch) for batch in made)
-    return 1 - float(lengths.sum()) / max(1, places)
+    batches = epoch(lengths, order.batch_size, seed=order.seed, number=0)
+    padded_tokens = sum(int(lengths[batch].max()) * len(batch) for batch in batches)
+    return 1 - float(lengths.sum()) / max(1, padded_tokens)

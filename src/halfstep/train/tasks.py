@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from halfstep.reporting.table import Table
     from halfstep.train.data.corpus import Split
-    from halfstep.train.data.tokenized import Encoded
-    from halfstep.train.metrics.result import Judged
+    from halfstep.train.data.tokenized import EncodedTexts
+    from halfstep.train.metrics.result import EvalMetrics
 
 
 class Task(Protocol):
@@ -43,29 +43,37 @@ class Task(Protocol):
     def head(self) -> str:
         """End of the class name of its models in transformers."""
 
-    def outputs(self, labels: Sequence[str]) -> tuple[str, ...]:
+    def output_names(self, labels: Sequence[str]) -> tuple[str, ...]:
         """Return what each output of the model stands for."""
 
-    def blank(self, encoded: Encoded, outputs: int) -> Tensor:
-        """Return zeros for what `note` writes; their sum over ranks is the whole."""
+    def empty_outputs(self, encoded: EncodedTexts, num_outputs: int) -> Tensor:
+        """Return zeros for `write_outputs`; the sum over ranks is complete."""
 
-    def note(
-        self, made: Tensor, encoded: Encoded, indices: np.ndarray, logits: Tensor
-    ) -> None:
-        """Write down what the model says of a batch, at the batch's own places."""
-
-    def judge(
+    def write_outputs(
         self,
-        made: Tensor,
-        encoded: Encoded,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        indices: np.ndarray,
+        logits: Tensor,
+    ) -> None:
+        """Store the outputs of a batch at the places of its examples."""
+
+    def compute_metrics(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
         split: Split,
         labels: Sequence[str],
         loss: float,
-    ) -> Judged:
-        """Return how well what was noted agrees with the truth."""
+    ) -> EvalMetrics:
+        """Return the metrics of the stored outputs."""
 
-    def mistakes(
-        self, made: Tensor, encoded: Encoded, split: Split, labels: Sequence[str]
+    def worst_examples(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        split: Split,
+        labels: Sequence[str],
     ) -> Table:
         """Return the errors that are worth reading."""
 
@@ -77,41 +85,51 @@ class Classify:
     name: str = "classify"
     head: str = "SequenceClassification"
 
-    def outputs(self, labels: Sequence[str]) -> tuple[str, ...]:
+    def output_names(self, labels: Sequence[str]) -> tuple[str, ...]:
         """Return the classes."""
         return tuple(labels)
 
-    def blank(self, encoded: Encoded, outputs: int) -> Tensor:
+    def empty_outputs(self, encoded: EncodedTexts, num_outputs: int) -> Tensor:
         """Return a place for the logits of each example. float32, shape (N, K)."""
-        return torch.zeros(len(encoded), outputs)
+        return torch.zeros(len(encoded), num_outputs)
 
-    def note(
-        self, made: Tensor, encoded: Encoded, indices: np.ndarray, logits: Tensor
+    def write_outputs(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        indices: np.ndarray,
+        logits: Tensor,
     ) -> None:
         """Write down logits of shape (B, K)."""
         del encoded
-        made[torch.from_numpy(indices)] = logits.to(made)
+        outputs[torch.from_numpy(indices)] = logits.to(outputs)
 
-    def judge(
+    def compute_metrics(
         self,
-        made: Tensor,
-        encoded: Encoded,
+        outputs: Tensor,
+        encoded: EncodedTexts,
         split: Split,
         labels: Sequence[str],
         loss: float,
-    ) -> Judged:
+    ) -> EvalMetrics:
         """Return accuracy, precision, recall, F1 and correlation."""
         del split, loss  # the logits tell it, without the rounding of a running sum
-        return metrics_labels.judge(made, _truth(encoded), labels)
+        return metrics_labels.compute_metrics(outputs, _targets(encoded), labels)
 
-    def mistakes(
-        self, made: Tensor, encoded: Encoded, split: Split, labels: Sequence[str]
+    def worst_examples(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        split: Split,
+        labels: Sequence[str],
     ) -> Table:
         """Return the wrong guesses that the model was surest of."""
-        return metrics_labels.mistakes(split.text, made, _truth(encoded), labels)
+        return metrics_labels.worst_examples(
+            split.text, outputs, _targets(encoded), labels
+        )
 
 
-def _truth(encoded: Encoded) -> Tensor:
+def _targets(encoded: EncodedTexts) -> Tensor:
     assert encoded.labels is not None  # noqa: S101 - a corpus of this task has them
     return torch.from_numpy(encoded.labels)
 
@@ -123,17 +141,21 @@ class Entities:
     name: str = "ner"
     head: str = "TokenClassification"
 
-    def outputs(self, labels: Sequence[str]) -> tuple[str, ...]:
+    def output_names(self, labels: Sequence[str]) -> tuple[str, ...]:
         """Return the tags of the kinds."""
         return entity_tags.tag_names(labels)
 
-    def blank(self, encoded: Encoded, outputs: int) -> Tensor:
+    def empty_outputs(self, encoded: EncodedTexts, num_outputs: int) -> Tensor:
         """Return a place for the tag of each token. int32, shape (tokens,)."""
-        del outputs
+        del num_outputs
         return torch.zeros(int(encoded.lengths.sum()), dtype=torch.int32)
 
-    def note(
-        self, made: Tensor, encoded: Encoded, indices: np.ndarray, logits: Tensor
+    def write_outputs(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        indices: np.ndarray,
+        logits: Tensor,
     ) -> None:
         """Write down the best valid tags, from logits of shape (B, T, K)."""
         tags = best_tags(encoded, indices, logits)
@@ -141,35 +163,41 @@ class Entities:
         for index, row in zip(indices, tags, strict=True):
             length = int(encoded.lengths[index])
             begin = int(begins[index])
-            made[begin : begin + length] = torch.from_numpy(row[:length])
+            outputs[begin : begin + length] = torch.from_numpy(row[:length])
 
-    def judge(
+    def compute_metrics(
         self,
-        made: Tensor,
-        encoded: Encoded,
+        outputs: Tensor,
+        encoded: EncodedTexts,
         split: Split,
         labels: Sequence[str],
         loss: float,
-    ) -> Judged:
+    ) -> EvalMetrics:
         """Return precision, recall and F1 of whole entities."""
-        truth, guess = _both(made, encoded, split)
-        return entities.judge(truth, guess, labels, loss)
+        true_entities, predicted_entities = _true_and_predicted(outputs, encoded, split)
+        return entities.compute_metrics(true_entities, predicted_entities, labels, loss)
 
-    def mistakes(
-        self, made: Tensor, encoded: Encoded, split: Split, labels: Sequence[str]
+    def worst_examples(
+        self,
+        outputs: Tensor,
+        encoded: EncodedTexts,
+        split: Split,
+        labels: Sequence[str],
     ) -> Table:
         """Return texts whose entities were missed, invented or confused."""
-        truth, guess = _both(made, encoded, split)
-        return entities.mistakes(split.text, truth, guess, labels)
+        true_entities, predicted_entities = _true_and_predicted(outputs, encoded, split)
+        return entities.worst_examples(
+            split.text, true_entities, predicted_entities, labels
+        )
 
 
-def best_tags(encoded: Encoded, indices: np.ndarray, logits: Tensor) -> np.ndarray:
+def best_tags(encoded: EncodedTexts, indices: np.ndarray, logits: Tensor) -> np.ndarray:
     """Return the best valid tags of a batch. int16, shape (B, T), T tokens at most."""
-    places, real = encoded.places(indices)
+    places, real = encoded.token_indices(indices)
     if encoded.offsets is not None:
         # Special tokens stand for no characters, and cannot be part of an entity.
-        known = encoded.offsets[places[real]]
-        real[real] = known[:, 0] < known[:, 1]
+        offsets = encoded.offsets[places[real]]
+        real[real] = offsets[:, 0] < offsets[:, 1]
     scores = logits.float().cpu().numpy()[:, : real.shape[1]]
     return entity_tags.decode(scores, real)
 
@@ -177,14 +205,16 @@ def best_tags(encoded: Encoded, indices: np.ndarray, logits: Tensor) -> np.ndarr
 Spans = list[list[tuple[int, int, int]]]
 
 
-def _both(made: Tensor, encoded: Encoded, split: Split) -> tuple[Spans, Spans]:
-    """Return the entities of each text, as they are and as the model has them."""
-    begins, tags = encoded.begins, made.numpy()
-    guess = [
+def _true_and_predicted(
+    outputs: Tensor, encoded: EncodedTexts, split: Split
+) -> tuple[Spans, Spans]:
+    """Return the true and the predicted entities of each text."""
+    begins, tags = encoded.begins, outputs.numpy()
+    predicted = [
         entity_tags.spans_of(tags[begins[i] : begins[i + 1]], encoded.token_offsets(i))
         for i in range(len(encoded))
     ]
-    return [split.spans(i) for i in range(len(encoded))], guess
+    return [split.spans(i) for i in range(len(encoded))], predicted
 
 
 TASKS: dict[str, Task] = {task.name: task for task in (Classify(), Entities())}
@@ -203,7 +233,7 @@ class Objective:
     """Of each output, shape (K,); None weighs all alike."""
     smoothing: float
 
-    def summed(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses of all targets, in fp32, shape ()."""
         weights = None if self.weights is None else self.weights.to(logits.device)
         return torch.nn.functional.cross_entropy(
@@ -215,7 +245,7 @@ class Objective:
             reduction="sum",
         )
 
-    def weight(self, encoded: Encoded, indices: np.ndarray) -> float:
+    def weight(self, encoded: EncodedTexts, indices: np.ndarray) -> float:
         """Return the sum of the weights of a batch's targets; what to divide by."""
         if self.weights is None or encoded.labels is None:
             # A batch of texts without any token has nothing to divide.
@@ -223,7 +253,7 @@ class Objective:
         return float(self.weights[torch.from_numpy(encoded.labels[indices])].sum())
 
 
-def balanced(labels: Sequence[str], encoded: Encoded) -> Tensor:
+def balanced_weights(labels: Sequence[str], encoded: EncodedTexts) -> Tensor:
     """Return weights of classes by which all classes count alike, shape (K,).
 
     Formula: N / (K * examples of the class), as in scikit-learn.
@@ -231,7 +261,7 @@ def balanced(labels: Sequence[str], encoded: Encoded) -> Tensor:
     Raises:
         UserError: If a class has no example.
     """
-    counts = torch.bincount(_truth(encoded), minlength=len(labels))
+    counts = torch.bincount(_targets(encoded), minlength=len(labels))
     if not counts.all():
         missing = labels[int(counts.argmin())]
         message = (
@@ -242,7 +272,7 @@ def balanced(labels: Sequence[str], encoded: Encoded) -> Tensor:
     return len(encoded) / (len(labels) * counts.float())
 
 
-def as_given(weights: Sequence[float], labels: Sequence[str]) -> Tensor:
+def check_class_weights(weights: Sequence[float], labels: Sequence[str]) -> Tensor:
     """Return the weights of classes that the user gave, shape (K,).
 
     Raises:

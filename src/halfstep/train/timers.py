@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Clock:
+class Timers:
     """Seconds by what they went to.
 
     On a GPU these are the host's: work goes on after the region that began it, and the
     region that waits for it is charged.
     """
 
-    parts: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def time(self, part: str) -> Iterator[None]:
@@ -30,4 +30,4 @@ class Clock:
         began = time.perf_counter()
         yield
         spent = time.perf_counter() - began
-        self.parts[part] = self.parts.get(part, 0.0) + spent
+        self.seconds[part] = self.seconds.get(part, 0.0) + spent

@@ -22,12 +22,12 @@ _LOCK = ".lock"
 _handles: set[int] = set()
 
 
-def restarted() -> bool:
+def is_restarted() -> bool:
     """Say whether processes of this machine failed, and torchrun has restarted them."""
-    return _told("TORCHELASTIC_RESTART_COUNT") > 0
+    return _env_int("TORCHELASTIC_RESTART_COUNT") > 0
 
 
-def started_again(begun: dict[str, Any] | None) -> bool:
+def is_restart_of(saved: dict[str, Any] | None) -> bool:
     """Say whether torchrun has started again the launch that a file names.
 
     Why: an agent counts failures of its own processes alone. It restarts them as well
@@ -35,15 +35,15 @@ def started_again(begun: dict[str, Any] | None) -> bool:
     has begun before, it has started before.
 
     Args:
-        begun: What the file held, of `read`.
+        saved: What the file held, of `read_identity`.
     """
-    here = identity()
-    machines = _told("GROUP_WORLD_SIZE")
-    uncounted = begun == here and here["run_id"] is not None and machines > 1
-    return uncounted or (restarted() and same(begun, here))
+    current = identity()
+    machines = _env_int("GROUP_WORLD_SIZE")
+    uncounted = saved == current and current["run_id"] is not None and machines > 1
+    return uncounted or (is_restarted() and is_same_launch(saved, current))
 
 
-def _told(name: str) -> int:
+def _env_int(name: str) -> int:
     """Return a number that torchrun sets; 0 where it did not."""
     try:
         return int(os.environ.get(name, "0"))
@@ -86,30 +86,32 @@ def _read(name: str) -> str | None:
         return None
 
 
-def read(path: Path) -> dict[str, Any] | None:
+def read_identity(path: Path) -> dict[str, Any] | None:
     """Return the identity that a file holds; None if it holds none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    ours = isinstance(found, dict) and {"run_id", "agent"} <= found.keys()
-    return found if ours else None
+    ours = isinstance(saved, dict) and {"run_id", "agent"} <= saved.keys()
+    return saved if ours else None
 
 
-def same(begun: dict[str, Any] | None, here: dict[str, str | None]) -> bool:
+def is_same_launch(
+    saved: dict[str, Any] | None, current: dict[str, str | None]
+) -> bool:
     """Say whether what a file held is the identity of this launch.
 
     Formula: one name, and on one machine one starting process; on two machines a name
     must be there. A name alone may be used again by a later launch.
     """
-    if begun is None or begun["run_id"] != here["run_id"]:
+    if saved is None or saved["run_id"] != current["run_id"]:
         return False
-    machines = {str(one["agent"]).rpartition(" ")[0] for one in (begun, here)}
-    return begun == here or (here["run_id"] is not None and len(machines) > 1)
+    machines = {str(one["agent"]).rpartition(" ")[0] for one in (saved, current)}
+    return saved == current or (current["run_id"] is not None and len(machines) > 1)
 
 
-class Claim:
-    """A folder in which this program alone works, until it ends.
+class FolderLock:
+    """A lock on a folder, in which this program alone works until it ends.
 
     Where the system or the file system knows no locks, nothing is claimed.
 
@@ -124,37 +126,39 @@ class Claim:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._handle: int | None = None
-        self._made: list[Path] = []
-        self._before: set[str] = set()
+        self._created: list[Path] = []
+        self._names_before: set[str] = set()
         if sys.platform == "win32":
             return
-        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
+        self._created = [
+            each for each in (folder, *folder.parents) if not each.exists()
+        ]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._before = {path.name for path in folder.iterdir()}
-            self._take()
+            self._names_before = {path.name for path in folder.iterdir()}
+            self._acquire()
         except BaseException:
             self.undo()
             self.release()
             raise
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         while self._handle is None:
             path = self._folder / _LOCK
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                held = file_lock.lock(handle, wait=False)
-                if held is None:
-                    self._take_away(path)
+                locked = file_lock.lock(handle, wait=False)
+                if locked is None:
+                    self._remove_lock_file(path)
                     return
-                if not held:
-                    raise _in_use(handle, self._folder)
+                if not locked:
+                    raise _in_use_error(handle, self._folder)
                 # Whoever had it may have removed the file while it was opened here.
                 if file_lock.is_at(handle, path):
                     self._handle = handle
                     _handles.add(handle)
             except OSError:
-                self._take_away(path)
+                self._remove_lock_file(path)
                 raise
             finally:
                 if self._handle is None:
@@ -162,18 +166,18 @@ class Claim:
         os.ftruncate(self._handle, 0)
         os.write(self._handle, f"{os.getpid()}\n".encode())
 
-    def _take_away(self, path: Path) -> None:
-        """Remove a file that nobody can lock, unless it was there before."""
-        if _LOCK not in self._before:
+    def _remove_lock_file(self, path: Path) -> None:
+        """Remove a file that cannot be locked, unless it was there before."""
+        if _LOCK not in self._names_before:
             path.unlink()
 
     def undo(self) -> None:
         """Remove what was made, if nothing else was written since."""
         with contextlib.suppress(OSError):
             now = {path.name for path in self._folder.iterdir()}
-            if self._handle in _handles and now - {_LOCK} == self._before:
+            if self._handle in _handles and now - {_LOCK} == self._names_before:
                 (self._folder / _LOCK).unlink()
-            for path in self._made:
+            for path in self._created:
                 path.rmdir()
 
     def release(self) -> None:
@@ -184,7 +188,7 @@ class Claim:
             os.close(self._handle)
 
 
-def _in_use(handle: int, folder: Path) -> UserError:
+def _in_use_error(handle: int, folder: Path) -> UserError:
     """Return what to say of a folder whose lock another program holds."""
     number = os.read(handle, 32).decode(errors="replace").strip()
     process = f" (process {number})" if number.isdigit() else ""
@@ -193,7 +197,7 @@ def _in_use(handle: int, folder: Path) -> UserError:
     )
 
 
-def _let_go() -> None:
+def _close_in_child() -> None:
     """Close the locks in a child.
 
     Why: a lock lasts as long as any process has the file open, and workers that load
@@ -204,4 +208,4 @@ def _let_go() -> None:
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_in_child)

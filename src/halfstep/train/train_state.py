@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from halfstep.train.data.corpus import Corpus
-    from halfstep.train.data.tokenized import Encoded
+    from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.plan import Plan
-    from halfstep.train.step_dataset import Steps
+    from halfstep.train.step_dataset import StepDataset
     from halfstep.train.tasks import Objective, Task
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainJob:
     """What is trained, from what, and how."""
 
     task: Task
     corpus: Corpus
-    encoded: Mapping[str, Encoded]
+    encoded: Mapping[str, EncodedTexts]
     """The splits "train", "dev" and "test"."""
     objective: Objective
-    steps: Steps
+    steps: StepDataset
     plan: Plan
     pad_id: int
     multiple: int
@@ -37,8 +37,8 @@ class Job:
 
 
 @dataclass
-class Standing:
-    """How far a run has come; all of it is in every checkpoint."""
+class TrainState:
+    """How far a run has come; saved in every checkpoint."""
 
     step: int = 0
     best_step: int = 0

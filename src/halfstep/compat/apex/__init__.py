@@ -18,7 +18,7 @@ from halfstep.compat.apex import (
     optimizers,
     parallel,
 )
-from halfstep.compat.apex.amp_handle import Handle
+from halfstep.compat.apex.amp_handle import AmpHandle
 from halfstep.compat.apex.scaling import AmpScaler
 from halfstep.compat.apex.state import STATE, AmpState, maybe_print
 
@@ -53,7 +53,7 @@ _INSIDE: dict[str, dict[str, Any]] = {
         "load_state_dict": amp.load_state_dict,
     },
     "amp.handle": {
-        "AmpHandle": Handle,
+        "AmpHandle": AmpHandle,
         "scale_loss": amp.scale_loss,
         "disable_casts": amp.disable_casts,
     },

@@ -113,18 +113,18 @@ def multi_tensor_l2norm(
 
 
 def _lists(
-    name: str, given: Sequence[Sequence[Tensor]], count: int
+    name: str, tensor_lists: Sequence[Sequence[Tensor]], count: int
 ) -> list[list[Tensor]]:
     """Return lists of one length.
 
     Raises:
         AmpError: If there are more or fewer, or their lengths differ.
     """
-    lengths = [len(tensors) for tensors in given]
-    if len(given) != count or len(set(lengths)) > 1:
+    lengths = [len(tensors) for tensors in tensor_lists]
+    if len(tensor_lists) != count or len(set(lengths)) > 1:
         message = f"{name} takes {count} lists of one length, not of lengths {lengths}."
         raise AmpError(message)
-    return [list(tensors) for tensors in given]
+    return [list(tensors) for tensors in tensor_lists]
 
 
 def _wide(tensors: list[Tensor]) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """O1: operations cast one by one, everywhere, from `initialize` on.
 
-In: device types and a dtype. Out: a `Handle`, which keeps regions of halfstep's
+In: device types and a dtype. Out: a `AmpHandle`, which keeps regions of halfstep's
 autocast open under a policy that holds apex's lists, with patches for what no policy
 reaches; and the user's own functions, registered or decorated.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OLD = (
+_REMOVED = (
     "apex's old interface, handle.{name}, is gone: use amp.initialize(model, "
     "optimizer) and `with amp.scale_loss(loss, optimizer)`."
 )
@@ -49,11 +49,11 @@ class Registered:
     category: str
 
 
-_waiting: list[Registered] = []
+_pending_functions: list[Registered] = []
 """Registered before casts were opened."""
 
 
-class Handle:
+class AmpHandle:
     """Casts in force in the thread that opened them, until `_deactivate`.
 
     Why regions that stay open: apex patched torch's functions, so a loss outside of
@@ -83,17 +83,17 @@ class Handle:
         self._caching = caching
         self._banned = () if allow_banned else BANNED
         self._caches = {device: CastCache() for device in self.devices}
-        self._open = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
 
     def open(self) -> None:
         """Put patches and regions in force."""
         if not self.devices:
             return
         self._patch()
-        while _waiting:
-            self.register(_waiting.pop(0))
-        for known in self.registered:
-            self._wrap(known)
+        while _pending_functions:
+            self.register(_pending_functions.pop(0))
+        for function in self.registered:
+            self._wrap(function)
         for device, cache in self._caches.items():
             region = Steered(
                 Region(device, self.dtype, enabled=True, cache_enabled=self._caching),
@@ -103,11 +103,11 @@ class Handle:
                 record=False,
                 matched=set(),
             )
-            self._open.enter_context(region)
+            self._exit_stack.enter_context(region)
 
     def close(self) -> None:
         """Leave the regions, and put back what was patched."""
-        self._open.close()
+        self._exit_stack.close()
         self.devices = []
 
     def _deactivate(self) -> None:
@@ -143,7 +143,7 @@ class Handle:
         Raises:
             AmpError: Always.
         """
-        raise AmpError(_OLD.format(name="scale_loss"))
+        raise AmpError(_REMOVED.format(name="scale_loss"))
 
     def wrap_optimizer(self, *_: object, **__: object) -> NoReturn:
         """Refuse.
@@ -151,39 +151,41 @@ class Handle:
         Raises:
             AmpError: Always.
         """
-        raise AmpError(_OLD.format(name="wrap_optimizer"))
+        raise AmpError(_REMOVED.format(name="wrap_optimizer"))
 
     # Patches
 
-    def _put(self, owner: Any, name: str, new: Callable[..., Any]) -> None:  # noqa: ANN401
+    def _patch_attribute(self, owner: Any, name: str, new: Callable[..., Any]) -> None:  # noqa: ANN401
         """Set an attribute; closing takes it back."""
         inherited = name not in vars(owner)
         old = getattr(owner, name)
         setattr(owner, name, new)
 
-        def back() -> None:
+        def restore() -> None:
             if inherited:
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
 
-        self._open.callback(back)
+        self._exit_stack.callback(restore)
 
     def _patch(self) -> None:
         """Patch what is no operation of the dispatcher's, or must not run at all."""
         for name in PATCHED_FP32:
             self._wrap(Registered(functional, name, FP32))
         for name in self._banned:
-            self._put(functional, name, self._refusing(getattr(functional, name)))
-        self._put(Tensor, "cpu", self._fp32_cpu(Tensor.cpu))
+            self._patch_attribute(
+                functional, name, self._banned_wrapper(getattr(functional, name))
+            )
+        self._patch_attribute(Tensor, "cpu", self._fp32_cpu(Tensor.cpu))
         names = [f"{name}_" for name in FP32_NAMES]
         for owner in (Tensor, torch):
             for name in [*names, "__ipow__"]:
                 if hasattr(owner, name):
                     old = getattr(owner, name)
-                    self._put(owner, name, self._refusing_in_place(old))
+                    self._patch_attribute(owner, name, self._in_place_wrapper(old))
 
-    def _refusing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _banned_wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__
 
         @functools.wraps(function)
@@ -200,7 +202,7 @@ class Handle:
 
         return run
 
-    def _refusing_in_place(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _in_place_wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             low = isinstance(tensor, Tensor) and is_low(tensor.dtype)
@@ -231,24 +233,24 @@ class Handle:
         if self.is_active():
             self._wrap(function)
 
-    def _wrap(self, known: Registered) -> None:
-        function = getattr(known.owner, known.name)
+    def _wrap(self, registered: Registered) -> None:
+        function = getattr(registered.owner, registered.name)
         # What torch itself computes would be cast once more, by the policy.
-        torchs = any(known.owner is owner for owner in (torch, functional, Tensor))
+        torchs = any(registered.owner is owner for owner in (torch, functional, Tensor))
         leaf = torchs or not isinstance(function, types.FunctionType)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             if not self.is_active():
                 return function(*args, **kwargs)
-            cast = cast_arguments(args, kwargs, known.category, self.dtype)
+            cast = cast_arguments(args, kwargs, registered.category, self.dtype)
             with self.off() if leaf else contextlib.nullcontext():
                 return function(*cast[0], **cast[1])
 
-        self._put(known.owner, known.name, run)
+        self._patch_attribute(registered.owner, registered.name, run)
 
 
-def forget_if_evaluating(*_: object) -> None:
+def clear_cache_if_evaluating(*_: object) -> None:
     """Forget casts before a forward pass without gradients; a forward pre-hook.
 
     Averaged weights are put in through `weight.data`, which nothing counts.
@@ -285,7 +287,7 @@ def _register(module: Any, name: str, category: str) -> None:  # noqa: ANN401
     if STATE.handle is not None and STATE.handle.is_active():
         STATE.handle.register(function)
     else:
-        _waiting.append(function)
+        _pending_functions.append(function)
 
 
 def register_half_function(module: Any, function_name: str) -> None:  # noqa: ANN401
@@ -347,5 +349,5 @@ def devices_of(tensors: Iterable[Tensor]) -> frozenset[str]:
 
     A model on a CPU may yet be moved; CUDA is then not to be left out.
     """
-    found = {tensor.device.type for tensor in tensors} or {"cpu"}
-    return frozenset(found | ({"cuda"} if torch.cuda.is_available() else set()))
+    types = {tensor.device.type for tensor in tensors} or {"cpu"}
+    return frozenset(types | ({"cuda"} if torch.cuda.is_available() else set()))

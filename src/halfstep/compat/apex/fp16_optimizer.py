@@ -12,8 +12,8 @@ import torch
 
 from halfstep.compat.apex import masters as registry
 from halfstep.compat.apex.loss_scaler import DynamicLossScaler, LossScaler
-from halfstep.compat.apex.optimizer_state import Stash
-from halfstep.compat.apex.state import AmpError, say
+from halfstep.compat.apex.optimizer_state import AmpOptimizerState
+from halfstep.compat.apex.state import AmpError, log
 from halfstep.masters import MasterWeights
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class FP16_Optimizer:
         self.first_closure_call_this_step = True
         self._groups = [list(group["params"]) for group in init_optimizer.param_groups]
         self._masters = MasterWeights(init_optimizer)
-        self._stash = Stash(init_optimizer, self._masters)
+        self._optimizer_state = AmpOptimizerState(init_optimizer, self._masters)
 
     @property
     def loss_scale(self) -> float:
@@ -71,15 +71,17 @@ class FP16_Optimizer:
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """The masters, group by group."""
-        known = {id(low): master for low, master in self._masters.pairs}
+        master_of = {id(low): master for low, master in self._masters.pairs}
         return [
-            [known[id(param)] for param in group if id(param) in known]
+            [master_of[id(param)] for param in group if id(param) in master_of]
             for group in self._groups
         ]
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
         """Clear the gradients of the model's parameters and of the masters."""
-        self._stash.zero_grad(self.optimizer.zero_grad, set_to_none=set_grads_to_None)
+        self._optimizer_state.zero_grad(
+            self.optimizer.zero_grad, set_to_none=set_grads_to_None
+        )
         self.overflow = False
 
     def backward(
@@ -96,9 +98,9 @@ class FP16_Optimizer:
                 call `update_master_grads` after the last of several passes.
             retain_graph: As for torch.
         """
-        self._stash.prepare(self.loss_scale)
+        self._optimizer_state.prepare(self.loss_scale)
         self.loss_scaler.backward(loss, retain_graph=retain_graph)
-        self._stash.delay(self.loss_scale)
+        self._optimizer_state.delay(self.loss_scale)
         if update_master_grads:
             self.update_master_grads()
 
@@ -107,10 +109,10 @@ class FP16_Optimizer:
 
         Why `overflow` is not cleared: a later pass does not mend an earlier one.
         """
-        fresh = self._stash.collect()
-        found = self.loss_scaler.core.unscale_([gradient for _, gradient in fresh])
-        self._stash.add(fresh)
-        self.overflow = self.overflow or bool(found)
+        fresh = self._optimizer_state.collect()
+        found_inf = self.loss_scaler.core.unscale_([gradient for _, gradient in fresh])
+        self._optimizer_state.add(fresh)
+        self.overflow = self.overflow or bool(found_inf)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float:
         """Clip the masters' gradients; return their norm, -1 after an overflow."""
@@ -122,7 +124,7 @@ class FP16_Optimizer:
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the gradients by group, unscaled; None after an overflow."""
         if self.overflow:
-            say("gradients overflowed: there is nothing to inspect.")
+            log("gradients overflowed: there is nothing to inspect.")
             return None
         return [
             [None if param.grad is None else param.grad.detach() for param in params]
@@ -146,7 +148,7 @@ class FP16_Optimizer:
         self.loss_scaler.update_scale(overflow)
         if overflow:
             if self.verbose:
-                say(
+                log(
                     f"OVERFLOW! Skipping step. Attempted loss scale: {used}, "
                     f"reducing to {self.loss_scale}"
                 )
@@ -213,4 +215,4 @@ class FP16_Optimizer:
         for master, value in zip(own, saved, strict=True):
             master.copy_(value)
         self._masters.publish()
-        registry.note(self._masters.pairs)
+        registry.record(self._masters.pairs)

@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from halfstep.compat.apex import masters as registry
 from halfstep.compat.apex import models as rooms
 from halfstep.compat.apex import optimizer_state, properties
-from halfstep.compat.apex.amp_handle import Handle, devices_of, forget_if_evaluating
+from halfstep.compat.apex.amp_handle import (
+    AmpHandle,
+    clear_cache_if_evaluating,
+    devices_of,
+)
 from halfstep.compat.apex.fp16_optimizer import FP16_Optimizer
 from halfstep.compat.apex.larc import LARC
 from halfstep.compat.apex.scaling import AmpScaler, rule_of
-from halfstep.compat.apex.state import STATE, AmpError, Properties, say
+from halfstep.compat.apex.state import STATE, AmpError, Properties, log
 from halfstep.masters import MasterWeights
 
 if TYPE_CHECKING:
@@ -77,7 +81,7 @@ def initialize(
     if not enabled:
         _replace(properties.OFF, [])
         return models if optimizers is None else (models, optimizers)
-    chosen = properties.chosen(
+    properties_ = properties.choose(
         opt_level,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
@@ -85,26 +89,30 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    nets: list[nn.Module] = _listed(models, (nn.Module,), "models")
-    steppers: list[Optimizer] = _listed(optimizers, _STEPPERS, "optimizers")
-    _check(nets, steppers)
-    rule = rule_of(chosen.loss_scale, min_loss_scale, max_loss_scale)
-    for line in properties.lines(chosen):
-        say(line, first_rank_only=True)
-    tensors = [tensor for net in nets for tensor in net.parameters()]
+    model_list: list[nn.Module] = _listed(models, (nn.Module,), "models")
+    optimizer_list: list[Optimizer] = _listed(
+        optimizers, _OPTIMIZER_TYPES, "optimizers"
+    )
+    _check(model_list, optimizer_list)
+    rule = rule_of(properties_.loss_scale, min_loss_scale, max_loss_scale)
+    for line in properties.lines(properties_):
+        log(line, first_rank_only=True)
+    tensors = [tensor for net in model_list for tensor in net.parameters()]
     device = tensors[0].device if tensors else torch.device("cpu")
-    names = _names(nets)
+    names = _names(model_list)
     scalers = [AmpScaler(i, rule, device, names) for i in range(num_losses)]
-    _replace(chosen, scalers)
-    originals = _cast(nets, chosen, cast_model_outputs)
-    for optimizer in steppers:
-        masters = MasterWeights(optimizer, originals) if chosen.master_weights else None
-        if masters is None and chosen.cast_model_type and optimizer.state:
+    _replace(properties_, scalers)
+    originals = _cast(model_list, properties_, cast_model_outputs)
+    for optimizer in optimizer_list:
+        masters = (
+            MasterWeights(optimizer, originals) if properties_.master_weights else None
+        )
+        if masters is None and properties_.cast_model_type and optimizer.state:
             # Moments loaded before take the dtype of their parameters.
             optimizer.load_state_dict(optimizer.state_dict())
         optimizer_state.attach(optimizer, masters)
-    if chosen.patch_torch_functions:
-        _open(Handle(devices_of(tensors), registered=_registered()), nets)
+    if properties_.patch_torch_functions:
+        _open(AmpHandle(devices_of(tensors), registered=_registered()), model_list)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -114,7 +122,7 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
-) -> Handle:
+) -> AmpHandle:
     """Open O1's casts without models: apex's interface before `initialize`.
 
     Args:
@@ -126,7 +134,7 @@ def init(
     """
     del loss_scale, verbose
     devices = devices_of([]) if enabled else frozenset()
-    handle = Handle(
+    handle = AmpHandle(
         devices,
         caching=enable_caching,
         allow_banned=allow_banned,
@@ -136,13 +144,13 @@ def init(
     return handle
 
 
-def _open(handle: Handle, models: Sequence[nn.Module]) -> None:
+def _open(handle: AmpHandle, models: Sequence[nn.Module]) -> None:
     if STATE.handle is not None:
         STATE.handle.close()
     STATE.handle = handle
     handle.open()
     for model in models:
-        model.register_forward_pre_hook(forget_if_evaluating)
+        model.register_forward_pre_hook(clear_cache_if_evaluating)
 
 
 def _registered() -> tuple[Any, ...]:
@@ -158,25 +166,25 @@ def _replace(chosen: Properties, scalers: list[AmpScaler]) -> None:
         STATE.handle.close()
 
 
-_STEPPERS = (torch.optim.Optimizer, LARC, FP16_Optimizer)
+_OPTIMIZER_TYPES = (torch.optim.Optimizer, LARC, FP16_Optimizer)
 
 
 def _listed(
-    given: Any,  # noqa: ANN401
+    value: Any,  # noqa: ANN401
     kinds: tuple[type, ...],
     name: str,
 ) -> list[Any]:
-    if isinstance(given, kinds):
-        return [given]
-    if given is None and name == "optimizers":
+    if isinstance(value, kinds):
+        return [value]
+    if value is None and name == "optimizers":
         return []
-    if isinstance(given, list | tuple):
-        wrong = [each for each in given if not isinstance(each, kinds)]
+    if isinstance(value, list | tuple):
+        wrong = [each for each in value if not isinstance(each, kinds)]
         if not wrong:
-            return list(given)
-        given = wrong[0]
+            return list(value)
+        value = wrong[0]
     message = (
-        f"{name}: {type(given).__name__} is no {kinds[0].__name__}; pass one, or a "
+        f"{name}: {type(value).__name__} is no {kinds[0].__name__}; pass one, or a "
         "list or tuple of them."
     )
     raise TypeError(message)
@@ -196,7 +204,7 @@ def _check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
                 "pass each optimizer once, and all of them in one call."
             )
             raise AmpError(message)
-    rooms.check_bare(models)
+    rooms.check_unwrapped(models)
     if not STATE.allow_incoming_model_not_fp32:
         rooms.check_fp32(models)
 
@@ -272,37 +280,40 @@ def scale_loss(
         yield loss
         return
     many = isinstance(optimizers, list | tuple)
-    stashes = [
-        optimizer_state.of(each) for each in (optimizers if many else [optimizers])
+    states = [
+        optimizer_state.state_of(each)
+        for each in (optimizers if many else [optimizers])
     ]
     scaler = _scaler(loss_id)
     scale = scaler.loss_scale()
-    for one in stashes:
+    for one in states:
         one.prepare(scale)
     try:
         with STATE.without_casts():
             yield scaler.scale(loss)
     except BaseException:
-        for one in stashes:
+        for one in states:
             one.restore()
         raise
     finally:
         if STATE.handle is not None:
             STATE.handle.clear_cache()
     if delay_unscale:
-        for one in stashes:
+        for one in states:
             one.delay(scale)
         return
-    _unscale(scaler, stashes)
+    _unscale(scaler, states)
     if not delay_overflow_check:
-        scaler.settle()
+        scaler.finish_check()
 
 
-def _unscale(scaler: AmpScaler, stashes: list[optimizer_state.Stash]) -> None:
-    fresh = [one.collect() for one in stashes]
-    gradients = [gradient for part in fresh for _, gradient in part]
-    scaler.unscale_(gradients, stashes)
-    for one, part in zip(stashes, fresh, strict=True):
+def _unscale(
+    scaler: AmpScaler, states: list[optimizer_state.AmpOptimizerState]
+) -> None:
+    grads_by_optimizer = [one.collect() for one in states]
+    gradients = [gradient for part in grads_by_optimizer for _, gradient in part]
+    scaler.unscale_(gradients, states)
+    for one, part in zip(states, grads_by_optimizer, strict=True):
         one.add(part)
 
 
@@ -313,8 +324,8 @@ def _scaler(loss_id: int) -> AmpScaler:
             "pass num_losses to amp.initialize."
         )
         raise AmpError(message)
-    found: AmpScaler = STATE.loss_scalers[loss_id]
-    return found
+    scaler: AmpScaler = STATE.loss_scalers[loss_id]
+    return scaler
 
 
 @contextlib.contextmanager
@@ -353,7 +364,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     """
     scalers = STATE.loss_scalers
     if len(state_dict) != len(scalers):
-        say(
+        log(
             f"Warning: state_dict contains {len(state_dict)} entries, while "
             f"{len(scalers)} loss_scalers are used"
         )
@@ -364,11 +375,11 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     for key, saved in state_dict.items():
         number = int(key.removeprefix(_PREFIX))
         if number >= len(scalers):
-            say(f"Skipping loss_scaler[{number}], since num_losses was {len(scalers)}")
+            log(f"Skipping loss_scaler[{number}], since num_losses was {len(scalers)}")
         else:
-            own = scalers[number]
-            scale = saved["loss_scale"] if own.dynamic else own.loss_scale()
-            own.put(scale, saved["unskipped"])
+            scaler = scalers[number]
+            scale = saved["loss_scale"] if scaler.dynamic else scaler.loss_scale()
+            scaler.set_state(scale, saved["unskipped"])
 
 
 _PREFIX = "loss_scaler"

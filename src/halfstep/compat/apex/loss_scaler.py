@@ -63,7 +63,7 @@ class LossScaler:
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Run the backward pass of the loss times the scale."""
-        self.core.begin(loss)
+        self.core.observe_loss(loss)
         self.core.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 

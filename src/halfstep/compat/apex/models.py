@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from halfstep.compat.apex import masters
 from halfstep.compat.apex.fp16_utils import convert_network
-from halfstep.compat.apex.state import AmpError, refuse
+from halfstep.compat.apex.state import AmpError, reject
 from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def check_bare(models: Sequence[nn.Module]) -> None:
+def check_unwrapped(models: Sequence[nn.Module]) -> None:
     """Refuse models in a parallel wrapper, whose buckets have the dtype that it saw.
 
     Raises:
@@ -53,7 +53,7 @@ def check_fp32(models: Sequence[nn.Module]) -> None:
                     "torch.float32: do not call .half() on a model before "
                     "amp.initialize, at any opt_level."
                 )
-                refuse(message)
+                reject(message)
 
 
 def cast_(
@@ -76,7 +76,7 @@ def cast_(
         convert_network(model, dtype)
     else:
         model.to(dtype)
-    model.register_forward_pre_hook(_Entry(dtype), with_kwargs=True)
+    model.register_forward_pre_hook(_InputCastHook(dtype), with_kwargs=True)
     masters.attach(model)
     return {
         param: value
@@ -87,11 +87,11 @@ def cast_(
 
 def cast_outputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Let a model's floating outputs be of a dtype."""
-    model.register_forward_hook(_Exit(dtype))
+    model.register_forward_hook(_OutputCastHook(dtype))
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _InputCastHook:
     """Forward pre-hook: casts what comes in."""
 
     dtype: torch.dtype
@@ -103,7 +103,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Exit:
+class _OutputCastHook:
     """Forward hook: casts what goes out."""
 
     dtype: torch.dtype
@@ -120,10 +120,10 @@ def cast_nested(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, MutableMapping):
-        twin = copy.copy(value)
+        cast_copy = copy.copy(value)
         for key, item in value.items():
-            twin[key] = cast_nested(item, dtype)
-        return twin
+            cast_copy[key] = cast_nested(item, dtype)
+        return cast_copy
     if isinstance(value, list | tuple):
         items = [cast_nested(item, dtype) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,4 +1,4 @@
-"""What amp keeps beside an optimizer: gradients set aside, masters, a step to skip.
+"""What amp keeps of an optimizer: saved gradients, masters, a step to skip.
 
 In: an optimizer and perhaps masters. Out: the same optimizer, whose gradients are
 unscaled pass by pass before they are added up, and whose `step` can be left out.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from halfstep.compat.apex import masters as registry
-from halfstep.compat.apex.state import STATE, AmpError, say
+from halfstep.compat.apex.state import STATE, AmpError, log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "_amp_stash"
 
 
-class Verdict(Protocol):
+class OverflowCheck(Protocol):
     """A loss scaler that has looked at gradients."""
 
-    def settle(self) -> None:
+    def finish_check(self) -> None:
         """Say what it saw, to those whose gradients they were."""
 
     def skip_message(self) -> str:
         """Return what to print of a skipped step."""
 
 
-class Stash:
+class AmpOptimizerState:
     """Gradients of one optimizer between backward passes.
 
     Why: two backward passes may have different loss scales, and the scale moves
@@ -53,12 +53,12 @@ class Stash:
     ) -> None:
         self.optimizer = optimizer
         self.masters = masters
-        self.unchecked: list[Verdict] = []
-        self.skipped_by: Verdict | None = None
-        self._aside: dict[Tensor, Tensor] = {}
-        self._pending: float | None = None
-        self._used = False
-        registry.note(self.pairs)
+        self.unchecked: list[OverflowCheck] = []
+        self.skipped_by: OverflowCheck | None = None
+        self._saved_grads: dict[Tensor, Tensor] = {}
+        self._pending_scale: float | None = None
+        self._is_synced = False
+        registry.record(self.pairs)
 
     @property
     def pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
@@ -67,9 +67,9 @@ class Stash:
 
     def stored(self, param: Tensor) -> Tensor:
         """Return the model's parameter behind one of the optimizer's."""
-        return param if self.masters is None else self.masters.stored(param)
+        return param if self.masters is None else self.masters.model_param(param)
 
-    def _plain(self) -> Iterator[Tensor]:
+    def _own_params(self) -> Iterator[Tensor]:
         """Yield the parameters that are their own masters."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
@@ -85,40 +85,41 @@ class Stash:
         Raises:
             AmpError: If scaled gradients of another scale wait to be unscaled.
         """
-        if not self._used:
-            registry.follow(self.pairs)
-            self._used = True
-        if self._pending is not None and any(True for _ in self._scaled()):
-            if self._pending != scale:
+        if not self._is_synced:
+            registry.sync_from_params(self.pairs)
+            self._is_synced = True
+        if self._pending_scale is not None and any(True for _ in self._scaled()):
+            if self._pending_scale != scale:
                 message = (
-                    f"gradients scaled by {self._pending:g} wait to be unscaled, and "
+                    f"gradients scaled by {self._pending_scale:g} wait to be unscaled, "
+                    "and "
                     f"this loss is scaled by {scale:g}: leave delay_unscale out where "
                     "losses have scales of their own."
                 )
                 raise AmpError(message)
             return
-        self._pending = None
-        for param in self._plain():
+        self._pending_scale = None
+        for param in self._own_params():
             if param.grad is not None:
-                self._aside[param] = param.grad
+                self._saved_grads[param] = param.grad
                 param.grad = None
         for param, _ in self.pairs:
             param.grad = None
 
     def _scaled(self) -> Iterator[Tensor]:
-        yield from (param for param in self._plain() if param.grad is not None)
+        yield from (param for param in self._own_params() if param.grad is not None)
         yield from (p for p, _ in self.pairs if p.grad is not None)
 
     def delay(self, scale: float) -> None:
         """Leave the gradients of a pass scaled, for a later pass to unscale."""
-        self._pending = scale
+        self._pending_scale = scale
 
     def restore(self) -> None:
         """Forget what a pass that failed has left, unless passes before it wait too."""
-        if self._pending is None:
-            for param in [*self._plain(), *(p for p, _ in self.pairs)]:
+        if self._pending_scale is None:
+            for param in [*self._own_params(), *(p for p, _ in self.pairs)]:
                 param.grad = None
-            self._put_back()
+            self._add_saved_grads()
 
     def collect(self) -> list[tuple[Tensor, Tensor]]:
         """Bring the gradients of a pass to where they are unscaled.
@@ -127,35 +128,35 @@ class Stash:
             Each with the parameter it is of. Some are the parameter's gradient, the
             others are to be added to it.
         """
-        self._pending = None
-        found: list[tuple[Tensor, Tensor]] = []
-        fresh = []
+        self._pending_scale = None
+        grads: list[tuple[Tensor, Tensor]] = []
+        new_masters = []
         for param, master in self.pairs:
             if param.grad is None:
                 continue
             if master.grad is None:
-                fresh.append(master)
+                new_masters.append(master)
                 continue
-            found.append((master, param.grad.float()))
+            grads.append((master, param.grad.float()))
             param.grad = None
         if self.masters is not None:
-            self.masters.fold()
-        found += [(m, m.grad) for m in fresh if m.grad is not None]
-        found += [(p, p.grad) for p in self._plain() if p.grad is not None]
-        return found
+            self.masters.accumulate_grads()
+        grads += [(m, m.grad) for m in new_masters if m.grad is not None]
+        grads += [(p, p.grad) for p in self._own_params() if p.grad is not None]
+        return grads
 
     @torch.no_grad()
     def add(self, unscaled: list[tuple[Tensor, Tensor]]) -> None:
         """Add what `collect` returned, unscaled, to what is there already."""
         for param, gradient in unscaled:
             if param.grad is not gradient:
-                _add(param, gradient)
-        self._put_back()
+                _add_grad(param, gradient)
+        self._add_saved_grads()
 
-    def _put_back(self) -> None:
-        for param, gradient in self._aside.items():
-            _add(param, gradient)
-        self._aside.clear()
+    def _add_saved_grads(self) -> None:
+        for param, gradient in self._saved_grads.items():
+            _add_grad(param, gradient)
+        self._saved_grads.clear()
 
     def step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the optimizer's own step, unless a gradient was not finite.
@@ -166,9 +167,9 @@ class Stash:
             LossScaleCollapse: If skipping has gone on for too long.
         """
         for scaler in list(self.unchecked):
-            scaler.settle()
-        self._refuse_scaled()
-        self._refuse_bare()
+            scaler.finish_check()
+        self._check_unscaled()
+        self._check_masters_have_grads()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None and (self.pairs or STATE.scales):
             message = (
@@ -177,7 +178,7 @@ class Stash:
             )
             raise AmpError(message)
         if self.skipped_by is not None:
-            say(self.skipped_by.skip_message())
+            log(self.skipped_by.skip_message())
             self.skipped_by = None
             self._clear()
             # A schedule would warn that it steps before the optimizer did.
@@ -190,23 +191,25 @@ class Stash:
         self._clear()
         return result
 
-    def _refuse_scaled(self) -> None:
+    def _check_unscaled(self) -> None:
         """Refuse a step whose gradients nobody has unscaled."""
-        waits = self._pending is not None and any(True for _ in self._scaled())
-        if waits and (self._pending != 1 or self.pairs):
+        waits = self._pending_scale is not None and any(True for _ in self._scaled())
+        if waits and (self._pending_scale != 1 or self.pairs):
             message = (
                 "optimizer.step() was called while its gradients are still scaled by "
-                f"{self._pending:g}: the last scale_loss before a step must leave "
+                f"{self._pending_scale:g}: the last scale_loss before a step "
+                "must leave "
                 "delay_unscale=False."
             )
             raise AmpError(message)
 
-    def _refuse_bare(self) -> None:
+    def _check_masters_have_grads(self) -> None:
         """Refuse a step that would do nothing, since no gradient reached a master."""
-        left = sum(param.grad is not None for param, _ in self.pairs)
-        if left and all(master.grad is None for _, master in self.pairs):
+        num_grads = sum(param.grad is not None for param, _ in self.pairs)
+        if num_grads and all(master.grad is None for _, master in self.pairs):
             message = (
-                f"gradients never went through amp.scale_loss: {left} weights have "
+                f"gradients never went through amp.scale_loss: {num_grads} "
+                "weights have "
                 "one, no master has. Call backward() in `with amp.scale_loss(loss, "
                 "optimizer) as scaled_loss:`."
             )
@@ -220,8 +223,8 @@ class Stash:
     def zero_grad(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Clear the gradients of the model's parameters and of the masters."""
         run(*args, **kwargs)
-        self._aside.clear()
-        self._pending = None
+        self._saved_grads.clear()
+        self._pending_scale = None
         for param, master in self.pairs:
             param.grad = master.grad = None
 
@@ -235,27 +238,27 @@ class Stash:
         run(*args, **kwargs)
         before = len(self.pairs)
         if self.masters is not None:
-            self.masters.adopt()
-        registry.note(self.pairs[before:])
+            self.masters.add_new_params()
+        registry.record(self.pairs[before:])
 
 
-def _add(param: Tensor, gradient: Tensor) -> None:
+def _add_grad(param: Tensor, gradient: Tensor) -> None:
     """Add to a parameter's gradient, which may be missing or sparse."""
-    held = param.grad
-    if held is None:
+    grad = param.grad
+    if grad is None:
         param.grad = gradient
-    elif held.is_sparse or gradient.is_sparse:
-        param.grad = held + gradient
+    elif grad.is_sparse or gradient.is_sparse:
+        param.grad = grad + gradient
     else:
-        held.add_(gradient)
+        grad.add_(gradient)
 
 
 def attach(optimizer: torch.optim.Optimizer, masters: MasterWeights | None) -> None:
-    """Give an optimizer a stash, and let its methods go through it."""
-    stash = Stash(optimizer, masters)
-    setattr(optimizer, _ATTRIBUTE, stash)
+    """Attach amp's state to an optimizer, and wrap its methods."""
+    state = AmpOptimizerState(optimizer, masters)
+    setattr(optimizer, _ATTRIBUTE, state)
     for name in ("step", "zero_grad", "add_param_group"):
-        _route(optimizer, name, getattr(stash, name))
+        _route(optimizer, name, getattr(state, name))
 
 
 def _route(
@@ -271,20 +274,20 @@ def _route(
     setattr(optimizer, name, MethodType(method, optimizer))
 
 
-def of(optimizer: object) -> Stash:
-    """Return an optimizer's stash.
+def state_of(optimizer: object) -> AmpOptimizerState:
+    """Return amp's state of an optimizer.
 
     Raises:
         AmpError: If it did not go through `initialize`.
     """
-    stash: Stash | None = getattr(optimizer, _ATTRIBUTE, None)
-    if stash is None:
+    state: AmpOptimizerState | None = getattr(optimizer, _ATTRIBUTE, None)
+    if state is None:
         message = (
             f"{type(optimizer).__name__} did not come from amp.initialize: pass it "
             "there once, before training, and use what it returns."
         )
         raise AmpError(message)
-    return stash
+    return state
 
 
 def is_attached(optimizer: object) -> bool:

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _MEGABYTE = 1024 * 1024
-_MEANT = {
+_REQUIRED = {
     "allreduce_always_fp32": False,
     "gradient_average": True,
     "gradient_predivide_factor": 1.0,
@@ -79,11 +79,12 @@ class DistributedDataParallel(_TorchDDP):
             "shared_param": shared_param,
             "prof": prof,
         }
-        for name, meant in _MEANT.items():
-            if given[name] != meant:
+        for name, required in _REQUIRED.items():
+            if given[name] != required:
                 message = (
                     f"{name}={given[name]!r} has no counterpart in torch's "
-                    f"DistributedDataParallel, which does {name}={meant!r}: leave it "
+                    f"DistributedDataParallel, which does {name}={required!r}: "
+                    "leave it "
                     "out, or set a communication hook."
                 )
                 raise AmpError(message)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halfstep.compat.apex.state import AmpError, Properties, refuse
+from halfstep.compat.apex.state import AmpError, Properties, reject
 from halfstep.numerics import formats
 
 _FP32, _FP16 = torch.float32, torch.float16
@@ -26,7 +26,7 @@ _ROWS: dict[str, tuple[Any, ...]] = {
 LEVELS = {name: Properties(True, name, *row) for name, row in _ROWS.items()}  # noqa: FBT003
 
 
-_BRIEFS = {
+_DESCRIPTIONS = {
     "O0": "Pure FP32 training.",
     "O1": "Insert automatic casts around Pytorch functions and Tensor methods.",
     "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
@@ -35,7 +35,7 @@ _BRIEFS = {
 """apex's own words, which programs look for in logs."""
 
 
-def chosen(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
+def choose(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
     """Return a level's properties with a user's overrides.
 
     Args:
@@ -48,22 +48,22 @@ def chosen(opt_level: str, **overrides: Any) -> Properties:  # noqa: ANN401
     level = LEVELS.get(opt_level)
     if level is None:
         raise AmpError(_no_level(opt_level))
-    given = {name: value for name, value in overrides.items() if value is not None}
-    if "keep_batchnorm_fp32" in given:
-        given["keep_batchnorm_fp32"] = _flag(given["keep_batchnorm_fp32"])
-    if "loss_scale" in given:
-        given["loss_scale"] = _scale(given["loss_scale"])
-    if "cast_model_type" in given:
-        _check_type(given["cast_model_type"])
-    _check_mix(level, given)
-    return replace(level, **given)
+    explicit = {name: value for name, value in overrides.items() if value is not None}
+    if "keep_batchnorm_fp32" in explicit:
+        explicit["keep_batchnorm_fp32"] = _flag(explicit["keep_batchnorm_fp32"])
+    if "loss_scale" in explicit:
+        explicit["loss_scale"] = _scale(explicit["loss_scale"])
+    if "cast_model_type" in explicit:
+        _check_type(explicit["cast_model_type"])
+    _check_mix(level, explicit)
+    return replace(level, **explicit)
 
 
 def lines(properties: Properties) -> list[str]:
     """Return what apex prints of a level, chosen and perhaps overridden."""
     name = str(properties.opt_level)
     return [
-        f"Selected optimization level {name}:  {_BRIEFS[name]}",
+        f"Selected optimization level {name}:  {_DESCRIPTIONS[name]}",
         "Defaults for this optimization level are:",
         *_options(LEVELS[name]),
         "Processing user overrides (additional kwargs that are not None)...",
@@ -78,10 +78,10 @@ def _options(properties: Properties) -> list[str]:
 
 def _no_level(word: object) -> str:
     text = str(word).strip().upper()
-    meant = "O" + text[1:]
-    if text[:1] in {"0", "O"} and meant in LEVELS:
+    level = "O" + text[1:]
+    if text[:1] in {"0", "O"} and level in LEVELS:
         return (
-            f"opt_level={word!r} is spelt {meant!r}: the prefix O is the letter O, not "
+            f"opt_level={word!r} is spelt {level!r}: the prefix O is the letter O, not "
             "the digit zero."
         )
     return f"opt_level={word!r} is not a level; choose one of {', '.join(LEVELS)}."
@@ -89,14 +89,14 @@ def _no_level(word: object) -> str:
 
 def _flag(value: object) -> bool:
     words: dict[object, bool] = {"True": True, "False": False}
-    found = words.get(value, value)
-    if not isinstance(found, bool):
+    flag = words.get(value, value)
+    if not isinstance(flag, bool):
         message = (
             f"keep_batchnorm_fp32={value!r} must be a bool, the string 'True' or "
             "'False', or None."
         )
         raise AmpError(message)
-    return found
+    return flag
 
 
 def _scale(value: object) -> float | str:
@@ -119,10 +119,10 @@ def _check_type(value: object) -> None:
         return
     try:
         formats.parse(value)  # type: ignore[arg-type]
-        known = isinstance(value, torch.dtype)
+        is_dtype = isinstance(value, torch.dtype)
     except (AttributeError, ValueError):
-        known = False
-    if not known:
+        is_dtype = False
+    if not is_dtype:
         message = (
             f"cast_model_type={value!r} must be torch.float16, torch.bfloat16, "
             "torch.float32, or False to cast nothing."
@@ -130,34 +130,34 @@ def _check_type(value: object) -> None:
         raise AmpError(message)
 
 
-def _check_mix(level: Properties, given: dict[str, Any]) -> None:
+def _check_mix(level: Properties, explicit: dict[str, Any]) -> None:
     """Refuse overrides that work against what a level does."""
     name = level.opt_level
     if not level.patch_torch_functions:
-        if given.get("patch_torch_functions"):
+        if explicit.get("patch_torch_functions"):
             message = (
                 f"patch_torch_functions=True with opt_level={name!r}: functions are "
                 "only patched by opt_level='O1'; choose that."
             )
-            refuse(message)
+            reject(message)
         return
-    if given.get("cast_model_type") not in {None, False, torch.float32}:
+    if explicit.get("cast_model_type") not in {None, False, torch.float32}:
         message = (
-            f"cast_model_type={given['cast_model_type']} with opt_level={name!r}, "
+            f"cast_model_type={explicit['cast_model_type']} with opt_level={name!r}, "
             "which inserts casts around torch functions rather than model weights: "
             "use opt_level='O2' or 'O3'."
         )
-        refuse(message)
-    if "keep_batchnorm_fp32" in given:
+        reject(message)
+    if "keep_batchnorm_fp32" in explicit:
         message = (
-            f"keep_batchnorm_fp32={given['keep_batchnorm_fp32']} with "
+            f"keep_batchnorm_fp32={explicit['keep_batchnorm_fp32']} with "
             f"opt_level={name!r}, where batch norm runs in the dtype of its input with "
             "fp32 weights: it should be None."
         )
-        refuse(message)
-    if "master_weights" in given:
+        reject(message)
+    if "master_weights" in explicit:
         message = (
-            f"master_weights={given['master_weights']} makes no sense with "
+            f"master_weights={explicit['master_weights']} makes no sense with "
             f"opt_level={name!r}: the model's own weights are fp32. Leave it out."
         )
-        refuse(message)
+        reject(message)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.scaling import LossScaler, ScaleRule
-from halfstep.scaling.step_report import non_finite
+from halfstep.scaling.step_report import find_nonfinite_params
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from halfstep.compat.apex.optimizer_state import Stash
-    from halfstep.scaling.step_report import Culprit
+    from halfstep.compat.apex.optimizer_state import AmpOptimizerState
+    from halfstep.scaling.step_report import NonFiniteParam
 
 FIRST_SCALE = 2.0**16
 
@@ -66,8 +66,8 @@ class AmpScaler:
         self.loss_id = loss_id
         self.scaler = LossScaler(rule, device)
         self._name_of = name_of
-        self._found: Tensor | None = None
-        self._waiting: list[Stash] = []
+        self._found_inf: Tensor | None = None
+        self._pending_optimizers: list[AmpOptimizerState] = []
 
     @property
     def dynamic(self) -> bool:
@@ -85,7 +85,7 @@ class AmpScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        self.put(value, self._unskipped)
+        self.set_state(value, self._unskipped)
 
     @property
     def _unskipped(self) -> int:
@@ -93,62 +93,67 @@ class AmpScaler:
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self.put(self.loss_scale(), value)
+        self.set_state(self.loss_scale(), value)
 
-    def put(self, scale: float, unskipped: int) -> None:
+    def set_state(self, scale: float, unskipped: int) -> None:
         """Go on with a scale, and a count of clean steps."""
         state = self.scaler.state
-        self.scaler.put(
+        self.scaler.set_state(
             torch.full_like(state.scale, scale),
             torch.full_like(state.clean_steps, unskipped),
         )
-        self.scaler.watch.forget(scale)
+        self.scaler.monitor.on_external_set(scale)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32, times the scale."""
-        self.scaler.begin(loss, self._name_of)
+        self.scaler.observe_loss(loss, self._name_of)
         return self.scaler.scale(loss)
 
-    def unscale_(self, gradients: list[Tensor], stashes: list[Stash]) -> None:
+    def unscale_(
+        self, gradients: list[Tensor], optimizers: list[AmpOptimizerState]
+    ) -> None:
         """Divide gradients by the scale in place, and look at them.
 
         Args:
             gradients: Of one backward pass.
-            stashes: The optimizers they are of.
+            optimizers: The optimizers they are of.
         """
-        found = self.scaler.unscale_(gradients)
-        waits = self._found is not None
-        self._found = torch.maximum(found, self._found) if waits else found  # type: ignore[arg-type]
-        for stash in stashes:
-            if stash not in self._waiting:
-                self._waiting.append(stash)
-                stash.unchecked.append(self)
+        found_inf = self.scaler.unscale_(gradients)
+        if self._found_inf is not None:
+            found_inf = torch.maximum(found_inf, self._found_inf)
+        self._found_inf = found_inf
+        for optimizer in optimizers:
+            if optimizer not in self._pending_optimizers:
+                self._pending_optimizers.append(optimizer)
+                optimizer.unchecked.append(self)
 
-    def settle(self) -> None:
+    def finish_check(self) -> None:
         """Read the verdict, move the scale, and let optimizers skip if they must.
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
-        found, waiting = self._found, self._waiting
-        if found is None:
+        found_inf, optimizers = self._found_inf, self._pending_optimizers
+        if found_inf is None:
             return
-        self._found, self._waiting = None, []
-        for stash in waiting:
-            stash.unchecked.remove(self)
-            if found:
-                stash.skipped_by = self
-        self.scaler.update(found, partial(self._culprits, waiting))
+        self._found_inf, self._pending_optimizers = None, []
+        for optimizer in optimizers:
+            optimizer.unchecked.remove(self)
+            if found_inf:
+                optimizer.skipped_by = self
+        self.scaler.update(found_inf, partial(self._nonfinite_params, optimizers))
 
-    def _culprits(self, stashes: list[Stash]) -> tuple[Culprit, ...]:
+    def _nonfinite_params(
+        self, optimizers: list[AmpOptimizerState]
+    ) -> tuple[NonFiniteParam, ...]:
         pairs = [
-            (self._name_of(stash.stored(param)), param.grad)
-            for stash in stashes
-            for group in stash.optimizer.param_groups
+            (self._name_of(optimizer.stored(param)), param.grad)
+            for optimizer in optimizers
+            for group in optimizer.optimizer.param_groups
             for param in group["params"]
             if param.grad is not None
         ]
-        return non_finite(pairs)
+        return find_nonfinite_params(pairs)
 
     def skip_message(self) -> str:
         """Return what apex prints of a skipped step."""

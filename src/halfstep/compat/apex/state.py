@@ -49,7 +49,7 @@ class AmpState:
     loss_scalers: list[Any] = field(default_factory=list)
     """An `AmpScaler` for each `loss_id`."""
     handle: Any = None
-    """A `Handle` on the casts of O1; None where none were ever opened."""
+    """A `AmpHandle` on the casts of O1; None where none were ever opened."""
     verbosity: int = 1
     """0 prints nothing, not even that a step was skipped."""
     hard_override: bool = False
@@ -73,7 +73,7 @@ class AmpState:
 STATE = AmpState()
 
 
-def say(message: str, *, first_rank_only: bool = False) -> None:
+def log(message: str, *, first_rank_only: bool = False) -> None:
     """Print a line, unless verbosity is 0."""
     joined = dist.is_available() and dist.is_initialized()
     if STATE.verbosity and not (first_rank_only and joined and dist.get_rank()):
@@ -82,10 +82,10 @@ def say(message: str, *, first_rank_only: bool = False) -> None:
 
 def maybe_print(msg: object, rank0: bool = False) -> None:
     """Print as amp does; with `rank0` on the first rank only."""
-    say(str(msg), first_rank_only=rank0)
+    log(str(msg), first_rank_only=rank0)
 
 
-def refuse(message: str) -> None:
+def reject(message: str) -> None:
     """Raise; or print, where `hard_override` is set.
 
     Raises:
@@ -93,4 +93,4 @@ def refuse(message: str) -> None:
     """
     if not STATE.hard_override:
         raise AmpError(message)
-    say(f"Warning:  {message}", first_rank_only=True)
+    log(f"Warning:  {message}", first_rank_only=True)

@@ -1,4 +1,4 @@
-"""The doctor: what is wrong with a run, or will be, and what mends it.
+"""The doctor: what is wrong with a run, or will be, and what fixes it.
 
 In: facts about a run. Out: findings.
 """

@@ -26,15 +26,15 @@ def machine_data(device: str) -> dict[str, Any]:
     Args:
         device: "cpu" or "cuda"; its products are measured if they never were.
     """
-    known = hardware.capabilities()
-    on_gpu = device == "cuda" and bool(known.gpus)
+    capabilities = hardware.capabilities()
+    on_gpu = device == "cuda" and bool(capabilities.gpus)
     matmul = torch.backends.cuda.matmul
     return {
-        "chip": known.gpus[0].name if on_gpu else known.cpu,
-        "instruction_sets": list(known.instruction_sets),
-        "cores": known.cores,
-        "threads": known.threads,
-        "torch": known.torch,
+        "chip": capabilities.gpus[0].name if on_gpu else capabilities.cpu,
+        "instruction_sets": list(capabilities.instruction_sets),
+        "cores": capabilities.cores,
+        "threads": capabilities.threads,
+        "torch": capabilities.torch,
         "rates": hardware.gemm_rates(device),
         "fp16_accumulation": bool(getattr(matmul, "allow_fp16_accumulation", False)),
     }

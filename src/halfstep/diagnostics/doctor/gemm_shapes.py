@@ -91,10 +91,10 @@ _FORMS: dict[str, tuple[int, Callable[[Shape, Shape], Size | None]]] = {
 
 def name_of(op: str) -> str:
     """Return an operation's bare name: "mm" of "aten::mm" and "aten.mm.default"."""
-    bare = op.rpartition("::")[2]
-    if bare.startswith("aten."):
-        bare = bare.removeprefix("aten.").partition(".")[0]
-    return bare
+    name = op.rpartition("::")[2]
+    if name.startswith("aten."):
+        name = name.removeprefix("aten.").partition(".")[0]
+    return name
 
 
 def size_of(row: ProfileRow) -> Size | None:
@@ -105,8 +105,8 @@ def size_of(row: ProfileRow) -> Size | None:
     first, read = form
     if len(row.shapes) < first + 2:
         return None
-    found = read(row.shapes[first], row.shapes[first + 1])
-    return found if found is not None and found.flops else None
+    size = read(row.shapes[first], row.shapes[first + 1])
+    return size if size is not None and size.flops else None
 
 
 def low_products(profile: ProfileFacts) -> Iterator[tuple[ProfileRow, Size]]:

@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.gemm_shapes import name_of
-from halfstep.diagnostics.doctor.text import lead, unlooked
+from halfstep.diagnostics.doctor.text import lead, not_evaluated_lines
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_summary import lowest, merged, top
 from halfstep.reporting import exponent_plots, html
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from halfstep.reporting.finding import Finding
 
 _MOST_ROWS = 40  # tensors in one picture
-_MOST_FILMS = 6  # tensors shown over steps
+_MAX_HISTORIES = 6  # tensors shown over steps
 _MOST_OPERATIONS = 15
 _MOST_SKIPS = 10
 _MOST_NAMES = 3
@@ -49,22 +49,25 @@ def page(facts: RunFacts, examination: Examination) -> str:
         UserError: If jinja2 or matplotlib is not installed.
     """
     healthy = "" if examination.findings else "No problem found."
-    silent = unlooked(examination)
+    silent = not_evaluated_lines(examination)
     sections = [
         Section("Findings", healthy, cards=cards(examination.findings)),
         _losses(facts),
-        Section("Exponents by layer", _EXPONENTS, drawings=_layers(facts)),
-        Section("Exponents over steps", drawings=_films(facts, examination.findings)),
+        Section("Exponents by layer", _EXPONENTS, drawings=_exponents_by_layer(facts)),
+        Section(
+            "Exponents over steps",
+            drawings=_exponent_history(facts, examination.findings),
+        ),
         _scale(facts.steps),
         _profile(facts),
         Section("Not looked at", points=tuple(silent)),
         Section("Could not be read", points=facts.problems),
     ]
-    bare = {Section(each.heading) for each in sections}
-    bare.add(Section("Exponents by layer", _EXPONENTS))
-    shown = [section for section in sections if section not in bare]
+    empty = {Section(each.heading) for each in sections}
+    empty.add(Section("Exponents by layer", _EXPONENTS))
+    nonempty = [section for section in sections if section not in empty]
     title = line(f"halfstep doctor: {facts.name}")
-    return html.page(title, shown, lead(facts, examination))
+    return html.page(title, nonempty, lead(facts, examination))
 
 
 def cards(findings: Iterable[Finding]) -> tuple[Card, ...]:
@@ -72,13 +75,13 @@ def cards(findings: Iterable[Finding]) -> tuple[Card, ...]:
     return tuple(map(_card, findings))
 
 
-def _card(found: Finding) -> Card:
-    against = (("limit", f"{found.limit} ({found.source})"),)
-    if not found.limit:
-        against = (("source", found.source),)
-    said = (("measured", found.measured), *against, ("advice", found.advice))
-    lines = tuple((name, line(words)) for name, words in said)
-    return Card(found.severity, line(f"{found.rule}: {found.where}"), lines)
+def _card(finding: Finding) -> Card:
+    against = (("limit", f"{finding.limit} ({finding.source})"),)
+    if not finding.limit:
+        against = (("source", finding.source),)
+    fields = (("measured", finding.measured), *against, ("advice", finding.advice))
+    lines = tuple((name, line(words)) for name, words in fields)
+    return Card(finding.severity, line(f"{finding.rule}: {finding.where}"), lines)
 
 
 def _lines(
@@ -99,7 +102,7 @@ def _lines(
     return lines
 
 
-def _layers(facts: RunFacts) -> tuple[Drawing, ...]:
+def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
     """Return a picture of outputs and one of gradients, each over all samples."""
     kinds = (
         (":output", "Outputs", "", 1.0),
@@ -107,22 +110,22 @@ def _layers(facts: RunFacts) -> tuple[Drawing, ...]:
     )
     drawings = []
     for ending, title, how, scale in kinds:
-        found = [
+        histograms = [
             (line(name.removesuffix(ending)), merged(samples, scale))
             for name, samples in facts.stats.items()
             if name.endswith(ending)
         ]
-        rows = [(name, histogram) for name, histogram in found if histogram]
+        rows = [(name, histogram) for name, histogram in histograms if histogram]
         if not rows:
             continue
-        kept = _extremes(rows)
+        extremes = _extremes(rows)
         notes = []
-        if len(kept) < len(rows):
-            rest = len(rows) - len(kept)
+        if len(extremes) < len(rows):
+            rest = len(rows) - len(extremes)
             notes.append(f"{rest} more, less large and less small, are left out.")
-        lines = _lines(facts, [histogram for _, histogram in kept])
+        lines = _lines(facts, [histogram for _, histogram in extremes])
         caption = f"{title}, {how}" if how else title
-        svg = exponent_plots.over_layers(kept, lines, caption)
+        svg = exponent_plots.over_layers(extremes, lines, caption)
         drawings.append(Drawing(caption, svg, tuple(notes)))
     return tuple(drawings)
 
@@ -140,7 +143,9 @@ def _extremes(
     return [rows[i] for i in sorted(by_top + by_low)]
 
 
-def _films(facts: RunFacts, findings: Sequence[Finding]) -> tuple[Drawing, ...]:
+def _exponent_history(
+    facts: RunFacts, findings: Sequence[Finding]
+) -> tuple[Drawing, ...]:
     """Return pictures over steps: of tensors in findings first, then of extremes."""
     many = {
         name: samples
@@ -150,9 +155,9 @@ def _films(facts: RunFacts, findings: Sequence[Finding]) -> tuple[Drawing, ...]:
     tops = sorted(many, key=lambda name: -_top(many[name]))
     lows = sorted(many, key=lambda name: _low(many[name]))
     mixed = [name for pair in zip(tops, lows, strict=True) for name in pair]
-    named = [found.where for found in findings if found.where in many]
+    named = [finding.where for finding in findings if finding.where in many]
     drawings = []
-    for name in list(dict.fromkeys([*named, *mixed]))[:_MOST_FILMS]:
+    for name in list(dict.fromkeys([*named, *mixed]))[:_MAX_HISTORIES]:
         scale = facts.scale if name.endswith(":grad") else 1.0
         samples = [(s.step, merged([s], scale)) for s in many[name]]
         lines = _lines(facts, [h for _, h in samples if h])
@@ -175,8 +180,8 @@ def _curve(
     steps: Sequence[Step], name: str, value: Callable[[Step], float | None]
 ) -> Curve:
     pairs = [(step.step, value(step)) for step in steps]
-    known = [(x, y) for x, y in pairs if y is not None]
-    xs, ys = (tuple(float(pair[i]) for pair in known) for i in (0, 1))
+    points = [(x, y) for x, y in pairs if y is not None]
+    xs, ys = (tuple(float(pair[i]) for pair in points) for i in (0, 1))
     return Curve(name, xs, ys)
 
 
@@ -189,9 +194,9 @@ def _losses(facts: RunFacts) -> Section:
         _curve(facts.steps, "training", lambda step: step.loss),
         Curve("dev", xs, ys),
     )
-    known = any(math.isfinite(y) for curve in curves for y in curve.y)
+    has_values = any(math.isfinite(y) for curve in curves for y in curve.y)
     chart = Chart("Loss", "step", "loss", tuple(curve for curve in curves if curve.x))
-    return Section("Loss", charts=(chart,) if known else ())
+    return Section("Loss", charts=(chart,) if has_values else ())
 
 
 def _scale(steps: Sequence[Step]) -> Section:
@@ -247,7 +252,7 @@ def _profile(facts: RunFacts) -> Section:
     }
     others = max(0.0, profile.wall_s - sum(parts.values()))
     named = (*parts.items(), (_OTHERS, others))
-    shown = tuple((name, size) for name, size in named if size)
+    nonzero = tuple((name, size) for name, size in named if size)
     order = sorted(profile.rows, key=lambda row: -row.self_s)[:_MOST_OPERATIONS]
     rows = tuple(
         (
@@ -262,11 +267,13 @@ def _profile(facts: RunFacts) -> Section:
     )
     columns = ("operation", "ms a step", "share, %", "calls", "shapes", "formats")
     waits = f"The host waited {profile.waits:g} times a step, "
-    told = profile.waits and facts.device != "cpu"  # a CPU has nothing to wait for
-    notes = (f"{waits}{1000 * profile.wait_s:.3g} ms.",) if told else ()
+    shows_waits = (
+        profile.waits and facts.device != "cpu"
+    )  # a CPU has nothing to wait for
+    notes = (f"{waits}{1000 * profile.wait_s:.3g} ms.",) if shows_waits else ()
     title = f"Operations that took the longest, of {1000 * profile.wall_s:.3g} ms"
     table = Table(title, columns, rows, (*notes, _ABOUT_PARTS), digits=1)
-    return Section(heading, bars=(Bar("", shown),), tables=(table,) if rows else ())
+    return Section(heading, bars=(Bar("", nonzero),), tables=(table,) if rows else ())
 
 
 def _shapes(row: ProfileRow) -> str:

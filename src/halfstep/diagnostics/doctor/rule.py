@@ -23,7 +23,7 @@ _PLACES = 3  # of one rule that are findings of their own; the rest is counted
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """What a rule's function saw in one place, healthy or not."""
 
     where: str
@@ -52,7 +52,7 @@ class Rule:
     """What is held against the limit."""
     needs: tuple[str, ...]
     """Facts without which nothing can be said: names in `NEEDS`."""
-    look: Callable[[RunFacts], Iterable[Seen]]
+    observe: Callable[[RunFacts], Iterable[Observation]]
     """Pure: the same facts, the same answer."""
     severity: Severity
     source: str
@@ -63,7 +63,7 @@ class Rule:
     """Beyond this the finding is an error."""
     below: bool = False
     """Values under the limit are the findings, not those over it."""
-    shown: str = "{:g}"
+    limit_format: str = "{:g}"
     """How the limit is written."""
     concerns: Callable[[RunFacts], bool] = _always
     """Whether the rule has anything to do with such a run."""
@@ -75,29 +75,29 @@ class Rule:
         if not self.limit:
             return "none"
         word = "at least" if self.below else "at most"
-        return f"{word} {self.shown.format(self.limit)}"
+        return f"{word} {self.limit_format.format(self.limit)}"
 
     def _beyond(self, value: float | None, limit: float | None) -> bool:
         if value is None or limit is None:
             return value is None
         return value < limit if self.below else value > limit
 
-    def found(self, facts: RunFacts) -> list[Finding]:
+    def evaluate(self, facts: RunFacts) -> list[Finding]:
         """Return the rule's findings, worst first.
 
         Of many places the worst are named, and the others counted in the last.
         """
-        beyond = [s for s in self.look(facts) if self._beyond(s.value, self.limit)]
+        beyond = [s for s in self.observe(facts) if self._beyond(s.value, self.limit)]
         findings = sorted(map(self._finding, beyond), key=_order)
         rest = len(findings) - _PLACES
         if rest <= 0:
             return findings
-        *kept, last = findings[:_PLACES]
+        *first, last = findings[:_PLACES]
         places = "place" if rest == 1 else "places"
         more = f"{last.measured}; and so in {rest} more {places}"
-        return [*kept, Finding.from_data({**last.data(), "measured": more})]
+        return [*first, Finding.from_data({**last.data(), "measured": more})]
 
-    def _finding(self, seen: Seen) -> Finding:
+    def _finding(self, seen: Observation) -> Finding:
         severity = seen.severity or self.severity
         if self.severe is not None and self._beyond(seen.value, self.severe):
             severity = "error"
@@ -200,7 +200,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
         lambda f: (
             f.config.loss_scale == "none"
             or any(s.scale for s in f.steps)
-            or any(s.scale != 1 for held in f.gradients.values() for s in held)
+            or any(s.scale != 1 for samples in f.gradients.values() for s in samples)
         ),
         'nothing tells at which loss scale gradients were seen ("scale" in records)',
     ),
@@ -248,8 +248,8 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
 
 
 @dataclass(frozen=True)
-class Unlooked:
-    """Rules that had nothing to look at."""
+class NotEvaluated:
+    """Rules that could not be evaluated, and why."""
 
     why: str
     rules: tuple[str, ...]
@@ -262,50 +262,54 @@ def missing(rule: Rule, facts: RunFacts) -> str | None:
 
 @dataclass(frozen=True)
 class Examination:
-    """What came of holding rules against a run."""
+    """The result of evaluating rules on a run."""
 
     findings: tuple[Finding, ...]
     """Worst first."""
-    unlooked: tuple[Unlooked, ...]
+    not_evaluated: tuple[NotEvaluated, ...]
     """What nothing can be said about for want of a fact that there could be."""
-    looked: int
-    """Rules that could judge."""
+    num_evaluated: int
+    """Rules that could be evaluated."""
 
 
-def examined(
-    rules: Iterable[Rule], facts: RunFacts, ways: Mapping[str, str] | None = None
+def evaluate(
+    rules: Iterable[Rule], facts: RunFacts, hints: Mapping[str, str] | None = None
 ) -> Examination:
-    """Hold rules against a run, those that concern it.
+    """Evaluate the rules that concern a run.
 
     Args:
-        rules: To hold.
+        rules: To evaluate.
         facts: Of the run.
-        ways: Name of a fact -> what to say where it is not known, for each that could
+        hints: Name of a fact -> what to say where it is not known, for each that could
             have been had; None: as `NEEDS` has it, for the folder of a run.
     """
-    if ways is None:
-        ways = {
+    if hints is None:
+        hints = {
             name: why if isinstance(why, str) else why(facts)
             for name, (_, why) in NEEDS.items()
         }
-    found: list[Finding] = []
+    findings: list[Finding] = []
     reasons: dict[str, list[str]] = {}
-    looked = 0
+    num_evaluated = 0
     for rule in (each for each in rules if each.concerns(facts)):
         lacks = missing(rule, facts)
         if lacks is not None:
-            if lacks in ways:
-                reasons.setdefault(ways[lacks], []).append(rule.name)
+            if lacks in hints:
+                reasons.setdefault(hints[lacks], []).append(rule.name)
             continue
-        looked += 1
-        found += rule.found(facts)
-    unlooked = tuple(Unlooked(why, tuple(names)) for why, names in reasons.items())
-    return Examination(tuple(sorted(found, key=_order)), unlooked, looked)
+        num_evaluated += 1
+        findings += rule.evaluate(facts)
+    not_evaluated = tuple(
+        NotEvaluated(why, tuple(names)) for why, names in reasons.items()
+    )
+    return Examination(
+        tuple(sorted(findings, key=_order)), not_evaluated, num_evaluated
+    )
 
 
 def percent(share: float) -> str:
     """Return a share as people write it, with a digit more near 0 and near all."""
     if math.isnan(share):
         return "an unknown part"
-    whole = not share or 0.1 <= share < 0.99 or share == 1  # noqa: PLR2004
-    return f"{share:.0%}" if whole else f"{share:.1%}"
+    is_round = not share or 0.1 <= share < 0.99 or share == 1  # noqa: PLR2004
+    return f"{share:.0%}" if is_round else f"{share:.1%}"

@@ -14,7 +14,7 @@ from halfstep.diagnostics.doctor import (
     rules_speed,
     rules_weights,
 )
-from halfstep.diagnostics.doctor.rule import Examination, Rule, examined
+from halfstep.diagnostics.doctor.rule import Examination, Rule, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,14 +32,14 @@ RULES: tuple[Rule, ...] = (
 """In the order in which the docs show them."""
 
 
-def examination(facts: RunFacts, ways: Mapping[str, str] | None = None) -> Examination:
+def examination(facts: RunFacts, hints: Mapping[str, str] | None = None) -> Examination:
     """Return what the rules find, and what they could not look at.
 
     Args:
         facts: Of the run.
-        ways: As for `examined`.
+        hints: As for `examined`.
     """
-    return examined(RULES, facts, ways)
+    return evaluate(RULES, facts, hints)
 
 
 def examine(facts: RunFacts) -> list[Finding]:
@@ -48,7 +48,7 @@ def examine(facts: RunFacts) -> list[Finding]:
     Example:
         >>> from halfstep.diagnostics.doctor.run_record import Config, RunFacts
         >>> facts = RunFacts(config=Config(dtype="fp16", loss_scale="none"))
-        >>> [(found.severity, found.rule) for found in examine(facts)]
+        >>> [(finding.severity, finding.rule) for finding in examine(facts)]
         [('error', 'no loss scale')]
     """
     return list(examination(facts).findings)
@@ -61,7 +61,7 @@ def markdown() -> str:
         worst = "error" if rule.severe is not None else rule.severity
         limit = rule.limit_text()
         if rule.severe is not None:
-            limit += f"; error: {rule.shown.format(rule.severe)}"
+            limit += f"; error: {rule.limit_format.format(rule.severe)}"
         cells = (rule.name, worst, rule.about, limit or "-", rule.source)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

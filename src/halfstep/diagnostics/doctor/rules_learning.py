@@ -9,7 +9,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.doctor.rule import OURS, Rule, Seen, percent
+from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,8 +53,8 @@ def _begun(facts: RunFacts, losses: Sequence[tuple[int, float]]) -> float:
     second already. Where the classes are known, a first batch that happens to be easy
     does not count: who knows nothing has a loss of log(classes).
     """
-    known = [len(one.classes) for one in facts.evaluations]
-    return max(losses[0][1], math.log(max(known, default=1) or 1))
+    num_classes = [len(one.classes) for one in facts.evaluations]
+    return max(losses[0][1], math.log(max(num_classes, default=1) or 1))
 
 
 def _window(losses: Sequence[tuple[int, float]]) -> int:
@@ -86,7 +86,7 @@ def _lower(facts: RunFacts) -> str:
     return f"Lower --lr, which reaches {rate:.2g}, to a tenth or less"
 
 
-def _diverged(facts: RunFacts) -> Iterator[Seen]:
+def _diverged(facts: RunFacts) -> Iterator[Observation]:
     losses = _losses(facts)
     if len(losses) < _FIRST:
         return
@@ -94,16 +94,18 @@ def _diverged(facts: RunFacts) -> Iterator[Seen]:
     peak_at, peak = max(_medians(losses, _SHORTEST), key=lambda each: each[1])
     if begun <= 0 or peak <= begun:
         return
-    said = f"it begins at {begun:.3g}, reaches {peak:.3g} about step {peak_at}, and "
-    said += f"ends at {ended:.3g} (medians)"
+    measured = (
+        f"it begins at {begun:.3g}, reaches {peak:.3g} about step {peak_at}, and "
+    )
+    measured += f"ends at {ended:.3g} (medians)"
     advice = f"{_lower(facts)}; raise --warmup."
     worst, severity = ended / begun, _ERROR
     if peak >= _PEAK * begun and worst <= _ENDED:
         worst, severity = peak / begun, "warning"
-    yield Seen("training loss", said, advice, worst, 1.0, severity)
+    yield Observation("training loss", measured, advice, worst, 1.0, severity)
 
 
-def _rising(facts: RunFacts) -> Iterator[Seen]:
+def _rising(facts: RunFacts) -> Iterator[Observation]:
     losses = _losses(facts)
     if len(losses) < 2 * _FIRST:
         return
@@ -112,13 +114,17 @@ def _rising(facts: RunFacts) -> Iterator[Seen]:
     ended = medians[-1][1]
     if begun - best < _WORTH * begun or ended > _ENDED * begun:
         return  # which is for another rule
-    said = f"it fell from {begun:.3g} to {best:.3g} about step {best_at}, and is back "
-    said += f"at {ended:.3g} in the end (medians)"
+    measured = (
+        f"it fell from {begun:.3g} to {best:.3g} about step {best_at}, and is back "
+    )
+    measured += f"at {ended:.3g} in the end (medians)"
     advice = f"{_lower(facts)}; raise --warmup. Keep the checkpoint from before."
-    yield Seen("training loss", said, advice, (ended - best) / (begun - best), 1.0)
+    yield Observation(
+        "training loss", measured, advice, (ended - best) / (begun - best), 1.0
+    )
 
 
-def _flat(facts: RunFacts) -> Iterator[Seen]:
+def _flat(facts: RunFacts) -> Iterator[Observation]:
     losses = _losses(facts)
     if len(losses) < _FEW:
         return
@@ -129,87 +135,95 @@ def _flat(facts: RunFacts) -> Iterator[Seen]:
         return
     if len(dev) > 1 and dev[-1] < _FLAT * dev[0]:
         return
-    said = f"it is {begun:.3g} at the beginning and {ended:.3g} after {len(losses):,} "
-    said += "steps that were applied (medians)"
+    measured = (
+        f"it is {begun:.3g} at the beginning and {ended:.3g} after {len(losses):,} "
+    )
+    measured += "steps that were applied (medians)"
     rate = _rate(facts)
     try_ = f", which is {rate:.2g} at most" if rate else ""
     advice = f"Raise --lr{try_}; look whether labels belong to their texts, and "
     advice += "whether what should learn is frozen (--freeze)."
-    yield Seen("training loss", said, advice, ended / begun, 1.0)
+    yield Observation("training loss", measured, advice, ended / begun, 1.0)
 
 
 def _train_loss(facts: RunFacts, after: int, until: int) -> float | None:
-    found = [loss for step, loss in _losses(facts) if after < step <= until]
-    return statistics.median(found) if found else None
+    losses = [loss for step, loss in _losses(facts) if after < step <= until]
+    return statistics.median(losses) if losses else None
 
 
-def _overfit(facts: RunFacts) -> Iterator[Seen]:
-    known = [one for one in facts.evaluations if one.loss is not None]
-    known = [one for one in known if math.isfinite(one.loss or 0.0)]
-    if len(known) < 3:  # noqa: PLR2004 -- two points show no turn
+def _overfit(facts: RunFacts) -> Iterator[Observation]:
+    evals = [one for one in facts.evaluations if one.loss is not None]
+    evals = [one for one in evals if math.isfinite(one.loss or 0.0)]
+    if len(evals) < 3:  # noqa: PLR2004 -- two points show no turn
         return
-    losses = [one.loss or 0.0 for one in known]
+    losses = [one.loss or 0.0 for one in evals]
     best = losses.index(min(losses))
     if best >= len(losses) - 2 or losses[-1] <= losses[best + 1] or not losses[best]:
         return  # one evaluation is no trend
     if losses[-1] - losses[best] < _SMALL * losses[0]:
         return  # of a loss that is almost 0, a multiple is nothing
-    step = known[best].step
-    before = _train_loss(facts, known[best - 1].step if best else 0, step)
-    after = _train_loss(facts, known[-2].step, known[-1].step)
+    step = evals[best].step
+    before = _train_loss(facts, evals[best - 1].step if best else 0, step)
+    after = _train_loss(facts, evals[-2].step, evals[-1].step)
     if before is None or after is None or after >= before:
         return
     share = losses[-1] / losses[best]
-    said = f"it is lowest at step {step}, {losses[best]:.3g}, and {losses[-1]:.3g} at "
-    said += f"step {known[-1].step}, while the training loss went from {before:.3g} to "
-    said += f"{after:.3g}: the model memorizes its texts"
+    measured = (
+        f"it is lowest at step {step}, {losses[best]:.3g}, and {losses[-1]:.3g} at "
+    )
+    measured += (
+        f"step {evals[-1].step}, while the training loss went from {before:.3g} to "
+    )
+    measured += f"{after:.3g}: the model memorizes its texts"
     advice = "Stop earlier (--epochs, or --patience 3); or more texts, --dropout, "
     advice += "--mask-tokens, --label-smoothing."
     severity = None if share >= _STEEP else _NOTE
-    yield Seen("dev loss", said, advice, share, min(1.0, share - 1), severity)
+    yield Observation(
+        "dev loss", measured, advice, share, min(1.0, share - 1), severity
+    )
 
 
-def _never(facts: RunFacts) -> Iterator[Seen]:
-    told = [one for one in facts.evaluations if one.classes]
-    if not told:
+def _never(facts: RunFacts) -> Iterator[Observation]:
+    evaluations = [one for one in facts.evaluations if one.classes]
+    if not evaluations:
         return
-    last = told[-1]
-    late = told[len(told) // 2 :]
-    ever = {c.label for one in late for c in one.classes if c.predicted}
+    last = evaluations[-1]
+    second_half = evaluations[len(evaluations) // 2 :]
+    ever = {c.label for one in second_half for c in one.classes if c.predicted}
     never = [c for c in last.classes if c.true and c.label not in ever]
-    known = [c for c in last.classes if c.true]
+    present = [c for c in last.classes if c.true]
     if not never:
         return
-    whole = sum(c.true for c in known)
+    total = sum(c.true for c in present)
     most = max(never, key=lambda c: c.true)
-    share = sum(c.true for c in never) / whole
+    share = sum(c.true for c in never) / total
     only = [c for c in last.classes if c.predicted]
     names = ", ".join(f"{c.label} ({c.true})" for c in _largest(never)[:_NAMED])
     more = f" and {len(never) - _NAMED} more" if len(never) > _NAMED else ""
-    said = f"never predicted on dev, with how often each is there: {names}{more}"
-    said += f"; {percent(share)} of {whole:,} in all, up to step {last.step}"
+    measured = f"never predicted on dev, with how often each is there: {names}{more}"
+    measured += f"; {percent(share)} of {total:,} in all, up to step {last.step}"
     advice = "Give rare classes more weight (--class-weights balanced), or more texts; "
     advice += "train longer (--epochs)."
     severity: Severity | None = None
-    if not only or (len(only) == 1 and only[0].predicted == whole):
-        said = (
-            f"all {whole:,} predictions on dev are {only[0].label!r}"
+    if not only or (len(only) == 1 and only[0].predicted == total):
+        measured = (
+            f"all {total:,} predictions on dev are {only[0].label!r}"
             if only
-            else (f"nothing is predicted on dev, which holds {whole:,} entities")
+            else (f"nothing is predicted on dev, which holds {total:,} entities")
         )
-        said += f", up to step {last.step}: the model has not learned to tell "
-        said += f"{len(known)} classes"
+        measured += f", up to step {last.step}: the model has not learned to tell "
+        measured += f"{len(present)} classes"
         advice = "Train longer (--epochs) or with another --lr; look whether labels "
         advice += "belong to their texts."
-        severity = _ERROR if len(told) > 1 else None
-    yield Seen("classes", said, advice, most.true, share, severity)
+        severity = _ERROR if len(evaluations) > 1 else None
+    yield Observation("classes", measured, advice, most.true, share, severity)
 
 
 def _largest(counts: Sequence[ClassCount]) -> list[ClassCount]:
     return sorted(counts, key=lambda c: -c.true)
 
 
-def _clipped(facts: RunFacts) -> Iterator[Seen]:
+def _clipped(facts: RunFacts) -> Iterator[Observation]:
     limit = facts.config.clip
     norms = [
         step.grad_norm
@@ -222,51 +236,59 @@ def _clipped(facts: RunFacts) -> Iterator[Seen]:
         return
     over = sum(norm > limit for norm in norms)
     share, middle = over / len(norms), statistics.median(norms)
-    said = f"{over:,} of {len(norms):,} steps, {percent(share)}, were clipped to norm "
-    said += f"{limit:g}; the median norm before that is {middle:.3g}"
+    measured = (
+        f"{over:,} of {len(norms):,} steps, {percent(share)}, were clipped to norm "
+    )
+    measured += f"{limit:g}; the median norm before that is {middle:.3g}"
     advice = "Lower --lr if the loss is unsteady; if it falls well, --clip "
     advice += f"{_round(2 * middle)} clips only what stands out."
     severity = None if middle >= _STRONG * limit else _NOTE
-    yield Seen("gradients", said, advice, share, share, severity)
+    yield Observation("gradients", measured, advice, share, share, severity)
 
 
 def _round(value: float) -> str:
     return f"{float(f'{value:.1g}'):g}"
 
 
-def _repeated(facts: RunFacts) -> Iterator[Seen]:
+def _repeated(facts: RunFacts) -> Iterator[Observation]:
     train = facts.splits.get("train")
     if train is not None and train.texts:
         share = train.repeated / train.texts
-        said = f"{train.repeated:,} of {train.texts:,} texts, {percent(share)}, equal "
-        said += "an earlier one"
+        measured = (
+            f"{train.repeated:,} of {train.texts:,} texts, {percent(share)}, equal "
+        )
+        measured += "an earlier one"
         advice = "Drop them, unless they are meant to count more often."
         severity = None if share >= _REPEATED else _NOTE
-        yield Seen("train texts", said, advice, share, share, severity)
+        yield Observation("train texts", measured, advice, share, share, severity)
 
 
-def _contradicting(facts: RunFacts) -> Iterator[Seen]:
+def _contradicting(facts: RunFacts) -> Iterator[Observation]:
     train = facts.splits.get("train")
     if train is not None and train.texts:
         share = train.contradicting / train.texts
-        said = f"{train.contradicting:,} of {train.texts:,} texts, {percent(share)}, "
-        said += "are there with another label, too"
+        measured = (
+            f"{train.contradicting:,} of {train.texts:,} texts, {percent(share)}, "
+        )
+        measured += "are there with another label, too"
         advice = "Decide which label is right; no model can learn both."
         severity = None if share >= _CONTRADICTING else _NOTE
-        yield Seen("train texts", said, advice, share, share, severity)
+        yield Observation("train texts", measured, advice, share, share, severity)
 
 
-def _leaks(facts: RunFacts) -> Iterator[Seen]:
+def _leaks(facts: RunFacts) -> Iterator[Observation]:
     for name, split in facts.splits.items():
         if name == "train" or not split.texts:
             continue
         share = split.in_train / split.texts
-        said = f"{split.in_train:,} of {split.texts:,} texts, {percent(share)}, are in "
-        said += f"train too: scores on {name} are too good"
+        measured = (
+            f"{split.in_train:,} of {split.texts:,} texts, {percent(share)}, are in "
+        )
+        measured += f"train too: scores on {name} are too good"
         advice = f"Take them out of train or {name}; drop texts that come more than "
         advice += "once before a file is split."
         severity = _NOTE if share < _LEAKED else None
-        yield Seen(f"{name} texts", said, advice, share, share, severity)
+        yield Observation(f"{name} texts", measured, advice, share, share, severity)
 
 
 RULES: tuple[Rule, ...] = (
@@ -278,7 +300,7 @@ RULES: tuple[Rule, ...] = (
         "error",
         OURS + "; a loss above that of the untrained model has unlearned",
         limit=_ENDED,
-        shown="{:g} times the beginning",
+        limit_format="{:g} times the beginning",
     ),
     Rule(
         "loss rises again",
@@ -288,7 +310,7 @@ RULES: tuple[Rule, ...] = (
         "error",
         OURS,
         limit=0.5,
-        shown="{:.0%}",
+        limit_format="{:.0%}",
     ),
     Rule(
         "loss does not fall",
@@ -298,7 +320,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS,
         limit=_FLAT,
-        shown="{:g} of the beginning",
+        limit_format="{:g} of the beginning",
     ),
     Rule(
         "overfitting",
@@ -308,7 +330,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS + "; a note below 1.3",
         limit=1.1,
-        shown="{:g} times the lowest",
+        limit_format="{:g} times the lowest",
     ),
     Rule(
         "class never predicted",
@@ -318,7 +340,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS + "; an error where all texts get one class",
         limit=_TRUE - 1,
-        shown="{:g} of a class",
+        limit_format="{:g} of a class",
     ),
     Rule(
         "clipping",
@@ -328,7 +350,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS + "; a note where the median norm is below 10 times the limit",
         limit=0.9,
-        shown="{:.0%} of the steps",
+        limit_format="{:.0%} of the steps",
     ),
     Rule(
         "repeated texts",
@@ -338,7 +360,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS + "; a note below 10%",
         limit=0.02,
-        shown="{:.0%}",
+        limit_format="{:.0%}",
     ),
     Rule(
         "contradicting labels",
@@ -348,7 +370,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS + "; a note below 1%",
         limit=0.002,
-        shown="{:.1%}",
+        limit_format="{:.1%}",
     ),
     Rule(
         "leak",
@@ -359,6 +381,6 @@ RULES: tuple[Rule, ...] = (
         OURS + "; a note below 2%",
         limit=0.005,
         severe=_LEAKED_MOST,
-        shown="{:.1%}",
+        limit_format="{:.1%}",
     ),
 )

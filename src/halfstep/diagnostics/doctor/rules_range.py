@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.doctor.rule import OURS, Rule, Seen, percent
+from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_summary import (
     flushed,
@@ -45,7 +45,11 @@ def _in_16_bits(facts: RunFacts) -> bool:
 def _largest_gradient(facts: RunFacts) -> float | None:
     """Return the largest magnitude of a gradient, not scaled; None if none was seen."""
     return max(
-        (s.tally.amax / s.scale for held in facts.gradients.values() for s in held),
+        (
+            s.tally.amax / s.scale
+            for samples in facts.gradients.values()
+            for s in samples
+        ),
         default=None,
     )
 
@@ -70,7 +74,7 @@ def _scale_word(scale: float) -> str:
     return f"{scale:.0f}" if scale >= 1 else f"{scale:g}"
 
 
-def _cure(facts: RunFacts) -> str:
+def _scale_advice(facts: RunFacts) -> str:
     """Return what all findings on small and large gradients advise: one loss scale.
 
     Why one: each tensor by itself would ask for a scale of its own, and a run has one.
@@ -78,10 +82,12 @@ def _cure(facts: RunFacts) -> str:
     """
     safe = safe_scale(facts) or facts.scale
     word, low = _scale_word(safe), lowest(formats.FP16)
-    held = facts.gradients.values()
-    gone = max((flushed(samples, formats.FP16) for samples in held), default=0.0)
-    raised = max(0, math.ceil(math.log2(gone / _FINE))) if gone else 0
-    lost = max((share_below(merged(s, safe), low) for s in held), default=0.0)
+    per_tensor = facts.gradients.values()
+    worst_flushed = max(
+        (flushed(samples, formats.FP16) for samples in per_tensor), default=0.0
+    )
+    raised = max(0, math.ceil(math.log2(worst_flushed / _FINE))) if worst_flushed else 0
+    lost = max((share_below(merged(s, safe), low) for s in per_tensor), default=0.0)
     if raised and facts.scale * 2.0**raised > safe:
         needed = _scale_word(facts.scale * 2.0**raised)
         return (
@@ -99,22 +105,22 @@ def _cure(facts: RunFacts) -> str:
     )
 
 
-def _underflow(facts: RunFacts) -> Iterator[Seen]:
-    advice = _cure(facts)
+def _underflow(facts: RunFacts) -> Iterator[Observation]:
+    advice = _scale_advice(facts)
     for name, samples in facts.gradients.items():
         share = flushed(samples, formats.FP16)
-        said = f"about {percent(share)} of its gradients become 0 in fp16"
-        said += f" at loss scale {_scale_word(samples[-1].scale)}"
-        yield Seen(name, said, advice, share, share)
+        measured = f"about {percent(share)} of its gradients become 0 in fp16"
+        measured += f" at loss scale {_scale_word(samples[-1].scale)}"
+        yield Observation(name, measured, advice, share, share)
 
 
-def _subnormal(facts: RunFacts) -> Iterator[Seen]:
+def _subnormal(facts: RunFacts) -> Iterator[Observation]:
     low, full = lowest(formats.FP16), normal(formats.FP16)
-    advice = _cure(facts)
+    advice = _scale_advice(facts)
     for name, samples in facts.gradients.items():
         share = share_below(merged(samples), full, above=low)
-        said = f"{percent(share)} of its gradients keep fewer digits than fp16 has"
-        yield Seen(name, said, advice, share, share / 10)
+        measured = f"{percent(share)} of its gradients keep fewer digits than fp16 has"
+        yield Observation(name, measured, advice, share, share / 10)
 
 
 def _fixed(facts: RunFacts) -> bool:
@@ -126,7 +132,7 @@ def _fixed(facts: RunFacts) -> bool:
         return False
 
 
-def _gradient_room(facts: RunFacts) -> Iterator[Seen]:
+def _gradient_room(facts: RunFacts) -> Iterator[Observation]:
     if facts.config.loss_scale is None:
         return  # it may have stood still and yet be free to move
     largest = {
@@ -137,60 +143,66 @@ def _gradient_room(facts: RunFacts) -> Iterator[Seen]:
         if not amax:
             continue  # so far below that no number tells it
         room = math.log2(formats.FP16.max / amax)
-        said = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
-        said += f"2^{room:.1f} below overflow"
-        advice = _cure(facts)
+        measured = f"its largest gradient, times the scale, is {amax:.3g}, a factor of "
+        measured += f"2^{room:.1f} below overflow"
+        advice = _scale_advice(facts)
         if facts.config.loss_scale == "none":
             advice = "Take a mean, not a sum, as the loss; or train in bf16."
-        yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
+        yield Observation(name, measured, advice, room, min(1.0, 2.0**-room))
 
 
-def _output_room(facts: RunFacts) -> Iterator[Seen]:
+def _output_room(facts: RunFacts) -> Iterator[Observation]:
     for name, samples in facts.samples(":output"):
-        held = [s.tally for s in samples if s.tally.dtype == "fp16"]
-        held = [tally for tally in held if 0 < tally.amax <= formats.FP16.max]
-        if held:
-            amax = max(tally.amax for tally in held)
+        stats = [s.tally for s in samples if s.tally.dtype == "fp16"]
+        stats = [one for one in stats if 0 < one.amax <= formats.FP16.max]
+        if stats:
+            amax = max(one.amax for one in stats)
             room = math.log2(formats.FP16.max / amax)
             module = name.removesuffix(":output")
             advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', "
             advice += "or train in bf16."
-            said = f"it reaches {amax:.3g}, a factor of 2^{room:.1f} below overflow"
-            yield Seen(name, said, advice, room, min(1.0, 2.0**-room))
+            measured = f"it reaches {amax:.3g}, a factor of 2^{room:.1f} below overflow"
+            yield Observation(name, measured, advice, room, min(1.0, 2.0**-room))
 
 
-def _too_low(facts: RunFacts) -> Iterator[Seen]:
+def _too_low(facts: RunFacts) -> Iterator[Observation]:
     safe, largest = safe_scale(facts), _largest_gradient(facts)
-    whole = merged(s for held in facts.gradients.values() for s in held)
-    harm = share_below(whole, normal(formats.FP16)) > _FINE
+    histogram = merged(s for samples in facts.gradients.values() for s in samples)
+    harm = share_below(histogram, normal(formats.FP16)) > _FINE
     largest = (largest or 0.0) * facts.scale
     if safe is not None and largest and safe > facts.scale and harm:
         room = math.log2(formats.FP16.max / largest)
-        said = f"the largest gradient is {largest:.3g}, a factor of "
-        said += f"2^{room:.1f} below overflow, while small ones lose digits"
-        yield Seen("loss scale", said, _cure(facts), room)
+        measured = f"the largest gradient is {largest:.3g}, a factor of "
+        measured += f"2^{room:.1f} below overflow, while small ones lose digits"
+        yield Observation("loss scale", measured, _scale_advice(facts), room)
 
 
-def _spread(facts: RunFacts) -> Iterator[Seen]:
-    whole = merged((s for held in facts.gradients.values() for s in held), 1.0)
-    said = f"99.9 % of them span {span(whole)} powers of two; fp16 holds 41 at most"
-    yield Seen("gradients", said, "Train in bf16 (--dtype bf16).", span(whole))
+def _spread(facts: RunFacts) -> Iterator[Observation]:
+    histogram = merged(
+        (s for samples in facts.gradients.values() for s in samples), 1.0
+    )
+    measured = (
+        f"99.9 % of them span {span(histogram)} powers of two; fp16 holds 41 at most"
+    )
+    yield Observation(
+        "gradients", measured, "Train in bf16 (--dtype bf16).", span(histogram)
+    )
 
 
-def _coarse(facts: RunFacts) -> Iterator[Seen]:
+def _coarse(facts: RunFacts) -> Iterator[Observation]:
     format_ = formats.parse(facts.dtype or "bf16")
     # 10 log10(28) + 6.02 bits, less what a bell curve loses to a uniform mantissa.
     # Numbers that are all alike, each half a unit off, lose 7.5 dB more.
     best = 13.5 + 6.02 * format_.mantissa_bits
     for name, samples in facts.samples(":output"):
         casts = [s.tally.casts.get(format_.name) for s in samples]
-        found = [c.sqnr for c in casts if c is not None and c.sqnr is not None]
-        if found:
-            lost = best - min(found)
+        sqnrs = [c.sqnr for c in casts if c is not None and c.sqnr is not None]
+        if sqnrs:
+            lost = best - min(sqnrs)
             module = name.removesuffix(":output")
             advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32'."
-            said = f"{min(found):.0f} dB are left of it in {format_}, of {best:.0f}"
-            yield Seen(name, said, advice, lost)
+            measured = f"{min(sqnrs):.0f} dB are left of it in {format_}, of {best:.0f}"
+            yield Observation(name, measured, advice, lost)
 
 
 RULES: tuple[Rule, ...] = (
@@ -203,7 +215,7 @@ RULES: tuple[Rule, ...] = (
         _GUIDE,
         limit=_LOST,
         severe=0.05,
-        shown="{:.0%}",
+        limit_format="{:.0%}",
         concerns=_in_fp16,
     ),
     Rule(
@@ -214,7 +226,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS,
         limit=0.2,
-        shown="{:.0%}",
+        limit_format="{:.0%}",
         concerns=_in_fp16,
     ),
     Rule(
@@ -226,7 +238,7 @@ RULES: tuple[Rule, ...] = (
         _FORMAT + "; the margin is our choice",
         limit=1,
         below=True,
-        shown="a factor of 2^{:g}",
+        limit_format="a factor of 2^{:g}",
         concerns=_in_fp16,
     ),
     Rule(
@@ -238,7 +250,7 @@ RULES: tuple[Rule, ...] = (
         _FORMAT + "; the margin is our choice",
         limit=1,
         below=True,
-        shown="a factor of 2^{:g}",
+        limit_format="a factor of 2^{:g}",
         concerns=lambda facts: _in_fp16(facts) and _fixed(facts),
     ),
     Rule(
@@ -249,7 +261,7 @@ RULES: tuple[Rule, ...] = (
         "note",
         OURS,
         limit=8,
-        shown="a factor of 2^{:g}",
+        limit_format="a factor of 2^{:g}",
         concerns=_in_fp16,
     ),
     Rule(
@@ -260,7 +272,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS + "; fp16 holds 41 at one scale",
         limit=30,
-        shown="{:g}",
+        limit_format="{:g}",
         concerns=_in_fp16,
     ),
     Rule(
@@ -271,7 +283,7 @@ RULES: tuple[Rule, ...] = (
         "note",
         OURS + "; rounding alone costs 7.5 dB at worst, as of numbers all alike",
         limit=8,
-        shown="{:g} dB",
+        limit_format="{:g} dB",
         concerns=_in_16_bits,
     ),
 )

@@ -10,7 +10,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from halfstep.diagnostics.doctor.rule import OURS, Rule, Seen, percent
+from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _FEW = 3  # skips or rounds that prove nothing yet
 _FEW_FALLS = 5  # skips that a scale that is found by overflows may cost
 _SKIPS = 0.01  # share of steps that may be skipped
-_SETTLED = 10  # applied steps in a row that show that the scale has found its place
+_STABLE_STEPS = (
+    10  # applied steps in a row that show that the scale has found its place
+)
 _WINDOW = 1000
 _LAWS = "our choice; growth_interval=2000, the default, makes one in 2,000 steps"
 _WARNING: Severity = "warning"
@@ -34,7 +36,7 @@ def _warm(facts: RunFacts) -> Sequence[Step]:
     Why: a dynamic scale begins too high on purpose, and finds its place by skips.
     """
     applied = [step.skipped is False for step in facts.steps]
-    for stretch in (_SETTLED, 1):
+    for stretch in (_STABLE_STEPS, 1):
         for start in range(len(applied) - stretch + 1):
             if all(applied[start : start + stretch]):
                 return facts.steps[start:]
@@ -48,15 +50,15 @@ def _by_trial(facts: RunFacts) -> bool:
 
 def _trials(steps: Sequence[Step]) -> set[int]:
     """Return the steps that were skipped first after the scale had grown."""
-    found, grown, before = set(), False, math.inf
+    trials, grown, before = set(), False, math.inf
     for step in steps:
         scale = step.scale or before
         grown = scale > before or (grown and scale == before)
         if grown and step.skipped:
-            found.add(step.step)
+            trials.add(step.step)
             grown = False
         before = scale
-    return found
+    return trials
 
 
 def _skipped(facts: RunFacts) -> tuple[list[Step], set[int], float]:
@@ -96,7 +98,7 @@ def _advice_on_skips(facts: RunFacts) -> str:
     return f"Train in bf16 (--dtype bf16), or {keep}. Lower --lr if the loss rises too."
 
 
-def _skip_rate(facts: RunFacts) -> Iterator[Seen]:
+def _skip_rate(facts: RunFacts) -> Iterator[Observation]:
     skipped, trials, share = _skipped(facts)
     if len(skipped) < _few_skips(facts):
         return
@@ -104,11 +106,11 @@ def _skip_rate(facts: RunFacts) -> Iterator[Seen]:
     where = "steps"
     if names:
         where = f"steps, most often in {names.most_common(1)[0][0]}"
-    whole = len(_warm(facts))
-    said = f"{len(skipped)} of {whole} steps were skipped for inf or NaN, "
-    said += f"{percent(share)}; the last is step {skipped[-1].step}"
-    said += f"; {len(trials)} more tried a scale that had grown" if trials else ""
-    yield Seen(where, said, _advice_on_skips(facts), share, share)
+    num_steps = len(_warm(facts))
+    measured = f"{len(skipped)} of {num_steps} steps were skipped for inf or NaN, "
+    measured += f"{percent(share)}; the last is step {skipped[-1].step}"
+    measured += f"; {len(trials)} more tried a scale that had grown" if trials else ""
+    yield Observation(where, measured, _advice_on_skips(facts), share, share)
 
 
 def _moves(steps: Sequence[Step]) -> tuple[int, int, int]:
@@ -124,33 +126,35 @@ def _second_half(facts: RunFacts) -> Sequence[Step]:
     return steps[len(steps) // 2 :]
 
 
-def _unsettled(facts: RunFacts) -> Iterator[Seen]:
+def _unsettled(facts: RunFacts) -> Iterator[Observation]:
     steps = _second_half(facts)
     fell, rose, count = _moves(steps)
     rounds = min(fell, rose)
     if rounds >= _FEW:
-        said = f"it fell {fell} and rose {rose} times in the last {count:,} steps"
+        measured = f"it fell {fell} and rose {rose} times in the last {count:,} steps"
         advice = "Raise it less often (ScaleRule(growth_interval=2000)), bear single "
         advice += "overflows (hysteresis=2), or use --loss-scale measured or bf16."
         skipped = sum(bool(step.skipped) for step in steps) / max(1, len(steps))
         each = rounds * _WINDOW / count
-        yield Seen("loss scale", said, advice, each, skipped)
+        yield Observation("loss scale", measured, advice, each, skipped)
 
 
-def _falling(facts: RunFacts) -> Iterator[Seen]:
+def _falling(facts: RunFacts) -> Iterator[Observation]:
     scales = [step.scale for step in _second_half(facts) if step.scale]
     fell, rose, count = _moves(_second_half(facts))
     if not scales or rose:
         return
     down = math.log2(scales[0] / scales[-1])
-    said = f"it fell {fell} times in the last {count:,} steps, to {scales[-1]:g}, "
-    said += "and never rose"
+    measured = f"it fell {fell} times in the last {count:,} steps, to {scales[-1]:g}, "
+    measured += "and never rose"
     advice = _advice_on_skips(facts)
-    gone: Severity | None = "error" if scales[-1] <= 1 else None
-    yield Seen("loss scale", said, advice, down, min(1.0, fell / count), gone)
+    severity: Severity | None = "error" if scales[-1] <= 1 else None
+    yield Observation(
+        "loss scale", measured, advice, down, min(1.0, fell / count), severity
+    )
 
 
-def _schedule(facts: RunFacts) -> Iterator[Seen]:
+def _schedule(facts: RunFacts) -> Iterator[Observation]:
     pairs = [
         (a.lr, b.lr)
         for a, b in pairwise(facts.steps)
@@ -158,11 +162,13 @@ def _schedule(facts: RunFacts) -> Iterator[Seen]:
     ]
     if pairs:
         moved = sum(a != b for a, b in pairs)
-        said = f"the rate moved on after {moved} of {len(pairs)} skipped steps"
+        measured = f"the rate moved on after {moved} of {len(pairs)} skipped steps"
         advice = "Step it only when report.applied (StepReport), or hand it over: "
         advice += "prepare(..., scheduler=scheduler)."
-        whole = max(1, len(facts.steps))
-        yield Seen("learning rate", said, advice, moved / len(pairs), moved / whole)
+        num_steps = max(1, len(facts.steps))
+        yield Observation(
+            "learning rate", measured, advice, moved / len(pairs), moved / num_steps
+        )
 
 
 def _unscaled(facts: RunFacts) -> bool | None:
@@ -177,124 +183,130 @@ def _unscaled(facts: RunFacts) -> bool | None:
     return scales == {1.0} if scales else None
 
 
-def _without(facts: RunFacts) -> Iterator[Seen]:
+def _without(facts: RunFacts) -> Iterator[Observation]:
     if _unscaled(facts):
-        said = "fp16 without a loss scale: gradients below 2^-25 become 0"
-        yield Seen("loss scale", said, "Use --loss-scale dynamic, or bf16.", weight=1.0)
+        measured = "fp16 without a loss scale: gradients below 2^-25 become 0"
+        yield Observation(
+            "loss scale", measured, "Use --loss-scale dynamic, or bf16.", weight=1.0
+        )
 
 
-def _needless(facts: RunFacts) -> Iterator[Seen]:
+def _needless(facts: RunFacts) -> Iterator[Observation]:
     if _unscaled(facts) is False:
         word = facts.config.loss_scale or f"{facts.scale:g}"
         lost = len(facts.skipped)
         cost = f", and {lost} steps were skipped" if lost else ""
-        said = f"{facts.dtype} with loss scale {word}{cost}"
+        measured = f"{facts.dtype} with loss scale {word}{cost}"
         advice = "Leave it out (--loss-scale none): the range is that of fp32."
-        yield Seen("loss scale", said, advice, weight=lost / max(1, len(facts.steps)))
+        yield Observation(
+            "loss scale", measured, advice, weight=lost / max(1, len(facts.steps))
+        )
 
 
-def _lost_loss(facts: RunFacts) -> Iterator[Seen]:
-    known = [step for step in facts.steps if step.loss is not None]
-    bad = [s for s in known if not math.isfinite(s.loss or 0.0) and not s.skipped]
+def _lost_loss(facts: RunFacts) -> Iterator[Observation]:
+    recorded = [step for step in facts.steps if step.loss is not None]
+    bad = [s for s in recorded if not math.isfinite(s.loss or 0.0) and not s.skipped]
     applied = [step for step in bad if step.skipped is False]
-    found, severity = applied or bad, None if applied else _WARNING
-    if not found:
+    nonfinite, severity = applied or bad, None if applied else _WARNING
+    if not nonfinite:
         return
-    count = "1 step" if len(found) == 1 else f"{len(found)} steps"
-    said = f"it was not finite in {count}{' with an update' * bool(applied)}, first in "
-    said += f"step {found[0].step}"
-    said += "" if applied else "; nothing tells whether there was an update"
+    count = "1 step" if len(nonfinite) == 1 else f"{len(nonfinite)} steps"
+    measured = (
+        f"it was not finite in {count}{' with an update' * bool(applied)}, first in "
+    )
+    measured += f"step {nonfinite[0].step}"
+    measured += "" if applied else "; nothing tells whether there was an update"
     advice = "Ask halfstep.first_bad(model, step) which operation made it; lower --lr."
-    weight = len(found) / len(known)
-    yield Seen("loss", said, advice, len(found), weight, severity)
+    weight = len(nonfinite) / len(recorded)
+    yield Observation("loss", measured, advice, len(nonfinite), weight, severity)
 
 
 def _events(facts: RunFacts, ending: str) -> list[tuple[int, str]]:
     """Return the steps at which tensors were not finite, and their names, in order."""
-    found = [
+    events = [
         (event.step, name)
         for event in facts.non_finite
         for name in event.where
         if name.endswith(ending)
     ]
     # An event names the first one first; samples of a step have no such order.
-    told = {step for step, _ in found}
-    found += [
+    event_steps = {step for step, _ in events}
+    events += [
         (sample.step, name)
         for name, samples in facts.stats.items()
         for sample in samples
         if name.endswith(ending)
-        and sample.step not in told
+        and sample.step not in event_steps
         and (sample.tally.infs or sample.tally.nans)
     ]
-    return sorted(found, key=lambda each: each[0])
+    return sorted(events, key=lambda each: each[0])
 
 
-def _told(steps: Sequence[int]) -> str:
+def _nonfinite_text(steps: Sequence[int]) -> str:
     times = "once" if len(steps) == 1 else f"{len(steps)} times"
     return f"it, or what follows, held inf or NaN {times}, first at step {steps[0]}"
 
 
-def _steps_of(found: Iterable[tuple[int, str]]) -> list[int]:
-    return sorted({step for step, _ in found})
+def _steps_of(events: Iterable[tuple[int, str]]) -> list[int]:
+    return sorted({step for step, _ in events})
 
 
-def _ill(facts: RunFacts, found: Iterable[tuple[int, str]]) -> set[int]:
+def _failed_steps(facts: RunFacts, events: Iterable[tuple[int, str]]) -> set[int]:
     """Return the steps that went wrong, of those at which an output was not finite.
 
     Where there is no record of a step, it went well if the model's own output and all
     gradients were finite.
     """
-    told = {
+    succeeded = {
         step.step: not step.skipped and math.isfinite(step.loss)
         for step in facts.steps
         if step.skipped is not None and step.loss is not None
     }
-    lost = {step for step, name in found if name == "model:output"}
+    lost = {step for step, name in events if name == "model:output"}
     lost |= {step for step, _ in _events(facts, ":grad")}
     skipped = facts.skipped
     return {
         step
-        for step, _ in found
-        if step in skipped or not told.get(step, step not in lost)
+        for step, _ in events
+        if step in skipped or not succeeded.get(step, step not in lost)
     }
 
 
-def _forward(facts: RunFacts) -> Iterator[Seen]:
-    found = _events(facts, ":output")
-    if not found:
+def _forward(facts: RunFacts) -> Iterator[Observation]:
+    events = _events(facts, ":output")
+    if not events:
         return
-    ill = _ill(facts, found)
+    failed = _failed_steps(facts, events)
     # Who holds inf in steps that go well, as a mask does, is not why others do not.
-    usual = {name for step, name in found if step not in ill}
-    odd = [(step, name) for step, name in found if name not in usual]
-    steps = _steps_of(odd or found)
-    where = (odd or found)[0][1]
+    usual = {name for step, name in events if step not in failed}
+    odd = [(step, name) for step, name in events if name not in usual]
+    steps = _steps_of(odd or events)
+    where = (odd or events)[0][1]
     weight = len(steps) / max(1, len(facts.steps))
     if not odd:
-        said = _told(steps) + "; what came of it was finite all the same"
+        measured = _nonfinite_text(steps) + "; what came of it was finite all the same"
         advice = "Fine if it is a mask's -inf and meant; otherwise look at its inputs."
-        yield Seen(where, said, advice, len(steps), weight, "note")
+        yield Observation(where, measured, advice, len(steps), weight, "note")
         return
     module = where.removesuffix(":output")
     advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', or train "
     advice += "in bf16; no loss scale mends a forward pass."
     if facts.dtype != "fp16":
         advice = "Look at its inputs at that step; lower --lr."
-    yield Seen(where, _told(steps), advice, len(steps), weight)
+    yield Observation(where, _nonfinite_text(steps), advice, len(steps), weight)
 
 
-def _backward(facts: RunFacts) -> Iterator[Seen]:
-    found = _events(facts, ":grad")
-    if found:
-        steps, where = _steps_of(found), found[0][1]
+def _backward(facts: RunFacts) -> Iterator[Observation]:
+    events = _events(facts, ":grad")
+    if events:
+        steps, where = _steps_of(events), events[0][1]
         advice = "Not a matter of the loss scale: look for log, sqrt or division at 0 "
         advice += "there, at the data of that step, and lower --lr."
         weight = len(steps) / max(1, len(facts.steps))
-        yield Seen(where, _told(steps), advice, len(steps), weight)
+        yield Observation(where, _nonfinite_text(steps), advice, len(steps), weight)
 
 
-def _bad_op(facts: RunFacts) -> Iterator[Seen]:
+def _bad_op(facts: RunFacts) -> Iterator[Observation]:
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for event in facts.bad_ops:
         key = tuple(str(event.get(k)) for k in ("module", "op", "cause", "phase"))
@@ -302,20 +314,22 @@ def _bad_op(facts: RunFacts) -> Iterator[Seen]:
     for (module, op, cause, phase), events in groups.items():
         first = events[0]
         if phase == "none":
-            said = f"a replay of step {first.get('step')} did not show what was seen"
+            measured = (
+                f"a replay of step {first.get('step')} did not show what was seen"
+            )
             advice = str(first.get("advice") or "Try again with deterministic kernels.")
-            yield Seen(module, said, advice, severity="warning")
+            yield Observation(module, measured, advice, severity="warning")
             continue
         kind = f"{first.get('kind')}, " if first.get("kind") else ""
         times = {1: "", 2: ", and once more"}.get(
             len(events), f", and {len(events) - 1} times more"
         )
-        said = (
+        measured = (
             f"{op} ({kind}{phase}) made {first.get('made') or 'inf or NaN'} at step "
             f"{first.get('step')}{times}; cause: {cause}"
         )
         evidence = str(first.get("evidence") or "").rstrip(".")
-        said += f" ({evidence})" if evidence else ""
+        measured += f" ({evidence})" if evidence else ""
         advice = str(first.get("advice") or "")
         severity: Severity | None = None
         if cause == "backward range" and not first.get("rule"):
@@ -328,7 +342,7 @@ def _bad_op(facts: RunFacts) -> Iterator[Seen]:
             else:
                 severity = "note"
         weight = len(events) / max(1, len(facts.steps))
-        yield Seen(module, said, advice, weight=weight, severity=severity)
+        yield Observation(module, measured, advice, weight=weight, severity=severity)
 
 
 RULES: tuple[Rule, ...] = (
@@ -348,7 +362,7 @@ RULES: tuple[Rule, ...] = (
         "error",
         "any is one too many",
         limit=0,
-        shown="{:g} steps",
+        limit_format="{:g} steps",
     ),
     Rule(
         "not finite backward",
@@ -358,7 +372,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         "any is one too many; under a loss scale it is normal",
         limit=0,
-        shown="{:g} steps",
+        limit_format="{:g} steps",
         concerns=lambda facts: facts.dtype in {None, "fp32", "bf16"},
     ),
     Rule(
@@ -369,7 +383,7 @@ RULES: tuple[Rule, ...] = (
         "error",
         "any is one too many",
         limit=0,
-        shown="{:g} steps",
+        limit_format="{:g} steps",
     ),
     Rule(
         "skipped steps",
@@ -380,7 +394,7 @@ RULES: tuple[Rule, ...] = (
         OURS,
         limit=_SKIPS,
         severe=0.25,
-        shown="{:.0%} of the steps",
+        limit_format="{:.0%} of the steps",
     ),
     Rule(
         "scale unsettled",
@@ -390,7 +404,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         _LAWS,
         limit=1,
-        shown="{:g} in 1,000 steps",
+        limit_format="{:g} in 1,000 steps",
         concerns=_by_trial,
     ),
     Rule(
@@ -401,7 +415,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS,
         limit=2,
-        shown="a factor of 2^{:g}",
+        limit_format="a factor of 2^{:g}",
         concerns=_by_trial,
     ),
     Rule(
@@ -412,7 +426,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         _SCHEDULE,
         limit=0.5,
-        shown="{:.0%} of them",
+        limit_format="{:.0%} of them",
     ),
     Rule(
         "no loss scale",

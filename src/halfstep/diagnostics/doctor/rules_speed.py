@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.gemm_shapes import LOW, low_products, name_of, size_of
-from halfstep.diagnostics.doctor.rule import OURS, Rule, Seen, percent
+from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
 from halfstep.diagnostics.doctor.run_record import ProfileFacts
 from halfstep.diagnostics.profiling.profile_result import GEMM
 from halfstep.machine import hardware
@@ -52,22 +52,22 @@ def _place(row: ProfileRow) -> str:
     return f"{row.module} ({name_of(row.op)})" if row.module else name_of(row.op)
 
 
-def _casts(facts: RunFacts) -> Iterator[Seen]:
+def _casts(facts: RunFacts) -> Iterator[Observation]:
     profile = _profile(facts)
     share = profile.share(profile.casts_s)
-    said = _of_step(facts, profile.casts_s)
+    measured = _of_step(facts, profile.casts_s)
     rates = facts.machine.rates if facts.machine else {}
     dtype = facts.dtype
     if dtype is not None and rates.get("fp32") and rates.get(dtype):
         gain = rates[dtype] / rates["fp32"]
-        said += f"; matrix products take {_ms(profile.gemm_s)}, and large ones run "
-        said += f"{gain:.2g} times as fast in {dtype} as in fp32 here"
+        measured += f"; matrix products take {_ms(profile.gemm_s)}, and large ones run "
+        measured += f"{gain:.2g} times as fast in {dtype} as in fp32 here"
     advice = "Store the weights low (--level O2), so that they are not cast each step;"
     level = levels.LEVELS.get(facts.config.level or profile.level or "")
     if level is not None and level.low_weights:
         advice = "Put fewer operations into fp32 (--policy lean);"
     advice += " larger batches cast less for each product, --compile fuses casts."
-    yield Seen("a step", said, advice, share, share)
+    yield Observation("a step", measured, advice, share, share)
 
 
 def _wide(row: ProfileRow) -> bool:
@@ -78,90 +78,96 @@ def _wide(row: ProfileRow) -> bool:
     return wide and not update and size_of(row) is None and name != "copy_"
 
 
-def _fp32_only(facts: RunFacts) -> Iterator[Seen]:
+def _fp32_only(facts: RunFacts) -> Iterator[Observation]:
     profile = _profile(facts)
     share = profile.share(profile.fp32_only_s)
     rows = [row for row in profile.rows if _wide(row)]
     most = max(rows, key=lambda row: row.self_s, default=None)
     where = "operations in fp32" if most is None else _place(most)
-    said = _of_step(facts, profile.fp32_only_s)
-    said += "" if most is None else f"; most of it in {name_of(most.op)}"
+    measured = _of_step(facts, profile.fp32_only_s)
+    measured += "" if most is None else f"; most of it in {name_of(most.op)}"
     advice = "Policy lean leaves norms and softmax in 16 bits where the kernel sums in "
     advice += "fp32 (--policy lean); let the rest be compiled into few (--compile)."
-    yield Seen(where, said, advice, share, share)
+    yield Observation(where, measured, advice, share, share)
 
 
-def _overhead(facts: RunFacts) -> Iterator[Seen]:
+def _overhead(facts: RunFacts) -> Iterator[Observation]:
     profile = _profile(facts)
     share = profile.share(profile.python_s)
     calls = sum(row.calls for row in profile.rows)
-    said = _of_step(facts, profile.python_s) + f", between {calls:,.0f} operations"
+    measured = _of_step(facts, profile.python_s) + f", between {calls:,.0f} operations"
     advice = "Larger batches; fewer and larger operations (--compile); on a GPU CUDA "
     advice += "graphs (torch.compile(mode='reduce-overhead'))."
-    yield Seen("Python and launches", said, advice, share, share)
+    yield Observation("Python and launches", measured, advice, share, share)
 
 
-def _waits(facts: RunFacts) -> Iterator[Seen]:
+def _waits(facts: RunFacts) -> Iterator[Observation]:
     profile = _profile(facts)
     share = profile.share(profile.wait_s)
-    said = f"the host waits {profile.waits:g} times a step for the device, "
-    said += _of_step(facts, profile.wait_s)
+    measured = f"the host waits {profile.waits:g} times a step for the device, "
+    measured += _of_step(facts, profile.wait_s)
     advice = "Look for .item(), .cpu(), print and `if tensor` in the loop; read the "
     advice += "loss every so many steps."
-    yield Seen("a step", said, advice, profile.waits, share)
+    yield Observation("a step", measured, advice, profile.waits, share)
 
 
-def _input(facts: RunFacts) -> Iterator[Seen]:
+def _input(facts: RunFacts) -> Iterator[Observation]:
     timed = [s for s in facts.steps if s.input_s is not None and s.total_s]
     if timed:
         spent = sum(step.input_s or 0.0 for step in timed)
-        whole = sum(step.total_s or 0.0 for step in timed)
-        share = spent / whole
-        said = f"{percent(share)} of the time in training steps went into waiting for "
-        said += "batches"
+        total_seconds = sum(step.total_s or 0.0 for step in timed)
+        share = spent / total_seconds
+        measured = (
+            f"{percent(share)} of the time in training steps went into waiting for "
+        )
+        measured += "batches"
     else:
         profile = _profile(facts)
         share = profile.share(profile.input_s)
-        said = _of_step(facts, profile.input_s) + ", went into waiting for batches"
+        measured = _of_step(facts, profile.input_s) + ", went into waiting for batches"
     advice = "Give more --workers; prepare what can be prepared before training."
-    yield Seen("batches", said, advice, share, share)
+    yield Observation("batches", measured, advice, share, share)
 
 
-def _padding(facts: RunFacts) -> Iterator[Seen]:
+def _padding(facts: RunFacts) -> Iterator[Observation]:
     share = facts.padding or 0.0
-    said = f"{percent(share)} of what was computed was padding: the texts of a batch "
-    said += "differ much in length"
-    yield Seen("batches", said, "--max-length cuts the longest.", share, share)
+    measured = (
+        f"{percent(share)} of what was computed was padding: the texts of a batch "
+    )
+    measured += "differ much in length"
+    yield Observation(
+        "batches", measured, "--max-length cuts the longest.", share, share
+    )
 
 
-def _emulated(facts: RunFacts) -> Iterator[Seen]:
+def _emulated(facts: RunFacts) -> Iterator[Observation]:
     rates = facts.machine.rates if facts.machine else {}
     dtype = facts.dtype or "fp32"
     if dtype not in rates or not rates["fp32"]:
         return
     gain = rates[dtype] / rates["fp32"]
     chip = facts.machine.chip if facts.machine else ""
-    said = f"{dtype} products run at {rates[dtype]:.3g} TFLOP/s, fp32 at "
-    said += f"{rates['fp32']:.3g}: {gain:.2f} of its rate"
+    measured = f"{dtype} products run at {rates[dtype]:.3g} TFLOP/s, fp32 at "
+    measured += f"{rates['fp32']:.3g}: {gain:.2f} of its rate"
     profile = _profile(facts)
     weight = profile.share(profile.gemm_s) if profile.wall_s else 1.0
     where = chip or "this machine"
-    yield Seen(where, said, "Train in fp32 here: --level O0.", gain, weight)
+    yield Observation(where, measured, "Train in fp32 here: --level O0.", gain, weight)
 
 
 def _misses(
     facts: RunFacts, lost: list[tuple[float, ProfileRow, Size]], says: str, advice: str
-) -> Iterator[Seen]:
+) -> Iterator[Observation]:
     """Tell of all products that miss a granule as one finding, at the worst of them."""
     if lost:
         _, row, size = max(lost, key=lambda each: each[0])
-        whole = sum(seconds for seconds, _, _ in lost)
-        said = f"{size} {says}; all such cost " + _of_step(facts, whole)
-        share = _profile(facts).share(whole)
-        yield Seen(_place(row), said, advice, share, share)
+        total_seconds = sum(seconds for seconds, _, _ in lost)
+        measured = f"{size} {says}; all such cost " + _of_step(facts, total_seconds)
+        share = _profile(facts).share(total_seconds)
+        yield Observation(_place(row), measured, advice, share, share)
 
 
-def _tiles(facts: RunFacts) -> Iterator[Seen]:
+def _tiles(facts: RunFacts) -> Iterator[Observation]:
     machine_ = facts.machine
     if machine_ is None or "AMX-BF16" not in machine_.instruction_sets:
         return
@@ -174,7 +180,7 @@ def _tiles(facts: RunFacts) -> Iterator[Seen]:
     yield from _misses(facts, lost, "does not fill tiles of 16 x 32 x 16", advice)
 
 
-def _alignment(facts: RunFacts) -> Iterator[Seen]:
+def _alignment(facts: RunFacts) -> Iterator[Observation]:
     lost = [
         (row.self_s, row, size)
         for row, size in low_products(_profile(facts))
@@ -184,7 +190,7 @@ def _alignment(facts: RunFacts) -> Iterator[Seen]:
     yield from _misses(facts, lost, "has sizes that are no multiple of 8", advice)
 
 
-def _small(facts: RunFacts) -> Iterator[Seen]:
+def _small(facts: RunFacts) -> Iterator[Observation]:
     profile = _profile(facts)
     most = _SMALL.get(facts.device or "cpu", _SMALL["cuda"])
     small = [
@@ -198,7 +204,7 @@ def _small(facts: RunFacts) -> Iterator[Seen]:
     yield from _misses(facts, small, says, advice)
 
 
-def _wide_products(facts: RunFacts) -> Iterator[Seen]:
+def _wide_products(facts: RunFacts) -> Iterator[Observation]:
     profile = _profile(facts)
     products = [row for row in profile.rows if GEMM.fullmatch(name_of(row.op))]
     wide = [row for row in products if row.dtypes and not LOW & set(row.dtypes)]
@@ -206,23 +212,25 @@ def _wide_products(facts: RunFacts) -> Iterator[Seen]:
         most = max(wide, key=lambda row: row.self_s)
         spent = sum(row.self_s for row in wide)
         share = spent / (sum(row.self_s for row in products) or 1.0)
-        said = f"{percent(share)} of the time in matrix products is in fp32 ones, "
-        said += f"{_of_step(facts, spent)}, in a run in {facts.dtype}"
+        measured = f"{percent(share)} of the time in matrix products is in fp32 ones, "
+        measured += f"{_of_step(facts, spent)}, in a run in {facts.dtype}"
         advice = "Compute forward pass and loss inside `with session.autocast():`; "
         advice += "session.explain() tells which rule keeps a product in fp32."
-        yield Seen(_place(most), said, advice, share, profile.share(spent))
+        yield Observation(_place(most), measured, advice, share, profile.share(spent))
 
 
-def _cross_entropy(facts: RunFacts) -> Iterator[Seen]:
+def _cross_entropy(facts: RunFacts) -> Iterator[Observation]:
     rows = [(r.op, _place(r)) for r in _profile(facts).rows]
     named = [*facts.plan, *facts.bad_ops]
     rows += [(str(r.get("op")), str(r.get("module") or "loss")) for r in named]
     for op, where in rows:
         if name_of(op) in {_BCE, f"{_BCE}_backward"}:
-            said = "it takes logarithms of probabilities, which 16 bits round to 0 and "
-            said += "1; torch.amp refuses it on GPUs"
+            measured = (
+                "it takes logarithms of probabilities, which 16 bits round to 0 and "
+            )
+            measured += "1; torch.amp refuses it on GPUs"
             advice = f"Use {_BCE}_with_logits, and drop the sigmoid before it."
-            yield Seen(where, said, advice)
+            yield Observation(where, measured, advice)
             return
 
 
@@ -236,7 +244,7 @@ RULES: tuple[Rule, ...] = (
         "machine.SLOWER; formats equally fast differ by a few per cent",
         limit=hardware.SLOWER,
         below=True,
-        shown="{:g}",
+        limit_format="{:g}",
         concerns=_low,
     ),
     Rule(
@@ -256,7 +264,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         "Campo: casts took more than 21 % of the time where AMP lost",
         limit=0.2,
-        shown="{:.0%} of the step",
+        limit_format="{:.0%} of the step",
         concerns=_low,
     ),
     Rule(
@@ -267,7 +275,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS,
         limit=0.25,
-        shown="{:.0%} of the step",
+        limit_format="{:.0%} of the step",
         concerns=_low,
     ),
     Rule(
@@ -278,7 +286,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS,
         limit=0.5,
-        shown="{:.0%}",
+        limit_format="{:.0%}",
         concerns=_low,
     ),
     Rule(
@@ -289,7 +297,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS + ": below 2 x 128^3 operations on a CPU, 2 x 512^3 on a GPU",
         limit=0.2,
-        shown="{:.0%} of the step",
+        limit_format="{:.0%} of the step",
         concerns=_low,
     ),
     Rule(
@@ -300,7 +308,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         "Intel: tiles of 16 rows by 64 bytes; the share is our choice",
         limit=0.1,
-        shown="{:.0%} of the step",
+        limit_format="{:.0%} of the step",
         concerns=lambda facts: facts.dtype in {None, "bf16"} and _on(facts, "cpu"),
     ),
     Rule(
@@ -311,7 +319,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         "NVIDIA's guide: sizes of 16 bytes; the share is our choice",
         limit=0.1,
-        shown="{:.0%} of the step",
+        limit_format="{:.0%} of the step",
         concerns=lambda facts: _low(facts) and _on(facts, "cuda"),
     ),
     Rule(
@@ -322,7 +330,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS,
         limit=0.3,
-        shown="{:.0%} of the step",
+        limit_format="{:.0%} of the step",
     ),
     Rule(
         "waits",
@@ -332,7 +340,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS + ": one, for a loss that is shown",
         limit=1,
-        shown="{:g} a step",
+        limit_format="{:g} a step",
         concerns=lambda facts: _on(facts, "cuda"),  # a CPU has nothing to wait for
     ),
     Rule(
@@ -343,7 +351,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS,
         limit=0.1,
-        shown="{:.0%} of the time",
+        limit_format="{:.0%} of the time",
     ),
     Rule(
         "padding",
@@ -353,6 +361,6 @@ RULES: tuple[Rule, ...] = (
         "note",
         OURS,
         limit=0.25,
-        shown="{:.0%}",
+        limit_format="{:.0%}",
     ),
 )

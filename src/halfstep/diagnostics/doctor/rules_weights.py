@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.doctor.rule import OURS, Rule, Seen, percent
+from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
 from halfstep.errors import UserError
 from halfstep.policy.levels import Level, parse
 
@@ -35,7 +35,7 @@ def _without_masters(facts: RunFacts) -> bool:
     return level.low_weights and (not level.masters or facts.config.master == "none")
 
 
-def _form_that_helps(facts: RunFacts) -> str:
+def _masters_advice(facts: RunFacts) -> str:
     if facts.dtype == "fp16":
         return "Keep fp32 masters: --level O2 --master fp32."
     return (
@@ -44,55 +44,57 @@ def _form_that_helps(facts: RunFacts) -> str:
     )
 
 
-def _swamped(facts: RunFacts) -> Iterator[Seen]:
+def _lost_updates(facts: RunFacts) -> Iterator[Observation]:
     groups: dict[int, list[float]] = {}
     for lost in facts.lost:
         groups.setdefault(lost.group, []).append(lost.share)
     for group, shares in groups.items():
         share = sum(shares) / len(shares)
-        said = f"{percent(share)} of its updates were rounded away, over "
-        said += "one count" if len(shares) == 1 else f"{len(shares)} counts"
+        measured = f"{percent(share)} of its updates were rounded away, over "
+        measured += "one count" if len(shares) == 1 else f"{len(shares)} counts"
         where = f"parameter group {group}"
-        yield Seen(where, said, _form_that_helps(facts), share, share)
+        yield Observation(where, measured, _masters_advice(facts), share, share)
 
 
-def _no_masters(facts: RunFacts) -> Iterator[Seen]:
+def _no_masters(facts: RunFacts) -> Iterator[Observation]:
     if not facts.lost:
-        said = f"{facts.dtype} weights without masters, and nobody counted what "
-        said += "rounding swallows"
-        advice = _form_that_helps(facts)
+        measured = f"{facts.dtype} weights without masters, and nobody counted what "
+        measured += "rounding swallows"
+        advice = _masters_advice(facts)
         advice += " prepare(..., lost_updates_every=100) counts."
-        yield Seen("weights", said, advice)
+        yield Observation("weights", measured, advice)
 
 
-def _low_already(facts: RunFacts) -> Iterator[Seen]:
+def _low_already(facts: RunFacts) -> Iterator[Observation]:
     low = [name for name, word in facts.weights.items() if word in _LOW]
     level = _level(facts)
     if low and level is not None and not level.low_weights:
         names = ", ".join(low[:_NAMED])
         more = f" and {len(low) - _NAMED} more" if len(low) > _NAMED else ""
         word = facts.weights[low[0]]
-        said = f"{len(low)} of {len(facts.weights)} parameters came in {word}, which "
-        said += f"level {level} updates without masters: {names}{more}"
+        measured = (
+            f"{len(low)} of {len(facts.weights)} parameters came in {word}, which "
+        )
+        measured += f"level {level} updates without masters: {names}{more}"
         advice = "Call model.float() before prepare; or store them low on purpose, "
         advice += "with masters: --level O2."
         share = len(low) / len(facts.weights)
-        yield Seen("weights", said, advice, len(low), share)
+        yield Observation("weights", measured, advice, len(low), share)
 
 
-def _sums(facts: RunFacts) -> Iterator[Seen]:
+def _sums(facts: RunFacts) -> Iterator[Observation]:
     machine = facts.machine
     if machine is not None and machine.fp16_accumulation and facts.dtype == "fp16":
-        said = "torch may add up products of fp16 numbers in fp16"
+        measured = "torch may add up products of fp16 numbers in fp16"
         advice = "Set torch.backends.cuda.matmul.allow_fp16_accumulation = False."
-        yield Seen("matrix products", said, advice, weight=1.0)
+        yield Observation("matrix products", measured, advice, weight=1.0)
 
 
-def _micro_sums(facts: RunFacts) -> Iterator[Seen]:
+def _micro_sums(facts: RunFacts) -> Iterator[Observation]:
     count = facts.config.accumulate or 1
-    said = f"{count} micro-batches are added up in {facts.dtype}"
+    measured = f"{count} micro-batches are added up in {facts.dtype}"
     advice = "Keep masters, which add them up in fp32: --level O2."
-    yield Seen("gradients", said, advice, count)
+    yield Observation("gradients", measured, advice, count)
 
 
 def _low_weights(facts: RunFacts) -> bool:
@@ -110,12 +112,12 @@ RULES: tuple[Rule, ...] = (
         "swamped updates",
         "share of a parameter group's updates that rounding swallowed",
         ("dtype", "lost updates"),
-        _swamped,
+        _lost_updates,
         "warning",
         "our choice; bf16 loses updates below 2^-9 to 2^-8 of the weight",
         limit=0.05,
         severe=0.5,
-        shown="{:.0%}",
+        limit_format="{:.0%}",
         concerns=lambda facts: bool(facts.lost) or _low_and_alone(facts),
     ),
     Rule(
@@ -135,7 +137,7 @@ RULES: tuple[Rule, ...] = (
         "error",
         "the level's promise: fp32 weights",
         limit=0,
-        shown="{:g} parameters",
+        limit_format="{:g} parameters",
         concerns=lambda facts: (
             (level := _level(facts)) is None or not level.low_weights
         ),
@@ -157,7 +159,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         OURS + "; each addition rounds at 2^-8 in bf16, at 2^-11 in fp16",
         limit=3,
-        shown="{:g}",
+        limit_format="{:g}",
         concerns=_low_and_alone,
     ),
 )

@@ -56,14 +56,14 @@ def read(folder: Path) -> RunFacts:
     """
     try:
         is_folder = folder.is_dir()
-        there = [name for name in _READ if (folder / name).exists()]
+        present_files = [name for name in _READ if (folder / name).exists()]
     except OSError as error:
         message = f"{folder} cannot be read: {error.strerror or error}."
         raise UserError(message) from error
     if not is_folder:
         message = f"{folder} is not a folder; give the folder of a run (--out of train)"
         raise UserError(message + ".")
-    if not there:
+    if not present_files:
         message = f"{folder} holds no run: neither {METRICS} nor any other file of one."
         raise UserError(message)
     reader = _Reader(folder)
@@ -79,25 +79,25 @@ def read(folder: Path) -> RunFacts:
     splits = reader.json(DATA, splits_of)
     metrics = _Metrics()
     reader.metrics(metrics)
-    known = {
+    summary_config = {
         name: summary[name] for name in ("level", "dtype", "master") if name in summary
     }
 
     def config() -> Config:
-        return Config.from_data({**settings, **known})
+        return Config.from_data({**settings, **summary_config})
 
     def weights() -> dict[str, str]:
-        found = json_fields.mapping(environment.get("weights") or {}, "weights")
-        return {name: json_fields.word(found, name) or "unknown" for name in found}
+        formats = json_fields.mapping(environment.get("weights") or {}, "weights")
+        return {name: json_fields.word(formats, name) or "unknown" for name in formats}
 
     machine = None
     if "machine" in environment:
-        machine = reader.understood(
+        machine = reader.try_parse(
             ENVIRONMENT, lambda: MachineFacts.from_data(environment["machine"])
         )
     return RunFacts(
         name=str(folder),
-        config=reader.understood("settings", config) or Config(),
+        config=reader.try_parse("settings", config) or Config(),
         steps=tuple(metrics.steps),
         stats=metrics.stats(),
         non_finite=metrics.events(NonFinite),
@@ -105,8 +105,8 @@ def read(folder: Path) -> RunFacts:
         lost=metrics.events(LostUpdates),
         profile=profile,
         machine=machine,
-        weights=reader.understood(ENVIRONMENT, weights) or {},
-        padding=reader.understood(
+        weights=reader.try_parse(ENVIRONMENT, weights) or {},
+        padding=reader.try_parse(
             SUMMARY,
             lambda: (
                 json_fields.share(summary, "padded_share")
@@ -126,36 +126,43 @@ def splits_of(data: object) -> dict[str, SplitFacts]:
     Raises:
         UserError: If it is nothing of the kind.
     """
-    told = json_fields.mapping(data, DATA)
-    return {name: SplitFacts.from_data(told[name]) for name in told}
+    splits = json_fields.mapping(data, DATA)
+    return {name: SplitFacts.from_data(splits[name]) for name in splits}
 
 
 def _loads(text: bytes) -> Any:  # noqa: ANN401 -- any JSON value
     """Return what JSON says, halves of surrogate pairs replaced: UTF-8 has none."""
-    found = json.loads(text)
-    return _whole(found) if b"\\ud" in text.lower() else found
+    value = json.loads(text)
+    return _replace_surrogates(value) if b"\\ud" in text.lower() else value
 
 
-def _whole(value: Any) -> Any:  # noqa: ANN401
+def _replace_surrogates(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):
-        return {_whole(key): _whole(item) for key, item in value.items()}
-    return [_whole(item) for item in value] if isinstance(value, list) else value
+        return {
+            _replace_surrogates(key): _replace_surrogates(item)
+            for key, item in value.items()
+        }
+    return (
+        [_replace_surrogates(item) for item in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 class _Event(NamedTuple):
     """What an event tells."""
 
     step: int
-    told: NonFinite | LostUpdates | Evaluation | dict[str, Any]
+    value: NonFinite | LostUpdates | Evaluation | dict[str, Any]
 
 
 class _Metrics:
     """What the lines of metrics.jsonl tell, in their order.
 
     A step may have been made twice: its run went on from an earlier one, or another
-    began in the same folder. Then what was told before, from that step on, is void.
+    began in the same folder. Then earlier records from that step on are void.
     """
 
     def __init__(self) -> None:
@@ -166,7 +173,7 @@ class _Metrics:
         """Each with the number of records before it."""
         self._samples: dict[str, list[tuple[int, Sample]]] = defaultdict(list)
         self._records = 0
-        self._again: list[tuple[int, int]] = []
+        self._restarts: list[tuple[int, int]] = []
         """Number of the record with which steps come again, and the step."""
         self._seen = 0
         self._stride = 1
@@ -196,18 +203,20 @@ class _Metrics:
         elif event == "lost_updates":
             groups = json_fields.items(record.get("groups"), "groups")
             mappings = [json_fields.mapping(group, "groups") for group in groups]
-            for lost in [LostUpdates.from_data(step, told) for told in mappings]:
+            for lost in [
+                LostUpdates.from_data(step, group_data) for group_data in mappings
+            ]:
                 self._note(step, lost)
 
     def _note(
-        self, step: int, told: NonFinite | LostUpdates | Evaluation | dict[str, Any]
+        self, step: int, value: NonFinite | LostUpdates | Evaluation | dict[str, Any]
     ) -> None:
-        self._events.append((self._records, _Event(step, told)))
+        self._events.append((self._records, _Event(step, value)))
 
     def _take_step(self, step: Step) -> None:
         if self.steps and step.step <= self.steps[-1].step:
             if step.step < self.steps[-1].step:  # else two write at once
-                self._again.append((self._records, step.step))
+                self._restarts.append((self._records, step.step))
             while self.steps and self.steps[-1].step >= step.step:
                 self.steps.pop()
                 self.void += 1
@@ -215,29 +224,29 @@ class _Metrics:
         self._records += 1
 
     def _holds(self, records: int, step: int) -> bool:
-        """Say whether what was told of a step after so many records is not void."""
-        # What comes just before a record may be told of its step.
-        later = bisect.bisect_right(self._again, (records, _NEVER))
+        """Say whether an event of a step after so many records is not void."""
+        # An event just before a record may belong to its step.
+        later = bisect.bisect_right(self._restarts, (records, _NEVER))
         return step < self._lowest[later]
 
     @cached_property
     def _lowest(self) -> list[int]:
         """The first step that comes again, from each such time on."""
-        steps = [step for _, step in reversed(self._again)]
+        steps = [step for _, step in reversed(self._restarts)]
         return [*accumulate(steps, min, initial=_NEVER)][::-1]
 
     def events(self, kind: type[T]) -> tuple[T, ...]:
         """Return the events of one kind that hold."""
         return tuple(
-            event.told
+            event.value
             for records, event in self._events
-            if isinstance(event.told, kind) and self._holds(records, event.step)
+            if isinstance(event.value, kind) and self._holds(records, event.step)
         )
 
     def evaluations(self) -> tuple[Evaluation, ...]:
         """Return the evaluations that hold, of each step the last."""
-        found = {each.step: each for each in self.events(Evaluation)}
-        return tuple(found[step] for step in sorted(found))
+        by_step = {each.step: each for each in self.events(Evaluation)}
+        return tuple(by_step[step] for step in sorted(by_step))
 
     def _take_stats(self, step: int, record: Mapping[str, Any]) -> None:
         """Keep every so manieth event, so that a long run fits the memory."""
@@ -246,13 +255,13 @@ class _Metrics:
             return
         tensors = json_fields.mapping(record.get("tensors"), "tensors")
         scale = json_fields.loss_scale(record, "scale") or 0.0
-        found = {name: sample(step, tensors[name], scale) for name in tensors}
-        for name, each in found.items():
+        samples = {name: sample(step, tensors[name], scale) for name in tensors}
+        for name, each in samples.items():
             self._samples[name].append((self._records, each))
         if max(map(len, self._samples.values()), default=0) > _MOST_SAMPLES:
             self._stride *= 2
-            for name, kept in self._samples.items():
-                self._samples[name] = kept[::2]
+            for name, history in self._samples.items():
+                self._samples[name] = history[::2]
 
     def stats(self) -> dict[str, tuple[Sample, ...]]:
         """Return the samples of each tensor, gradients with their step's loss scale.
@@ -267,7 +276,7 @@ class _Metrics:
                 scale = each.scale or scales.get(each.step) or 1.0
             return type(each)(each.step, each.tally, scale)
 
-        held = {
+        per_tensor = {
             name: tuple(
                 scaled(name, each)
                 for records, each in samples
@@ -275,7 +284,7 @@ class _Metrics:
             )
             for name, samples in self._samples.items()
         }
-        return {name: samples for name, samples in held.items() if samples}
+        return {name: samples for name, samples in per_tensor.items() if samples}
 
 
 class _Reader:
@@ -285,7 +294,7 @@ class _Reader:
         self.folder = folder
         self.problems: list[str] = []
 
-    def understood(self, name: str, make: Callable[[], T]) -> T | None:
+    def try_parse(self, name: str, make: Callable[[], T]) -> T | None:
         """Return what `make` does; None, and a line, where it cannot."""
         try:
             return make()
@@ -303,7 +312,7 @@ class _Reader:
         path = self.folder / name
         if not path.exists():
             return None
-        return self.understood(name, lambda: make(_loads(path.read_bytes())))
+        return self.try_parse(name, lambda: make(_loads(path.read_bytes())))
 
     def settings(self) -> Mapping[str, Any]:
         """Return the settings from the first file that can be used."""
@@ -312,13 +321,13 @@ class _Reader:
 
             def load(name: str = name, path: Path = path) -> Mapping[str, Any]:
                 text = path.read_text(encoding="utf-8")
-                found = tomllib.loads(text) if name.endswith("toml") else None
-                return found or json_fields.mapping(_loads(text.encode()), name)
+                data = tomllib.loads(text) if name.endswith("toml") else None
+                return data or json_fields.mapping(_loads(text.encode()), name)
 
             if path.exists():
-                told = self.understood(name, load)
-                if told is not None:
-                    return told
+                settings = self.try_parse(name, load)
+                if settings is not None:
+                    return settings
         return {}
 
     def metrics(self, metrics: _Metrics) -> None:
@@ -339,14 +348,14 @@ class _Reader:
                         self.problems.append(f"{METRICS} line {number}: {why}")
             return damaged
 
-        damaged = self.understood(METRICS, take) or 0
+        damaged = self.try_parse(METRICS, take) or 0
         if damaged > _MOST_LINES:
             rest = damaged - _MOST_LINES
             self.problems.append(f"{METRICS}: {rest:,} more damaged lines.")
         if metrics.void:
-            said = f"{metrics.void:,} record{'s' * (metrics.void != 1)} of steps that"
+            text = f"{metrics.void:,} record{'s' * (metrics.void != 1)} of steps that"
             self.problems.append(
-                f"{METRICS}: {said} come again or out of order; the later ones count."
+                f"{METRICS}: {text} come again or out of order; the later ones count."
             )
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:

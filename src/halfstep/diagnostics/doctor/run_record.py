@@ -91,11 +91,11 @@ class Config:
             UserError: If a value has the wrong type.
         """
         names = ("level", "dtype", "master", "loss_scale", "device", "probe")
-        found = {name: json_fields.word(data, name) for name in names}
-        known = {name: value for name, value in found.items() if value != "auto"}
+        words = {name: json_fields.word(data, name) for name in names}
+        values = {name: value for name, value in words.items() if value != "auto"}
         least = json_fields.whole(data, "accumulate", 0) or None
         return cls(
-            **known, accumulate=least, clip=_positive(json_fields.number(data, "clip"))
+            **values, accumulate=least, clip=_positive(json_fields.number(data, "clip"))
         )
 
     @property
@@ -132,10 +132,10 @@ class Evaluation:
         Raises:
             UserError: If a value has the wrong type.
         """
-        told = json_fields.mapping(data.get("classes") or {}, "classes")
+        counts = json_fields.mapping(data.get("classes") or {}, "classes")
         classes = []
-        for label in told:
-            count = json_fields.mapping(told[label], label)
+        for label in counts:
+            count = json_fields.mapping(counts[label], label)
             true, predicted = (
                 json_fields.whole(count, key) for key in ("true", "predicted")
             )
@@ -166,9 +166,9 @@ class SplitFacts:
         Raises:
             UserError: If it is nothing of the kind.
         """
-        told = json_fields.mapping(data, "a split")
+        fields = json_fields.mapping(data, "a split")
         names = ("texts", "repeated", "contradicting", "in_train")
-        return cls(*(json_fields.whole(told, name) for name in names))
+        return cls(*(json_fields.whole(fields, name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -245,24 +245,24 @@ class ProfileFacts:
         Raises:
             UserError: If it is nothing of the kind.
         """
-        told = json_fields.mapping(data, "profile")
-        rows = json_fields.items(told.get("rows") or [], "rows")
+        fields = json_fields.mapping(data, "profile")
+        rows = json_fields.items(fields.get("rows") or [], "rows")
         return cls(
-            wall_s=json_fields.amount(told, "wall_s"),
+            wall_s=json_fields.amount(fields, "wall_s"),
             rows=tuple(
                 ProfileRow.from_data(json_fields.mapping(r, "rows")) for r in rows
             ),
-            casts_s=json_fields.amount(told, "casts_s"),
-            gemm_s=json_fields.amount(told, "gemm_s"),
-            fp32_only_s=json_fields.amount(told, "fp32_only_s"),
-            python_s=json_fields.amount(told, "python_s"),
-            waits=json_fields.amount(told, "waits"),
-            wait_s=json_fields.amount(told, "wait_s"),
-            input_s=json_fields.amount(told, "input_s"),
-            update_s=json_fields.amount(told, "update_s"),
-            device=json_fields.word(told, "device"),
-            level=json_fields.word(told, "level"),
-            dtype=json_fields.word(told, "dtype"),
+            casts_s=json_fields.amount(fields, "casts_s"),
+            gemm_s=json_fields.amount(fields, "gemm_s"),
+            fp32_only_s=json_fields.amount(fields, "fp32_only_s"),
+            python_s=json_fields.amount(fields, "python_s"),
+            waits=json_fields.amount(fields, "waits"),
+            wait_s=json_fields.amount(fields, "wait_s"),
+            input_s=json_fields.amount(fields, "input_s"),
+            update_s=json_fields.amount(fields, "update_s"),
+            device=json_fields.word(fields, "device"),
+            level=json_fields.word(fields, "level"),
+            dtype=json_fields.word(fields, "dtype"),
         )
 
 
@@ -286,19 +286,19 @@ class MachineFacts:
         Raises:
             UserError: If it is nothing of the kind.
         """
-        told = json_fields.mapping(data, "machine")
-        rates = json_fields.mapping(told.get("rates") or {}, "rates")
+        fields = json_fields.mapping(data, "machine")
+        rates = json_fields.mapping(fields.get("rates") or {}, "rates")
         return cls(
-            json_fields.word(told, "chip") or "",
-            json_fields.words(told, "instruction_sets"),
+            json_fields.word(fields, "chip") or "",
+            json_fields.words(fields, "instruction_sets"),
             {name: json_fields.amount(rates, name) for name in rates},
-            json_fields.flag(told, "fp16_accumulation"),
+            json_fields.flag(fields, "fp16_accumulation"),
         )
 
 
 @dataclass(frozen=True)
 class LostUpdates:
-    """Updates of one parameter group that rounding swallowed in one step."""
+    """Updates of one parameter group lost to rounding in one step."""
 
     step: int
     group: int
@@ -396,11 +396,11 @@ class RunFacts:
         Why not of others: a gradient in fp32, such as that of a norm's weight, loses
         nothing however small it is.
         """
-        held = {
+        per_tensor = {
             name: tuple(s for s in samples if s.tally.dtype == "fp16" and s.tally.amax)
             for name, samples in self.samples(":grad")
         }
-        return {name: samples for name, samples in held.items() if samples}
+        return {name: samples for name, samples in per_tensor.items() if samples}
 
     def samples(self, ending: str) -> Iterator[tuple[str, tuple[Sample, ...]]]:
         """Yield tensors whose names end so, without steps that were skipped.
@@ -410,9 +410,9 @@ class RunFacts:
         lost = self.skipped
         for name, samples in self.stats.items():
             if name.endswith(ending):
-                kept = tuple(each for each in samples if each.step not in lost)
-                if kept:
-                    yield name, kept
+                applied = tuple(each for each in samples if each.step not in lost)
+                if applied:
+                    yield name, applied
 
 
 def sample(step: int, data: object, scale: float) -> Sample:

@@ -37,19 +37,21 @@ def lead(facts: RunFacts, examination: Examination) -> str:
 
 def counted(examination: Examination) -> str:
     """Return how many findings of each severity there are, in words."""
-    counts = Counter(found.severity for found in examination.findings)
+    counts = Counter(finding.severity for finding in examination.findings)
     parts = [
         f"{counts[word]} {word}{'s' * (counts[word] != 1)}"
         for word in SEVERITIES
         if counts[word]
     ]
-    rules = f"{examination.looked} rules that could look"
+    rules = f"{examination.num_evaluated} rules that could look"
     return ", ".join(parts) if parts else f"nothing found by the {rules}"
 
 
-def unlooked(examination: Examination) -> list[str]:
+def not_evaluated_lines(examination: Examination) -> list[str]:
     """Return what was not looked at, a line for each reason."""
-    return [f"{each.why}: {', '.join(each.rules)}" for each in examination.unlooked]
+    return [
+        f"{each.why}: {', '.join(each.rules)}" for each in examination.not_evaluated
+    ]
 
 
 def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
@@ -61,26 +63,30 @@ def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
         width: Columns to fit; 80 is what every terminal has.
     """
     parts = ["\n".join(wrapped(f"{facts.name}: {lead(facts, examination)}", width))]
-    parts += ["\n".join(_told(found, width)) for found in examination.findings]
+    parts += [
+        "\n".join(_finding_lines(finding, width)) for finding in examination.findings
+    ]
     lists = (
-        ("Not looked at:", unlooked(examination)),
+        ("Not looked at:", not_evaluated_lines(examination)),
         ("Could not be read:", facts.problems),
     )
-    parts += ["\n".join(_listed(title, said, width)) for title, said in lists if said]
+    parts += [
+        "\n".join(_listed(title, lines, width)) for title, lines in lists if lines
+    ]
     return "\n\n".join(parts)
 
 
-def _told(found: Finding, width: int) -> Iterator[str]:
-    yield from wrapped(f"{found.severity.upper()}  {found.rule}", width)
+def _finding_lines(finding: Finding, width: int) -> Iterator[str]:
+    yield from wrapped(f"{finding.severity.upper()}  {finding.rule}", width)
     for name in _FIELDS:
-        value = getattr(found, name)
+        value = getattr(finding, name)
         if value:
             yield from _hung(f"  {name:<{_LABEL - 2}}", value, width)
 
 
-def _listed(title: str, said: Iterable[str], width: int) -> Iterator[str]:
+def _listed(title: str, lines: Iterable[str], width: int) -> Iterator[str]:
     yield title
-    for each in said:
+    for each in lines:
         yield from _hung("  - ", each, width)
 
 
@@ -94,11 +100,11 @@ def data(facts: RunFacts, examination: Examination) -> dict[str, Any]:
     """Return plain values for `json.dumps`."""
     return {
         "run": facts.name,
-        "findings": [found.data() for found in examination.findings],
-        "looked_at": examination.looked,
+        "findings": [finding.data() for finding in examination.findings],
+        "looked_at": examination.num_evaluated,
         "not_looked_at": [
             {"why": each.why, "rules": list(each.rules)}
-            for each in examination.unlooked
+            for each in examination.not_evaluated
         ],
         "problems": list(facts.problems),
     }

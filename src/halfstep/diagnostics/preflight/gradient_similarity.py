@@ -1,6 +1,7 @@
-"""How like two sets of gradients are: cosine, SQNR, and what was lost altogether.
+"""How similar two sets of gradients are: cosine, SQNR, and what was lost altogether.
 
-In: gradients by name, of a reference and of another pass. Out: a `Likeness` for each
+In: gradients by name, of a reference and of another pass. Out: a
+`GradientSimilarity` for each
 group of names, and one for all.
 """
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """How like gradients q are to their reference x, both unscaled."""
+class GradientSimilarity:
+    """How similar gradients q are to their reference x, both unscaled."""
 
     where: str
     """Module whose parameters they are of."""
@@ -41,7 +42,7 @@ def compare(
     reference: Mapping[str, Tensor],
     other: Mapping[str, Tensor],
     owner: Callable[[str], str],
-) -> tuple[Likeness, tuple[Likeness, ...]]:
+) -> tuple[GradientSimilarity, tuple[GradientSimilarity, ...]]:
     """Compare gradients, all together and by the module that owns them.
 
     Sums are taken in fp64, on the device; it is waited for once at the end.
@@ -66,9 +67,9 @@ def compare(
         sums[owner(name)].append(_sums(x.double(), q.double()).cpu())
         sizes[owner(name)] += like.numel()
     groups = {name: torch.stack(rows).sum(0) for name, rows in sums.items()}
-    layers = tuple(_likeness(name, sizes[name], row) for name, row in groups.items())
+    layers = tuple(_similarity(name, sizes[name], row) for name, row in groups.items())
     rows = [*groups.values()] or [torch.zeros(6, dtype=torch.float64)]
-    return _likeness("all", sum(sizes.values()), torch.stack(rows).sum(0)), layers
+    return _similarity("all", sum(sizes.values()), torch.stack(rows).sum(0)), layers
 
 
 def _sums(x: Tensor, q: Tensor) -> Tensor:
@@ -86,9 +87,9 @@ def _sums(x: Tensor, q: Tensor) -> Tensor:
     )
 
 
-def _likeness(where: str, numbers: int, sums: Tensor) -> Likeness:
+def _similarity(where: str, numbers: int, sums: Tensor) -> GradientSimilarity:
     product, xx, qq, error, lost, seen = sums.tolist()
-    return Likeness(
+    return GradientSimilarity(
         where,
         numbers,
         cosine=_cosine(product, xx, qq),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:
-    from halfstep.diagnostics.preflight.gradient_similarity import Likeness
+    from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class Facts:
     """At which gradients were compared."""
     curve: tuple[ScalePoint, ...] = ()
     """The first is of the default scale."""
-    gradients: Likeness | None = None
+    gradients: GradientSimilarity | None = None
     """Against fp32's, same weights, batch, buffers and random state."""
-    layers: tuple[Likeness, ...] = ()
-    noise: Likeness | None = None
+    layers: tuple[GradientSimilarity, ...] = ()
+    noise: GradientSimilarity | None = None
     """The same of fp32 gradients of two halves of the batch."""
-    noise_layers: tuple[Likeness, ...] = ()
+    noise_layers: tuple[GradientSimilarity, ...] = ()
     noise_of: str = "two halves of the batch"
     ranges: tuple[Range, ...] = ()
     cost_fp32: Cost | None = None
@@ -139,9 +139,9 @@ class Facts:
     weights_finite: bool = True
     """They were after the steps that were made."""
     lost: float | None = None
-    """Share of the updates of one step that rounding swallowed, 0 to 1; None where
+    """Share of the updates of one step lost to rounding, 0 to 1; None where
     no 16-bit weight is updated by itself, or no step was made."""
-    ruin: str = ""
+    weight_nan_warning: str = ""
     """The caution that says that weights will be NaN."""
     dropout_off: bool = False
     cautions: tuple[str, ...] = ()
@@ -197,10 +197,10 @@ class Facts:
     @property
     def distance(self) -> float:
         """Return 1 - cosine of the gradients; inf where it is not a number."""
-        return math.inf if self.gradients is None else away(self.gradients)
+        return math.inf if self.gradients is None else cosine_distance(self.gradients)
 
 
-def away(likeness: Likeness) -> float:
+def cosine_distance(similarity: GradientSimilarity) -> float:
     """Return 1 - cosine, 0 or more; inf where it is not a number."""
-    far = 1 - likeness.cosine
+    far = 1 - similarity.cosine
     return math.inf if math.isnan(far) else max(far, 0.0)

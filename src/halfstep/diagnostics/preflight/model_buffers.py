@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class Buffers:
+class BufferSnapshot:
     """The buffers of a model, as they were when this was made.
 
     By name, not as tensors alone: a module may put another tensor in the place of one.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept = [
+        self._saved = [
             (module, name, buffer, None if buffer is None else buffer.clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()  # noqa: SLF001 -- None too
@@ -29,7 +29,7 @@ class Buffers:
     @torch.no_grad()
     def restore(self) -> None:
         """Put them back: the same tensors, with the same values."""
-        for module, name, buffer, value in self._kept:
+        for module, name, buffer, value in self._saved:
             if module._buffers.get(name) is not buffer:  # noqa: SLF001
                 module._buffers[name] = buffer  # noqa: SLF001
             if buffer is None or value is None or torch.equal(buffer, value):

@@ -17,19 +17,19 @@ import torch
 from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.preflight import gradient_similarity
 from halfstep.diagnostics.preflight.measurements import Facts, Range, ScalePoint
-from halfstep.diagnostics.preflight.model_buffers import Buffers
-from halfstep.diagnostics.preflight.model_copy import Twin
+from halfstep.diagnostics.preflight.model_buffers import BufferSnapshot
+from halfstep.diagnostics.preflight.model_copy import ModelCopy
 from halfstep.diagnostics.preflight.report import CheckReport
 from halfstep.diagnostics.preflight.rules import FLUSH_WARN
-from halfstep.diagnostics.preflight.scale_search import Trials
-from halfstep.diagnostics.preflight.step_cost import StepError, repeated, stepped
+from halfstep.diagnostics.preflight.scale_search import ScaleSearch
+from halfstep.diagnostics.preflight.step_cost import StepError, more_ratios, time_steps
 from halfstep.diagnostics.preflight.validation import (
     check_arguments,
     check_model,
     check_words,
     empty,
 )
-from halfstep.diagnostics.preflight.verdict import judge
+from halfstep.diagnostics.preflight.verdict import verdict_and_findings
 from halfstep.machine.recommendation import Choice, choose
 from halfstep.numerics.exponents import flushed, largest_safe_scale, subnormal
 from halfstep.numerics.formats import FP16
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from halfstep.diagnostics.preflight.model_copy import LossFn, Pass
-    from halfstep.diagnostics.preflight.scale_search import Trial
+    from halfstep.diagnostics.preflight.scale_search import ScaleTrial
 
 _CURVE = tuple(2.0**power for power in range(0, 28, 4))
 
@@ -82,7 +82,7 @@ def check(
             it.
         master: As for `prepare`; of no effect at levels without masters.
         more: Further batches: overflow, the safe scale and underflow are then those of
-            all. The gradient's noise is told from the first of them, not from halves.
+            all. The gradient's noise is measured on the first of them, not from halves.
         margin: Powers of two that the safe loss scale stays away from overflow, >= 0.
             1 leaves room for a batch whose gradients are twice as large.
         steps: Training steps to time at the level and in fp32, in turns, >= 0; 0 makes
@@ -114,59 +114,65 @@ def check(
     """
     began = time.perf_counter()
     check_words(level, dtype, policy, master, margin=margin, steps=steps)
-    bare = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    check_arguments(bare, loss_fn, optimizer, more)
-    check_model(bare)
-    device = next(bare.parameters()).device
+    unwrapped = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    check_arguments(unwrapped, loss_fn, optimizer, more)
+    check_model(unwrapped)
+    device = next(unwrapped.parameters()).device
     choice = level if isinstance(level, Choice) else choose(level, dtype, device.type)
     words = "lean" if policy is None else policy
     rules = Policy.parse(words) if isinstance(words, str) else words
     state = RandomState([device])
-    buffers = Buffers(bare)  # a loss_fn that will be refused may change them
+    buffers = BufferSnapshot(
+        unwrapped
+    )  # a loss_fn that will be refused may change them
     try:
-        make = partial(Twin, bare, optimizer, master=master, state=state)
-        with _alone(device):
-            trials = Trials(make, bare, loss_fn, [batch, *more], choice, margin)
-            facts = _facts(trials, rules, steps)
+        make = partial(ModelCopy, unwrapped, optimizer, master=master, state=state)
+        with _default_context(device):
+            search = ScaleSearch(
+                make, unwrapped, loss_fn, [batch, *more], choice, margin
+            )
+            facts = _facts(search, rules, steps)
     finally:
         state.restore()
         buffers.restore()
-    notes = (*facts.notes, *trials.notes)
-    none = [empty(one) for one in trials.batches]
+    notes = (*facts.notes, *search.notes)
+    none = [empty(one) for one in search.batches]
     if not (facts.finite_fp32 and facts.learns) and any(none):
         notes += (next(filter(None, none)),)
-    if bare is not model:
+    if unwrapped is not model:
         notes += ("torch.compile was left out: passes and times are eager",)
-    if not bare.training:
+    if not unwrapped.training:
         notes += ("the model is in evaluation mode, and was checked so",)
     facts = replace(
         facts,
-        cautions=tuple(one for one in trials.cautions if one != facts.ruin),
+        cautions=tuple(
+            one for one in search.cautions if one != facts.weight_nan_warning
+        ),
         notes=notes,
         seconds=time.perf_counter() - began,
     )
-    return CheckReport(*judge(facts), facts)
+    return CheckReport(*verdict_and_findings(facts), facts)
 
 
 @contextlib.contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
+def _default_context(device: torch.device) -> Iterator[None]:
     """Run outside of whatever region `check` was called in.
 
     Why: in a region of autocast fp32 would not be fp32, and without gradients there is
     nothing to look at.
     """
-    with contextlib.ExitStack() as left:
-        left.enter_context(torch.inference_mode(mode=False))
-        left.enter_context(torch.enable_grad())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.enable_grad())
         for kind in {"cpu", device.type}:
-            left.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
-def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
+def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     """Measure all that there is to be measured."""
-    choice, plain = trials.choice, trials.plain
-    right = trials.right
+    choice, plain = search.choice, search.fp32_copy
+    right = search.fp32_passes
     peaks, gradients = _peaks(right)
     scaled = choice.format == FP16
     seen = _histogram(right)
@@ -179,28 +185,28 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
         device=plain.device.type,
         policy=str(policy),
         loss_fp32=first.loss,
-        bad_batch="" if unfit is None else trials.name_of(unfit),
+        bad_batch="" if unfit is None else search.name_of(unfit),
         finite_fp32=first.sound,
         learns=any(bool(g.any()) for one in right for g in one.gradients.values()),
         optimizer=plain.optimizer,
-        default_scale=trials.default,
-        scale=trials.default,
-        curve=_curve(seen, [trials.default, *_CURVE]) if scaled else (),
+        default_scale=search.default,
+        scale=search.default,
+        curve=_curve(seen, [search.default, *_CURVE]) if scaled else (),
         ranges=tuple(
-            Range(path, trials.kinds[path], peak, gradients.get(path, math.nan))
+            Range(path, search.kinds[path], peak, gradients.get(path, math.nan))
             for path, peak in peaks.items()
         ),
         dropout_off=plain.device.type != "cpu",
     )
     if not (facts.finite_fp32 and facts.learns and choice.level.low):
         return facts
-    trial, fault, rules = trials.mended(policy)
+    trial, fault, rules = search.with_fp32_rules(policy)
     facts = replace(facts, fault=fault, rules=rules, cured=bool(rules))
-    if trial.failed or trial.twin is None:
+    if trial.failed or trial.model_copy is None:
         return replace(facts, failed=trial.failed)
     if scaled and trial.safe is not None:
-        top = trial.safe * 2.0**trials.margin
-        curve = _curve(seen, [trials.default, *_CURVE, trial.safe], top)
+        top = trial.safe * 2.0**search.margin
+        curve = _curve(seen, [search.default, *_CURVE, trial.safe], top)
         facts = replace(facts, safe_scale=trial.safe, curve=curve)
     used = _used(facts, trial)
     facts = replace(
@@ -208,28 +214,29 @@ def _facts(trials: Trials, policy: Policy, steps: int) -> Facts:
         policy=str(trial.policy),
         loss=trial.passes[0].loss,
         default_finite=trial.finite,
-        ruin=trial.twin.ruin,
+        weight_nan_warning=trial.model_copy.weight_nan_warning,
     )
     if used is None:
         return facts
-    facts = _compared(replace(facts, scale=used.scale), trials, used)
+    facts = _compared(replace(facts, scale=used.scale), search, used)
     if not steps:
         return facts
     try:
-        made = stepped(trials, trial.twin, used, steps)
+        step_costs = time_steps(search, trial.model_copy, used, steps)
         facts = replace(
             facts,
-            cost_fp32=made.fp32,
-            cost=made.low,
-            weights_finite=trials.plain.weights_finite() <= trial.twin.weights_finite(),
-            lost=trial.twin.lost(),
+            cost_fp32=step_costs.fp32,
+            cost=step_costs.low,
+            weights_finite=search.fp32_copy.weights_finite()
+            <= trial.model_copy.weights_finite(),
+            lost=trial.model_copy.lost_share(),
         )
-        return replace(facts, ratios=repeated(trials, trial.twin, made))
+        return replace(facts, ratios=more_ratios(search, trial.model_copy, step_costs))
     except StepError as error:
         return replace(facts, failed=str(error))
 
 
-def _used(facts: Facts, trial: Trial) -> Pass | None:
+def _used(facts: Facts, trial: ScaleTrial) -> Pass | None:
     """Return the pass whose gradients are compared: at the default scale if it will do.
 
     It will not where gradients overflow, nor where many are lost at it, and fewer at
@@ -243,17 +250,19 @@ def _used(facts: Facts, trial: Trial) -> Pass | None:
     return trial.at_safe
 
 
-def _compared(facts: Facts, trials: Trials, used: Pass) -> Facts:
+def _compared(facts: Facts, search: ScaleSearch, used: Pass) -> Facts:
     """Compare gradients with fp32's, and those of fp32 with each other."""
-    right = trials.right[0]
-    owner = partial(_owner, kinds=trials.kinds)
-    whole, layers = gradient_similarity.compare(right.gradients, used.gradients, owner)
-    facts = replace(facts, gradients=whole, layers=layers)
-    pair = trials.pair()
+    right = search.fp32_passes[0]
+    owner = partial(_owner, kinds=search.kinds)
+    overall, layers = gradient_similarity.compare(
+        right.gradients, used.gradients, owner
+    )
+    facts = replace(facts, gradients=overall, layers=layers)
+    pair = search.pair()
     if pair is None:
         return facts
     noise, by_layer = gradient_similarity.compare(pair[0], pair[1], owner)
-    of = "two batches" if len(trials.batches) > 1 else facts.noise_of
+    of = "two batches" if len(search.batches) > 1 else facts.noise_of
     return replace(facts, noise=noise, noise_layers=by_layer, noise_of=of)
 
 
@@ -297,10 +306,10 @@ def _peaks(passes: Sequence[Pass]) -> tuple[dict[str, float], dict[str, float]]:
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
     for one in passes:
-        for found, seen in (
+        for peaks, seen in (
             (forward, one.trace.peaks()),
             (backward, one.trace.gradient_peaks()),
         ):
             for path, peak in seen.items():
-                found[path] = max(found.get(path, 0.0), peak)
+                peaks[path] = max(peaks.get(path, 0.0), peak)
     return forward, backward

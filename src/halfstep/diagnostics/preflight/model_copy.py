@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.casting.convert_model import overflow_reported
-from halfstep.diagnostics.preflight.model_buffers import Buffers
+from halfstep.diagnostics.preflight.model_buffers import BufferSnapshot
 from halfstep.diagnostics.preflight.module_ranges import Boundaries, Trace
 from halfstep.diagnostics.preflight.saved_tensors import GradientExponents, SavedBytes
 from halfstep.diagnostics.preflight.validation import check_gradients, check_loss
@@ -50,7 +50,7 @@ _NEVER = sys.maxsize
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward pass of a twin."""
+    """One forward and backward pass of a copy."""
 
     loss: float
     scale: float
@@ -60,7 +60,7 @@ class Pass:
     """Names of those that hold inf or NaN."""
     trace: Trace
     histogram: Tensor
-    """Exponents of unscaled gradients in the twin's format (`numerics.exponents`), of
+    """Exponents of unscaled gradients in the copy's format (`numerics.exponents`), of
     activations and of weights as they arrive; zeros where they were not counted.
     int64, shape (BINS,), on the CPU."""
     saved_bytes: int
@@ -79,11 +79,11 @@ class Pass:
         return self.finite and math.isfinite(self.loss)
 
 
-class Twin:
+class ModelCopy:
     """A copy of a model and of its optimizer, prepared at a level.
 
     Every pass begins with the same random state and buffers: dropout masks and batch
-    statistics are those of any other twin's pass. On a GPU masks depend on the format,
+    statistics are those of any other copy's pass. On a GPU masks depend on the format,
     so there the copies' own dropout layers let everything through.
 
     Args:
@@ -107,7 +107,7 @@ class Twin:
         master: str,
         state: RandomState,
     ) -> None:
-        twin, stepper = _copied(model, optimizer)
+        model_copy, stepper = _copied(model, optimizer)
         rates = [float(group.get("lr", math.nan)) for group in stepper.param_groups]
         self.optimizer = f"{type(stepper).__name__}, lr={max(rates):g}"
         """Its kind and learning rate, and whether it was given."""
@@ -117,19 +117,21 @@ class Twin:
         """What `prepare` warned of."""
         self._low = choice.format.dtype
         self._random = state
-        self.device = next(twin.parameters()).device
+        self.device = next(model_copy.parameters()).device
         if self.device.type != "cpu":
-            _let_through(twin)
-        kept = choice.level.masters and master != NONE
-        self.ruin = choosing.ruin(choice, stepper, masters=kept)
+            _disable_dropout(model_copy)
+        has_masters = choice.level.masters and master != NONE
+        self.weight_nan_warning = choosing.ruin(choice, stepper, masters=has_masters)
         """What will make NaN of weights, "" where nothing does."""
-        self.widened = choice.format == FP16 and fp16_emulation.needed(self.device.type)
+        self.emulates_fp16 = choice.format == FP16 and fp16_emulation.needed(
+            self.device.type
+        )
         """Passes, not steps, compute fp16 products in fp32 and round them."""
-        lossy = choice.level.low_weights and not kept
+        lossy = choice.level.low_weights and not has_masters
         rule = ScaleRule.parse(1.0)
-        with _noted(self.notes), overflow_reported():
+        with _collecting_warnings(self.notes), overflow_reported():
             self.session = prepare(
-                twin,
+                model_copy,
                 stepper,
                 choice,
                 policy=policy,
@@ -137,7 +139,7 @@ class Twin:
                 master=master if choice.level.masters else "fp32",
                 lost_updates_every=_NEVER if lossy else None,
             )
-        self._buffers = Buffers(twin)
+        self._buffers = BufferSnapshot(model_copy)
 
     @property
     def model(self) -> nn.Module:
@@ -193,7 +195,7 @@ class Twin:
 
     def _products(self) -> contextlib.AbstractContextManager[object]:
         """Return a region in which fp16 takes no minutes where a CPU has none."""
-        if self.widened:
+        if self.emulates_fp16:
             return fp16_emulation.Widened()  # type: ignore[no-untyped-call]
         return contextlib.nullcontext()
 
@@ -201,7 +203,7 @@ class Twin:
         self, scale: float, exponents: GradientExponents
     ) -> dict[str, Tensor]:
         """Return the gradients that a backward pass left, unscaled in fp32."""
-        found = {}
+        grads = {}
         for name, param in self.model.named_parameters():
             if param.grad is None:
                 continue
@@ -209,8 +211,8 @@ class Twin:
             dense = dense.to_dense() if dense.layout != torch.strided else dense
             dense = torch.view_as_real(dense) if dense.is_complex() else dense
             exponents.add(dense)  # as leaves, they come to no node
-            found[name] = dense.to(torch.float32, copy=True).div_(scale)
-        return found
+            grads[name] = dense.to(torch.float32, copy=True).div_(scale)
+        return grads
 
     def begin(self, scale: float) -> None:
         """Put random state and buffers back, and set the scale."""
@@ -227,13 +229,13 @@ class Twin:
         with self.session.autocast():
             loss = loss_fn(self.session.model, batch)
         self.session.backward(loss)
-        with _noted(self.notes):
+        with _collecting_warnings(self.notes):
             self.session.step()
         self._wait()
         return time.perf_counter() - began
 
     def last_step(self, loss_fn: LossFn, batch: object) -> dict[str, int]:
-        """Make one more step, and count in it the updates that rounding swallows.
+        """Make one more step, and count in it the updates lost to rounding.
 
         Comes after a step, which makes the optimizer's state. Counting takes time: so
         this one is not timed.
@@ -245,28 +247,28 @@ class Twin:
         with session.autocast():
             loss = loss_fn(session.model, batch)
         session.backward(loss)
-        held = session.memory()
-        if session._lost is not None:  # noqa: SLF001 -- it counts at fixed steps
-            session._lost.every = 1  # noqa: SLF001
-        with _noted(self.notes):
+        memory = session.memory()
+        if session._rounding_loss is not None:  # noqa: SLF001 -- it counts at fixed steps
+            session._rounding_loss.every = 1  # noqa: SLF001
+        with _collecting_warnings(self.notes):
             session.step()
-        if session._lost is not None:  # noqa: SLF001 -- steps to come are timed
-            session._lost.every = _NEVER  # noqa: SLF001
-        return held
+        if session._rounding_loss is not None:  # noqa: SLF001 -- steps to come are timed
+            session._rounding_loss.every = _NEVER  # noqa: SLF001
+        return memory
 
-    def lost(self) -> float | None:
-        """Return the share of the last step's updates that rounding swallowed, 0 to 1.
+    def lost_share(self) -> float | None:
+        """Return the share of the last step's updates lost to rounding, 0 to 1.
 
         None where none was counted. Waits for the device.
         """
         groups = self.session.optimizer.param_groups
-        gone = whole = 0.0
+        lost = total = 0.0
         for one in self.session.lost_updates():
             share = one.share
             if share is not None:
                 size = sum(param.numel() for param in groups[one.group]["params"])
-                gone, whole = gone + share * size, whole + size
-        return gone / whole if whole else None
+                lost, total = lost + share * size, total + size
+        return lost / total if total else None
 
     def weights_finite(self) -> bool:
         """Say whether no weight is inf or NaN. Waits for the device."""
@@ -290,29 +292,29 @@ def _copied(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a copy of a model, and of its optimizer or a new one over the copy."""
     try:
-        twin, stepper = copy.deepcopy((model, optimizer))
+        model_copy, stepper = copy.deepcopy((model, optimizer))
     except Exception as error:
         message = (
             f"{type(model).__name__} cannot be copied, and check works on copies: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
         raise UserError(message) from error
-    if not all(param.is_leaf for param in twin.parameters()):
+    if not all(param.is_leaf for param in model_copy.parameters()):
         message = (
             f"a copy of {type(model).__name__} has no weights of its own, and check "
             "works on copies: give the model as it was before torch.jit."
         )
         raise UserError(message)
     if stepper is None:
-        learning = [param for param in twin.parameters() if param.requires_grad]
+        learning = [param for param in model_copy.parameters() if param.requires_grad]
         fused = all(param.is_floating_point() for param in learning)
         stepper = torch.optim.AdamW(learning, fused=fused)
-    for param in twin.parameters():
+    for param in model_copy.parameters():
         param.grad = None
-    return twin, stepper
+    return model_copy, stepper
 
 
-def _let_through(model: nn.Module) -> None:
+def _disable_dropout(model: nn.Module) -> None:
     """Switch off what draws masks in a copy."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001
@@ -322,7 +324,7 @@ def _let_through(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _noted(notes: list[str]) -> Iterator[None]:
+def _collecting_warnings(notes: list[str]) -> Iterator[None]:
     """Take warnings down instead of showing them, each once."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -62,12 +62,12 @@ class Trace:
 
 
 def _largest(crossings: tuple[Crossing, ...]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     for one in crossings:
-        if one.side == "output" and not math.isnan(found.get(one.path, 0.0)):
-            higher = max(found.get(one.path, 0.0), one.peak)
-            found[one.path] = math.nan if math.isnan(one.peak) else higher
-    return found
+        if one.side == "output" and not math.isnan(peaks.get(one.path, 0.0)):
+            higher = max(peaks.get(one.path, 0.0), one.peak)
+            peaks[one.path] = math.nan if math.isnan(one.peak) else higher
+    return peaks
 
 
 class Boundaries:

@@ -40,7 +40,7 @@ class Hidden:
     """Its largest result in fp32; NaN where fp32 has no such operation."""
 
 
-class Operations(TorchDispatchMode):
+class OpPeaks(TorchDispatchMode):
     """Takes down the largest result of each operation; waits for nothing until read.
 
     The largest, not the largest magnitude: a mask of -inf is meant.
@@ -51,7 +51,7 @@ class Operations(TorchDispatchMode):
         self._model = model
         self._stack: list[str] = []
         self._handles: list[RemovableHandle] = []
-        self._found: list[tuple[str, str, Tensor]] = []
+        self._peaks: list[tuple[str, str, Tensor]] = []
 
     def __enter__(self) -> Self:
         for path, module in self._model.named_modules():
@@ -90,17 +90,17 @@ class Operations(TorchDispatchMode):
             where = self._stack[-1] if self._stack else LOSS
             for tensor in tensors_in(out):
                 if _is_read(tensor):
-                    self._found.append((where, name, tensor.detach().amax().double()))
+                    self._peaks.append((where, name, tensor.detach().amax().double()))
         return out
 
     def results(self) -> dict[tuple[str, str, int], float]:
         """Return module, operation, and its number there -> its largest result."""
         seen: Counter[tuple[str, str]] = Counter()
-        found = {}
-        for where, name, peak in self._found:
-            found[where, name, seen[where, name]] = peak.item()
+        peaks = {}
+        for where, name, peak in self._peaks:
+            peaks[where, name, seen[where, name]] = peak.item()
             seen[where, name] += 1
-        return found
+        return peaks
 
 
 def _is_read(tensor: Tensor) -> bool:

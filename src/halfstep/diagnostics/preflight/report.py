@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.preflight.measurements import Cost, Facts
     from halfstep.reporting.finding import Finding
 
-_SHOWN = 12  # rows of a table by layer; `data` has all
-_SAID = 3  # findings in the short form
+_MAX_TABLE_ROWS = 12  # rows of a table by layer; `data` has all
+_MAX_FINDINGS = 3  # findings in the short form
 
 
 @dataclass(frozen=True)
@@ -43,36 +43,39 @@ class CheckReport:
 
     def __str__(self) -> str:
         """Return the verdict and the worst findings, a line each."""
-        said = [str(finding) for finding in self.findings[:_SAID]]
-        more = len(self.findings) - len(said)
+        lines = [str(finding) for finding in self.findings[:_MAX_FINDINGS]]
+        more = len(self.findings) - len(lines)
         if more:
-            said.append(f"and {more} more: report.findings")
-        return "\n".join([f"{self.facts.words}: {self.verdict}", *said])
+            lines.append(f"and {more} more: report.findings")
+        return "\n".join([f"{self.facts.words}: {self.verdict}", *lines])
 
     def tables(self) -> tuple[Table, ...]:
         """Return the verdict, gradients by layer, loss scales, ranges and costs."""
         facts = self.facts
-        found = [_summary(self), _layers(facts), _scales(facts), _ranges(facts)]
-        found += [_costs(facts), _findings(self.findings)]
-        return tuple(table for table in found if table.rows)
+        tables = [_summary(self), _layers(facts), _scales(facts), _ranges(facts)]
+        tables += [_costs(facts), _findings(self.findings)]
+        return tuple(table for table in tables if table.rows)
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`; numbers that are not finite as words.
 
         As in `halfstep.reporting.table.Table.data`: "inf", "-inf" and "nan".
         """
-        facts = asdict(self.facts)
+        facts = {
+            {"weight_nan_warning": "ruin"}.get(key, key): value
+            for key, value in asdict(self.facts).items()
+        }
         facts |= {
             "speed_up": self.facts.speed_up,
             "memory_saved": self.facts.memory_saved,
             "loss_error": self.facts.loss_error,
         }
-        told = {
+        report = {
             "verdict": self.verdict,
             "findings": [finding.data() for finding in self.findings],
             "facts": facts,
         }
-        plain: dict[str, Any] = _plain(told)
+        plain: dict[str, Any] = _plain(report)
         return plain
 
 
@@ -96,10 +99,12 @@ def _summary(report: CheckReport) -> Table:
     error = facts.loss_error
     if facts.loss is not None and error is not None:
         rows.append(("loss", f"{facts.loss:.6g} ({error:+.3%})"))
-    likeness, noise = facts.gradients, facts.noise
-    if likeness is not None:
-        told = f"cosine {likeness.cosine:.6f}, SQNR {likeness.sqnr:.1f} dB"
-        rows.append(("gradients against fp32", f"{told}, {likeness.flushed:.2%} lost"))
+    similarity, noise = facts.gradients, facts.noise
+    if similarity is not None:
+        text = f"cosine {similarity.cosine:.6f}, SQNR {similarity.sqnr:.1f} dB"
+        rows.append(
+            ("gradients against fp32", f"{text}, {similarity.flushed:.2%} lost")
+        )
     if noise is not None:
         rows.append((facts.noise_of, f"cosine {noise.cosine:.6f}, in fp32"))
     if facts.safe_scale is not None:
@@ -125,17 +130,17 @@ def _summary(report: CheckReport) -> Table:
 
 
 def _speed(facts: Facts) -> str:
-    said = f"{facts.speed_up:.2f} times that of fp32"
+    text = f"{facts.speed_up:.2f} times that of fp32"
     if facts.ratios:
         low, high = spread(facts.ratios)
-        said += f", between {low:.2f} and {high:.2f} in {len(facts.ratios)} rounds"
-    return said
+        text += f", between {low:.2f} and {high:.2f} in {len(facts.ratios)} rounds"
+    return text
 
 
 def _layers(facts: Facts) -> Table:
     noise = {one.where: one.cosine for one in facts.noise_layers}
     worst = sorted(facts.layers, key=lambda one: _order(one.cosine))
-    whole = facts.gradients.norm if facts.gradients is not None else 0.0
+    total_norm = facts.gradients.norm if facts.gradients is not None else 0.0
     rows = tuple(
         (
             one.where,
@@ -144,9 +149,9 @@ def _layers(facts: Facts) -> Table:
             f"{one.sqnr:.1f}",
             f"{one.flushed:.2%}",
             noise.get(one.where),
-            f"{one.norm / whole:.1%}" if whole else None,
+            f"{one.norm / total_norm:.1%}" if total_norm else None,
         )
-        for one in worst[:_SHOWN]
+        for one in worst[:_MAX_TABLE_ROWS]
     )
     return Table(
         "Gradients against fp32, by module",
@@ -162,7 +167,9 @@ def _order(cosine: float) -> float:
 
 
 def _left(count: int) -> tuple[str, ...]:
-    return (f"The {_SHOWN} worst of {count}.",) if count > _SHOWN else ()
+    return (
+        (f"The {_MAX_TABLE_ROWS} worst of {count}.",) if count > _MAX_TABLE_ROWS else ()
+    )
 
 
 def _scales(facts: Facts) -> Table:
@@ -192,7 +199,7 @@ def _ranges(facts: Facts) -> Table:
             f"{one.output / facts.format.max:.2%}",
             f"{one.gradient:.3g}",
         )
-        for one in largest[:_SHOWN]
+        for one in largest[:_MAX_TABLE_ROWS]
     )
     columns = ("module", "type", "output up to", "of the format", "gradient up to")
     note = f"In fp32; {facts.dtype} holds {facts.format.max:g}."

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.preflight.measurements import away
+from halfstep.diagnostics.preflight.measurements import cosine_distance
 from halfstep.reporting.finding import Finding, Severity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from halfstep.diagnostics.preflight.gradient_similarity import Likeness
+    from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
     from halfstep.diagnostics.preflight.measurements import Facts
 
 FLUSH_WARN, FLUSH_ALARM = 0.01, 0.05
@@ -37,7 +37,7 @@ LOSS_WARN = 0.01
 """Relative difference of the loss. Our choice: bf16 rounds by 0.4 % at most."""
 
 LOST_WARN, LOST_ALARM = 0.05, 0.5
-"""Shares of the updates that rounding swallowed: the doctor's limits."""
+"""Shares of the updates lost to rounding: the doctor's limits."""
 
 WORTH_TIME, WORTH_MEMORY = 1.05, 0.1
 """Least speed-up, and least share of the memory saved, that make a level worth having.
@@ -65,10 +65,10 @@ _PAPER = "our choice, after Micikevicius et al. 2018"
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Return all that there is to say, worst first."""
-    found = [finding for rule in _RULES for finding in rule(facts)]
-    found += [_note(facts, note, "note") for note in facts.notes]
-    found += [_note(facts, caution, "warning") for caution in facts.cautions]
-    return tuple(sorted(found, key=lambda one: one.rank))
+    results = [finding for rule in _RULES for finding in rule(facts)]
+    results += [_note(facts, note, "note") for note in facts.notes]
+    results += [_note(facts, caution, "warning") for caution in facts.cautions]
+    return tuple(sorted(results, key=lambda one: one.rank))
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, float]:
@@ -89,7 +89,7 @@ def spread(ratios: Sequence[float]) -> tuple[float, float]:
     return ordered[k - 1], ordered[-k]
 
 
-def settled(ratios: Sequence[float]) -> bool:
+def is_decided(ratios: Sequence[float]) -> bool:
     """Say whether rounds tell on which side of the limits the speed-up lies."""
     low, high = spread(ratios)
     return not any(low < limit <= high for limit in (WORTH_TIME, TIME_FOR_MEMORY))
@@ -110,24 +110,24 @@ def cost(facts: Facts) -> tuple[str, str]:
     less = f"{saved:.0%} less" if saved > 0 else f"{-saved:.0%} more"
     memory = f"{less} memory" if round(saved, 2) else "as much memory"
     if worth[0] != worth[1]:
-        said = f"{low:.2f} to {high:.2f} times the speed of fp32 in "
-        said += f"{len(facts.ratios)} rounds, {memory}"
-        return "cannot tell", said
-    said = f"{faster:.2f} times the speed of fp32, {memory}"
-    return "worth" if worth[0] else "not worth", said
+        measured = f"{low:.2f} to {high:.2f} times the speed of fp32 in "
+        measured += f"{len(facts.ratios)} rounds, {memory}"
+        return "cannot tell", measured
+    measured = f"{faster:.2f} times the speed of fp32, {memory}"
+    return "worth" if worth[0] else "not worth", measured
 
 
-def is_far(likeness: Likeness, noise: Likeness | None) -> bool:
+def is_far(similarity: GradientSimilarity, noise: GradientSimilarity | None) -> bool:
     """Say whether gradients are too far from fp32's, beside their own noise."""
-    far = away(likeness)
+    far = cosine_distance(similarity)
     if far <= 1 - COSINE_WARN:
         return False
     if math.isinf(far):
         return True
-    return noise is None or far > NOISE_SHARE * away(noise)
+    return noise is None or far > NOISE_SHARE * cosine_distance(noise)
 
 
-def _strays(facts: Facts) -> bool:
+def _gradients_differ(facts: Facts) -> bool:
     return facts.gradients is not None and is_far(facts.gradients, facts.noise)
 
 
@@ -179,15 +179,15 @@ def _overflow(facts: Facts) -> list[Finding]:
         return []  # a lower scale is the cure, and `_scale` says so
     limit = f"{facts.dtype} holds {facts.format.max:g}"
     what = "the gradients of its output reach" if backward else "its output reaches"
-    made = "makes inf or NaN in its backward pass" if backward else "makes inf or NaN"
-    seen = f"{made} at loss scale {power(fault.scale)}"
+    effect = "makes inf or NaN in its backward pass" if backward else "makes inf or NaN"
+    seen = f"{effect} at loss scale {power(fault.scale)}"
     if fault.op:
         seen = f"its {fault.op} makes inf or NaN, and a later operation hides it, as "
         seen += "1 / inf is 0"
         what = "it reaches"
-    if not math.isnan(fault.reaches):  # of what flows out of a loss nobody knows
+    if not math.isnan(fault.reaches):  # not known of gradients of a loss
         seen += f"; in fp32 {what} {fault.reaches:.2g}"
-    wrong = not facts.finite or bool(facts.rules) or _strays(facts)
+    wrong = not facts.finite or bool(facts.rules) or _gradients_differ(facts)
     # A sigmoid by hand, 1 / (1 + exp(-x)), is right although exp(-x) is inf.
     severity: Severity = "error" if wrong else "note" if fault.op else "warning"
     advice = "No rule on modules fixes it: train in bf16, or keep the numbers smaller."
@@ -220,8 +220,8 @@ def _scale(facts: Facts) -> list[Finding]:
     if facts.safe_scale is None or facts.default_finite:
         return []
     fault = facts.fault
-    known = fault is not None and fault.phase == "backward"
-    where = fault.where if fault is not None and known else "gradients"
+    in_backward = fault is not None and fault.phase == "backward"
+    where = fault.where if fault is not None and in_backward else "gradients"
     advice = _how(facts.safe_scale)
     if facts.safe_scale >= DYNAMIC[0]:
         steps = round(math.log2(facts.default_scale / facts.safe_scale))
@@ -276,10 +276,10 @@ def _gradients(facts: Facts) -> list[Finding]:
     if facts.gradients is None:
         return []
     noise = {one.where: one for one in facts.noise_layers}
-    whole = facts.gradients.norm
-    found = []
-    if _strays(facts):
-        found.append(
+    total_norm = facts.gradients.norm
+    results = []
+    if _gradients_differ(facts):
+        results.append(
             Finding(
                 "error",
                 "gradients",
@@ -292,11 +292,13 @@ def _gradients(facts: Facts) -> list[Finding]:
             )
         )
     for one in facts.layers:
-        share = one.norm / whole if whole else 0.0
+        share = one.norm / total_norm if total_norm else 0.0
         if share >= NORM_SHARE and is_far(one, noise.get(one.where)):
-            beside = noise.get(one.where)
-            halves = f", {facts.noise_of} {beside.cosine:.4f}" if beside else ""
-            found.append(
+            layer_noise = noise.get(one.where)
+            halves = (
+                f", {facts.noise_of} {layer_noise.cosine:.4f}" if layer_noise else ""
+            )
+            results.append(
                 Finding(
                     "warning",
                     "gradient",
@@ -309,7 +311,7 @@ def _gradients(facts: Facts) -> list[Finding]:
                     share,
                 )
             )
-    return found
+    return results
 
 
 def _loss(facts: Facts) -> list[Finding]:
@@ -338,10 +340,10 @@ def _weights(facts: Facts) -> list[Finding]:
     return [Finding("error", "weights", facts.words, seen, "", "", advice, 1.0)]
 
 
-def _ruin(facts: Facts) -> list[Finding]:
-    if not facts.ruin:
+def _weight_nan(facts: Facts) -> list[Finding]:
+    if not facts.weight_nan_warning:
         return []
-    seen, _, advice = facts.ruin.partition(". ")
+    seen, _, advice = facts.weight_nan_warning.partition(". ")
     return [Finding("error", "caution", facts.optimizer, seen, "", "", advice, 1.0)]
 
 
@@ -400,7 +402,7 @@ def _cost(facts: Facts) -> list[Finding]:
 
 _RULES = (
     *(_fp32, _learns, _level, _overflow, _scale, _underflow, _gradients, _loss),
-    *(_ruin, _weights, _lost, _cost),
+    *(_weight_nan, _weights, _lost, _cost),
 )
 
 
@@ -418,7 +420,7 @@ def power(scale: float) -> str:
     return f"{scale:g}" if scale < 1e5 else f"{scale:.0f}"  # noqa: PLR2004
 
 
-def cosine(likeness: Likeness | None) -> str:
+def cosine(similarity: GradientSimilarity | None) -> str:
     """Return a cosine as people read it."""
-    assert likeness is not None  # noqa: S101 -- the pass was finite
-    return f"{likeness.cosine:.5f}"
+    assert similarity is not None  # noqa: S101 -- the pass was finite
+    return f"{similarity.cosine:.5f}"

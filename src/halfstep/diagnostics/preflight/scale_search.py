@@ -1,6 +1,6 @@
 """Passes at a level until they are finite: other loss scales, and modules in fp32.
 
-In: a way to make twins, batches, a level. Out: the reference in fp32, and a trial at
+In: a way to copy a model, batches, a level. Out: the reference in fp32, and a trial at
 the level with the largest safe loss scale and the rules that overflow asks for.
 """
 
@@ -19,7 +19,7 @@ from halfstep.diagnostics.preflight.module_ranges import (
     first_backward,
     first_forward,
 )
-from halfstep.diagnostics.preflight.nonfinite_ops import Operations, first_hidden
+from halfstep.diagnostics.preflight.nonfinite_ops import OpPeaks, first_hidden
 from halfstep.diagnostics.preflight.rules import COSINE_WARN
 from halfstep.diagnostics.preflight.validation import misplaced, raised
 from halfstep.errors import UserError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from halfstep.diagnostics.preflight.model_copy import LossFn, Pass, Twin
+    from halfstep.diagnostics.preflight.model_copy import LossFn, ModelCopy, Pass
 
 DEFAULT_SCALE = ScaleRule().init_scale
 """Where a dynamic loss scale begins."""
@@ -46,21 +46,21 @@ _RULES = 8  # modules kept in fp32 before the format is held to be the wrong one
 _LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried; fp32 must hold the loss
 _LEAP = 2.0**12  # from a scale at which all is zero to the next
 _COMPARED = 2
-_MEND = "No level was tried: mend it, the model or the batch."
+_FIX_ADVICE = "No level was tried: mend it, the model or the batch."
 _WIDENED = (
     "fp16 products of passes were computed in fp32 and rounded, as hardware with such "
     "products does: this CPU has none, and takes many times as long; steps are timed "
     "with its own"
 )
-_SHOWN = 200  # characters of somebody's error
+_MAX_ERROR_CHARS = 200  # of an error message
 
 
 @dataclass(frozen=True)
-class Trial:
+class ScaleTrial:
     """Passes at the level under one policy."""
 
     policy: Policy
-    twin: Twin | None
+    model_copy: ModelCopy | None
     """None where it cannot run at all."""
     passes: tuple[Pass, ...] = ()
     """Of each batch, at the default loss scale."""
@@ -77,11 +77,11 @@ class Trial:
         return all(one.sound for one in self.passes)
 
 
-class Trials:
+class ScaleSearch:
     """The reference, and trials at a level.
 
     Args:
-        make: Makes a twin of `model`.
+        make: Makes a copy of `model`.
         model: The user's.
         loss_fn: As for `check`.
         batches: One or more.
@@ -91,7 +91,7 @@ class Trials:
 
     def __init__(
         self,
-        make: Callable[..., Twin],
+        make: Callable[..., ModelCopy],
         model: nn.Module,
         loss_fn: LossFn,
         batches: Sequence[object],
@@ -109,13 +109,13 @@ class Trials:
         self._scaled = choice.format == FP16  # the others need no scale
         self.default = DEFAULT_SCALE if self._scaled else 1.0
         """The loss scale that training begins with."""
-        self.loss_fn = self._apart(loss_fn)
+        self.loss_fn = self._with_copied_batches(loss_fn)
         """Leaves batches as they are."""
         fp32 = Choice(levels.O0, FP32, "the reference")
-        self.plain = make(choice=fp32, policy=Policy())
-        self.right = tuple(map(self._reference, range(len(batches))))
+        self.fp32_copy = make(choice=fp32, policy=Policy())
+        self.fp32_passes = tuple(map(self._reference, range(len(batches))))
 
-    def _apart(self, loss_fn: LossFn) -> LossFn:
+    def _with_copied_batches(self, loss_fn: LossFn) -> LossFn:
         """Return a loss function that is given copies of batches.
 
         Why: one that takes the labels out of a dictionary would find none in the next
@@ -124,7 +124,7 @@ class Trials:
         try:
             for batch in self.batches:
                 tree.mapped(batch, _copied)
-        except Exception as error:  # noqa: BLE001 -- of somebody's own containers
+        except Exception as error:  # noqa: BLE001 -- of the user's own containers
             why = line_of(error)
             self.notes.append(f"the batch is not copied ({why}): loss_fn may change it")
             return loss_fn
@@ -133,26 +133,26 @@ class Trials:
     def _reference(self, number: int) -> Pass:
         batch = self.batches[number]
         try:
-            return self._pass(self.plain, number, 1.0)
+            return self._pass(self.fp32_copy, number, 1.0)
         except UserError:
             raise
         except Exception as error:
-            message = misplaced(self.plain.model, batch)
+            message = misplaced(self.fp32_copy.model, batch)
             if message:
                 raise UserError(message) from error
             called = f"loss_fn(model, {self.name_of(number)})"
-            raise raised(called, error, _MEND) from error
+            raise raised(called, error, _FIX_ADVICE) from error
 
     def name_of(self, number: int) -> str:
         """Return the argument that a batch was given as."""
         return f"more[{number - 1}]" if number else "batch"
 
-    def _passes(self, twin: Twin, scale: float) -> tuple[Pass, ...]:
+    def _passes(self, model_copy: ModelCopy, scale: float) -> tuple[Pass, ...]:
         numbers = range(len(self.batches))
-        return tuple(self._pass(twin, number, scale) for number in numbers)
+        return tuple(self._pass(model_copy, number, scale) for number in numbers)
 
-    def _pass(self, twin: Twin, number: int, scale: float) -> Pass:
-        one = twin.run(
+    def _pass(self, model_copy: ModelCopy, number: int, scale: float) -> Pass:
+        one = model_copy.run(
             self.loss_fn,
             self.batches[number],
             scale,
@@ -164,8 +164,8 @@ class Trials:
 
     def pair(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return fp32 gradients of two batches, or of two halves of the one."""
-        if len(self.right) > 1:
-            return self.right[0].gradients, self.right[1].gradients
+        if len(self.fp32_passes) > 1:
+            return self.fp32_passes[0].gradients, self.fp32_passes[1].gradients
         try:
             cut = tree.halves(self.batches[0])
             if cut is None:
@@ -180,9 +180,11 @@ class Trials:
         return one.gradients, other.gradients
 
     def _uncounted(self, batch: object) -> Pass:
-        return self.plain.run(self.loss_fn, batch, counted=False)
+        return self.fp32_copy.run(self.loss_fn, batch, counted=False)
 
-    def mended(self, policy: Policy) -> tuple[Trial, Fault | None, tuple[str, ...]]:
+    def with_fp32_rules(
+        self, policy: Policy
+    ) -> tuple[ScaleTrial, Fault | None, tuple[str, ...]]:
         """Return a trial that is finite, if rules on modules can make one.
 
         Args:
@@ -190,12 +192,12 @@ class Trials:
 
         Returns:
             The trial; the first fault that was met; the rules that were added. Where
-            rules do not mend it, the trial before any of them.
+            rules do not fix it, the trial before any of them.
         """
         first = trial = self._trial(policy)
         begun: Fault | None = None
         rules: list[str] = []
-        while trial.twin is not None:
+        while trial.model_copy is not None:
             fault, harm = self._fault(trial)
             begun = begun or fault
             if fault is None or not harm:
@@ -211,26 +213,26 @@ class Trials:
                 break
         return first, begun, ()
 
-    def _trial(self, policy: Policy) -> Trial:
+    def _trial(self, policy: Policy) -> ScaleTrial:
         try:
-            twin = self._make(choice=self.choice, policy=policy)
-            passes = self._passes(twin, self.default)
+            model_copy = self._make(choice=self.choice, policy=policy)
+            passes = self._passes(model_copy, self.default)
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 -- in fp32 it raised nothing
-            return Trial(policy, None, failed=line_of(error))
-        self.cautions = twin.notes  # it grows as the twin trains
-        if twin.widened and _WIDENED not in self.notes:
+            return ScaleTrial(policy, None, failed=line_of(error))
+        self.cautions = model_copy.notes  # it grows as the copy trains
+        if model_copy.emulates_fp16 and _WIDENED not in self.notes:
             self.notes.append(_WIDENED)
-        trial = Trial(policy, twin, passes)
+        trial = ScaleTrial(policy, model_copy, passes)
         good = all(math.isfinite(one.loss) for one in passes)
         if self._scaled and good:
-            safe, at_safe = self._search(twin, passes)
+            safe, at_safe = self._search(model_copy, passes)
             trial = replace(trial, safe=safe, at_safe=at_safe)
         return trial
 
     def _search(
-        self, twin: Twin, begun: Sequence[Pass]
+        self, model_copy: ModelCopy, begun: Sequence[Pass]
     ) -> tuple[float | None, Pass | None]:
         """Return the largest scale at which gradients stay away from overflow.
 
@@ -238,16 +240,16 @@ class Trials:
         finite: what flowed at it is then known, and not concluded from fp32.
 
         Args:
-            twin: At the level.
+            model_copy: At the level.
             begun: Its passes at the default scale.
         """
-        proposed = self._safe(self.right)
+        proposed = self._safe(self.fp32_passes)
         scale = 1.0 if proposed is None else proposed
         ceiling = math.inf
         finite: dict[float, Pass] = {}
         for _ in range(_TRIES):
             same = scale == self.default
-            passes = begun if same else self._passes(twin, scale)
+            passes = begun if same else self._passes(model_copy, scale)
             if all(one.finite for one in passes):
                 finite[scale] = passes[0]
                 safe = self._safe(passes)
@@ -270,10 +272,10 @@ class Trials:
         safe = largest_safe_scale(seen, torch.float16, self.margin).item()
         return None if math.isnan(safe) else min(max(safe, _LOWEST), _HIGHEST)
 
-    def _fault(self, trial: Trial) -> tuple[Fault | None, bool]:
+    def _fault(self, trial: ScaleTrial) -> tuple[Fault | None, bool]:
         """Return the first inf or NaN of a trial, and whether it needs a rule."""
-        assert trial.twin is not None  # noqa: S101
-        pairs = list(zip(trial.passes, self.right, strict=True))
+        assert trial.model_copy is not None  # noqa: S101
+        pairs = list(zip(trial.passes, self.fp32_passes, strict=True))
         wrong = [one for one, _ in pairs if not math.isfinite(one.loss)]
         enough = trial.finite or (trial.safe is not None and trial.safe >= 1)
         harm = bool(wrong) or not enough
@@ -282,77 +284,82 @@ class Trials:
             if place is None and not math.isfinite(one.loss):
                 place = LOSS
             if place is not None:
-                harm = harm or self._strays(trial)
+                harm = harm or self._gradients_differ(trial)
                 hidden = self._hidden(trial)
                 # Where both name one module, how far its outputs reach says more.
                 if hidden is not None and hidden.module not in {place, LOSS}:
                     return hidden, harm
-                return self._told("forward", place, one, right), harm
+                return self._fault_at("forward", place, one, right), harm
         hidden = self._hidden(trial) if enough else None
         if hidden is not None:
-            return hidden, self._strays(trial)
+            return hidden, self._gradients_differ(trial)
         if enough and trial.finite:
             return None, False
         passes = trial.passes
         if not enough:
-            passes = self._passes(trial.twin, 1.0)  # where a rule would have to help
-        for one, right in zip(passes, self.right, strict=True):
+            passes = self._passes(
+                trial.model_copy, 1.0
+            )  # where a rule would have to help
+        for one, right in zip(passes, self.fp32_passes, strict=True):
             if not one.finite:
                 place = first_backward(one.trace, right.trace)
                 place = _of_parameters(one) if place is None else place
-                return self._told("backward", place, one, right), harm
+                return self._fault_at("backward", place, one, right), harm
         return None, False
 
-    def _hidden(self, trial: Trial) -> Fault | None:
+    def _hidden(self, trial: ScaleTrial) -> Fault | None:
         """Return the first inf or NaN that a later operation hides from modules.
 
         Its passes are run again under a look at each operation, in fp16 alone: what
         leaves the range of bf16 leaves that of fp32.
         """
-        if trial.twin is None or not self._scaled:
+        if trial.model_copy is None or not self._scaled:
             return None
         for number in range(len(self.batches)):
             low, right = (
-                self._results(twin, number) for twin in (trial.twin, self.plain)
+                self._results(model_copy, number)
+                for model_copy in (trial.model_copy, self.fp32_copy)
             )
-            found = first_hidden(low, right)
-            if found is not None:
-                kind = self.kinds.get(found.module, "")
-                where, scale = found.module, trial.passes[number].scale
-                return Fault("forward", where, kind, found.reaches, scale, found.op)
+            hidden = first_hidden(low, right)
+            if hidden is not None:
+                kind = self.kinds.get(hidden.module, "")
+                where, scale = hidden.module, trial.passes[number].scale
+                return Fault("forward", where, kind, hidden.reaches, scale, hidden.op)
         return None
 
-    def _results(self, twin: Twin, number: int) -> dict[tuple[str, str, int], float]:
+    def _results(
+        self, model_copy: ModelCopy, number: int
+    ) -> dict[tuple[str, str, int], float]:
         """Return the largest result of each operation of a forward pass."""
-        seen: list[Operations] = []
+        seen: list[OpPeaks] = []
 
         def watched(model: nn.Module, batch: Any) -> Tensor:  # noqa: ANN401
-            with Operations(model) as operations:
+            with OpPeaks(model) as operations:
                 seen.append(operations)
                 return self.loss_fn(model, batch)
 
-        twin.run(watched, self.batches[number], counted=False)
+        model_copy.run(watched, self.batches[number], counted=False)
         return seen[0].results()
 
-    def _strays(self, trial: Trial) -> bool:
+    def _gradients_differ(self, trial: ScaleTrial) -> bool:
         """Say whether gradients are finite, but far from fp32's."""
         used = trial.passes[0] if trial.finite else trial.at_safe
         if used is None:
             return True
-        right = self.right[0].gradients
-        whole, _ = gradient_similarity.compare(right, used.gradients, lambda _: "")
-        return not whole.cosine >= COSINE_WARN  # NaN is none
+        right = self.fp32_passes[0].gradients
+        overall, _ = gradient_similarity.compare(right, used.gradients, lambda _: "")
+        return not overall.cosine >= COSINE_WARN  # NaN is none
 
-    def _told(self, phase: str, place: str, one: Pass, right: Pass) -> Fault:
+    def _fault_at(self, phase: str, place: str, one: Pass, right: Pass) -> Fault:
         """Describe a fault, with how far numbers reach there in fp32."""
         forward = phase == "forward"
         crossings = right.trace.forward if forward else right.trace.backward
-        here = [
+        peaks = [
             seen.peak
             for seen in crossings
             if seen.path == place and (seen.side == "output" or not forward)
         ]
-        reaches = max(here, default=math.nan)
+        reaches = max(peaks, default=math.nan)
         if place == LOSS:
             reaches = right.loss if forward else math.nan
         kind = self.kinds.get(place, "")
@@ -361,7 +368,7 @@ class Trials:
 
 
 def _rule_for(fault: Fault, rules: Sequence[str]) -> str:
-    """Return the rule that might mend a fault: on the module, or on one around it.
+    """Return the rule that might fix a fault: on the module, or on one around it.
 
     Why one around: where a module was kept in fp32 already, what it gives may still be
     cast to the format, as at levels without autocast.
@@ -387,4 +394,4 @@ def _of_parameters(one: Pass) -> str:
 def line_of(error: Exception) -> str:
     """Return an error in one line that is not too long."""
     words = " ".join(str(error).split()) or type(error).__name__
-    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
+    return words if len(words) <= _MAX_ERROR_CHARS else f"{words[:_MAX_ERROR_CHARS]}..."

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _MOST = {"margin": 40, "steps": 10**6}  # fp16 has 40 powers of two in all
-_WORDS = 15  # of somebody's error
+_WORDS = 15  # of an error message
 _RIGHT = {
     "margin": "0 or more powers of two, 40 at most",
     "steps": "0 or more steps to time, a whole number",
@@ -111,8 +111,8 @@ def check_words(
     _need("master", master, isinstance(master, str), "the word for a form of masters")
     forms.parse(str(master))
     for name, value in counts.items():
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        good = whole and 0 <= value <= _MOST[name]  # type: ignore[operator]
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        good = is_int and 0 <= value <= _MOST[name]  # type: ignore[operator]
         _need(name, value, good, _RIGHT[name])
 
 

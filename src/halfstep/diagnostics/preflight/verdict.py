@@ -18,7 +18,7 @@ NOTHING = "nothing to compare"
 """How the verdict on fp32 begins."""
 
 
-def judge(facts: Facts) -> tuple[str, tuple[Finding, ...]]:
+def verdict_and_findings(facts: Facts) -> tuple[str, tuple[Finding, ...]]:
     """Return the verdict and the findings, worst first."""
     return verdict(facts), rules.findings(facts)
 
@@ -28,7 +28,7 @@ def verdict(facts: Facts) -> str:
 
     Numbers come before costs: "not worth it" is only said of what costs more.
     """
-    wrong = _wrong(facts)
+    wrong = _failure(facts)
     if wrong:
         return f"fails: {wrong}"
     if facts.format == FP32:
@@ -56,12 +56,12 @@ def _numbers(facts: Facts) -> str:
     asked = _scale_asked(facts)
     scale = f"a loss scale of {rules.power(asked)}" if asked else ""
     if facts.rules:
-        kept = f"keep these modules in float32: {', '.join(facts.rules)}"
-        return f"{kept}; with {scale}" if scale else kept
+        fp32_modules = f"keep these modules in float32: {', '.join(facts.rules)}"
+        return f"{fp32_modules}; with {scale}" if scale else fp32_modules
     return f"good with {scale}" if scale else "good"
 
 
-def _wrong(facts: Facts) -> str:
+def _failure(facts: Facts) -> str:
     """Return the first reason why training would be wrong, "" where there is none."""
     if not facts.finite_fp32:
         return "loss or gradients are not finite in fp32 either"
@@ -75,17 +75,17 @@ def _wrong(facts: Facts) -> str:
     overflows = f"{where} overflows {facts.dtype} and no rule on modules fixes it"
     if not facts.finite:
         return overflows
-    return _worse(facts, overflows)
+    return _numeric_failure(facts, overflows)
 
 
-def _worse(facts: Facts, overflows: str) -> str:
+def _numeric_failure(facts: Facts, overflows: str) -> str:
     """Return the same of a level whose passes are finite."""
-    if strays(facts):
+    if gradients_differ(facts):
         if facts.fault is not None and facts.fault.op and not facts.rules:
             return overflows
         return f"gradients differ from fp32's: cosine {rules.cosine(facts.gradients)}"
-    if facts.ruin:
-        return facts.ruin.partition(". ")[0]
+    if facts.weight_nan_warning:
+        return facts.weight_nan_warning.partition(". ")[0]
     if not facts.weights_finite:
         return "weights are inf or NaN after a few steps, in fp32 they are finite"
     if facts.lost is not None and facts.lost > rules.LOST_ALARM:
@@ -93,7 +93,7 @@ def _worse(facts: Facts, overflows: str) -> str:
     return ""
 
 
-def strays(facts: Facts) -> bool:
+def gradients_differ(facts: Facts) -> bool:
     """Say whether the whole gradient is too far from fp32's."""
     assert facts.gradients is not None  # noqa: S101 -- the pass was finite
     return rules.is_far(facts.gradients, facts.noise)

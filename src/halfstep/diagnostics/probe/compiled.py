@@ -21,7 +21,7 @@ UNSEEN = -1.0
 
 
 class Watching(Protocol):
-    """What is told of tensors at run time."""
+    """An observer that graphs report tensors to at run time."""
 
     def at_run_time(self, name: int, value: Tensor) -> None:
         """Be shown the tensor of a name by its number."""
@@ -33,7 +33,7 @@ _watching = weakref.WeakValueDictionary()
 
 
 def register(watching: Watching) -> int:
-    """Return the number by which graphs know who is told, as long as it lives."""
+    """Return the number of an observer in graphs, valid as long as it lives."""
     _watching[id(watching)] = watching
     return id(watching)
 
@@ -78,13 +78,13 @@ class Watch(torch.autograd.Function):
         name: int,
     ) -> Tensor:
         """Return the tensor."""
-        ctx.flags, ctx.told = flags, (place, who, name)
+        ctx.flags, ctx.target = flags, (place, who, name)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """Look at the gradient; return it."""
-        place, who, name = ctx.told
+        place, who, name = ctx.target
         (gradient,) = gradients
         _write(ctx.flags, place, gradient.detach(), who, name)
         return gradient, None, None, None, None
@@ -103,7 +103,7 @@ def watched(
         output: Any value that torch's pytree knows.
         flags: Of outputs and of gradients, float32, a number for each module.
         place: Of the module in them.
-        who: By what number who is told is registered; 0 writes flags instead.
+        who: Number of the registered observer; 0 writes flags instead.
         names: Numbers of the names of its output and its gradient.
     """
 

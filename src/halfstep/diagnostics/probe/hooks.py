@@ -1,6 +1,7 @@
 """How a probe is attached: hooks on modules, on gradients, and at a backward's end.
 
-In: a model. Out: each tensor that comes by, once, noted in `Looks` under its names;
+In: a model. Out: each tensor that comes by, once, noted in `StepRecords` under its
+names;
 inside torch.compile, operations in the graph that do so.
 """
 
@@ -15,8 +16,12 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from halfstep.diagnostics.probe import compiled
-from halfstep.diagnostics.probe.output_tracker import OUTSIDE, Comings, Met
-from halfstep.diagnostics.probe.step_records import Looks
+from halfstep.diagnostics.probe.output_tracker import (
+    OUTSIDE,
+    OutputTracker,
+    TrackedTensor,
+)
+from halfstep.diagnostics.probe.step_records import StepRecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Hooks:
-    """Shows what comes by in a model to `looks`, from now until `detach`."""
+    """Shows what comes by in a model to `records`, from now until `detach`."""
 
     def __init__(
         self, model: nn.Module, casts: tuple[FloatFormat, ...], *, full: bool
@@ -39,7 +44,7 @@ class Hooks:
         """
         self.model = model
         self.modules = modules_of(model)
-        self.looks = Looks(casts, full=full)
+        self.records = StepRecords(casts, full=full)
         self.on = True
         """Whether it is attached and not paused. Graphs of torch.compile are guarded
         by it: without a probe they are compiled anew, without a trace of it."""
@@ -47,8 +52,8 @@ class Hooks:
         """Whether anything is looked at in this step."""
         self.traced = False
         """A graph of torch.compile with flags in it has run in this step."""
-        self._shown = False
-        """A graph of torch.compile has shown a tensor in this step."""
+        self._graph_reported = False
+        """A graph of torch.compile has reported a tensor in this step."""
         owners = (
             (path, module, own)
             for path, module in self.modules
@@ -68,7 +73,7 @@ class Hooks:
         parameters = list(model.parameters())
         self.device = parameters[0].device if parameters else torch.device("cpu")
         count = len(self.modules)
-        self._comings = Comings(self.looks, count)
+        self._tracker = OutputTracker(self.records, count)
         shape = (count,), compiled.UNSEEN
         self.flags = (
             torch.full(*shape, device=self.device),
@@ -115,14 +120,14 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._comings.clear()
+        self._tracker.clear()
 
     def begin(self, *, looking: bool) -> None:
         """Forget what was seen; begin a step."""
         self.looking = looking
-        self.looks.clear()
-        self._comings.clear()
-        self._queued = self._parameters_seen = self._shown = False
+        self.records.clear()
+        self._tracker.clear()
+        self._queued = self._parameters_seen = self._graph_reported = False
         if self.traced:
             for flags in self.flags:
                 flags.fill_(compiled.UNSEEN)
@@ -132,24 +137,24 @@ class Hooks:
         """Look at the gradients of parameters, if a graph has run the backward pass.
 
         Then no hook says that it has ended. Where nothing has run it, they are those
-        of the step before, which were told.
+        of the step before, which were reported.
         """
-        self._comings.settle()
-        ran = self.traced or self._shown
+        self._tracker.read_pending()
+        ran = self.traced or self._graph_reported
         if self.on and self.looking and ran and not self._parameters_seen:
-            self._look_at_parameters()
+            self._measure_parameter_grads()
 
     def at_run_time(self, name: int, value: Tensor) -> None:
         """Be shown a tensor by a graph."""
         if self.looking:
-            self._shown = True
-            self.looks.note(name, self.looks.found(value))
+            self._graph_reported = True
+            self.records.record(name, self.records.measure(value))
 
     def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], Any]:
         names = place, place + len(self.modules)
         own = self.modules[place][1]
 
-        def seen(module: nn.Module, given: Any, output: Any) -> Any:  # noqa: ANN401
+        def seen(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ANN401
             if module is not own:  # a copy brings its hooks along
                 return None
             if torch.compiler.is_compiling():
@@ -159,50 +164,52 @@ class Hooks:
                     self.traced = True
                 return compiled.watched(output, self.flags, place, self._who, names)
             if self.on and self.looking:
-                self._notice_an_error()
-                self._comings.output(place, module, given, output, self._arrived)
+                self._reset_after_error()
+                self._tracker.observe_output(
+                    place, module, args, output, self._on_output_grad
+                )
             return None
 
         return seen
 
-    def _arrived(self, met: Met, gradient: Tensor) -> None:
+    def _on_output_grad(self, tracked: TrackedTensor, gradient: Tensor) -> None:
         """Look at the gradient of an output."""
         if self.on and self.looking:
-            self._comings.gradient(met, gradient)
-            self._ask_for_the_end()
+            self._tracker.observe_grad(tracked, gradient)
+            self._queue_end_of_backward()
 
-    def _ask_for_the_end(self) -> None:
+    def _queue_end_of_backward(self) -> None:
         """Look at the gradients of parameters once the backward pass has ended."""
         if not self._queued:
             self._queued = True
-            self._at_the_end(self._ended)
+            self._queue_callback(self._ended)
 
-    def _notice_an_error(self) -> None:
+    def _reset_after_error(self) -> None:
         """Forget that a backward pass was to end, if an error has ended it."""
         if self._queued and torch._C._current_graph_task_id() == OUTSIDE:  # noqa: SLF001
             self._queued = False
-            self._comings.settle()
+            self._tracker.read_pending()
 
     def _ended(self) -> None:
         # DDP and FSDP have asked as well, perhaps later: they finish gradients first.
-        self._at_the_end(self._look_at_parameters)
+        self._queue_callback(self._measure_parameter_grads)
 
     @staticmethod
-    def _at_the_end(call: Callable[[], None]) -> None:
+    def _queue_callback(call: Callable[[], None]) -> None:
         engine = Variable._execution_engine  # noqa: SLF001
         engine.queue_callback(call)
 
-    def _look_at_parameters(self) -> None:
+    def _measure_parameter_grads(self) -> None:
         self._queued, self._parameters_seen = False, True
-        self._comings.settle()
+        self._tracker.read_pending()
         first = 2 * len(self.modules)
-        found = [
+        grads = [
             (number, gradient)
             for number, (_, module, own) in enumerate(self._parameters, first)
             if (parameter := module._parameters.get(own)) is not None  # noqa: SLF001
             and (gradient := parameter.grad) is not None
         ]
-        self.looks.look_at_all(found)
+        self.records.measure_all(grads)
 
 
 _attached: weakref.WeakSet[Hooks] = weakref.WeakSet()
@@ -224,20 +231,22 @@ def all_paused() -> Iterator[None]:
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return modules by path, each once, parts before the whole: as they end.
 
-    Scripted parts are left out: torch lets nobody hook them.
+    Scripted parts are left out: they cannot be hooked.
     """
-    found: list[tuple[str, nn.Module]] = []
-    met: set[int] = set()
+    modules: list[tuple[str, nn.Module]] = []
+    visited: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> None:
-        met.add(id(module))
+        visited.add(id(module))
         for name, child in module.named_children():
-            if id(child) not in met and not isinstance(child, torch.jit.ScriptModule):
+            if id(child) not in visited and not isinstance(
+                child, torch.jit.ScriptModule
+            ):
                 visit(f"{path}.{name}" if path else name, child)
-        found.append((path, module))
+        modules.append((path, module))
 
     visit("", model)
-    return found
+    return modules
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
-"""Which modules cannot hide an inf or NaN: what they compute from one holds some, too.
+"""Modules that propagate inf and NaN from their input to their output.
 
-In: a module. Out: whether a finite result vouches for what it was computed from, so
+In: a module. Out: whether a finite output implies that its input is finite, so
 that a flag is known without reading the tensor.
 """
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every
 
-CARRIERS = frozenset(
+PROPAGATING_MODULES = frozenset(
     {
         nn.Linear,
         nn.LayerNorm,
@@ -29,22 +29,25 @@ and NaN stays. So gelu(-inf) is -inf * 0. Not so most activations, which map -in
 finite number; convolutions, whose stride may pass over numbers; and pooling. Classes
 themselves: a subclass may compute something else."""
 
-_LIKEWISE = frozenset({"transformers.activations.GELUActivation"})
+_PROPAGATING_BY_NAME = frozenset({"transformers.activations.GELUActivation"})
 """Classes of others that only call one of these, by their full names."""
 
 
-def _is_carrier(kind: type[nn.Module]) -> bool:
-    return kind in CARRIERS or f"{kind.__module__}.{kind.__qualname__}" in _LIKEWISE
+def _propagates(kind: type[nn.Module]) -> bool:
+    return (
+        kind in PROPAGATING_MODULES
+        or f"{kind.__module__}.{kind.__qualname__}" in _PROPAGATING_BY_NAME
+    )
 
 
-def carries(module: nn.Module) -> bool:
+def propagates_nonfinite(module: nn.Module) -> bool:
     """Say whether inf and NaN pass from a module's input to its output for certain.
 
     And from the gradient of its output to that of its input. Not where a hook could
-    have mended something on the way: one is the probe's own. Nor with a weight of
+    have replaced a value on the way: one is the probe's own. Nor with a weight of
     another layout or class, which may not multiply all that it meets.
     """
-    if not _is_carrier(type(module)):
+    if not _propagates(type(module)):
         return False
     weight = module._parameters.get("weight")  # noqa: SLF001
     return (

@@ -2,7 +2,7 @@
 
 In: a model. Out: flags and `TensorStats` by name, of module outputs, of the gradients
 of these, and of the gradients of parameters; events for metrics.jsonl. Nothing waits
-for the device; what is on a GPU is told some steps late.
+for the device; on a GPU results arrive some steps later.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Mode = Literal["flags", "sampled", "full"]
 MODES: tuple[Mode, ...] = ("flags", "sampled", "full")
 Event = dict[str, Any]
 
-_KEPT = 1000  # steps with inf or NaN that are remembered
+_MAX_HISTORY = 1000  # steps with inf or NaN that are remembered
 
 
 class Probe:
@@ -50,7 +50,7 @@ class Probe:
     runs several times in a step, or returns several tensors, has one name: its flag
     says whether one of them held inf or NaN, its statistics are of all their numbers.
     Only what modules return is looked at: an attention mask of -inf that is passed to
-    one, or infinities inside of it, are nobody's output.
+    one, or infinities inside of it, are not reported.
 
     Call `step` once for each step of the optimizer. A gradient is as it is when the
     backward pass ends: multiplied by the loss scale, and not yet clipped.
@@ -107,10 +107,10 @@ class Probe:
         self.steps = after
         """Number of the last step that has ended."""
         self.non_finite: tuple[str, ...] = ()
-        """What was not finite in step `arrived`, in the order in which it came by."""
+        """What was not finite in step `arrived`, in the order observed."""
         self.arrived = 0
         """The last step that is known of; 0 before the first."""
-        self.history: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_KEPT)
+        self.history: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_MAX_HISTORY)
         """The last 1,000 steps in which something was not finite: number and names."""
         self.stats: dict[str, TensorStats] = {}
         """By name, of the last step with statistics. Reading a property may wait."""
@@ -209,13 +209,13 @@ class Probe:
 
     def _send_flags(self) -> None:
         hooks = self._hooks
-        looks = hooks.looks
-        if not (looks.peaks or hooks.traced or self._over_ranks):  # all on the host
-            bad = {number for number, flag in looks.bad.items() if flag}
-            self._arrive(self.steps, looks.bad, self._named(looks.came, bad))
+        records = hooks.records
+        if not (records.peaks or hooks.traced or self._over_ranks):  # all on the host
+            bad = {number for number, flag in records.nonfinite.items() if flag}
+            self._arrive(self.steps, records.nonfinite, self._named(records.order, bad))
             return
-        order, rows = looks.flags()
-        came = list(looks.came)
+        order, rows = records.flags()
+        came = list(records.order)
         rows = [moved(row, hooks.device).float() for row in rows]
         if hooks.traced:
             count = len(hooks.modules)
@@ -224,22 +224,22 @@ class Probe:
             order, came = [*traced, *order], [*traced, *came]
             rows = [hooks.flags[0].clone(), hooks.flags[1].flip(0), *rows]
         if self._over_ranks:
-            order, rows = self._agreed(order, rows)
+            order, rows = self._reduced_over_ranks(order, rows)
         if not rows:
             rows = [torch.empty(0)]
         note = self.steps, order, came
         for (step, numbers, first), tensors in self._flags_coming.send(note, rows):
             self._flags_arrived(step, numbers, first, tensors)
 
-    def _agreed(
+    def _reduced_over_ranks(
         self, order: list[int], rows: list[Tensor]
     ) -> tuple[list[int], list[Tensor]]:
         """Return the flags of all names in all processes."""
         hooks = self._hooks
         every = torch.full((len(hooks.names),), UNSEEN, device=hooks.device)
         if order:
-            here = torch.tensor(order).to(hooks.device, non_blocking=True)
-            every.scatter_reduce_(0, here, torch.cat(rows), "amax")
+            indices = torch.tensor(order).to(hooks.device, non_blocking=True)
+            every.scatter_reduce_(0, indices, torch.cat(rows), "amax")
         return list(range(len(every))), [process_group.highest(every, self._group)]
 
     def _flags_arrived(
@@ -251,20 +251,20 @@ class Probe:
         self._arrive(step, seen, self._named(came, bad))
 
     def _named(self, came: Iterable[int], bad: set[int]) -> list[str]:
-        """Return the names of numbers, in the order in which they came by."""
+        """Return the names of numbers, in the order observed."""
         if not bad:
             return []
-        # What came by in other processes only comes last.
+        # What only other processes observed comes last.
         ordered = dict.fromkeys([*came, *sorted(bad)])
         return [self.names[number] for number in ordered if number in bad]
 
     # Statistics
 
-    def _send_stats(self, told: Event) -> None:
+    def _send_stats(self, extra: Event) -> None:
         """Send statistics, with what their event tells besides."""
-        rows = self._hooks.looks.rows
+        rows = self._hooks.records.rows
         if self._over_ranks:
-            rows = self._over(rows)
+            rows = self._stats_over_ranks(rows)
         if not rows:
             self._arrive(self.steps, (), [])
             return
@@ -280,18 +280,18 @@ class Probe:
         }
         stacked = Counts.stacked(list(rows.values()))
         for (which, labels, kinds), tensors in self._stats_coming.send(
-            ({"step": self.steps, **told}, names, dtypes), list(vars(stacked).values())
+            ({"step": self.steps, **extra}, names, dtypes), list(vars(stacked).values())
         ):
             self._stats_arrived(which, labels, kinds, tensors)
 
-    def _over(self, rows: dict[Key, Counts]) -> dict[Key, Counts]:
+    def _stats_over_ranks(self, rows: dict[Key, Counts]) -> dict[Key, Counts]:
         """Return the statistics of all processes. Waits for what each has seen."""
         if not (dist.is_available() and dist.is_initialized()):
             return rows
-        told: list[list[Key]] = [[]] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, list(rows), group=self._group)
+        keys_per_rank: list[list[Key]] = [[]] * dist.get_world_size(self._group)
+        dist.all_gather_object(keys_per_rank, list(rows), group=self._group)
         # Every process must send them in one order: that of the first.
-        keys = list(dict.fromkeys(key for keys in told for key in keys))
+        keys = list(dict.fromkeys(key for keys in keys_per_rank for key in keys))
         none = Counts.none(len(self._casts), self._hooks.device)
         own = [rows.get(key, none) for key in keys]
         return (
@@ -309,13 +309,13 @@ class Probe:
     def _stats_arrived(
         self, which: Event, names: list[str], dtypes: list[str], tensors: list[Tensor]
     ) -> None:
-        held = Counts(*tensors)
-        flags = held.bad().tolist()
+        counts = Counts(*tensors)
+        flags = counts.bad().tolist()
         bad = [name for name, flag in zip(names, flags, strict=True) if flag]
         if self._log is not None:
             stats = {
                 name: TensorStats(dtype, self._casts, row).data()
-                for name, dtype, row in zip(names, dtypes, held.rows(), strict=True)
+                for name, dtype, row in zip(names, dtypes, counts.rows(), strict=True)
             }
             self._log({**which, "event": "stats", "tensors": stats})
         numbers = {name: number for number, name in enumerate(self.names)}

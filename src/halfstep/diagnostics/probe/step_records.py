@@ -1,6 +1,6 @@
-"""What a probe has looked at in one step: a flag for each name, or full statistics.
+"""What a probe has observed in one step: a flag for each name, or full statistics.
 
-In: named tensors as they come by. Out: flags and statistics by name, on the device
+In: named tensors. Out: flags and statistics by name, on the device
 until they are fetched.
 """
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from halfstep.numerics.formats import FloatFormat
 
 Key = tuple[int, str]
-"""Number of a name, and the dtype that came by under it."""
-Found = bool | Tensor | tuple[Counts, str] | None
-"""What a look at one tensor has found: whether it is not finite, or where the host
+"""Number of a name, and the dtype observed under it."""
+FlagOrStats = bool | Tensor | tuple[Counts, str] | None
+"""What was measured of one tensor: whether it is not finite, or where the host
 would have to wait a magnitude that says so, shape (); statistics and the dtype; None
 of a tensor without floating numbers."""
 _WORDS = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
@@ -71,8 +71,8 @@ def non_finite(values: Tensor) -> bool:
     return not (bool(low.isfinite()) and bool(high.isfinite()))
 
 
-class Looks:
-    """What has come by since the last `clear`."""
+class StepRecords:
+    """Flags or statistics of the tensors observed since the last `clear`."""
 
     def __init__(self, casts: tuple[FloatFormat, ...], *, full: bool) -> None:
         """Take what to look for.
@@ -83,15 +83,15 @@ class Looks:
         """
         self._casts = casts
         self.full = full
-        self.came: dict[int, None] = {}
-        """Numbers of names in the order in which they first came by."""
-        self.bad: dict[int, bool] = {}
+        self.order: dict[int, None] = {}
+        """Numbers of names in the order in which they were first observed."""
+        self.nonfinite: dict[int, bool] = {}
         """Number of a name -> whether it was not finite."""
         self.peaks: list[tuple[int, Tensor]] = []
         """The same where the host would have to wait: magnitudes, shape ()."""
         self.rows: dict[Key, Counts] = {}
 
-    def found(self, tensor: Tensor) -> Found:
+    def measure(self, tensor: Tensor) -> FlagOrStats:
         """Look at one tensor, of any dtype; only floating ones are read."""
         # The way of almost all, kept short: it lies between a model's operations.
         if not self.full and _is_plain(tensor):
@@ -113,26 +113,28 @@ class Looks:
             peak: Tensor = torch.linalg.vector_norm(values, torch.inf)
             return peak
 
-    def note(self, number: int, found: Found, *, anew: bool = False) -> None:
-        """Take what was found in a tensor for that of a name.
+    def record(
+        self, number: int, flag_or_stats: FlagOrStats, *, anew: bool = False
+    ) -> None:
+        """Record a flag or statistics under a name.
 
         Args:
             number: Of the name.
-            found: By `found`.
+            flag_or_stats: By `found`.
             anew: Statistics replace those of the same name, and do not add to them.
         """
-        self.came.setdefault(number)
-        if isinstance(found, bool):
-            self.bad[number] = found or self.bad.get(number, False)
-        elif isinstance(found, Tensor):
-            self.peaks.append((number, found))
-        elif found is not None:
-            counts, dtype = found
+        self.order.setdefault(number)
+        if isinstance(flag_or_stats, bool):
+            self.nonfinite[number] = flag_or_stats or self.nonfinite.get(number, False)
+        elif isinstance(flag_or_stats, Tensor):
+            self.peaks.append((number, flag_or_stats))
+        elif flag_or_stats is not None:
+            counts, dtype = flag_or_stats
             before = None if anew else self.rows.get((number, dtype))
             self.rows[number, dtype] = counts if before is None else before.plus(counts)
 
     @torch.no_grad()
-    def look_at_all(self, named: Sequence[tuple[int, Tensor]]) -> None:
+    def measure_all(self, named: Sequence[tuple[int, Tensor]]) -> None:
         """Look at tensors that are all there; for flags, read one by one only at need.
 
         On a GPU by one kernel; on a CPU the host reads one number of each dtype.
@@ -140,18 +142,18 @@ class Looks:
         groups: dict[object, list[tuple[int, Tensor]]] = {}
         for number, tensor in named:
             if self.full:
-                self.note(number, self.found(tensor), anew=True)
+                self.record(number, self.measure(tensor), anew=True)
                 continue
             values = tensor if _is_plain(tensor) else numbers(tensor)
             if values is not None:
-                self.came.setdefault(number)
+                self.order.setdefault(number)
                 at = values.device, values.dtype
                 groups.setdefault(at, []).append((number, values))
         for group in groups.values():
             order, tensors = zip(*group, strict=True)
             if async_read.on_host(tensors[0].device):
-                for number, found in zip(order, _each(tensors), strict=True):
-                    self.note(number, found)
+                for number, flag in zip(order, _each(tensors), strict=True):
+                    self.record(number, flag)
             else:
                 norms = torch._foreach_norm(tensors, torch.inf)  # noqa: SLF001
                 self.peaks += zip(order, norms, strict=True)
@@ -162,9 +164,9 @@ class Looks:
         Returns:
             Numbers; rows of bool, one for each dtype and device, together as long.
         """
-        order, rows = list(self.bad), []
-        if self.bad:
-            rows.append(torch.tensor(list(self.bad.values())))
+        order, rows = list(self.nonfinite), []
+        if self.nonfinite:
+            rows.append(torch.tensor(list(self.nonfinite.values())))
         groups: dict[object, list[tuple[int, Tensor]]] = {}
         for number, peak in self.peaks:
             groups.setdefault((peak.device, peak.dtype), []).append((number, peak))
@@ -175,7 +177,7 @@ class Looks:
 
     def clear(self) -> None:
         """Forget all."""
-        self.came, self.bad, self.peaks, self.rows = {}, {}, [], {}
+        self.order, self.nonfinite, self.peaks, self.rows = {}, {}, [], {}
 
 
 def _each(tensors: Sequence[Tensor]) -> list[bool]:

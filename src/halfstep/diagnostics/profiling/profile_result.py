@@ -45,8 +45,8 @@ class Row:
 
     def operands(self) -> str:
         """Return dtypes and shapes in words, such as "bf16 (8 x 16), fp32 (16)"."""
-        shown = zip(self.dtypes, self.shapes, strict=True)
-        words = (f"{dtype} ({' x '.join(map(str, shape))})" for dtype, shape in shown)
+        pairs = zip(self.dtypes, self.shapes, strict=True)
+        words = (f"{dtype} ({' x '.join(map(str, shape))})" for dtype, shape in pairs)
         return ", ".join(words)
 
 
@@ -86,7 +86,7 @@ class Profile:
     device: str
     """"cpu", or "cuda" where a device was seen at work."""
     level: str | None = None
-    """The level that the run asked for; None where nobody said."""
+    """The level that the run asked for; None where it was not given."""
     dtype: str = "fp32"
     """The format that the run asked for, or else the one its products ran in."""
 
@@ -120,11 +120,11 @@ class Profile:
         for row in self.rows[:most]:
             share = 100 * self.share(row.self_s)
             rows.append((row.op, row.operands(), row.calls, 1000 * row.self_s, share))
-        whole = f"{1000 * self.wall_s:.3f} ms a step on {self.device}"
+        step_time = f"{1000 * self.wall_s:.3f} ms a step on {self.device}"
         waits = f"{self.waits} waits for the device"
         if self.device == "cpu":
             waits = f"{self.waits} numbers read out of tensors"
-        note = f"{whole}; {waits}. The first lines may overlap."
+        note = f"{step_time}; {waits}. The first lines may overlap."
         columns = ("what", "operands", "calls", "ms", "% of a step")
         return Table("Where the time goes", columns, tuple(rows), (note,))
 

@@ -92,13 +92,13 @@ def profile(
     run.drain()
     wall = (time.perf_counter() - began) / steps
     fetched = run.fetched / steps if batches is not None else None
-    found = watched(run.whole, profiled, cuda=run.device == "cuda")
-    return summary(found, wall, fetched, level=level, dtype=dtype)
+    step_timeline = watched(run.profiled_step, profiled, cuda=run.device == "cuda")
+    return summary(step_timeline, wall, fetched, level=level, dtype=dtype)
 
 
 def _require_count(name: str, value: object, least: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    require(name, value, whole, f"a whole number of at least {least}")
+    is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(name, value, is_valid, f"a whole number of at least {least}")
 
 
 def watched(
@@ -112,7 +112,7 @@ def watched(
         cuda: Whether kernels of a GPU are to be seen.
     """
     plain, device = _calls(), "cuda" if cuda else None
-    with _in_silence(), watch(record_shapes=True, use_device=device) as seen:
+    with _without_kineto_log(), watch(record_shapes=True, use_device=device) as seen:
         slower = _calls() - plain
         for _ in range(times):
             with record_function(_STEP):
@@ -120,9 +120,9 @@ def watched(
     results = seen.kineto_results
     # On a GPU it is the kernels' time that counts, which nothing slows down.
     cost = 0.0 if cuda else max(0.0, slower) / (_CALLS * _EVENTS)
-    found = timeline.read(results.events() if results else (), _STEP, cost)
-    shortest = min(found, key=lambda each: each.length - each.fetched)
-    shortest.quieten(each for each in found if each is not shortest)
+    timelines = timeline.read(results.events() if results else (), _STEP, cost)
+    shortest = min(timelines, key=lambda each: each.length - each.fetched)
+    shortest.take_shortest(each for each in timelines if each is not shortest)
     return shortest
 
 
@@ -214,13 +214,13 @@ def _prevalent(ops: Iterable[Op]) -> str:
 
 
 def _rows(ops: Iterable[Op], factor: float) -> tuple[Row, ...]:
-    alike: dict[tuple[str, _Shapes, tuple[str, ...]], list[Op]] = defaultdict(list)
+    groups: dict[tuple[str, _Shapes, tuple[str, ...]], list[Op]] = defaultdict(list)
     for op in ops:
-        alike[op.name, op.shapes, op.dtypes].append(op)
+        groups[op.name, op.shapes, op.dtypes].append(op)
     rows = []
-    for key, found in alike.items():
-        spent = sum(op.own for op in found) / 1e9 * factor
-        rows.append(Row(*key, len(found), spent, sum(op.flops for op in found)))
+    for key, group in groups.items():
+        spent = sum(op.own for op in group) / 1e9 * factor
+        rows.append(Row(*key, len(group), spent, sum(op.flops for op in group)))
     return tuple(sorted(rows, key=lambda row: -row.self_s))
 
 
@@ -250,7 +250,7 @@ class _Runner:
         self.fetched += time.perf_counter() - began
         self._step(batch)
 
-    def whole(self) -> None:
+    def profiled_step(self) -> None:
         """Make one step that the profiler can read, to the end of the device's work."""
         if self._batches is None:
             self._step()
@@ -281,17 +281,19 @@ def _device(given: str | torch.device | None) -> torch.device:
         given = "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
     right = "that of a device here, such as 'cpu' or 'cuda'"
     try:
-        found = torch.device(given)
+        device = torch.device(given)
     except (RuntimeError, TypeError):
-        found = torch.device("meta")
-    room = getattr(torch, found.type, None)
-    there = getattr(room, "is_available", lambda: hasattr(room, "synchronize"))
-    require("device", given, there(), right)
-    return found
+        device = torch.device("meta")
+    backend = getattr(torch, device.type, None)
+    is_available = getattr(
+        backend, "is_available", lambda: hasattr(backend, "synchronize")
+    )
+    require("device", given, is_available(), right)
+    return device
 
 
 @contextlib.contextmanager
-def _in_silence() -> Iterator[None]:
+def _without_kineto_log() -> Iterator[None]:
     """Keep the profiler's library from announcing itself on the error stream.
 
     Why by the environment: it is read when the library first logs, and nothing else

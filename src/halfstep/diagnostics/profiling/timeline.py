@@ -105,16 +105,16 @@ class Timeline:
         cut = [(max(a, begin), min(b, end)) for a, b in spans]
         return total((a, b) for a, b in cut if a < b)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Add up, once all events are in."""
-        whole = self.span[1] - self.span[0]
+        step_ns = self.span[1] - self.span[0]
         for op in self.ops:
             # The profiler's own time is an estimate, and may be more than it took.
             op.own = max(0.0, op.own)
         if self.busy:
             taken = self.inside([*self.busy, *self.fetching])
             self.fetched = taken - self.inside(self.busy)
-            self.idle, self.length = whole - taken, whole
+            self.idle, self.length = step_ns - taken, step_ns
             return
         self.fetched = self.inside(self.fetching)
         self._gaps = self._between()
@@ -133,24 +133,24 @@ class Timeline:
         in_ops = sum(op.own for op in self.ops if op.part != FETCH)
         self.length = in_ops + self.idle + self.fetched
 
-    def quieten(self, others: Iterable[Timeline]) -> None:
+    def take_shortest(self, others: Iterable[Timeline]) -> None:
         """Take each part from whichever step it was shortest in, if all are alike.
 
         Why: whatever else a CPU does only adds to a part, now to one, now to another.
         """
         names = [op.name for op in self.ops]
-        twins = [each for each in others if [op.name for op in each.ops] == names]
-        if self.busy or not twins:
+        same_ops = [each for each in others if [op.name for op in each.ops] == names]
+        if self.busy or not same_ops:
             return
-        for op, *same in zip(self.ops, *(each.ops for each in twins), strict=True):
+        for op, *same in zip(self.ops, *(each.ops for each in same_ops), strict=True):
             op.own = min(op.own, *(each.own for each in same))
-        gaps = [each._gaps for each in (self, *twins)]  # noqa: SLF001 -- its own
+        gaps = [each._gaps for each in (self, *same_ops)]  # noqa: SLF001 -- its own
         if len(set(map(len, gaps))) == 1:
             shortest = sum(map(min, zip(*gaps, strict=True)))
             self.idle = max(0.0, shortest - self.between)
         else:
-            self.idle = min(self.idle, *(each.idle for each in twins))
-        self.fetched = min(self.fetched, *(each.fetched for each in twins))
+            self.idle = min(self.idle, *(each.idle for each in same_ops))
+        self.fetched = min(self.fetched, *(each.fetched for each in same_ops))
         self._add_up()
 
 
@@ -205,7 +205,7 @@ def read(events: Sequence[Any], region: str, cost: float = 0.0) -> list[Timeline
         for event in sorted(thread, key=lambda each: (each.start_ns(), -each.end_ns())):
             reader.take(event)
     for step in steps:
-        step.settle()
+        step.finish()
     return steps
 
 
@@ -253,24 +253,24 @@ class _Thread:
         if step is None:
             return
         outer = self._stack[-1] if self._stack else _Open(0)
-        here = _Open(end, outer.part, outer.in_op, outer.drains or name == DRAIN)
+        entry = _Open(end, outer.part, outer.in_op, outer.drains or name == DRAIN)
         if name.startswith(_FETCHES):
-            here.part = FETCH
+            entry.part = FETCH
             step.fetching.append((begin, end))
         elif name.startswith(_UPDATES):
-            here.part = UPDATE
-        step.between += self._cost * (here.part != FETCH and not here.in_op)
+            entry.part = UPDATE
+        step.between += self._cost * (entry.part != FETCH and not entry.in_op)
         self._charge(self._cost)
         if _is_op(event, name):
-            here.op = _op_of(event, name, here.part, self._kernels)
-            step.ops.append(here.op)
+            entry.op = _op_of(event, name, entry.part, self._kernels)
+            step.ops.append(entry.op)
             self._charge(end - begin)
-        if self._waits(name) and not here.drains:
+        if self._waits(name) and not entry.drains:
             step.waiting.append((begin, end))
-        if here.op is not None and not here.in_op:
-            here.in_op = True
+        if entry.op is not None and not entry.in_op:
+            entry.in_op = True
             step.covered.append((begin, end))
-        self._stack.append(here)
+        self._stack.append(entry)
 
     def _waits(self, name: str) -> bool:
         if self._kernels is None:

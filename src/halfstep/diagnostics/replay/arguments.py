@@ -27,7 +27,7 @@ def steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
     """
     if not isinstance(model, nn.Module):
         message = (
-            f"model={_shown(model)} of first_bad is not a torch module: give the "
+            f"model={_repr(model)} of first_bad is not a torch module: give the "
             "nn.Module whose forward pass step() runs."
         )
         raise UserError(message)
@@ -43,7 +43,7 @@ def steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
     for one in given or [step]:
         if not callable(one):
             message = (
-                f"step={_shown(one)} of first_bad cannot be called: give a function "
+                f"step={_repr(one)} of first_bad cannot be called: give a function "
                 f"that computes the loss, {_EXAMPLE}, or a list with one for each "
                 "micro-batch."
             )
@@ -73,14 +73,14 @@ def check_loss(step: Step, loss: object) -> None:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return
     message = (
-        f"step {_name(step)!r} of first_bad returned {_shown(loss)}: it must return "
+        f"step {_name(step)!r} of first_bad returned {_repr(loss)}: it must return "
         f"the loss, a floating tensor of one number, {_EXAMPLE}."
     )
     raise UserError(message)
 
 
 def check_graph(step: Step, loss: Tensor, learning: Sequence[Tensor]) -> None:
-    """Refuse a finite loss whose gradients nobody could look at.
+    """Refuse a finite loss whose gradients cannot be checked.
 
     Args:
         step: Which computed it.
@@ -104,7 +104,7 @@ def _name(step: Step) -> str:
     return getattr(step, "__qualname__", None) or type(step).__name__
 
 
-def _shown(value: object) -> str:
+def _repr(value: object) -> str:
     """Return a value in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"

@@ -1,4 +1,4 @@
-"""From what a replay showed to what is said: the cause, the evidence and the remedy.
+"""Derives the cause, the evidence and the remedy from what a replay recorded.
 
 In: an `Event`, and what is known of the run. Out: a `BadOp`.
 """
@@ -19,8 +19,8 @@ from halfstep.nonfinite.saved_values import EPSILON
 if TYPE_CHECKING:
     from halfstep.diagnostics.replay.index_checks import OutOfRange
     from halfstep.diagnostics.replay.module_stack import Place
-    from halfstep.diagnostics.replay.op_trace import Event
-    from halfstep.scaling.step_history import Losses
+    from halfstep.diagnostics.replay.op_trace import NonFiniteEvent
+    from halfstep.scaling.step_history import LossHistory
 
 _RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)."
 _MEAN = (
@@ -29,7 +29,7 @@ _MEAN = (
 _CHECKPOINT = "Go back to the last good checkpoint: no loss scale mends a weight."
 _CONVERTED = (
     "A cast to float16 makes that of all above 65504. If it is finite in the float32 "
-    "weights, keep its module in float32{kept} or train in bfloat16; if not, go back "
+    "weights, keep its module in float32{rule} or train in bfloat16; if not, go back "
     "to the last good checkpoint."
 )
 _FIND = "Find it in the batch: print it, and leave it out or clean it."
@@ -39,7 +39,7 @@ _SCALE = (
     "training goes on."
 )
 _NO_SCALE = "No loss scale helps. "
-_NOT_AGAIN = (
+_NOT_REPRODUCED = (
     "Either an operation is not deterministic (set "
     "torch.use_deterministic_algorithms(True)), or the replay had not the same batch "
     "and random numbers{more}, or the hardware erred: if it comes back on one machine "
@@ -61,26 +61,26 @@ _MASKS = {"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"}
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of the run beside the event."""
+class ReplayContext:
+    """Facts about the replayed run that do not depend on the event."""
 
     step: int | None
     scale: float
-    losses: Losses
+    losses: LossHistory
     parts: int = 1
     """Micro-batches that were run."""
     part: int | None = None
-    """Place of the one that was spoilt; None for their sum."""
-    low: Event | None = None
+    """Index of the one that failed; None for their sum."""
+    low: NonFiniteEvent | None = None
     """What was bad at scale 1; None if all was finite there."""
     boundary: float | None = None
     """Largest gradient that came out of the loss at scale 1."""
     processes: int = 1
-    """That average gradients: each sees what one of them made."""
+    """That average gradients: each sees the inf or NaN that one of them made."""
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Explanation:
     cause: str
     evidence: str
     advice: str
@@ -89,36 +89,36 @@ class _Said:
     normal: bool = False
 
 
-def bad_op(event: Event, known: Known) -> BadOp:
-    """Return what is said of an event."""
+def bad_op(event: NonFiniteEvent, context: ReplayContext) -> BadOp:
+    """Return the report of an event."""
     event = _origin(event)
-    said = _said(event, known)
+    explanation = _explain(event, context)
     place, word = event.consumer or (event.place, event.word)
     module, kind = place.module, place.kind
-    if event.given in {"weight", "buffer"}:
+    if event.source_kind in {"weight", "buffer"}:
         module = event.source.rpartition(".")[0] or "model"
     return BadOp(
-        phase=said.phase,
+        phase=explanation.phase,
         module=module,
         kind=kind,
         op=word,
-        step=known.step,
-        scale=known.scale,
+        step=context.step,
+        scale=context.scale,
         dtype=_word(event.dtype),
         inputs=event.inputs,
-        made=event.held.made,
-        wide=event.wide[0],
-        cause=said.cause,
-        evidence=said.evidence + _which(known),
-        advice=said.advice,
+        made=event.nonfinite.kind,
+        wide=event.fp32_result[0],
+        cause=explanation.cause,
+        evidence=explanation.evidence + _which(context),
+        advice=explanation.advice,
         reproduced=True,
-        rule=said.rule,
-        normal=said.normal,
+        rule=explanation.rule,
+        normal=explanation.normal,
     )
 
 
-def out_of_range(error: OutOfRange, known: Known) -> BadOp:
-    """Return what is said of an index that points nowhere."""
+def out_of_range(error: OutOfRange, context: ReplayContext) -> BadOp:
+    """Return the report of an index that is out of range."""
     cause, advice = "data", "Use the tokenizer of this model, or a larger table."
     if error.label:
         cause, advice = "label", "Mend the labels, or give the model more outputs."
@@ -127,30 +127,30 @@ def out_of_range(error: OutOfRange, known: Known) -> BadOp:
         module=error.place.module,
         kind=error.place.kind,
         op=error.word,
-        step=known.step,
-        scale=known.scale,
+        step=context.step,
+        scale=context.scale,
         dtype="int64",
         cause=cause,
-        evidence=error.says + _which(known),
+        evidence=error.says + _which(context),
         advice=advice,
         reproduced=True,
     )
 
 
-def not_reproduced(known: Known) -> BadOp:
-    """Return what is said where the run failed and two exact replays were finite."""
+def not_reproduced(context: ReplayContext) -> BadOp:
+    """Return the report of a run that failed while two exact replays were finite."""
     # Of one micro-batch alone, the sum with others was not looked at.
-    more = _ONE_PART if known.parts == 1 else ""
-    cause, advice = "hardware", _NOT_AGAIN.format(more=more)
+    more = _ONE_PART if context.parts == 1 else ""
+    cause, advice = "hardware", _NOT_REPRODUCED.format(more=more)
     evidence = "the step failed, yet two replays of it are finite"
-    if known.processes > 1:
+    if context.processes > 1:
         cause = "another process"
-        evidence += f" here, and {known.processes} processes share gradients"
+        evidence += f" here, and {context.processes} processes share gradients"
         advice = f"{_OTHERS} {advice[0].lower()}{advice[1:]}"
     return BadOp(
         phase="none",
-        step=known.step,
-        scale=known.scale,
+        step=context.step,
+        scale=context.scale,
         cause=cause,
         evidence=evidence,
         advice=advice,
@@ -158,13 +158,13 @@ def not_reproduced(known: Known) -> BadOp:
     )
 
 
-def unseen(known: Known, made: str, watched: int) -> BadOp:
-    """Return what is said where none of the operations watched is to blame."""
+def unseen(context: ReplayContext, nonfinite_kind: str, watched: int) -> BadOp:
+    """Return the report where none of the traced operations is to blame."""
     return BadOp(
         phase="forward",
-        step=known.step,
-        scale=known.scale,
-        made=made,
+        step=context.step,
+        scale=context.scale,
+        made=nonfinite_kind,
         cause="loss function",
         evidence=f"none of the {watched} operations of torch's that were seen made it",
         advice="Look at custom kernels and at what is computed outside of torch.",
@@ -172,14 +172,14 @@ def unseen(known: Known, made: str, watched: int) -> BadOp:
     )
 
 
-def _which(known: Known) -> str:
+def _which(context: ReplayContext) -> str:
     """Name the micro-batch, where there are several."""
-    if known.part is None or known.parts == 1:
+    if context.part is None or context.parts == 1:
         return ""
-    return f" (micro-batch {known.part + 1} of {known.parts})"
+    return f" (micro-batch {context.part + 1} of {context.parts})"
 
 
-def _origin(event: Event) -> Event:
+def _origin(event: NonFiniteEvent) -> NonFiniteEvent:
     """Return the row that a mask left nothing, where another operation stumbles on it.
 
     A softmax makes NaN of such a row; a sum of exponentials gives -inf, which the next
@@ -189,187 +189,195 @@ def _origin(event: Event) -> Event:
     return min(rows, key=lambda one: one.number, default=event)
 
 
-def _said(event: Event, known: Known) -> _Said:
+def _explain(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
     """Return cause, evidence and remedy; the first charge that holds is taken."""
     charges = (
         *(_summed, _came_in, _masked, _constant, _undefined, _not_a_number),
-        *(_ran_away, _in_loss, _forward, _backward),
+        *(_diverged, _in_loss, _forward, _backward),
     )
-    found = (charge(event, known) for charge in charges)
-    return next(said for said in found if said is not None)
+    explanations = (charge(event, context) for charge in charges)
+    return next(explanation for explanation in explanations if explanation is not None)
 
 
-def _summed(event: Event, known: Known) -> _Said | None:
+def _summed(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """Each micro-batch has finite gradients, and their sum is not."""
-    if event.given != "sum":
+    if event.source_kind != "sum":
         return None
     bad, of = event.count
     name, limit = _word(event.dtype), torch.finfo(event.dtype).max
-    scale = known.scale if known.low is None else min(known.scale, 1)
+    scale = context.scale if context.low is None else min(context.scale, 1)
     evidence = (
-        f"the gradients of {known.parts} micro-batches are finite, up to "
+        f"the gradients of {context.parts} micro-batches are finite, up to "
         f"{event.inputs or 0.0:.1e}, and their sum in {name}, which holds {limit:.6g}, "
         f"is not, in {bad} of {of} parameters ({event.source} first), at loss scale "
         f"{scale:g}"
     )
-    advice = f"Divide each loss by {known.parts}."
+    advice = f"Divide each loss by {context.parts}."
     if event.dtype.itemsize < torch.float32.itemsize:
         advice = (
             "Add them up in float32, as prepare(level='O2', accumulate="
-            f"{known.parts}) does, or divide each loss by {known.parts}."
+            f"{context.parts}) does, or divide each loss by {context.parts}."
         )
-    if known.low is None:
+    if context.low is None:
         evidence += "; at scale 1 the sum is finite"
         advice = f"{_SCALE} To keep the scale: {advice[0].lower()}{advice[1:]}"
-        return _Said("backward range", evidence, advice, "backward", normal=True)
-    return _Said("backward range", evidence, advice, "backward")
+        return _Explanation("backward range", evidence, advice, "backward", normal=True)
+    return _Explanation("backward range", evidence, advice, "backward")
 
 
-def _came_in(event: Event, known: Known) -> _Said | None:
+def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """Something not finite was there before any operation ran."""
-    del known
-    made = event.held.made + _places(event)
-    if event.given in {"weight", "buffer"}:
-        what = "parameter" if event.given == "weight" else "buffer"
-        evidence = f"{what} {event.source} held {made} before the step"
+    del context
+    values = event.nonfinite.kind + _places(event)
+    if event.source_kind in {"weight", "buffer"}:
+        what = "parameter" if event.source_kind == "weight" else "buffer"
+        evidence = f"{what} {event.source} held {values} before the step"
         path = event.source.rpartition(".")[0]
-        if event.dtype == torch.float16 and not event.held.nan:
+        if event.dtype == torch.float16 and not event.nonfinite.nan:
             # Training skips a step that would make one; a conversion does not.
             rule = module_rule(path) if path else ""
-            kept = f" (rule '{rule}')" if rule else ""
-            advice = f"{_CONVERTED.format(kept=kept)} {EPSILON}"
-            return _Said("weight", evidence, advice, "weight", rule)
-        own = event.given == "weight" and event.dtype == torch.float16
+            rule_note = f" (rule '{rule}')" if rule else ""
+            advice = f"{_CONVERTED.format(rule=rule_note)} {EPSILON}"
+            return _Explanation("weight", evidence, advice, "weight", rule)
+        own = event.source_kind == "weight" and event.dtype == torch.float16
         advice = f"{_CHECKPOINT} {EPSILON}" if own else _CHECKPOINT
-        return _Said("weight", evidence, advice, "weight")
-    if event.given == "outside" and event.name.startswith("nll_loss"):
+        return _Explanation("weight", evidence, advice, "weight")
+    if event.source_kind == "outside" and event.name.startswith("nll_loss"):
         # Its labels are whole numbers.
-        evidence = f"the class weights hold {made}"
-        return _Said("loss function", evidence, "Use finite ones.", "input")
-    if event.given:
-        label = event.place.is_loss and event.given == "outside"
+        evidence = f"the class weights hold {values}"
+        return _Explanation("loss function", evidence, "Use finite ones.", "input")
+    if event.source_kind:
+        label = event.place.is_loss and event.source_kind == "outside"
         what = f"argument {event.source!r} of the model" if event.source else "a tensor"
         what = "a target" if label else what
-        evidence = f"{what} that no operation made holds {made}"
+        evidence = f"{what} that no operation made holds {values}"
         if event.source:
-            evidence = f"{what} holds {made}"
-        return _Said("label" if label else "data", evidence, _FIND, "input")
-    if event.raw and event.casts and event.phase == "forward":
-        evidence = f"argument {event.raw!r} of the model {_too_large(event)}"
+            evidence = f"{what} holds {values}"
+        return _Explanation("label" if label else "data", evidence, _FIND, "input")
+    if event.raw_input and event.casts and event.phase == "forward":
+        evidence = f"argument {event.raw_input!r} of the model {_too_large(event)}"
         advice = "Normalise the data, or train in bfloat16."
         if event.written is not None and event.written.fixed:
             advice = (
                 f"Normalise the data, or leave out the cast at {event.written.where}."
             )
-        return _Said("data", evidence, advice, "forward")
+        return _Explanation("data", evidence, advice, "forward")
     return None
 
 
-def _masked(event: Event, known: Known) -> _Said | None:
+def _masked(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """It made NaN of an infinity that was meant, as a softmax does of a masked row."""
-    del known
+    del context
     if not event.parents:
         return None
-    made = event.held.made
+    value = event.nonfinite.kind
     if event.word in _MASKS:
-        evidence = f"a mask leaves a row nothing, so it gives {made}{_places(event)}"
-        return _Said("zero", evidence, MASK, event.phase)
+        evidence = f"a mask leaves a row nothing, so it gives {value}{_places(event)}"
+        return _Explanation("zero", evidence, MASK, event.phase)
     origin = min(event.parents, key=lambda parent: parent.number)
     source = origin.source or f"{origin.place.module} ({origin.word})"
-    evidence = f"it makes {made}{_places(event)} of the infinity that {source} puts in"
-    if origin.given in {"input", "outside"}:
-        return _Said("data", evidence, _FIND, "input")
-    return _Said("zero", evidence, _KEEP_OUT, event.phase)
+    evidence = f"it makes {value}{_places(event)} of the infinity that {source} puts in"
+    if origin.source_kind in {"input", "outside"}:
+        return _Explanation("data", evidence, _FIND, "input")
+    return _Explanation("zero", evidence, _KEEP_OUT, event.phase)
 
 
-def _constant(event: Event, known: Known) -> _Said | None:
+def _constant(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """A constant that is not finite reached the loss."""
-    del known
-    if not (event.meant or event.constant) or event.parents:
+    del context
+    if not (event.is_intended or event.constant) or event.parents:
         return None
-    made = event.held.made + _places(event)
-    if event.place.is_loss and not event.picked:
-        evidence = f"it is given a constant that is not finite, so it gives {made}"
-        return _Said("loss function", evidence, "Use a finite one.", event.phase)
-    if event.given:
+    values = event.nonfinite.kind + _places(event)
+    if event.place.is_loss and not event.is_selected:
+        evidence = f"it is given a constant that is not finite, so it gives {values}"
+        return _Explanation("loss function", evidence, "Use a finite one.", event.phase)
+    if event.source_kind:
         return None
-    if event.picked:
-        evidence = f"the {made} that it puts in reaches the loss: "
+    if event.is_selected:
+        evidence = f"the {values} that it puts in reaches the loss: "
         evidence += "a target names a masked class"
-        return _Said("label", evidence, "Mask no class that a target names.", "forward")
-    if event.meant:
-        evidence = f"the {made} that it puts in reaches the loss"
-        return _Said("zero", evidence, _KEEP_OUT, event.phase)
-    evidence = f"it is given a constant that is not finite, so it gives {made}"
-    return _Said("zero", evidence, "Use a finite one.", event.phase)
+        return _Explanation(
+            "label", evidence, "Mask no class that a target names.", "forward"
+        )
+    if event.is_intended:
+        evidence = f"the {values} that it puts in reaches the loss"
+        return _Explanation("zero", evidence, _KEEP_OUT, event.phase)
+    evidence = f"it is given a constant that is not finite, so it gives {values}"
+    return _Explanation("zero", evidence, "Use a finite one.", event.phase)
 
 
-def _undefined(event: Event, known: Known) -> _Said | None:
+def _undefined(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """Its result, or its slope, is infinite or undefined at its arguments."""
-    del known
-    found = event.flaw
-    if found is None or event.wide[0] == "finite":
+    del context
+    domain_error = event.domain_error
+    if domain_error is None or event.fp32_result[0] == "finite":
         return None
-    if event.phase == "backward" and found.cause == "zero" and not event.itself:
-        found = backward_flaw(event.word, found)
-    phase = "weight" if found.cause == "weight" else event.phase
-    return _Said(found.cause, found.says, found.advice, phase)
+    if (
+        event.phase == "backward"
+        and domain_error.cause == "zero"
+        and not event.is_executed_op
+    ):
+        domain_error = backward_flaw(event.word, domain_error)
+    phase = "weight" if domain_error.cause == "weight" else event.phase
+    return _Explanation(
+        domain_error.cause, domain_error.says, domain_error.advice, phase
+    )
 
 
-def _not_a_number(event: Event, known: Known) -> _Said | None:
+def _not_a_number(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """It made NaN of numbers too small to overflow, in float32 too."""
-    del known
+    del context
     inputs = event.inputs or 0.0
     small = inputs * inputs <= torch.finfo(torch.float32).max
-    made = event.held.nan or not inputs
-    if event.wide[0] != "not finite" or not made or not small:
+    is_unexplained = event.nonfinite.nan or not inputs
+    if event.fp32_result[0] != "not finite" or not is_unexplained or not small:
         return None
     evidence = (
-        f"it makes {event.held.made}{_places(event)} in float32 too, yet its inputs "
-        f"reach {inputs:.1e} only"
+        f"it makes {event.nonfinite.kind}{_places(event)} in float32 too, yet "
+        f"its inputs reach {inputs:.1e} only"
     )
-    return _Said("zero", evidence, _PRINT, event.phase)
+    return _Explanation("zero", evidence, _PRINT, event.phase)
 
 
-def _ran_away(event: Event, known: Known) -> _Said | None:
+def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """Training had run away, or the forward pass worked for some steps only."""
-    losses = known.losses
+    losses = context.losses
     if not losses.applied or event.place.module == "input":
         return None
-    diverged = losses.ran_away(math.nan)
-    young = losses.few and event.phase == "forward"
+    diverged = losses.has_diverged(math.nan)
+    young = losses.is_early and event.phase == "forward"
     if not diverged and not young:
         return None
     evidence = (
-        f"{_seen(event)}; the forward pass worked for {losses.applied} steps only"
+        f"{_evidence(event)}; the forward pass worked for {losses.applied} steps only"
     )
     if diverged:
         went = f"the loss went from {losses.first:.3g} to {losses.last:.3g}"
-        evidence = f"{_seen(event)}; {went}"
-    return _Said("learning rate", evidence, _RATE, event.phase)
+        evidence = f"{_evidence(event)}; {went}"
+    return _Explanation("learning rate", evidence, _RATE, event.phase)
 
 
-def _in_loss(event: Event, known: Known) -> _Said | None:
+def _in_loss(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """It left its range after the model had given finite numbers."""
-    del known
+    del context
     if event.phase != "forward" or not event.place.is_loss:
         return None
-    advice = _WIDE_LOSS if event.wide[0] == "finite" else _DOWN
+    advice = _WIDE_LOSS if event.fp32_result[0] == "finite" else _DOWN
     if event.name == "exp":
         advice = _EXP
-    return _Said("loss function", _seen(event), advice, "forward")
+    return _Explanation("loss function", _evidence(event), advice, "forward")
 
 
-def _forward(event: Event, known: Known) -> _Said | None:
+def _forward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """A format was left on the way forward."""
-    del known
+    del context
     if event.phase != "forward":
         return None
-    if event.wide[0] != "finite":
+    if event.fp32_result[0] != "finite":
         advice = _EXP if event.name in {"exp", "expm1"} else _DOWN
-        return _Said("forward range", _seen(event), advice, "forward")
+        return _Explanation("forward range", _evidence(event), advice, "forward")
     place, word = event.consumer or (event.place, event.word)
-    advice, rule = _kept(place, word)
+    advice, rule = _fp32_advice(place, word)
     cast = event.written
     if cast is not None and cast.fixed:
         nor, instead = ", nor does bfloat16", "cast to bfloat16 there"
@@ -379,31 +387,33 @@ def _forward(event: Event, known: Known) -> _Said | None:
             f"The code itself casts to {_word(event.dtype)} at {cast.where}, which no "
             f"rule undoes{nor}: leave that cast out, or {instead}."
         )
-        return _Said("forward range", _seen(event), advice, "forward")
+        return _Explanation("forward range", _evidence(event), advice, "forward")
     if cast is not None:
         advice += f" If neither helps: the code casts at {cast.where}; leave that out."
-    return _Said("forward range", _seen(event), advice, "forward", rule)
+    return _Explanation("forward range", _evidence(event), advice, "forward", rule)
 
 
-def _backward(event: Event, known: Known) -> _Said:
+def _backward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
     """A format was left on the way back."""
-    if known.low is None:
-        seen = f"{_seen(event)}, at loss scale {known.scale:g}"
+    if context.low is None:
+        seen = f"{_evidence(event)}, at loss scale {context.scale:g}"
         evidence = f"{seen}; at scale 1 all gradients are finite"
-        return _Said("backward range", evidence, _SCALE, "backward", normal=True)
-    seen = f"{_seen(event)}, at loss scale {min(known.scale, 1):g}"
+        return _Explanation("backward range", evidence, _SCALE, "backward", normal=True)
+    seen = f"{_evidence(event)}, at loss scale {min(context.scale, 1):g}"
     limit = torch.finfo(event.dtype).max
-    out = known.boundary or 0.0
+    out = context.boundary or 0.0
     if event.place.is_loss or out > limit:
-        evidence = f"{_seen(event)}, though the loss scale is 1"
-        return _Said("loss function", evidence, _MEAN, "backward")
-    if event.wide[0] != "finite":
-        return _Said("backward range", seen, _NO_SCALE + _DOWN, "backward")
-    advice, rule = _kept(*(event.receiver or (event.place, event.word)))
-    return _Said("backward range", seen, f"{_NO_SCALE}{advice}", "backward", rule)
+        evidence = f"{_evidence(event)}, though the loss scale is 1"
+        return _Explanation("loss function", evidence, _MEAN, "backward")
+    if event.fp32_result[0] != "finite":
+        return _Explanation("backward range", seen, _NO_SCALE + _DOWN, "backward")
+    advice, rule = _fp32_advice(*(event.receiver or (event.place, event.word)))
+    return _Explanation(
+        "backward range", seen, f"{_NO_SCALE}{advice}", "backward", rule
+    )
 
 
-def _kept(place: Place, word: str) -> tuple[str, str]:
+def _fp32_advice(place: Place, word: str) -> tuple[str, str]:
     """Return what keeps an operation in float32, and the row of a policy that does."""
     rule = module_rule(place.module) if place.is_module else op_names.op_rule(word)
     if not rule:
@@ -411,10 +421,10 @@ def _kept(place: Place, word: str) -> tuple[str, str]:
     return f"Keep it in float32 (rule '{rule}') or train in bfloat16.", rule
 
 
-def _seen(event: Event) -> str:
+def _evidence(event: NonFiniteEvent) -> str:
     """Say what was too large for which format."""
     inputs = 0.0 if event.inputs is None else event.inputs
-    kind, reach = event.wide
+    kind, reach = event.fp32_result
     name, limit = _word(event.dtype), torch.finfo(event.dtype).max
     ends = {
         "finite": "; in float32 the result is finite",
@@ -428,12 +438,12 @@ def _seen(event: Event) -> str:
     return f"inputs reach {inputs:.1e}, {name} holds {limit:.6g}{ends}"
 
 
-def _too_large(event: Event) -> str:
+def _too_large(event: NonFiniteEvent) -> str:
     name, limit = _word(event.dtype), torch.finfo(event.dtype).max
     return f"reaches {event.inputs or 0.0:.1e}, {name} holds {limit:.6g}"
 
 
-def _places(event: Event) -> str:
+def _places(event: NonFiniteEvent) -> str:
     """Say where it is not finite."""
     bad, of = event.count
     return f" at {bad} of {of} places" if of > 1 else ""

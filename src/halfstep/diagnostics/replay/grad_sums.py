@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.replay import tensor_facts
 from halfstep.diagnostics.replay.module_stack import ROOT, Place
-from halfstep.diagnostics.replay.op_trace import Event
+from halfstep.diagnostics.replay.op_trace import NonFiniteEvent
 from halfstep.distributed import ddp
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SUM = "sum"
-"""What such an event is told by."""
+"""Source of such an event."""
 
 
-class Sums:
+class GradSums:
     """Adds up gradients.
 
     Args:
@@ -49,36 +49,36 @@ class Sums:
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             part = local.detach().to(self._dtype or local.dtype)
             self._reach = max(
-                self._reach, tensor_facts.reach(tensor_facts.floats(part))
+                self._reach, tensor_facts.absmax(tensor_facts.floats(part))
             )
             before = self._totals.get(place)
             self._totals[place] = part.clone() if before is None else before + part
 
-    def event(self) -> Event | None:
-        """Return what is said of the first sum that is not finite."""
-        found: dict[int, tensor_facts.Held] = {}
+    def event(self) -> NonFiniteEvent | None:
+        """Return the event of the first sum that is not finite."""
+        nonfinite: dict[int, tensor_facts.NonFiniteKinds] = {}
         for place, total in self._totals.items():
-            whole = total.coalesce() if total.is_sparse else total
-            for part in tensor_facts.floats(whole):
-                held = tensor_facts.held(part)
-                if held:
-                    found[place] = held
-        if not found:
+            dense = total.coalesce() if total.is_sparse else total
+            for part in tensor_facts.floats(dense):
+                kinds = tensor_facts.nonfinite_kinds(part)
+                if kinds:
+                    nonfinite[place] = kinds
+        if not nonfinite:
             return None
-        first = min(found)
+        first = min(nonfinite)
         name = self._names[first % len(self._names)]
         path = name.rpartition(".")[0]
         kind = type(self._root.get_submodule(path)).__name__
-        return Event(
+        return NonFiniteEvent(
             number=0,
             place=Place(path or ROOT, kind),
             phase="backward",
             word="add",
             name="add",
-            held=found[first],
+            nonfinite=nonfinite[first],
             dtype=self._totals[first].dtype,
             inputs=self._reach,
-            count=(len(found), len(self._totals)),
-            given=SUM,
+            count=(len(nonfinite), len(self._totals)),
+            source_kind=SUM,
             source=name,
         )

@@ -36,29 +36,29 @@ def gradients(
         return []
     scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
     if not _needs_backward(model, scaled):
-        found = torch.autograd.grad(scaled, params, allow_unused=True)
-        return list(found)
+        grads = torch.autograd.grad(scaled, params, allow_unused=True)
+        return list(grads)
     # Shards are other parameters than what was gathered of them for the forward pass.
-    with _unused(_leaves(scaled)), _unused([*params, *shards]):
+    with _fresh_grads(_leaves(scaled)), _fresh_grads([*params, *shards]):
         torch.autograd.backward(scaled)
         return [param.grad for param in (*params, *shards)]
 
 
 @contextlib.contextmanager
-def _unused(leaves: Iterable[Tensor]) -> Iterator[None]:
+def _fresh_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Give leaves fresh gradients, and let no hook use them, as an optimizer may."""
-    kept = []
+    saved = []
     for leaf in leaves:
         hooks = leaf._post_accumulate_grad_hooks or {}  # noqa: SLF001
-        kept.append((leaf, leaf.grad, hooks, dict(hooks)))
+        saved.append((leaf, leaf.grad, hooks, dict(hooks)))
         leaf.grad = None
         hooks.clear()
     try:
         yield
     finally:
-        for leaf, gradient, hooks, held in reversed(kept):
+        for leaf, gradient, hooks, saved_hooks in reversed(saved):
             leaf.grad = gradient
-            hooks.update(held)
+            hooks.update(saved_hooks)
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
@@ -78,15 +78,15 @@ def _needs_backward(model: nn.Module, loss: Tensor) -> bool:
 
 def _nodes(loss: Tensor) -> Iterator[Node]:
     """Go through the graph of a loss."""
-    left, seen = [loss.grad_fn], {loss.grad_fn}
-    while left:
-        node = left.pop()
+    pending, seen = [loss.grad_fn], {loss.grad_fn}
+    while pending:
+        node = pending.pop()
         if node is None:
             continue
         yield node
         more = {one for one, _ in node.next_functions} - seen
         seen |= more
-        left += more
+        pending += more
 
 
 def is_sharded(model: nn.Module) -> bool:

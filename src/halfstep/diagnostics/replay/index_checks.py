@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from halfstep.diagnostics.replay.module_stack import Place, Places
+    from halfstep.diagnostics.replay.module_stack import ModuleStack, Place
 
 
 _TABLES = {
@@ -39,7 +39,7 @@ class OutOfRange(RuntimeError):  # noqa: N818 -- it is caught where it is made
         self.place, self.word, self.label, self.says = place, word, label, says
 
 
-def check(name: str, args: Sequence[Any], places: Places) -> None:
+def check(name: str, args: Sequence[Any], places: ModuleStack) -> None:
     """Refuse indices that are out of range. Waits for the device.
 
     Args:
@@ -65,7 +65,7 @@ def check(name: str, args: Sequence[Any], places: Places) -> None:
         count, places_of = args[0].shape[args[1]], args[2]
         bad = (places_of < 0) | (places_of >= count)
         # A loss that is written by hand looks up the label's place so.
-        label, what = places.here().is_loss, f"there are 0 to {count - 1}"
+        label, what = places.current().is_loss, f"there are 0 to {count - 1}"
         word = name
     elif name == "binary_cross_entropy":
         targets = args[1]
@@ -73,13 +73,13 @@ def check(name: str, args: Sequence[Any], places: Places) -> None:
         if bool(good.all()):
             return
         says = f"{int((~good).sum())} of {good.numel()} targets are not inside 0 to 1"
-        raise OutOfRange(places.here(), name, label=True, says=says)
+        raise OutOfRange(places.current(), name, label=True, says=says)
     else:
         return
     if bool(bad.any()):
         says = f"index {_first(places_of, bad)} at {int(bad.sum())} of {bad.numel()}"
         says = f"{says} places, yet {what}"
-        raise OutOfRange(places.here(), word, label=label, says=says)
+        raise OutOfRange(places.current(), word, label=label, says=says)
 
 
 def _first(values: Tensor, bad: Tensor) -> int:

@@ -32,7 +32,9 @@ _PLAIN = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
 
 
 @contextlib.contextmanager
-def as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Kept]:
+def restored_after(
+    model: nn.Module, generator_state: Tensor | None
+) -> Iterator[ModelSnapshot]:
     """Put all back at the end; let nothing be compiled meanwhile.
 
     Nor exchanged, by DDP, or seen by a probe.
@@ -42,7 +44,7 @@ def as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Kept
         generator_state: Of torch, to begin with; None for the present one.
 
     Yields:
-        What must be told of each tensor that is about to be written.
+        The snapshot; its `save` must see each tensor that is about to be written.
     """
     leaves = [(param, param.grad, param.requires_grad) for param in model.parameters()]
     with contextlib.ExitStack() as stack:
@@ -50,8 +52,8 @@ def as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Kept
         stack.callback(numbers.restore)
         stack.enter_context(all_paused())
         stack.enter_context(module_rules.forgotten_after())
-        kept = Kept(model)
-        stack.callback(kept.put_back)
+        snapshot = ModelSnapshot(model)
+        stack.callback(snapshot.restore)
         if generator_state is not None:
             torch.set_rng_state(generator_state)
         if "torch._dynamo" in sys.modules:
@@ -66,7 +68,7 @@ def as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Kept
         )
         torch.clear_autocast_cache()
         try:
-            yield kept
+            yield snapshot
         finally:
             torch.clear_autocast_cache()
             for param, gradient, wanted in leaves:
@@ -74,8 +76,8 @@ def as_it_was(model: nn.Module, generator_state: Tensor | None) -> Iterator[Kept
                 param.requires_grad_(wanted)
 
 
-class Kept:
-    """What the modules of a model hold, and the numbers in it.
+class ModelSnapshot:
+    """A snapshot of the containers of a model's modules, and of the numbers in them.
 
     Why containers: buffers, hooks, flags and caches of a module all lie in a few
     dictionaries. What tells the size of a cache lies beside it, so both are put back.
@@ -98,15 +100,15 @@ class Kept:
         for module in ddp.bare(model).modules():
             own = vars(module)
             # FSDP2 swaps pieces for wholes in there, and takes note of it elsewhere.
-            self._look(own, seen, *([own.get("_parameters")] * sharded))
+            self._scan(own, seen, *([own.get("_parameters")] * sharded))
         for param in model.parameters():
-            self._watch(param, seen)
-            self._watch(param.grad, seen)
+            self._save_on_write(param, seen)
+            self._save_on_write(param.grad, seen)
             # To give a weight other memory, by `.data`, is no operation.
             if not sharded and type(param.data) is Tensor and _is_strided(param):
                 self._memories.append((param, param.data))
 
-    def _look(self, container: Any, seen: set[int], *left_out: object) -> None:  # noqa: ANN401
+    def _scan(self, container: Any, seen: set[int], *left_out: object) -> None:  # noqa: ANN401
         """Take down what a container holds, and what the containers in it do."""
         if id(container) in seen or any(container is one for one in left_out):
             return
@@ -115,25 +117,25 @@ class Kept:
             self._containers.append((container, copy.copy(container)))
         for value in _items(container):
             if type(value) in _PLAIN or isinstance(value, tuple):
-                self._look(value, seen, *left_out)
+                self._scan(value, seen, *left_out)
             elif isinstance(value, Tensor):
-                self._watch(value, seen)
+                self._save_on_write(value, seen)
 
-    def _watch(self, tensor: Tensor | None, seen: set[int]) -> None:
+    def _save_on_write(self, tensor: Tensor | None, seen: set[int]) -> None:
         """Keep the numbers of a tensor as soon as it is written."""
         if tensor is not None and id(tensor) not in seen:
             seen.add(id(tensor))
             self._tensors.setdefault(_memory(tensor), []).append(tensor)
 
-    def before(self, written: Tensor) -> None:
+    def save(self, written: Tensor) -> None:
         """Take note that a tensor is about to be written."""
         for tensor in self._tensors.pop(_memory(written), ()):
             self._numbers.append((tensor, tensor.detach().clone()))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Put back what was there, and take out what was not."""
         for container, before in self._containers:
-            _put_back(container, before)
+            _restore_container(container, before)
         for param, memory in self._memories:
             same = param.dtype == memory.dtype and _is_strided(param)
             if not (same and param.is_set_to(memory)):
@@ -154,10 +156,10 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor_facts.key(plain(tensor))
+    return tensor_facts.storage_key(plain(tensor))
 
 
-def _put_back(container: Any, before: Any) -> None:  # noqa: ANN401
+def _restore_container(container: Any, before: Any) -> None:  # noqa: ANN401
     """Give a container what a copy of it holds; touch none that holds just that."""
     now, then = [*map(id, _items(container))], [*map(id, _items(before))]
     if now == then and [*container] == [*before]:

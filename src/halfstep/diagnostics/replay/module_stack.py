@@ -74,7 +74,7 @@ class Place:
         return self.module == LOSS or self.gives_loss or inside
 
 
-class Places:
+class ModuleStack:
     """Follows modules and nodes while it is entered.
 
     Args:
@@ -127,9 +127,9 @@ class Places:
         names += [f"argument {place}" for place in range(len(names), len(args))]
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             for path, part in _named(name, value):
-                if tensor_facts.key(part):
-                    self.arguments[tensor_facts.key(part)] = path
-                    self._refs.append(tensor_facts.ref(part))
+                if tensor_facts.storage_key(part):
+                    self.arguments[tensor_facts.storage_key(part)] = path
+                    self._refs.append(tensor_facts.storage_ref(part))
 
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         del args
@@ -165,10 +165,10 @@ class Places:
         if self._stack and self._stack[-1][0] is module:
             _, place = self._stack.pop()
             if place is not None and module is not self.root:
-                self._judge(module, place, output)
+                self._detect_loss(module, place, output)
         self._done = self._done or module is self.root
 
-    def _judge(self, module: nn.Module, place: Place, output: object) -> None:
+    def _detect_loss(self, module: nn.Module, place: Place, output: object) -> None:
         """Say whether a module in the model is a loss function.
 
         It is where it gives one number for the whole batch, and no weights work on
@@ -191,23 +191,23 @@ class Places:
 
         Also None while a forward pass is computed again for a backward pass.
         """
-        return None if torch.is_grad_enabled() else Places._running()
+        return None if torch.is_grad_enabled() else ModuleStack._running()
 
     @staticmethod
     def _running() -> Node | None:
         return torch._C._current_autograd_node()  # noqa: SLF001
 
-    def here(self) -> Place:
+    def current(self) -> Place:
         """Return where the operation under way runs."""
         node = self.node()
         if node is not None:
-            return self._of(node)[0]
+            return self._origin_of(node)[0]
         inside = self._inside()
         if inside is not None:
             return inside
-        again = self._running()
-        if again is not None:
-            return self._of(again)[0]
+        backward_node = self._running()
+        if backward_node is not None:
+            return self._origin_of(backward_node)[0]
         return Place(LOSS if self._done or self._ran else INPUT, "")
 
     def forward_word(self) -> str:
@@ -216,7 +216,7 @@ class Places:
         own = node is None or isinstance(
             node, torch.autograd.function.BackwardCFunction
         )
-        return "" if node is None or own else self._of(node)[1]
+        return "" if node is None or own else self._origin_of(node)[1]
 
     def receiver(self, node: Node, dtype: torch.dtype) -> tuple[Place, str] | None:
         """Return who made what a node's gradient in a format belongs to.
@@ -231,15 +231,15 @@ class Places:
     def note(self, word: str) -> None:
         """Take note that an operation runs, which may have made a node."""
         if self.node() is None:
-            made = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001
-            self._nodes.setdefault(made, (self.here(), word))
-            self._highest = max(self._highest, made)
+            node_number = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001
+            self._nodes.setdefault(node_number, (self.current(), word))
+            self._highest = max(self._highest, node_number)
 
-    def _of(self, node: Node) -> tuple[Place, str]:
+    def _origin_of(self, node: Node) -> tuple[Place, str]:
         number = node._sequence_nr()  # noqa: SLF001
-        known = self._nodes.get(number)
-        if known is not None:
-            return known
+        entry = self._nodes.get(number)
+        if entry is not None:
+            return entry
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             return self._owners.get(id(leaf), Place(ROOT, "")), ""

@@ -1,4 +1,4 @@
-"""Every operation of a replay, watched: who made what is not finite, and who passes it.
+"""Traces every operation of a replay: which makes inf or NaN, and which passes it on.
 
 In: operations as they run. Out: `Event`s, each an operation that took in what is finite
 and gave what is not; and, for any tensor, the events behind what it holds.
@@ -19,19 +19,19 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.diagnostics.replay import index_checks, op_names, tensor_facts
-from halfstep.diagnostics.replay.tensor_facts import Held
+from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.diagnostics.replay.torch_calls import Calls, Cast
 from halfstep.nonfinite.domains import Flaw, flaw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from halfstep.diagnostics.replay.module_stack import Place, Places
+    from halfstep.diagnostics.replay.module_stack import ModuleStack, Place
 
 
 @dataclass(eq=False)
-class Event:
-    """Something not finite came into being, or came in."""
+class NonFiniteEvent:
+    """An inf or NaN that an operation made, or that came in."""
 
     number: int
     """Of all events, in order."""
@@ -42,30 +42,30 @@ class Event:
     """The operation; backwards, the one whose slope is computed."""
     name: str
     """The operation that ran, by aten's name."""
-    held: Held
+    nonfinite: NonFiniteKinds
     dtype: torch.dtype
     inputs: float | None = None
     """Largest finite magnitude that it took in."""
-    wide: tuple[str, float] = ("not run", 0.0)
-    flaw: Flaw | None = None
+    fp32_result: tuple[str, float] = ("not run", 0.0)
+    domain_error: Flaw | None = None
     constant: bool = False
     """The program itself gave the operation a number that is not finite."""
-    meant: bool = False
+    is_intended: bool = False
     """Such a number only fills places, as the -inf of a mask does."""
-    picked: bool = False
+    is_selected: bool = False
     """A label has chosen it: what a loss looks up by its labels came from there."""
-    itself: bool = False
+    is_executed_op: bool = False
     """Backwards: `word` is the operation that ran, as the slope is not torch's own."""
     count: tuple[int, int] = (0, 0)
     """Places that are not finite, of all; parameters, where gradients were added up."""
-    given: str = ""
+    source_kind: str = ""
     """Nothing made it: "weight", "buffer", "input" (of the model), "outside";
     "exchange": another process made it; "sum": gradients were added up."""
     source: str = ""
     """Name of the parameter, buffer or argument that was given, or cast."""
-    raw: str = ""
+    raw_input: str = ""
     """Argument of the model that it took in as it came; "" for none."""
-    parents: frozenset[Event] = field(default_factory=frozenset)
+    parents: frozenset[NonFiniteEvent] = field(default_factory=frozenset)
     """Infinities that were meant, and of which it made NaN."""
     casts: bool = False
     """It is a cast to a narrower format."""
@@ -91,37 +91,37 @@ _SUMS = {"addmm", "mm", "bmm", "baddbmm", "convolution", "add", "sum", "mean"}
 """They give +inf where they take -inf alone only by an overflow of their own."""
 
 
-class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches operations while it is entered; waits for the device at each.
 
     Args:
         places: Knows where an operation runs.
-        writes: Is told of each tensor that is about to be written.
+        writes: Called with each tensor that is about to be written.
     """
 
-    def __init__(self, places: Places, writes: Callable[[Tensor], None]) -> None:
+    def __init__(self, places: ModuleStack, writes: Callable[[Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
         self._writes = writes
         self.watched = 0
         """Operations so far."""
-        self.events: list[Event] = []
+        self.events: list[NonFiniteEvent] = []
         self.boundary: float | None = None
         """Largest magnitude that came back out of the loss, into the model."""
-        self.refused: set[Event] = set()
+        self.refused: set[NonFiniteEvent] = set()
         """What is behind numbers that an operation refused to take."""
-        self.sent: set[Event] = set()
+        self.sent: set[NonFiniteEvent] = set()
         """What is behind numbers that went to other processes."""
         self.going_back = False
         """The backward pass has begun."""
         self._exchanged = False
-        self._origins: dict[int, frozenset[Event]] = {}
+        self._origins: dict[int, frozenset[NonFiniteEvent]] = {}
         # Memory that is freed, and given out again, would pass for what lay there.
         self._refs: dict[int, object] = {}
-        self._casts: dict[int, Event] = {}
+        self._casts: dict[int, NonFiniteEvent] = {}
         self.calls = Calls(self._cast_by_program)
         self._written: dict[int, tuple[Place, Cast]] = {}
-        self._known = dict(_stored(places.root))
+        self._stored_tensors = dict(_stored(places.root))
         self._shapes = {p.shape for p in places.root.parameters()}
 
     def __torch_dispatch__(
@@ -142,7 +142,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._writes(tensor)
         if func.namespace in _EXCHANGES:
             self._exchanged = True
-            self.sent |= self.behind(tensor_facts.floats((args, kwargs)))
+            self.sent |= self.sources(tensor_facts.floats((args, kwargs)))
             return func(*args, **kwargs)
         if not written and any(out.alias_info for out in returns):
             self.places.note(name)
@@ -157,33 +157,39 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keys = (
             []
             if name in _UNSET
-            else [*map(tensor_facts.key, tensor_facts.floats((args, kwargs)))]
+            else [*map(tensor_facts.storage_key, tensor_facts.floats((args, kwargs)))]
         )
         keys = keys[len(keys) - len(taken) :]
         try:
             output = func(*args, **kwargs)
         except Exception:
             # Some refuse what is not finite, as losses of probabilities do.
-            self.refused = self.behind(taken)
+            self.refused = self.sources(taken)
             raise
         outs = tensor_facts.floats(output) or tensor_facts.floats(written)
         word = self._word(func, name, outs, args)
         self.places.note(word)
         in_code = self._cast_in_code(name, taken, keys, outs)
-        bad = {id(t): kinds for t in taken if (kinds := tensor_facts.held(t))}
-        self._consume(keys, word)
+        bad = {
+            id(t): kinds for t in taken if (kinds := tensor_facts.nonfinite_kinds(t))
+        }
+        self._note_consumer(keys, word)
         call = _Call(func, name, word, before, taken, outs, in_code)
         for out in outs:
-            kinds = Held() if name in _UNSET else tensor_facts.held(out)
+            kinds = (
+                NonFiniteKinds()
+                if name in _UNSET
+                else tensor_facts.nonfinite_kinds(out)
+            )
             if not kinds:
                 # Some operations that split give views, and do not say so.
-                if not written and tensor_facts.key(out) not in keys:
-                    self._origins.pop(tensor_facts.key(out), None)
+                if not written and tensor_facts.storage_key(out) not in keys:
+                    self._origins.pop(tensor_facts.storage_key(out), None)
                 continue
-            key = tensor_facts.key(out)
-            self._origins[key] = self._behind(call, bad, keys, kinds, out)
-            self._refs[key] = tensor_facts.ref(out)
-        self._cross(outs, taken)
+            key = tensor_facts.storage_key(out)
+            self._origins[key] = self._sources_of(call, bad, keys, kinds, out)
+            self._refs[key] = tensor_facts.storage_ref(out)
+        self._measure_boundary(outs, taken)
         return output
 
     def _word(
@@ -197,8 +203,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weighted = False
         if name == "mm":
             shapes = [tuple(t.shape) for t in args[:2] if isinstance(t, Tensor)]
-            known = self._shapes
-            weighted = any(s in known or s[::-1] in known for s in shapes)
+            weight_shapes = self._shapes
+            weighted = any(
+                s in weight_shapes or s[::-1] in weight_shapes for s in shapes
+            )
         if op_names.is_product(name) and self.calls.op:
             return self.calls.op
         return op_names.word(func, rank, args, weighted=weighted)
@@ -207,8 +215,13 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take note of what the program has cast to a narrow format."""
         for out in tensor_facts.floats(result):
             if out.itemsize < torch.float32.itemsize:
-                self._written[tensor_facts.key(out)] = self.places.here(), cast
-                self._refs[tensor_facts.key(out)] = tensor_facts.ref(out)
+                self._written[tensor_facts.storage_key(out)] = (
+                    self.places.current(),
+                    cast,
+                )
+                self._refs[tensor_facts.storage_key(out)] = tensor_facts.storage_ref(
+                    out
+                )
 
     def _cast_in_code(
         self,
@@ -222,85 +235,89 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         What follows from such casts alone is in that format whatever a rule says; but
         a rule on a module casts what comes into it.
         """
-        here = self.places.here()
+        current = self.places.current()
         low = [out for out in outs if out.itemsize < torch.float32.itemsize]
         sources = [self._written[key] for key in keys if key in self._written]
-        found = next((one for one in sources if one[0].is_inside(here)), None)
+        origin = next((one for one in sources if one[0].is_inside(current)), None)
         spread = len(sources) == sum(t.dim() > 0 for t in taken)
         if name in _CASTS and low and any(t.itemsize > low[0].itemsize for t in taken):
             cast = self.calls.cast()
-            found, spread = None if cast is None else (here, cast), True
-        for key in map(tensor_facts.key, outs):
+            origin, spread = None if cast is None else (current, cast), True
+        for key in map(tensor_facts.storage_key, outs):
             self._written.pop(key, None)
         for out in low if spread else ():
-            source = found or next(iter(sources), None)
+            source = origin or next(iter(sources), None)
             if source is not None:
-                self._written[tensor_facts.key(out)] = source
-                self._refs[tensor_facts.key(out)] = tensor_facts.ref(out)
-        return None if found is None else found[1]
+                self._written[tensor_facts.storage_key(out)] = source
+                self._refs[tensor_facts.storage_key(out)] = tensor_facts.storage_ref(
+                    out
+                )
+        return None if origin is None else origin[1]
 
-    def _behind(
+    def _sources_of(
         self,
         call: _Call,
-        bad: dict[int, Held],
+        bad: dict[int, NonFiniteKinds],
         keys: Sequence[int],
-        kinds: Held,
+        kinds: NonFiniteKinds,
         out: Tensor,
-    ) -> frozenset[Event]:
+    ) -> frozenset[NonFiniteEvent]:
         """Return the events behind something that is not finite."""
         if not bad:
             return frozenset({self._event(call, kinds, out)})
-        behind: set[Event] = set()
-        took = Held()
+        sources: set[NonFiniteEvent] = set()
+        took = NonFiniteKinds()
         for tensor, key in zip(call.taken, keys, strict=True):
             if id(tensor) in bad:
                 took |= bad[id(tensor)]
                 if key not in self._origins:
-                    self._refs[key] = tensor_facts.ref(tensor)
-                    given = self._given(call, tensor, key, bad[id(tensor)])
-                    self._origins[key] = frozenset({given})
-                behind |= self._origins[key]
-        for event in behind if call.name in _PICKS else ():
-            event.picked = True
-        if all(event.meant for event in behind):
-            grown = kinds.above and not took.above and call.name in _SUMS
+                    self._refs[key] = tensor_facts.storage_ref(tensor)
+                    outside_event = self._outside_event(
+                        call, tensor, key, bad[id(tensor)]
+                    )
+                    self._origins[key] = frozenset({outside_event})
+                sources |= self._origins[key]
+        for event in sources if call.name in _PICKS else ():
+            event.is_selected = True
+        if all(event.is_intended for event in sources):
+            grown = kinds.posinf and not took.posinf and call.name in _SUMS
             emptied = call.name == "logsumexp"
             if (kinds.nan and not took.nan) or grown or emptied:
-                made = self._event(call, kinds, out, parents=frozenset(behind))
-                made.meant = not (kinds.nan or kinds.above)
-                return frozenset({made})
-        return frozenset(behind)
+                new_event = self._event(call, kinds, out, parents=frozenset(sources))
+                new_event.is_intended = not (kinds.nan or kinds.posinf)
+                return frozenset({new_event})
+        return frozenset(sources)
 
     def _event(
         self,
         call: _Call,
-        kinds: Held,
+        kinds: NonFiniteKinds,
         out: Tensor,
-        parents: frozenset[Event] = frozenset(),
-    ) -> Event:
-        """Take down that an operation made something."""
+        parents: frozenset[NonFiniteEvent] = frozenset(),
+    ) -> NonFiniteEvent:
+        """Record that an operation made an inf or NaN."""
         node = self.places.node()
         args, kwargs = call.before
         own = "" if node is None else self.places.forward_word()
         scalars = [v for v in _pytree.tree_leaves((args, kwargs)) if type(v) is float]
         constant = not all(map(math.isfinite, scalars))
-        found = flaw(call.name, args, kwargs, call.outs)
-        event = Event(
+        domain_error = flaw(call.name, args, kwargs, call.outs)
+        event = NonFiniteEvent(
             number=len(self.events),
-            place=self.places.here(),
+            place=self.places.current(),
             phase="forward" if node is None else "backward",
             word=own or call.word,
-            itself=not own,
+            is_executed_op=not own,
             name=call.name,
-            held=kinds,
+            nonfinite=kinds,
             dtype=out.dtype,
-            count=tensor_facts.count(out),
-            inputs=tensor_facts.reach(call.taken),
-            wide=tensor_facts.wide(call.func, args, kwargs),
-            flaw=found,
+            count=tensor_facts.count_nonfinite(out),
+            inputs=tensor_facts.absmax(call.taken),
+            fp32_result=tensor_facts.run_in_fp32(call.func, args, kwargs),
+            domain_error=domain_error,
             constant=constant,
-            meant=constant and call.name in _FILLS and not parents,
-            raw=self._raw(call.taken),
+            is_intended=constant and call.name in _FILLS and not parents,
+            raw_input=self._raw_input(call.taken),
             parents=parents,
             casts=call.name in _CASTS,
             written=call.in_code if node is None else None,
@@ -312,17 +329,26 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.calls.op and node is None:
                 event.consumer = (event.place, self.calls.op)
             else:
-                self._casts[tensor_facts.key(call.outs[0])] = event
+                self._casts[tensor_facts.storage_key(call.outs[0])] = event
         return event
 
-    def _raw(self, taken: Iterable[Tensor]) -> str:
+    def _raw_input(self, taken: Iterable[Tensor]) -> str:
         """Name the argument of the model that an operation takes as it came."""
-        known = self.places.arguments
-        return next((known[k] for k in map(tensor_facts.key, taken) if k in known), "")
+        arguments = self.places.arguments
+        return next(
+            (
+                arguments[k]
+                for k in map(tensor_facts.storage_key, taken)
+                if k in arguments
+            ),
+            "",
+        )
 
-    def _given(self, call: _Call, tensor: Tensor, key: int, kinds: Held) -> Event:
-        """Take down that something came in which nothing here has made."""
-        kind, source = self._known.get(key, ("", ""))
+    def _outside_event(
+        self, call: _Call, tensor: Tensor, key: int, kinds: NonFiniteKinds
+    ) -> NonFiniteEvent:
+        """Record an inf or NaN that no traced operation has made."""
+        kind, source = self._stored_tensors.get(key, ("", ""))
         if not kind and key in self.places.arguments:
             kind, source = "input", self.places.arguments[key]
         node = self.places.node()
@@ -331,34 +357,34 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cast = "" if kind else self._cast_of(tensor)
         # What a program writes as a number, torch turns into a tensor like this.
         constant = not kind and not cast and not tensor.dim() and not node
-        event = Event(
+        event = NonFiniteEvent(
             number=len(self.events),
-            place=self.places.here(),
+            place=self.places.current(),
             phase="forward" if node is None else "backward",
             word=call.word,
             name=call.name,
-            held=kinds,
+            nonfinite=kinds,
             dtype=tensor.dtype,
-            count=tensor_facts.count(tensor),
-            inputs=tensor_facts.reach(call.taken),
-            given="" if cast or constant else kind or "outside",
+            count=tensor_facts.count_nonfinite(tensor),
+            inputs=tensor_facts.absmax(call.taken),
+            source_kind="" if cast or constant else kind or "outside",
             constant=constant,
             source=cast or source,
             # A mask holds -inf alone. For `y[:, 0] = inf`, torch before 2.15 fills
             # with a tensor of that number: the same as with the number.
-            meant=(constant and call.name in _FILLS)
-            or not (kinds.nan or kinds.above or kind == "weight" or cast),
+            is_intended=(constant and call.name in _FILLS)
+            or not (kinds.nan or kinds.posinf or kind == "weight" or cast),
         )
         if cast:
             weight = self.places.root.get_parameter(cast)
-            event.inputs, event.casts = tensor_facts.reach([weight]), True
-            event.wide = ("finite", event.inputs)
+            event.inputs, event.casts = tensor_facts.absmax([weight]), True
+            event.fp32_result = ("finite", event.inputs)
             event.consumer = (event.place, call.word)
-            if tensor_facts.held(weight):
-                event.given, event.casts = "weight", False
+            if tensor_facts.nonfinite_kinds(weight):
+                event.source_kind, event.casts = "weight", False
         self.events.append(event)
         if call.name in _CASTS:
-            self._casts[tensor_facts.key(call.outs[0])] = event
+            self._casts[tensor_facts.storage_key(call.outs[0])] = event
         return event
 
     def _cast_of(self, tensor: Tensor) -> str:
@@ -376,29 +402,33 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return name
         return ""
 
-    def _consume(self, keys: Iterable[int], word: str) -> None:
+    def _note_consumer(self, keys: Iterable[int], word: str) -> None:
         """Take note of who uses the result of a cast first."""
         for key in keys if self._casts else ():
             event = self._casts.pop(key, None)
             if event is not None and event.phase == "forward":
-                event.consumer = (self.places.here(), word)
+                event.consumer = (self.places.current(), word)
 
-    def _cross(self, outs: Iterable[Tensor], taken: Iterable[Tensor]) -> None:
+    def _measure_boundary(
+        self, outs: Iterable[Tensor], taken: Iterable[Tensor]
+    ) -> None:
         """Measure the gradient where it first leaves the loss."""
         if self.boundary is None and self.places.node() is not None:
-            if not self.places.here().is_loss:
-                self.boundary = tensor_facts.reach(taken)
-            elif any(map(tensor_facts.held, outs)):
+            if not self.places.current().is_loss:
+                self.boundary = tensor_facts.absmax(taken)
+            elif any(map(tensor_facts.nonfinite_kinds, outs)):
                 self.boundary = math.inf
 
-    def behind(self, tensors: Iterable[Tensor | None]) -> set[Event]:
+    def sources(self, tensors: Iterable[Tensor | None]) -> set[NonFiniteEvent]:
         """Return the events behind what is not finite in some tensors."""
-        found: set[Event] = set()
+        events: set[NonFiniteEvent] = set()
         for tensor in tensors:
             for part in tensor_facts.floats(tensor):
-                if tensor_facts.held(part):
-                    found |= self._origins.get(tensor_facts.key(part), frozenset())
-        return found
+                if tensor_facts.nonfinite_kinds(part):
+                    events |= self._origins.get(
+                        tensor_facts.storage_key(part), frozenset()
+                    )
+        return events
 
 
 @dataclass
@@ -421,19 +451,19 @@ def _stored(root: torch.nn.Module) -> Iterable[tuple[int, tuple[str, str]]]:
     ):
         for name, tensor in named:
             for part in tensor_facts.floats(tensor):
-                yield tensor_facts.key(part), (kind, name)
+                yield tensor_facts.storage_key(part), (kind, name)
 
 
 def _written(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """Return the tensors that an operation writes into."""
-    found: list[Any] = []
+    values: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = kwargs.get(argument.name)
-            found.append(args[place] if place < len(args) else given)
-    return [t for t in _pytree.tree_leaves(found) if isinstance(t, Tensor)]
+            values.append(args[place] if place < len(args) else given)
+    return [t for t in _pytree.tree_leaves(values) if isinstance(t, Tensor)]
 
 
 def _among(value: object, tensors: Iterable[Tensor]) -> bool:

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnostics.replay import arguments, causes, tensor_facts
-from halfstep.diagnostics.replay.causes import Known
-from halfstep.diagnostics.replay.grad_sums import Sums
+from halfstep.diagnostics.replay.causes import ReplayContext
+from halfstep.diagnostics.replay.grad_sums import GradSums
 from halfstep.diagnostics.replay.gradients import exchanges, gradients
 from halfstep.diagnostics.replay.index_checks import OutOfRange
-from halfstep.diagnostics.replay.model_snapshot import as_it_was
-from halfstep.diagnostics.replay.module_stack import Places
-from halfstep.diagnostics.replay.op_trace import Watcher
+from halfstep.diagnostics.replay.model_snapshot import restored_after
+from halfstep.diagnostics.replay.module_stack import ModuleStack
+from halfstep.diagnostics.replay.op_trace import OpTracer
 from halfstep.distributed import process_group
-from halfstep.scaling.step_history import Losses
+from halfstep.scaling.step_history import LossHistory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from halfstep.diagnostics.replay.arguments import Step
-    from halfstep.diagnostics.replay.model_snapshot import Kept
-    from halfstep.diagnostics.replay.op_trace import Event
+    from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
+    from halfstep.diagnostics.replay.op_trace import NonFiniteEvent
     from halfstep.nonfinite.origin import BadOp
 
 
@@ -38,14 +38,14 @@ def first_bad(
     *,
     scale: float = 1.0,
     number: int | None = None,
-    losses: Losses | Sequence[float] = (),
+    losses: LossHistory | Sequence[float] = (),
     failed: bool = False,
     generator_state: Tensor | None = None,
     summed_in: torch.dtype | None = None,
 ) -> BadOp | None:
     """Run a step again, and say which operation made the first inf or NaN.
 
-    Why: the gradients of a failed step are all NaN, and name nobody. Each operation of
+    Why: the gradients of a failed step are all NaN, and name no op. Each operation of
     forward and backward pass is watched; the first that took in finite numbers and
     gave others, and whose result reached the loss or a gradient, is named. It is then
     run by itself in float32, which tells a format that is too narrow from an operation
@@ -69,7 +69,7 @@ def first_bad(
         scale: Loss scale at which it failed.
         number: Of the step, for the report.
         losses: Of the steps applied so far, which tell a learning rate that is too
-            high: in order, or as `halfstep.scaling.step_history.Losses`.
+            high: in order, or as `halfstep.scaling.step_history.LossHistory`.
         failed: The run was seen to give inf or NaN. Then a replay that gives none is
             repeated, and reported as one that could not be reproduced; or, where
             processes share gradients, as one that another process made.
@@ -79,42 +79,46 @@ def first_bad(
             `Session` with master weights. None for their own, as torch does.
 
     Returns:
-        None if loss and gradients are finite, and nobody said that they were not; and
-        where another process made what is bad here, which is told there.
+        None if loss and gradients are finite, and the run was not said to fail; and
+        where another process made what is bad here, and reports it.
 
     Raises:
         UserError: If `model` is no module, `step` gives no loss, or a number is none.
     """
     steps = arguments.steps(model, step)
     arguments.check_numbers(scale, summed_in)
-    history = losses if isinstance(losses, Losses) else _history(losses)
-    known = Known(number, scale, history, len(steps), processes=process_group.size())
+    history = losses if isinstance(losses, LossHistory) else _history(losses)
+    context = ReplayContext(
+        number, scale, history, len(steps), processes=process_group.size()
+    )
 
-    def replay(scale: float) -> _Seen:
-        with as_it_was(model, generator_state) as kept:
-            return _replay(model, steps, scale, kept, summed_in)
+    def replay(scale: float) -> _ReplayResult:
+        with restored_after(model, generator_state) as snapshot:
+            return _replay(model, steps, scale, snapshot, summed_in)
 
     # Where a replay waits for other processes, all must make as many.
     together = exchanges(model)
-    seen = replay(scale)
-    if together or (failed and not seen.spoilt):
-        again = replay(scale)
-        seen = seen if seen.spoilt else again
-    low = replay(1.0) if together or (seen.in_backward and scale > 1) else None
-    known = replace(known, part=seen.part)
-    if seen.refused is not None:
-        return causes.out_of_range(seen.refused, known)
-    if not seen.bad:
-        return causes.not_reproduced(known) if failed else None
-    event = seen.culprit
+    result = replay(scale)
+    if together or (failed and not result.has_failed):
+        second = replay(scale)
+        result = result if result.has_failed else second
+    low = replay(1.0) if together or (result.in_backward and scale > 1) else None
+    context = replace(context, part=result.part)
+    if result.index_error is not None:
+        return causes.out_of_range(result.index_error, context)
+    if not result.bad:
+        return causes.not_reproduced(context) if failed else None
+    event = result.culprit
     if event is None:
-        return causes.unseen(known, seen.bad.made, seen.watched)
-    if not seen.in_backward:
-        return causes.bad_op(event, known)
+        return causes.unseen(context, result.bad.kind, result.watched)
+    if not result.in_backward:
+        return causes.bad_op(event, context)
     if low is None or scale <= 1:
-        return causes.bad_op(event, replace(known, boundary=seen.boundary, low=event))
-    known = replace(known, boundary=low.boundary, low=low.culprit)
-    return causes.bad_op(low.culprit or event, known)
+        return causes.bad_op(
+            event, replace(context, boundary=result.boundary, low=event)
+        )
+    context = replace(context, boundary=low.boundary, low=low.culprit)
+    return causes.bad_op(low.culprit or event, context)
 
 
 def not_reproduced(number: int | None, scale: float, parts: int = 1) -> BadOp:
@@ -125,18 +129,18 @@ def not_reproduced(number: int | None, scale: float, parts: int = 1) -> BadOp:
         scale: Loss scale at which it failed.
         parts: Micro-batches that were run again.
     """
-    return causes.not_reproduced(Known(number, scale, Losses(), parts))
+    return causes.not_reproduced(ReplayContext(number, scale, LossHistory(), parts))
 
 
 @dataclass
-class _Seen:
-    """What one replay showed."""
+class _ReplayResult:
+    """What one replay recorded."""
 
-    bad: tensor_facts.Held
+    bad: tensor_facts.NonFiniteKinds
     """What loss and gradients hold."""
-    culprit: Event | None = None
+    culprit: NonFiniteEvent | None = None
     boundary: float | None = None
-    refused: OutOfRange | None = None
+    index_error: OutOfRange | None = None
     watched: int = 0
     """Operations."""
     part: int | None = None
@@ -144,9 +148,9 @@ class _Seen:
     gradients: Sequence[Tensor | None] = ()
 
     @property
-    def spoilt(self) -> bool:
+    def has_failed(self) -> bool:
         """Something was wrong."""
-        return bool(self.bad) or self.refused is not None
+        return bool(self.bad) or self.index_error is not None
 
     @property
     def in_backward(self) -> bool:
@@ -154,83 +158,89 @@ class _Seen:
         event = self.culprit
         if event is None or event.phase != "backward":
             return False
-        return event.flaw is None or event.wide[0] == "finite"
+        return event.domain_error is None or event.fp32_result[0] == "finite"
 
 
 def _replay(
     model: nn.Module,
     steps: Sequence[Step],
     scale: float,
-    kept: Kept,
+    snapshot: ModelSnapshot,
     summed_in: torch.dtype | None,
-) -> _Seen:
-    """Run all micro-batches; return what the first that was spoilt showed.
+) -> _ReplayResult:
+    """Run all micro-batches; return the result of the first that failed.
 
     If none was, what their sum shows.
     """
-    found: _Seen | None = None
-    sums = Sums(model, summed_in)
+    failure: _ReplayResult | None = None
+    sums = GradSums(model, summed_in)
     for part, step in enumerate(steps):
-        seen = _run(model, step, scale, kept)
-        seen.part = part
-        if found is None and seen.spoilt:
-            found = seen
+        result = _run(model, step, scale, snapshot)
+        result.part = part
+        if failure is None and result.has_failed:
+            failure = result
         # Where one waits for other processes, all must run as many.
-        if found is not None and not exchanges(model):
-            return found
+        if failure is not None and not exchanges(model):
+            return failure
         if len(steps) > 1:
-            sums.add(seen.gradients)
-        seen.gradients = ()
-    event = sums.event() if found is None else None
-    return found or _Seen(tensor_facts.Held() if event is None else event.held, event)
+            sums.add(result.gradients)
+        result.gradients = ()
+    event = sums.event() if failure is None else None
+    return failure or _ReplayResult(
+        tensor_facts.NonFiniteKinds() if event is None else event.nonfinite, event
+    )
 
 
-def _run(model: nn.Module, step: Step, scale: float, kept: Kept) -> _Seen:
+def _run(
+    model: nn.Module, step: Step, scale: float, snapshot: ModelSnapshot
+) -> _ReplayResult:
     """Run one micro-batch, forward and backward."""
-    with Places(model) as places:
-        watcher = Watcher(places, kept.before)
+    with ModuleStack(model) as places:
+        tracer = OpTracer(places, snapshot.save)
         shards = [p for p in places.root.parameters() if p.requires_grad]
         try:
-            with torch.inference_mode(mode=False), watcher, torch.enable_grad():
-                with watcher.calls:
+            with torch.inference_mode(mode=False), tracer, torch.enable_grad():
+                with tracer.calls:
                     loss = step()
                 arguments.check_loss(step, loss)
-                watcher.going_back = True
-                made = gradients(model, loss, scale, shards)
+                tracer.going_back = True
+                grads = gradients(model, loss, scale, shards)
         except OutOfRange as error:
-            return _Seen(tensor_facts.Held(), refused=error)
+            return _ReplayResult(tensor_facts.NonFiniteKinds(), index_error=error)
         except Exception:
-            if not watcher.refused:
+            if not tracer.refused:
                 raise
-            culprit = _first(watcher.refused)
-            return _Seen(tensor_facts.Held(nan=True), culprit)
+            culprit = _first(tracer.refused)
+            return _ReplayResult(tensor_facts.NonFiniteKinds(nan=True), culprit)
         results: list[Tensor | None] = [loss]
-        if not any(map(tensor_facts.held, tensor_facts.floats(loss))):
+        if not any(map(tensor_facts.nonfinite_kinds, tensor_facts.floats(loss))):
             arguments.check_graph(step, loss, shards)
-            results = made
-        bad = tensor_facts.Held()
+            results = grads
+        bad = tensor_facts.NonFiniteKinds()
         for part in tensor_facts.floats(results):
-            bad |= tensor_facts.held(part)
-        behind = watcher.behind(results) | watcher.sent
-        mine = {event for event in behind if event.given != "exchange"}
-        if behind and not mine:
-            return _Seen(tensor_facts.Held())
-        return _Seen(
+            bad |= tensor_facts.nonfinite_kinds(part)
+        sources = tracer.sources(results) | tracer.sent
+        own_sources = {event for event in sources if event.source_kind != "exchange"}
+        if sources and not own_sources:
+            return _ReplayResult(tensor_facts.NonFiniteKinds())
+        return _ReplayResult(
             bad,
-            _first(mine),
-            watcher.boundary,
-            watched=watcher.watched,
-            gradients=made,
+            _first(own_sources),
+            tracer.boundary,
+            watched=tracer.watched,
+            gradients=grads,
         )
 
 
-def _first(events: set[Event]) -> Event | None:
-    """Return the first that nobody meant, else the first."""
-    return min(events, key=lambda event: (event.meant, event.number), default=None)
+def _first(events: set[NonFiniteEvent]) -> NonFiniteEvent | None:
+    """Return the first that was not intended, else the first."""
+    return min(
+        events, key=lambda event: (event.is_intended, event.number), default=None
+    )
 
 
-def _history(losses: Sequence[float]) -> Losses:
-    history = Losses()
+def _history(losses: Sequence[float]) -> LossHistory:
+    history = LossHistory()
     for loss in losses:
         history.add(float(loss))
     return history

@@ -22,32 +22,34 @@ if TYPE_CHECKING:
 _LOW = {torch.float16, torch.bfloat16}
 
 
-class Held(NamedTuple):
-    """Which numbers that are not finite a tensor holds."""
+class NonFiniteKinds(NamedTuple):
+    """Which kinds of non-finite numbers a tensor holds."""
 
     nan: bool = False
-    above: bool = False
+    posinf: bool = False
     """+inf."""
-    below: bool = False
+    neginf: bool = False
     """-inf."""
 
     def __bool__(self) -> bool:
         """Say whether there are any."""
-        return self.nan or self.above or self.below
+        return self.nan or self.posinf or self.neginf
 
-    def __or__(self, other: Held) -> Held:
+    def __or__(self, other: NonFiniteKinds) -> NonFiniteKinds:
         """Return what either holds."""
-        return Held(*(one or two for one, two in zip(self, other, strict=True)))
+        return NonFiniteKinds(
+            *(one or two for one, two in zip(self, other, strict=True))
+        )
 
     @property
-    def made(self) -> str:
+    def kind(self) -> str:
         """In a word."""
         return "NaN" if self.nan else "inf"
 
 
 def floats(value: object) -> list[Tensor]:
     """Return the floating tensors in a nested value, complex ones as pairs."""
-    found = []
+    tensors = []
     for leaf in _pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.device.type != "meta":
             part = plain(leaf)
@@ -55,11 +57,11 @@ def floats(value: object) -> list[Tensor]:
                 # Of a conjugate view there is none, and what it views is as finite.
                 part = torch.view_as_real(part.conj() if part.is_conj() else part)
             if part.is_floating_point() and part.itemsize > 1:
-                found.append(part)
-    return found
+                tensors.append(part)
+    return tensors
 
 
-def key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """Return what tells the memory of a tensor, as long as it is held; 0 of none."""
     if not tensor.numel() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
         return 0
@@ -67,31 +69,31 @@ def key(tensor: Tensor) -> int:
     return memory
 
 
-def ref(tensor: Tensor) -> object:
+def storage_ref(tensor: Tensor) -> object:
     """Return what keeps `key` from being another memory's, and no numbers alive."""
-    if not key(tensor):
+    if not storage_key(tensor):
         return None
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def held(value: Tensor) -> Held:
-    """Return what is not finite in a tensor."""
+def nonfinite_kinds(value: Tensor) -> NonFiniteKinds:
+    """Return which kinds of non-finite numbers a tensor holds."""
     if not value.numel():
-        return Held()
+        return NonFiniteKinds()
     low, high = torch.stack(torch.aminmax(value.detach())).tolist()
     if math.isfinite(low) and math.isfinite(high):
-        return Held()
+        return NonFiniteKinds()
     if not math.isnan(low):
-        return Held(above=high == math.inf, below=low == -math.inf)
+        return NonFiniteKinds(posinf=high == math.inf, neginf=low == -math.inf)
     value = value.detach()
-    return Held(
+    return NonFiniteKinds(
         nan=True,
-        above=bool((value == math.inf).any()),
-        below=bool((value == -math.inf).any()),
+        posinf=bool((value == math.inf).any()),
+        neginf=bool((value == -math.inf).any()),
     )
 
 
-def count(value: Tensor) -> tuple[int, int]:
+def count_nonfinite(value: Tensor) -> tuple[int, int]:
     """Return how many numbers are not finite, of how many."""
     return int((~value.detach().isfinite()).sum()), value.numel()
 
@@ -104,7 +106,7 @@ def gpus(tensors: Iterable[Tensor]) -> list[int]:
     return sorted({t.get_device() for t in tensors if t.is_cuda})
 
 
-def reach(tensors: Iterable[Tensor]) -> float:
+def absmax(tensors: Iterable[Tensor]) -> float:
     """Return the largest finite magnitude; 0.0 if there is none."""
     most = 0.0
     for tensor in tensors:
@@ -114,7 +116,7 @@ def reach(tensors: Iterable[Tensor]) -> float:
     return most
 
 
-def wide(
+def run_in_fp32(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, float]:
     """Run an operation again in float32.
@@ -133,12 +135,12 @@ def wide(
             return value.detach().float()
         return torch.float32 if isinstance(value, torch.dtype) else value
 
-    given = _pytree.tree_map(widened, (args, kwargs))
+    inputs = _pytree.tree_map(widened, (args, kwargs))
     try:
-        with torch.random.fork_rng(gpus(floats(given))), torch.no_grad():
-            output = func(*given[0], **given[1])
+        with torch.random.fork_rng(gpus(floats(inputs))), torch.no_grad():
+            output = func(*inputs[0], **inputs[1])
     except Exception:  # noqa: BLE001 -- some kernels take 16 bits alone
         return "not run", 0.0
     results = floats(output)
-    kind = "not finite" if any(map(held, results)) else "finite"
-    return kind, reach(results)
+    kind = "not finite" if any(map(nonfinite_kinds, results)) else "finite"
+    return kind, absmax(results)

@@ -43,13 +43,13 @@ class Calls(TorchFunctionMode):
     """Knows the function of torch's that is under way, while it is entered.
 
     Args:
-        cast: Is told of the result of each cast that the program makes, though it may
+        cast: Called with the result of each cast that the program makes, though it may
             be what was cast, where that had the format already.
     """
 
     def __init__(self, cast: Callable[[object, Cast], None]) -> None:
         super().__init__()
-        self._told = cast
+        self._on_cast = cast
         self.word = ""
         """Its name; "" where none is."""
 
@@ -69,7 +69,7 @@ class Calls(TorchFunctionMode):
             result = func(*args, **(kwargs or {}))
             cast = self.cast()
             if cast is not None:
-                self._told(args[0] if result is None else result, cast)
+                self._on_cast(args[0] if result is None else result, cast)
         finally:
             self.word = before
         return result
@@ -77,8 +77,8 @@ class Calls(TorchFunctionMode):
     @property
     def op(self) -> str:
         """The call as an operation of aten's; "" where it is none, or a cast."""
-        known = self.word not in _CASTS and hasattr(torch.ops.aten, self.word)
-        return self.word if self.word and known else ""
+        is_aten_op = self.word not in _CASTS and hasattr(torch.ops.aten, self.word)
+        return self.word if self.word and is_aten_op else ""
 
     def cast(self) -> Cast | None:
         """Return the cast under way; None where the program has called for none."""

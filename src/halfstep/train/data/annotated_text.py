@@ -1,7 +1,7 @@
 """Texts with marked entities: what one is, and how JSON writes it.
 
-In: JSON objects with a text and the offsets of its entities. Out: `Marked` values,
-checked, or a `UserError` that names the file, the line and the cure.
+In: JSON objects with a text and the offsets of its entities. Out: `AnnotatedText`
+values, checked, or a `UserError` that names the file, the line and the cure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class AnnotatedText:
     """One text and its entities as a file holds them."""
 
     text: str
@@ -47,7 +47,9 @@ class Marked:
     """The same for messages: file, line and, in an array, the number of the entry."""
 
 
-def marked(text: str, spans: Sequence[Span], line: int, where: str) -> Marked:
+def make_annotated_text(
+    text: str, spans: Sequence[Span], line: int, where: str
+) -> AnnotatedText:
     """Return a text whose spans lie inside it, checked and put in order.
 
     Raises:
@@ -61,7 +63,7 @@ def marked(text: str, spans: Sequence[Span], line: int, where: str) -> Marked:
         words = text[span.start : span.end]
         if not any(map(has_width, words)) or words != words.strip():
             fault = fault or (
-                f"entity {span.kind} {text_lines.shown(words)} begins or ends with a "
+                f"entity {span.kind} {text_lines.as_json(words)} begins or ends with a "
                 "blank, or holds nothing else; move its edges"
             )
     for one, two in pairwise(ordered):
@@ -75,7 +77,7 @@ def marked(text: str, spans: Sequence[Span], line: int, where: str) -> Marked:
     if fault:
         message = f"{where}: {fault}."
         raise UserError(message)
-    return Marked(text, ordered, line, where)
+    return AnnotatedText(text, ordered, line, where)
 
 
 def has_width(character: str) -> bool:
@@ -83,20 +85,22 @@ def has_width(character: str) -> bool:
     return not character.isspace() and unicodedata.category(character) not in _NO_WIDTH
 
 
-def of_objects(entries: Iterable[text_lines.Entry], form: str) -> Iterator[Marked]:
+def from_json_objects(
+    entries: Iterable[text_lines.Entry], syntax: str
+) -> Iterator[AnnotatedText]:
     """Yield the texts of JSON objects.
 
     Args:
         entries: As `lines` yields them.
-        form: What each must be, in words.
+        syntax: What each must be, in words.
 
     Raises:
         UserError: If one cannot be used.
     """
     for where, line, entry in entries:
-        text, found, fault = _members(entry, form)
+        text, entities, fault = _text_and_entities(entry, syntax)
         spans = []
-        for number, entity in enumerate(found, start=1):
+        for number, entity in enumerate(entities, start=1):
             span = _span(entity, len(text))
             if isinstance(span, str):
                 fault = fault or f"entity {number} {span}"
@@ -105,15 +109,19 @@ def of_objects(entries: Iterable[text_lines.Entry], form: str) -> Iterator[Marke
         if fault:
             message = f"{where}: {fault}."
             raise UserError(message)
-        yield marked(text, spans, line, where)
+        yield make_annotated_text(text, spans, line, where)
 
 
-def _members(entry: object, form: str) -> tuple[str, list[object], str]:
+def _text_and_entities(entry: object, syntax: str) -> tuple[str, list[object], str]:
     """Return text and entities of an object, and what is wrong with them."""
     if not isinstance(entry, dict):
-        return "", [], f"{text_lines.shown(entry)} is not a text with entities; {form}"
+        return (
+            "",
+            [],
+            f"{text_lines.as_json(entry)} is not a text with entities; {syntax}",
+        )
     if "text" not in entry:
-        return "", [], f"text is missing; {form}"
+        return "", [], f"text is missing; {syntax}"
     text = entry["text"]
     # A text may have a class, too: a `label` that is a word or a number.
     names = [
@@ -122,21 +130,21 @@ def _members(entry: object, form: str) -> tuple[str, list[object], str]:
         if name in entry and (name != "label" or isinstance(entry[name], list))
     ]
     if not names:
-        return "", [], f"entities is missing; {form}"
-    found = entry[names[0]]
+        return "", [], f"entities is missing; {syntax}"
+    entities = entry[names[0]]
     fault = ""
     if not isinstance(text, str):
-        fault = f"text is {text_lines.shown(text)}; a text is a string"
-    elif text_lines.fault_of(text):
-        fault = text_lines.fault_of(text)
+        fault = f"text is {text_lines.as_json(text)}; a text is a string"
+    elif text_lines.text_fault(text):
+        fault = text_lines.text_fault(text)
     elif len(names) > 1:
         fault = f"{names[0]} and {names[1]} are both entities; keep one"
-    elif not isinstance(found, list):
-        fault = f"{names[0]} is {text_lines.shown(found)}; {form}"
-    return ("", [], fault) if fault else (text, found, "")
+    elif not isinstance(entities, list):
+        fault = f"{names[0]} is {text_lines.as_json(entities)}; {syntax}"
+    return ("", [], fault) if fault else (text, entities, "")
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -151,16 +159,16 @@ def _span(entity: object, length: int) -> Span | str:
         ):
             pass
         case _:
-            form = '[start, end, kind] or {"start": ..., "end": ..., "label": ...}'
-            return f"is {text_lines.shown(entity)}; it is {form}"
-    if not (_is_whole(start) and _is_whole(end)):
-        edges = f"{text_lines.shown(start)} to {text_lines.shown(end)}"
+            syntax = '[start, end, kind] or {"start": ..., "end": ..., "label": ...}'
+            return f"is {text_lines.as_json(entity)}; it is {syntax}"
+    if not (_is_int(start) and _is_int(end)):
+        edges = f"{text_lines.as_json(start)} to {text_lines.as_json(end)}"
         return f"from {edges}: an edge is a whole number, counted from 0"
     if not 0 <= start < end <= length:
         right = f"must lie in the {length} characters of its text, end after start"
-        return f"from {text_lines.shown(start)} to {text_lines.shown(end)} {right}"
+        return f"from {text_lines.as_json(start)} to {text_lines.as_json(end)} {right}"
     if not isinstance(kind, str) or not kind.strip():
-        return f"has kind {text_lines.shown(kind)}; a kind is a word"
-    if fault := text_lines.fault_of(kind):
+        return f"has kind {text_lines.as_json(kind)}; a kind is a word"
+    if fault := text_lines.text_fault(kind):
         return f"has a kind in which {fault}"
     return Span(start, end, kind.strip())

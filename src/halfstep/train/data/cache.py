@@ -34,7 +34,7 @@ _DAY = 86400.0  # seconds
 _UNUSED = 30 * _DAY
 Kind = Literal["rows", "tokens", "characters"]
 # The folder may be one that the user keeps other things in.
-_OURS = re.compile(
+_ENTRY_NAME = re.compile(
     rf"\.?((?:{'|'.join(get_args(Kind))})-[0-9a-f]{{32}})(\.lock|\.part-[0-9a-f]+)?"
 )
 # Some systems say one, some the other.
@@ -58,7 +58,7 @@ def folder() -> Path:
         raise UserError(message) from error
 
 
-def made(
+def get_or_build(
     kind: Kind, facts: Mapping[str, object], build: Callable[[Path], None]
 ) -> Path:
     """Return the directory of some facts, made if it is not there or not whole.
@@ -124,9 +124,9 @@ def _lock(entry: Path, *, shared: bool = False, wait: bool = True) -> Iterator[b
             return
         try:
             # Without locks a rename keeps entries whole; some are made twice.
-            held = file_lock.lock(handle, shared=shared, wait=wait) is not False
-            if not held or file_lock.is_at(handle, path):
-                yield held
+            is_locked = file_lock.lock(handle, shared=shared, wait=wait) is not False
+            if not is_locked or file_lock.is_at(handle, path):
+                yield is_locked
                 return
         finally:
             os.close(handle)
@@ -172,7 +172,7 @@ def _fault(entry: Path, facts: object) -> str | None:
 
 def _make(entry: Path, facts: object, build: Callable[[Path], None]) -> None:
     """Build an entry and put it in its place."""
-    part = _aside(entry)
+    part = _temporary_path(entry)
     part.mkdir()
     try:
         build(part)
@@ -196,14 +196,14 @@ def _make(entry: Path, facts: object, build: Callable[[Path], None]) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _aside(entry: Path) -> Path:
+def _temporary_path(entry: Path) -> Path:
     """Return a new name for what is not an entry yet, or no longer."""
     return entry.with_name(f".{entry.name}.part-{secrets.token_hex(8)}")
 
 
 def _remove(entry: Path) -> None:
     """Take an entry away in one piece; who has it open keeps it."""
-    part = _aside(entry)
+    part = _temporary_path(entry)
     entry.rename(part)
     shutil.rmtree(part, ignore_errors=True)
 
@@ -220,18 +220,20 @@ def _sweep(place: Path) -> None:
     now = time.time()
     # What vanishes meanwhile is removed by another process; the rest is tried again.
     for path in place.iterdir():
-        match = _OURS.fullmatch(path.name)
+        match = _ENTRY_NAME.fullmatch(path.name)
         with contextlib.suppress(OSError):
             if match is None:
                 continue
             if path.is_dir() and path.name.startswith("."):
                 if now - max(p.stat().st_mtime for p in (path, *path.iterdir())) > _DAY:
                     shutil.rmtree(path)
-            elif now - _used(place / match[1]) > _UNUSED and _is_ours(place / match[1]):
-                _forget(place / match[1], now)
+            elif now - _last_used(place / match[1]) > _UNUSED and _is_cache_entry(
+                place / match[1]
+            ):
+                _remove_if_unused(place / match[1], now)
 
 
-def _is_ours(entry: Path) -> bool:
+def _is_cache_entry(entry: Path) -> bool:
     """Say whether a directory is an entry, and does not just look like one.
 
     What is not there is ours: a lock may outlive its entry.
@@ -245,7 +247,7 @@ def _is_ours(entry: Path) -> bool:
         return False
 
 
-def _used(entry: Path) -> float:
+def _last_used(entry: Path) -> float:
     """Return when an entry was used last; 0 if it is not there."""
     try:
         return (entry / MANIFEST).stat().st_mtime
@@ -253,10 +255,10 @@ def _used(entry: Path) -> float:
         return entry.stat().st_mtime if entry.exists() else 0.0
 
 
-def _forget(entry: Path, now: float) -> None:
+def _remove_if_unused(entry: Path, now: float) -> None:
     """Remove an entry and its lock, unless somebody uses them just now."""
-    with _lock(entry, wait=False) as held:
-        if held and now - _used(entry) > _UNUSED:
+    with _lock(entry, wait=False) as is_locked:
+        if is_locked and now - _last_used(entry) > _UNUSED:
             if entry.exists():
                 _remove(entry)
             entry.with_name(f".{entry.name}.lock").unlink(missing_ok=True)

@@ -22,8 +22,13 @@ import numpy as np
 
 from halfstep.errors import UserError
 from halfstep.reporting.table import count
-from halfstep.train.data.example_store import MOST_WORDS, READERS, Store, open_store
-from halfstep.train.data.labelled_text import AS_NAMED, Columns, is_headless, is_number
+from halfstep.train.data.example_store import MAX_LABELS, READERS, Store, open_store
+from halfstep.train.data.labelled_text import (
+    DEFAULT_COLUMNS,
+    Columns,
+    has_no_header,
+    is_number,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,11 +47,11 @@ EMOTIONS = ("other", "like", "sad", "disgust", "angry", "happy")
 # What a label is called.
 _NOUNS = {"classify": "label", "ner": "kind"}
 # One for train and one for dev.
-_FEWEST_ROWS = 2
+_MIN_ROWS = 2
 # In two rows, labels that differ are nothing strange.
-_FEWEST_TO_TELL = 3
+_MIN_ROWS_FOR_HEADER_CHECK = 3
 # Label names that a message lists.
-_SHOWN = 12
+_MAX_LISTED_LABELS = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +83,9 @@ class Split:
     def words(self) -> set[str]:
         """Return the label words, or kinds of entities, that the examples hold."""
         rows, words = self.store.uses()
-        taken = np.zeros(len(self.store), bool)
-        taken[self.rows] = True
-        return {self.store.words[word] for word in np.unique(words[taken[rows]])}
+        is_used = np.zeros(len(self.store), bool)
+        is_used[self.rows] = True
+        return {self.store.words[word] for word in np.unique(words[is_used[rows]])}
 
     def labels(self) -> Int64:
         """Return the class of each example: an index into `Corpus.labels`; (N,)."""
@@ -95,8 +100,10 @@ class Split:
         """
         row = int(self.rows[i])
         first, end = self.store.span_starts[row : row + 2]
-        found = self.store.spans[first:end].tolist()
-        return [(start, stop, int(self.ids[word])) for start, stop, word in found]
+        stored_spans = self.store.spans[first:end].tolist()
+        return [
+            (start, stop, int(self.ids[word])) for start, stop, word in stored_spans
+        ]
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ def load(
     limit: int | None,
     dev_share: float,
     seed: int,
-    columns: Columns = AS_NAMED,
+    columns: Columns = DEFAULT_COLUMNS,
 ) -> Corpus:
     """Return the corpus of a file, of a directory of splits, or the built-in one.
 
@@ -168,7 +175,7 @@ def load(
         UserError: If a file, row, label or setting cannot be used.
     """
     _check_settings(task, label_names, limit, dev_share)
-    if path is None and columns != AS_NAMED:
+    if path is None and columns != DEFAULT_COLUMNS:
         message = (
             "--text-column and --label-column name columns of --data; the built-in "
             "texts have none: leave them out."
@@ -179,21 +186,21 @@ def load(
         if task == "classify":
             label_names = label_names or EMOTIONS
         with as_file(files("halfstep.train") / name) as folder:
-            stores = _given_splits(folder, task, limit, AS_NAMED)
+            stores = _load_splits(folder, task, limit, DEFAULT_COLUMNS)
     elif path.is_dir():
-        name, stores = path.resolve().name, _given_splits(path, task, limit, columns)
+        name, stores = path.resolve().name, _load_splits(path, task, limit, columns)
     else:
         name, stores = path.stem, {"train": open_store(path, task, limit, columns)}
     labels, ids = _label_ids(stores, task, label_names)
     # With names given, a header's word is unknown, and refused already.
-    if task == "classify" and not label_names and columns == AS_NAMED:
+    if task == "classify" and not label_names and columns == DEFAULT_COLUMNS:
         _check_header(stores["train"])
     splits = {
         split: Split(store, np.arange(len(store)), _ids(store, ids))
         for split, store in stores.items()
     }
     if "dev" not in splits:
-        splits = _drawn_splits(splits["train"], dev_share, seed)
+        splits = _random_splits(splits["train"], dev_share, seed)
     train = splits["train"]
     splits.setdefault("test", Split(train.store, train.rows[:0], train.ids))
     _check_train(str(path or name), task, splits)
@@ -209,7 +216,7 @@ def _check_settings(
     message = ""
     fewest, words = (2, "two") if task == "classify" else (1, "one")
     names = label_names or ()
-    if limit is not None and limit < _FEWEST_ROWS:
+    if limit is not None and limit < _MIN_ROWS:
         message = (
             f"--limit must be 2 or more, a row each for train and dev, not {limit}."
         )
@@ -223,66 +230,68 @@ def _check_settings(
         raise UserError(message)
 
 
-def _given_splits(
+def _load_splits(
     folder: Path, task: str, limit: int | None, columns: Columns
 ) -> dict[str, Store]:
     """Return the splits that a directory holds, train cut to its first rows."""
     reader = READERS[task]
     stores: dict[str, Store] = {}
     for split in ("train", "dev", "test"):
-        known = [f for f in folder.iterdir() if f.suffix.lower() in reader.FORMATS]
-        found = sorted(f for f in known if f.stem == split)
+        readable = [f for f in folder.iterdir() if f.suffix.lower() in reader.FORMATS]
+        matches = sorted(f for f in readable if f.stem == split)
         # Corpora say more in their names: train.char.bmes.
-        found = found or sorted(f for f in known if f.name.startswith(f"{split}."))
+        matches = matches or sorted(
+            f for f in readable if f.name.startswith(f"{split}.")
+        )
         message = ""
-        if len(found) > 1:
-            message = f"{found[0]} and {found[1].name} are both {split}; keep one."
-        elif not found and split != "test":
+        if len(matches) > 1:
+            message = f"{matches[0]} and {matches[1].name} are both {split}; keep one."
+        elif not matches and split != "test":
             message = (
                 f"{folder} holds no {split} file; name one {split} with "
                 f"{reader.ACCEPTED}."
             )
         if message:
             raise UserError(message)
-        if found:
+        if matches:
             stores[split] = open_store(
-                found[0], task, limit if split == "train" else None, columns
+                matches[0], task, limit if split == "train" else None, columns
             )
     return stores
 
 
-def _drawn_splits(whole: Split, dev_share: float, seed: int) -> dict[str, Split]:
+def _random_splits(split: Split, dev_share: float, seed: int) -> dict[str, Split]:
     """Return the rows of one file, shuffled and cut in two.
 
     Each label has its share of dev, and at least one row of it stays in train. Of
     entities, a text goes to dev only if train keeps each of its kinds.
     """
-    if len(whole) < _FEWEST_ROWS:
-        message = f"{whole.where(0)} is the only row; train and dev need one each."
+    if len(split) < _MIN_ROWS:
+        message = f"{split.where(0)} is the only row; train and dev need one each."
         raise UserError(message)
-    order = array("q", range(len(whole)))
+    order = array("q", range(len(split)))
     random.Random(seed).shuffle(order)  # noqa: S311 - a split is no secret
     rows = np.array(order, np.int64)
-    seats = min(max(1, round(len(rows) * dev_share)), len(rows) - 1)
-    is_dev = _dev_rows(whole.store, rows, seats)
+    num_dev = min(max(1, round(len(rows) * dev_share)), len(rows) - 1)
+    is_dev = _dev_rows(split.store, rows, num_dev)
     if not is_dev.any():
-        noun = "label" if whole.store.task == "classify" else "kind of entity"
+        noun = "label" if split.store.task == "classify" else "kind of entity"
         message = (
-            f"{whole.store.source}: no row can go to dev, for train would lack its "
+            f"{split.store.source}: no row can go to dev, for train would lack its "
             f"{noun}; add rows with each {noun}."
         )
         raise UserError(message)
     return {
-        "train": Split(whole.store, rows[~is_dev], whole.ids),
-        "dev": Split(whole.store, rows[is_dev], whole.ids),
+        "train": Split(split.store, rows[~is_dev], split.ids),
+        "dev": Split(split.store, rows[is_dev], split.ids),
     }
 
 
-def _dev_rows(store: Store, rows: Int64, seats: int) -> BoolArray:
+def _dev_rows(store: Store, rows: Int64, num_dev: int) -> BoolArray:
     """Say which of the rows of a store, in their order, go to dev; `seats` or fewer."""
     if store.task == "classify":
         words = store.word_at[rows]
-        quota = _dev_counts(np.bincount(words), seats)
+        quota = _dev_counts(np.bincount(words), num_dev)
         # Of each row, how many with its label come before.
         by_word = np.argsort(words, kind="stable")
         counts = np.bincount(words)
@@ -292,16 +301,16 @@ def _dev_rows(store: Store, rows: Int64, seats: int) -> BoolArray:
         )
         return before < quota[words]
     uses = np.unique(np.stack(store.uses()), axis=1)  # a kind counts once a text
-    left = np.bincount(uses[1])
+    remaining = np.bincount(uses[1])
     starts = np.searchsorted(uses[0], np.arange(len(rows) + 1))
     is_dev = np.zeros(len(rows), bool)
-    for place, row in enumerate(rows.tolist()):
+    for position, row in enumerate(rows.tolist()):
         kinds = uses[1, starts[row] : starts[row + 1]]
-        if (left[kinds] > 1).all():
-            left[kinds] -= 1
-            is_dev[place] = True
-            seats -= 1
-            if not seats:
+        if (remaining[kinds] > 1).all():
+            remaining[kinds] -= 1
+            is_dev[position] = True
+            num_dev -= 1
+            if not num_dev:
                 break
     return is_dev
 
@@ -364,25 +373,25 @@ def _label_fault(
             "use whole numbers throughout, or words"
         )
     if numbers:
-        top = len(label_names or range(MOST_WORDS)) - 1
+        top = len(label_names or range(MAX_LABELS)) - 1
         if not 0 <= int(word) <= top:
             cure = "give more label names" if label_names else "count classes from 0"
             return f"labels out of range: {word} is not in 0 to {top}; {cure}"
     elif label_names and word not in label_names:
         near = difflib.get_close_matches(word, label_names, n=1)
         hint = f", perhaps {near[0]!r}" if near else ""
-        known = ", ".join(label_names[:_SHOWN])
-        more = ", ..." if label_names[_SHOWN:] else ""
-        return f"{_NOUNS[task]} {word!r} is unknown{hint}; use {known}{more}"
+        names = ", ".join(label_names[:_MAX_LISTED_LABELS])
+        more = ", ..." if label_names[_MAX_LISTED_LABELS:] else ""
+        return f"{_NOUNS[task]} {word!r} is unknown{hint}; use {names}{more}"
     return ""
 
 
 def _check_header(train: Store) -> None:
     """Refuse a first row that looks like a header which names the columns otherwise."""
-    if len(train) < _FEWEST_TO_TELL or any(map(is_number, train.words)):
+    if len(train) < _MIN_ROWS_FOR_HEADER_CHECK or any(map(is_number, train.words)):
         return
     alone = np.count_nonzero(train.word_at == train.word_at[0]) == 1
-    if alone and is_headless(Path(train.source)):
+    if alone and has_no_header(Path(train.source)):
         message = (
             f"{train.where(0)}: label {train.words[0]!r} stands in no other row: if it "
             "is a header, give --text-column and --label-column; otherwise drop the "
@@ -402,37 +411,37 @@ def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
     A dev split without entities is refused too: whatever the model, its F1 is 0, and
     the first evaluation would pass for the best.
     """
-    known = splits["train"].words()
+    train_words = splits["train"].words()
     message = ""
-    if task == "ner" and not known:
+    if task == "ner" and not train_words:
         message = f"{source}: train holds no entity; mark some, or take more rows."
     elif task == "ner" and not splits["dev"].words():
         message = (
             f"{source}: dev holds no entity to choose the best model by; mark some, "
             "or take more rows."
         )
-    elif task == "classify" and len(known) == 1:
+    elif task == "classify" and len(train_words) == 1:
         message = (
-            f"{source}: train holds only one class {known.pop()!r}; "
+            f"{source}: train holds only one class {train_words.pop()!r}; "
             "a classifier needs at least two."
         )
     if message:
         raise UserError(message)
     for name in ("dev", "test"):
-        _check_words(name, splits[name], known, _NOUNS[task])
+        _check_words(name, splits[name], train_words, _NOUNS[task])
 
 
-def _check_words(name: str, split: Split, known: set[str], noun: str) -> None:
+def _check_words(name: str, split: Split, train_words: set[str], noun: str) -> None:
     """Refuse a split with a word that is not known."""
     store = split.store
-    foreign = np.array([word not in known for word in store.words], bool)
+    foreign = np.array([word not in train_words for word in store.words], bool)
     rows, words = store.uses()
     bad = foreign[words]
-    hit = np.zeros(len(store), bool)
-    hit[rows[bad]] = True
-    found = np.flatnonzero(hit[split.rows])
-    if len(found):
-        at = int(found[0])
+    has_unknown_word = np.zeros(len(store), bool)
+    has_unknown_word[rows[bad]] = True
+    unknown_rows = np.flatnonzero(has_unknown_word[split.rows])
+    if len(unknown_rows):
+        at = int(unknown_rows[0])
         word = store.words[words[bad & (rows == split.rows[at])][0]]
         message = (
             f"{split.where(at)}: {noun} {word!r} of {name} is absent from train; add "

@@ -55,7 +55,7 @@ def tag_tokens(
             if tags[token] != IGNORED and offsets[token][1] > first:
                 tags[token], tag = tag, 2 * kind + 2
             token += 1
-    return tags, len(set(spans).difference(_shown(tags, offsets))) if spans else 0
+    return tags, len(set(spans).difference(_spans(tags, offsets))) if spans else 0
 
 
 def spans_of(
@@ -76,37 +76,37 @@ def spans_of(
     Raises:
         ValueError: If a tag goes on with an entity that none began.
     """
-    return _shown(np.asarray(tags).tolist(), np.asarray(offsets).tolist())
+    return _spans(np.asarray(tags).tolist(), np.asarray(offsets).tolist())
 
 
-def _shown(
+def _spans(
     tags: Sequence[int], offsets: Sequence[Sequence[int]]
 ) -> list[tuple[int, int, int]]:
-    found: list[tuple[int, int, int]] = []
-    going_on = -1
-    taken = 0  # where the last one found ends
-    begun = False  # whether the entity that goes on has a character yet
+    spans: list[tuple[int, int, int]] = []
+    open_kind = -1
+    last_end = 0  # where the last one found ends
+    has_character = False  # whether the entity that goes on has a character yet
     for tag, (start, end) in zip(tags, offsets, strict=True):
         if start >= end:
             continue
         if tag <= 0:
-            going_on = -1
+            open_kind = -1
             continue
         kind = (tag - 1) // 2
         if tag % 2:
-            begun = start < taken and found[-1][2] == kind
-        elif kind != going_on:
+            has_character = start < last_end and spans[-1][2] == kind
+        elif kind != open_kind:
             message = f"tag {tag} at character {start} goes on with what none began."
             raise ValueError(message)
-        going_on = kind
-        if end <= taken:
+        open_kind = kind
+        if end <= last_end:
             continue
-        if begun:
-            found[-1] = (found[-1][0], end, kind)
+        if has_character:
+            spans[-1] = (spans[-1][0], end, kind)
         else:
-            found.append((max(start, taken), end, kind))
-        begun, taken = True, end
-    return found
+            spans.append((max(start, last_end), end, kind))
+        has_character, last_end = True, end
+    return spans
 
 
 def decode(scores: NDArray[np.float32], real: NDArray[np.bool_]) -> NDArray[np.int16]:
@@ -136,18 +136,18 @@ def decode(scores: NDArray[np.float32], real: NDArray[np.bool_]) -> NDArray[np.i
     # Before the first token stands O.
     sums = np.full((texts, count), -np.inf)
     sums[:, 0] = 0.0
-    came_from = np.empty((length, texts, count), dtype=np.int16)
+    backpointers = np.empty((length, texts, count), dtype=np.int16)
     for at in range(length):
         counts = real[:, at, None]
-        before = np.repeat(sums.argmax(-1)[:, None], count, axis=1)
+        previous = np.repeat(sums.argmax(-1)[:, None], count, axis=1)
         # I of a kind follows B or I of the same, so one of the two tags below it.
-        before[:, inner] = inner - (sums[:, inner - 1] >= sums[:, inner])
-        came_from[at] = np.where(counts, before, np.arange(count))
-        reached = sums[rows[:, None], before] + gains[:, at]
+        previous[:, inner] = inner - (sums[:, inner - 1] >= sums[:, inner])
+        backpointers[at] = np.where(counts, previous, np.arange(count))
+        reached = sums[rows[:, None], previous] + gains[:, at]
         sums = np.where(counts, reached, sums)
     tags = np.zeros((texts, length), dtype=np.int16)
     tag = sums.argmax(-1)
     for at in reversed(range(length)):
         tags[:, at] = np.where(real[:, at], tag, 0)
-        tag = came_from[at, rows, tag]
+        tag = backpointers[at, rows, tag]
     return tags

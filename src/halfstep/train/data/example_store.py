@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-    from halfstep.train.data.annotated_text import Marked
+    from halfstep.train.data.annotated_text import AnnotatedText
 
     Integers = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
@@ -57,17 +57,17 @@ class Reader(Protocol):
 READERS: dict[str, Reader] = {"classify": labelled_text, "ner": tagged_text}
 """Of each task: the module that reads its files."""
 
-MOST_WORDS = 65536
+MAX_LABELS = 65536
 """A guess, far above any real task: a user id taken for a label would otherwise ask
 for a classifier with a billion outputs."""
 
-MOST_KINDS = (2**15 - 1) // 2
+MAX_KINDS = (2**15 - 1) // 2
 """Of entities: each has two tags, and a tag has 16 bits."""
 
 # Larger whenever a reader makes something else of a file, or these files change.
 _VERSION = 5
 # Share of the sentences whose tags may be invalid: slips of a hand, not of a program.
-_MOST_LEFT_OUT = 0.01
+_MAX_LEFT_OUT_SHARE = 0.01
 # Rows that wait in memory to be written; each may be a long one.
 _CHUNK = 512
 
@@ -95,17 +95,17 @@ class Store:
         del files["lines.i8"], files["left_out.json"]
         self.key = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         self.words = tuple(json.loads((folder / "words.json").read_bytes()))
-        self._starts = mapped(folder / "starts.i8", "i8")
-        self._lines = mapped(folder / "lines.i8", "i8")
+        self._starts = memory_map(folder / "starts.i8", "i8")
+        self._lines = memory_map(folder / "lines.i8", "i8")
         self._numbered = source.lower().endswith(".json")
         with (folder / "texts.utf8").open("rb") as file:
             # A text is never empty, so this file has a byte to map.
             self._texts = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if task == "ner":
-            self.span_starts = mapped(folder / "span_starts.i8", "i8")
-            self.spans = mapped(folder / "spans.i4", "i4").reshape(-1, 3)
+            self.span_starts = memory_map(folder / "span_starts.i8", "i8")
+            self.spans = memory_map(folder / "spans.i4", "i4").reshape(-1, 3)
         else:
-            self.word_at = mapped(folder / "word_at.i4", "i4")
+            self.word_at = memory_map(folder / "word_at.i4", "i4")
 
     def __reduce__(self) -> tuple[type[Store], tuple[Path, str, str]]:
         """Travel to another process as a folder, never as its content."""
@@ -141,7 +141,7 @@ def open_store(
     path: Path,
     task: str,
     limit: int | None,
-    columns: labelled_text.Columns = labelled_text.AS_NAMED,
+    columns: labelled_text.Columns = labelled_text.DEFAULT_COLUMNS,
 ) -> Store:
     """Return the examples of a file, read and checked unless that was done before.
 
@@ -155,7 +155,7 @@ def open_store(
         UserError: If the file or one of the rows read cannot be used.
     """
     reader = READERS[task]
-    suffix = text_lines.check(path, reader.FORMATS, reader.ACCEPTED)
+    suffix = text_lines.check_file(path, reader.FORMATS, reader.ACCEPTED)
     content = _content(path)
     facts = {
         "file": content,
@@ -178,7 +178,7 @@ def open_store(
             message = f"{path} changed while it was read; start when it is whole."
             raise UserError(message)
 
-    return Store(cache.made("rows", facts, build), str(path), task)
+    return Store(cache.get_or_build("rows", facts, build), str(path), task)
 
 
 def _content(path: Path) -> str:
@@ -196,7 +196,7 @@ def _write(
     """Write the files of a store; refuse too many sentences with invalid tags."""
     words: dict[str, int] = {}
     count = 0
-    text_starts, span_starts = _Starts(), _Starts()
+    text_starts, span_starts = _StartOffsets(), _StartOffsets()
     with ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
         while chunk := list(islice(examples, _CHUNK)):
@@ -212,14 +212,16 @@ def _write(
                 contents["span_starts.i8"] = span_starts.of(counts)
                 contents["spans.i4"] = _spans(chunk, words)
             else:
-                found = [words.setdefault(row.label_word, len(words)) for row in chunk]
-                contents["word_at.i4"] = _bytes(found, "i4")
+                word_indices = [
+                    words.setdefault(row.label_word, len(words)) for row in chunk
+                ]
+                contents["word_at.i4"] = _bytes(word_indices, "i4")
             _check_words(chunk, words, task)
             for name, content in contents.items():
                 if name not in files:
                     files[name] = stack.enter_context((folder / name).open("wb"))
                 files[name].write(content)
-    if len(left_out) > _MOST_LEFT_OUT * (count + len(left_out)):
+    if len(left_out) > _MAX_LEFT_OUT_SHARE * (count + len(left_out)):
         message = (
             f"{left_out[0]} Such tags stand in {len(left_out)} of "
             f"{count + len(left_out)} sentences; more than one in a hundred is no slip."
@@ -228,7 +230,7 @@ def _write(
     (folder / "words.json").write_text(json.dumps([*words]), encoding="utf-8")
 
 
-class _Starts:
+class _StartOffsets:
     """Where each of many things begins that stand one after another, and the end."""
 
     def __init__(self) -> None:
@@ -241,7 +243,7 @@ class _Starts:
         return _bytes(ends if first else ends[1:], "i8")
 
 
-def _spans(chunk: list[Marked], words: dict[str, int]) -> bytes:
+def _spans(chunk: list[AnnotatedText], words: dict[str, int]) -> bytes:
     """Return the spans of some texts as they stand in a file; kinds are added."""
     spans = [
         (span.start, span.end, words.setdefault(span.kind, len(words)))
@@ -253,28 +255,28 @@ def _spans(chunk: list[Marked], words: dict[str, int]) -> bytes:
 
 def _check_words(chunk: list[Any], words: dict[str, int], task: str) -> None:
     """Refuse more words than a model can have outputs."""
-    most = MOST_KINDS if task == "ner" else MOST_WORDS
-    if len(words) <= most:
+    limit = MAX_KINDS if task == "ner" else MAX_LABELS
+    if len(words) <= limit:
         return
-    word = [*words][most]
+    word = [*words][limit]
     for row in chunk:
-        held = [s.kind for s in row.spans] if task == "ner" else [row.label_word]
-        if word in held:
+        row_words = [s.kind for s in row.spans] if task == "ner" else [row.label_word]
+        if word in row_words:
             message = (
-                f"{row.where}: {word!r} is one label more than {most}; is it a "
+                f"{row.where}: {word!r} is one label more than {limit}; is it a "
                 "label, and not a text or a number of the row?"
             )
             raise UserError(message)
 
 
-def _bytes(numbers: list[Any] | Integers, form: str) -> bytes:
+def _bytes(numbers: list[Any] | Integers, dtype: str) -> bytes:
     """Return numbers as they stand in a file, on any machine."""
-    return np.asarray(numbers, f"<{form}").tobytes()
+    return np.asarray(numbers, f"<{dtype}").tobytes()
 
 
-def mapped(path: Path, form: str) -> Integers:
+def memory_map(path: Path, dtype: str) -> Integers:
     """Return the numbers of a file; they stay there until they are read."""
     if not path.stat().st_size:  # what has no bytes cannot be mapped
-        return np.empty(0, f"<{form}")
+        return np.empty(0, f"<{dtype}")
     # A plain array over the same memory: memmap's own indexing is slow.
-    return np.memmap(path, f"<{form}", "r").view(np.ndarray)
+    return np.memmap(path, f"<{dtype}", "r").view(np.ndarray)

@@ -35,9 +35,9 @@ def lock(handle: int, *, shared: bool = False, wait: bool = True) -> bool | None
     """
     if sys.platform == "win32":
         return None
-    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(handle, how if wait else how | fcntl.LOCK_NB)
+        fcntl.flock(handle, operation if wait else operation | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _TAKEN and not wait:
             return False

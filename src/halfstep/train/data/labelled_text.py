@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}")
 _PAIR = 2
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 # Names of columns that a message lists.
-_SHOWN = 8
+_MAX_LISTED_COLUMNS = 8
 # Of characters in a cell; csv's own is 131,072, and a text may be longer.
 _LONGEST_CELL = 2**31 - 1
 
@@ -42,7 +42,7 @@ class Columns(NamedTuple):
     label: str = "label"
 
 
-AS_NAMED = Columns()
+DEFAULT_COLUMNS = Columns()
 """Where nothing is said: these names, or the first two columns, or a pair."""
 
 
@@ -65,7 +65,7 @@ def is_number(label_word: str) -> bool:
     return _NUMBER.fullmatch(label_word) is not None
 
 
-def read(path: Path, columns: Columns = AS_NAMED) -> Iterator[Row]:
+def read(path: Path, columns: Columns = DEFAULT_COLUMNS) -> Iterator[Row]:
     """Return the rows of one file, one after another; one bad row refuses the file.
 
     Why: a reader that skips what it does not understand trains on less than the user
@@ -87,11 +87,11 @@ def read(path: Path, columns: Columns = AS_NAMED) -> Iterator[Row]:
         UserError: If the file or one of its rows cannot be used: the file at once, a
             row when its turn comes.
     """
-    entries, form = FORMATS[text_lines.check(path, FORMATS, ACCEPTED)]
-    return _rows(path, entries(path, columns), form)
+    entries, syntax = FORMATS[text_lines.check_file(path, FORMATS, ACCEPTED)]
+    return _rows(path, entries(path, columns), syntax)
 
 
-def is_headless(path: Path, columns: Columns = AS_NAMED) -> bool:
+def has_no_header(path: Path, columns: Columns = DEFAULT_COLUMNS) -> bool:
     """Say whether a file is a table whose first row is data, by its names.
 
     Why: a header with other names is such a row too, and its label a class.
@@ -108,7 +108,9 @@ def is_headless(path: Path, columns: Columns = AS_NAMED) -> bool:
     return first is not None and not _is_header(first[1], columns)
 
 
-def _rows(path: Path, entries: Iterator[text_lines.Entry], form: str) -> Iterator[Row]:
+def _rows(
+    path: Path, entries: Iterator[text_lines.Entry], syntax: str
+) -> Iterator[Row]:
     """Yield the rows of the entries of a file."""
     # What a sound row asks is asked first and quickly; the rest is in `_checked`.
     words: dict[int | str, str] = {}
@@ -123,10 +125,10 @@ def _rows(path: Path, entries: Iterator[text_lines.Entry], form: str) -> Iterato
         # 1, True and 1.0 are one key.
         if type(label) is str or type(label) is int:
             word = words.get(label)
-            if word is not None and type(text) is str and _is_sound(text):
+            if word is not None and type(text) is str and _is_valid_text(text):
                 yield Row(text, word, line, where)
                 continue
-        text, label = _checked(where, entry, form)
+        text, label = _text_and_label(where, entry, syntax)
         # What a cell of a table would hold: JSON's true, not Python's True.
         word = (label if isinstance(label, str) else json.dumps(label)).strip()
         if is_number(word):
@@ -135,11 +137,11 @@ def _rows(path: Path, entries: Iterator[text_lines.Entry], form: str) -> Iterato
             words[label] = word
         yield Row(text, word, line, where)
     if not line:
-        message = f"{path} holds no rows; {form}."
+        message = f"{path} holds no rows; {syntax}."
         raise UserError(message)
 
 
-def _is_sound(text: str) -> bool:
+def _is_valid_text(text: str) -> bool:
     """Say whether a text has ink and can be written."""
     try:
         text.encode()
@@ -148,7 +150,7 @@ def _is_sound(text: str) -> bool:
     return bool(text) and not text.isspace() and "\0" not in text
 
 
-def _checked(where: str, entry: object, form: str) -> tuple[str, float | str]:
+def _text_and_label(where: str, entry: object, syntax: str) -> tuple[str, float | str]:
     """Return text and label of one entry, which is a pair or an object."""
     text: object = None
     label: object = None
@@ -157,11 +159,11 @@ def _checked(where: str, entry: object, form: str) -> tuple[str, float | str]:
         case {"text": text, "label": label} | [text, label]:
             fault = _fault(text, label)
         case {"text": _}:
-            fault = f"label is missing; {form}"
+            fault = f"label is missing; {syntax}"
         case {}:
-            fault = f"text is missing; {form}"
+            fault = f"text is missing; {syntax}"
         case _:
-            fault = f"{text_lines.shown(entry)} is not a text and its label; {form}"
+            fault = f"{text_lines.as_json(entry)} is not a text and its label; {syntax}"
     if fault:
         message = f"{where}: {fault}."
         raise UserError(message)
@@ -171,14 +173,14 @@ def _checked(where: str, entry: object, form: str) -> tuple[str, float | str]:
 def _fault(text: object, label: object) -> str:
     """Return what is wrong with a text or a label; nothing if both are sound."""
     if not isinstance(text, str):
-        return f"text is {text_lines.shown(text)}; a text is a string"
+        return f"text is {text_lines.as_json(text)}; a text is a string"
     if not text.strip():
         return "text is blank; give it words or drop the row"
     if not isinstance(label, int | float | str) or not _is_finite(label):
-        return f"label is {text_lines.shown(label)}; a label is a number or a word"
+        return f"label is {text_lines.as_json(label)}; a label is a number or a word"
     if not str(label).strip():
         return "label is blank; a label is a number or a word"
-    return text_lines.fault_of(f"{text}{label}")
+    return text_lines.text_fault(f"{text}{label}")
 
 
 def _is_finite(label: float | str) -> bool:
@@ -190,27 +192,33 @@ def _objects(
     path: Path, columns: Columns, *, read: Callable[[Path], Iterator[text_lines.Entry]]
 ) -> Iterator[text_lines.Entry]:
     """Yield the entries of JSON; of objects with other names, text and label alone."""
-    if columns == AS_NAMED:
+    if columns == DEFAULT_COLUMNS:
         yield from read(path)
         return
     for where, line, entry in read(path):
         fault = ""
         if not isinstance(entry, dict):
-            fault = f"{text_lines.shown(entry)} has no key {columns.text!r}"
+            fault = f"{text_lines.as_json(entry)} has no key {columns.text!r}"
         elif missing := [name for name in columns if name not in entry]:
-            fault = f"key {missing[0]!r} is missing{_there_are(entry)}"
+            fault = f"key {missing[0]!r} is missing{_names_note(entry)}"
         if fault:
             message = f"{where}: {fault}; see --text-column and --label-column."
             raise UserError(message)
-        found = cast("dict[str, object]", entry)
-        yield where, line, {"text": found[columns.text], "label": found[columns.label]}
+        fields = cast("dict[str, object]", entry)
+        yield (
+            where,
+            line,
+            {"text": fields[columns.text], "label": fields[columns.label]},
+        )
 
 
-def _there_are(names: Collection[str]) -> str:
+def _names_note(names: Collection[str]) -> str:
     """Return which names there are instead of one that is missing, for a message."""
-    shown = ", ".join(text_lines.shown(name) for name in [*names][:_SHOWN])
-    more = ", ..." if len(names) > _SHOWN else ""
-    return f", there are {shown}{more}" if names else ""
+    listed = ", ".join(
+        text_lines.as_json(name) for name in [*names][:_MAX_LISTED_COLUMNS]
+    )
+    more = ", ..." if len(names) > _MAX_LISTED_COLUMNS else ""
+    return f", there are {listed}{more}" if names else ""
 
 
 def _table(
@@ -233,10 +241,10 @@ def _table(
                 )
                 raise UserError(message)
         text, label = map(names.index, wanted)
-    elif columns != AS_NAMED:
+    elif columns != DEFAULT_COLUMNS:
         missing = next(name for name in columns if _names([name])[0] not in names)
         message = (
-            f"{path} line {line}: no column is named {missing!r}{_there_are(head)}; "
+            f"{path} line {line}: no column is named {missing!r}{_names_note(head)}; "
             "see --text-column and --label-column."
         )
         raise UserError(message)
@@ -293,7 +301,7 @@ def _cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 
 def _csv_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file, of which a carriage return ends one as well."""
-    for line in text_lines.lines(path):
+    for line in text_lines.read_lines(path):
         # Most often it is the one before a line feed.
         if 0 <= line.find("\r") < len(line) - len("\r\n"):
             yield from io.StringIO(line, newline="")

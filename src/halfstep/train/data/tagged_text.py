@@ -1,8 +1,8 @@
 """Texts with marked entities from one file, each checked and able to say where it is.
 
 In: a file of tagged tokens (.bmes, .bio, .bioes, .conll, .iob, .txt) or of texts with
-offsets (.json, .jsonl, .ndjson). Out: `Marked` values, or a `UserError` that names the
-file, the line and the cure.
+offsets (.json, .jsonl, .ndjson). Out: `AnnotatedText` values, or a `UserError` that
+names the file, the line and the cure.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 from halfstep.errors import UserError
 from halfstep.train.data import text_lines
 from halfstep.train.data.annotated_text import (
-    Marked,
+    AnnotatedText,
     Span,
+    from_json_objects,
     has_width,
-    marked,
-    of_objects,
+    make_annotated_text,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["ACCEPTED", "FORMATS", "Marked", "Span", "read"]
+__all__ = ["ACCEPTED", "FORMATS", "AnnotatedText", "Span", "read"]
 
 ACCEPTED = ".bmes, .bio, .bioes, .conll, .iob, .txt, .json, .jsonl or .ndjson"
 """The suffixes that `read` knows, in words."""
@@ -45,7 +45,7 @@ class InvalidTagsError(UserError):
     """A sentence whose tags cannot follow each other."""
 
 
-def read(path: Path, left_out: list[str] | None = None) -> Iterator[Marked]:
+def read(path: Path, left_out: list[str] | None = None) -> Iterator[AnnotatedText]:
     """Yield the texts of one file, one at a time; one bad text refuses the file.
 
     Why: a tag that no scheme allows, or an offset past the end, is a slip in the file.
@@ -68,13 +68,13 @@ def read(path: Path, left_out: list[str] | None = None) -> Iterator[Marked]:
     Raises:
         UserError: If the file or one of its texts cannot be used.
     """
-    entries, form = FORMATS[text_lines.check(path, FORMATS, ACCEPTED)]
+    entries, syntax = FORMATS[text_lines.check_file(path, FORMATS, ACCEPTED)]
     empty = True
-    for entry in entries(path, form, left_out):
+    for entry in entries(path, syntax, left_out):
         empty = False
         yield entry
     if empty and not left_out:
-        message = f"{path} holds no texts; {form}."
+        message = f"{path} holds no texts; {syntax}."
         raise UserError(message)
 
 
@@ -91,27 +91,31 @@ class _Scheme:
     inner_line: int = 0
 
 
-def _of_columns(path: Path, form: str, left_out: list[str] | None) -> Iterator[Marked]:
+def _read_columns(
+    path: Path, syntax: str, left_out: list[str] | None
+) -> Iterator[AnnotatedText]:
     """Yield the sentences of tagged tokens."""
     scheme = _Scheme()
-    for sentence in _sentences(path, form):
-        told = replace(scheme)  # a sentence that is left out must not say the scheme
+    for sentence in _sentences(path, syntax):
+        new_scheme = replace(
+            scheme
+        )  # a sentence that is left out must not say the scheme
         try:
-            made = _sentence(path, sentence, told)
+            text = _sentence(path, sentence, new_scheme)
         except InvalidTagsError as error:
             if left_out is None:
                 raise
             left_out.append(str(error))
         else:
-            scheme = told
-            yield made
+            scheme = new_scheme
+            yield text
 
 
-def _sentences(path: Path, form: str) -> Iterator[list[_Tagged]]:
+def _sentences(path: Path, syntax: str) -> Iterator[list[_Tagged]]:
     """Yield the lines of each sentence."""
     sentence: list[_Tagged] = []
     first: tuple[int, int] | None = None
-    for number, line in enumerate(text_lines.lines(path), start=1):
+    for number, line in enumerate(text_lines.read_lines(path), start=1):
         columns = _columns(line)
         if not columns or columns[0] == _START_OF_DOCUMENT:
             if sentence:
@@ -119,7 +123,7 @@ def _sentences(path: Path, form: str) -> Iterator[list[_Tagged]]:
                 sentence = []
             continue
         first = first or (len(columns), number)
-        if fault := _line_fault(line, columns, first, form):
+        if fault := _line_fault(line, columns, first, syntax):
             message = f"{path} line {number}: {fault}."
             raise UserError(message)
         sentence.append((number, columns[0], columns[-1]))
@@ -139,13 +143,13 @@ def _columns(line: str) -> list[str]:
 
 
 def _line_fault(
-    line: str, columns: list[str], first: tuple[int, int], form: str
+    line: str, columns: list[str], first: tuple[int, int], syntax: str
 ) -> str:
     """Return what is wrong with the columns of a line, the tag apart."""
     if "\r" in line.rstrip("\r\n"):
         return "a carriage return stands inside the line; end lines with line feeds"
     if len(columns) == 1:
-        return f"{text_lines.shown(columns[0])} is the only column; {form}"
+        return f"{text_lines.as_json(columns[0])} is the only column; {syntax}"
     if len(columns) != first[0]:
         return (
             f"column count is {len(columns)}, but {first[0]} in line {first[1]}; "
@@ -153,14 +157,14 @@ def _line_fault(
         )
     token = columns[0]
     if not token.isspace() and not any(map(has_width, token)):
-        return f"token {text_lines.shown(token)} has no width; drop the line"
+        return f"token {text_lines.as_json(token)} has no width; drop the line"
     return ""
 
 
-def _sentence(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> Marked:
+def _sentence(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> AnnotatedText:
     """Return the text and the entities of one sentence."""
     tags = _tags(path, sentence, scheme)
-    text, starts = _joined([token for _, token, _ in sentence])
+    text, starts = _join_tokens([token for _, token, _ in sentence])
     spans: list[Span] = []
     for (prefix, kind), start, (_, token, _) in zip(
         tags, starts, sentence, strict=True
@@ -170,7 +174,7 @@ def _sentence(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> Marked:
         elif prefix:
             spans[-1] = Span(spans[-1].start, start + len(token), kind)
     line = sentence[0][0]
-    return marked(text, spans, line, f"{path} line {line}")
+    return make_annotated_text(text, spans, line, f"{path} line {line}")
 
 
 def _tags(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> list[_Parts]:
@@ -191,12 +195,14 @@ def _tags(path: Path, sentence: list[_Tagged], scheme: _Scheme) -> list[_Parts]:
         )
     before = ""
     for (number, _, tag), parts in zip(sentence, tags, strict=True):
-        fault = _mix(parts[0], scheme, number) or _step(before, tag, scheme)
+        fault = _scheme_conflict(parts[0], scheme, number) or _invalid_transition(
+            before, tag, scheme
+        )
         if fault:
             message = f"{path} line {number}: tag {tag} {fault}."
             raise InvalidTagsError(message)
         before = tag
-    if fault := _step(before, "", scheme):
+    if fault := _invalid_transition(before, "", scheme):
         message = f"{path} line {sentence[-1][0]}: {fault}."
         raise InvalidTagsError(message)
     return tags
@@ -207,11 +213,11 @@ def _parts(tag: str) -> _Parts | None:
     """Return prefix and kind of a tag; None if it is none."""
     if tag == "O":
         return "", ""
-    found = _TAG.fullmatch(tag)
-    return (found[1], found[2]) if found else None
+    match = _TAG.fullmatch(tag)
+    return (match[1], match[2]) if match else None
 
 
-def _mix(prefix: str, scheme: _Scheme, number: int) -> str:
+def _scheme_conflict(prefix: str, scheme: _Scheme, number: int) -> str:
     """Return what is wrong with a prefix beside those of the lines before."""
     if prefix in {"E", "S", "M"} and not scheme.ends:
         began = f"but IOB2 began in line {scheme.ends_line}"
@@ -225,7 +231,7 @@ def _mix(prefix: str, scheme: _Scheme, number: int) -> str:
     return ""
 
 
-def _step(before: str, tag: str, scheme: _Scheme) -> str:
+def _invalid_transition(before: str, tag: str, scheme: _Scheme) -> str:
     """Return why a tag cannot follow the one before; an empty tag is no tag at all.
 
     The sentence begins after an empty tag, and ends before one.
@@ -252,14 +258,14 @@ def _step(before: str, tag: str, scheme: _Scheme) -> str:
     return f"{after}; in IOB1 it could: save as IOB2, where B-{kind} begins it"
 
 
-def _joined(tokens: list[str]) -> tuple[str, list[int]]:
+def _join_tokens(tokens: list[str]) -> tuple[str, list[int]]:
     """Return the text of tokens, and where each of them starts.
 
     A blank stands between two tokens unless the characters at the seam are written
     without. A sentence of single characters comes from a file that has a character
     a line, where 2 0 1 9 is a year.
     """
-    single = max(map(len, tokens)) == 1 and any(map(_is_close, tokens))
+    single = max(map(len, tokens)) == 1 and any(map(_is_cjk, tokens))
     parts, starts, length, last = [], [], 0, " "
     for token in tokens:
         head = token[0]
@@ -267,7 +273,7 @@ def _joined(tokens: list[str]) -> tuple[str, list[int]]:
             single
             or last.isspace()
             or head.isspace()
-            or (_is_close(last) and _is_close(head))
+            or (_is_cjk(last) and _is_cjk(head))
         ):
             parts.append(" ")
             length += 1
@@ -279,7 +285,7 @@ def _joined(tokens: list[str]) -> tuple[str, list[int]]:
 
 
 @lru_cache(maxsize=65536)
-def _is_close(character: str) -> bool:
+def _is_cjk(character: str) -> bool:
     """Tell whether a character is Chinese or Japanese, or punctuation of these.
 
     Korean is as wide, but has blanks between words.
@@ -293,27 +299,27 @@ def _is_close(character: str) -> bool:
     return width == "A" and unicodedata.category(character).startswith("P")
 
 
-def _json_lines(path: Path, form: str, left_out: object) -> Iterator[Marked]:
+def _json_lines(path: Path, syntax: str, left_out: object) -> Iterator[AnnotatedText]:
     del left_out  # offsets are right or wrong by themselves
-    return of_objects(text_lines.json_lines(path), form)
+    return from_json_objects(text_lines.json_lines(path), syntax)
 
 
-def _json_array(path: Path, form: str, left_out: object) -> Iterator[Marked]:
+def _json_array(path: Path, syntax: str, left_out: object) -> Iterator[AnnotatedText]:
     del left_out
-    return of_objects(text_lines.json_array(path), form)
+    return from_json_objects(text_lines.json_array(path), syntax)
 
 
 _OBJECT = '{"text": "...", "entities": [[start, end, kind], ...]}'
 _TOKENS = "each line holds a token and its tag, and a blank line ends a sentence"
 _EACH_LINE = f"each line holds {_OBJECT}"
 FORMATS: dict[
-    str, tuple[Callable[[Path, str, list[str] | None], Iterator[Marked]], str]
+    str, tuple[Callable[[Path, str, list[str] | None], Iterator[AnnotatedText]], str]
 ] = {
     ".json": (_json_array, f"each entry is {_OBJECT}"),
     ".jsonl": (_json_lines, _EACH_LINE),
     ".ndjson": (_json_lines, _EACH_LINE),
     **dict.fromkeys(
-        (".bmes", ".bio", ".bioes", ".conll", ".iob", ".txt"), (_of_columns, _TOKENS)
+        (".bmes", ".bio", ".bioes", ".conll", ".iob", ".txt"), (_read_columns, _TOKENS)
     ),
 }
 """Of each suffix: what reads it, and the form that its entries must have."""

@@ -19,35 +19,35 @@ if TYPE_CHECKING:
 Entry = tuple[str, int, object]
 """Where a value stands, for messages; its line; the value, still unchecked."""
 
-_INK = re.compile(r"[^ \t\r\n]")
+_NON_SPACE = re.compile(r"[^ \t\r\n]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
 # Characters of a bad value that a message repeats.
-_SHOWN = 40
+_MAX_QUOTED = 40
 
 
-class _TwiceError(ValueError):
+class _DuplicateKeyError(ValueError):
     """A JSON object that holds a key twice; the argument is the key."""
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return an object whose keys differ: of two, JSON takes the last, unseen."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
-    return found
+        raise _DuplicateKeyError(next(key for key in keys if keys.count(key) > 1))
+    return mapping
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def check(path: Path, known: Collection[str], accepted: str) -> str:
+def check_file(path: Path, suffixes: Collection[str], accepted: str) -> str:
     """Return the suffix of a file that is there and of a known kind, in lower case.
 
     Args:
         path: Of the file.
-        known: Suffixes in lower case, each with its dot.
+        suffixes: Suffixes in lower case, each with its dot.
         accepted: The same in words, for messages.
 
     Raises:
@@ -64,14 +64,14 @@ def check(path: Path, known: Collection[str], accepted: str) -> str:
         message = (
             f"{path} is a pipe or a device, not a file; save its rows as {accepted}."
         )
-    elif suffix not in known:
+    elif suffix not in suffixes:
         message = f"{path}: suffix {path.suffix!r} is unknown; save it as {accepted}."
     if message:
         raise UserError(message)
     return suffix
 
 
-def lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, each with its end, the byte-order mark dropped.
 
     Raises:
@@ -79,13 +79,13 @@ def lines(path: Path) -> Iterator[str]:
     """
     try:
         with path.open("rb") as file:
-            yield from decoded(str(path), file)
+            yield from decode_lines(str(path), file)
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror}."
         raise UserError(message) from error
 
 
-def decoded(name: str, source: Iterable[bytes]) -> Iterator[str]:
+def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
     """Yield lines of bytes as text, each with its end, the byte-order mark dropped.
 
     Why: a file of a million texts must not stand in memory. Only a line feed ends a
@@ -100,11 +100,11 @@ def decoded(name: str, source: Iterable[bytes]) -> Iterator[str]:
     """
     offset = 0
     for number, data in enumerate(source, start=1):
-        yield _decoded(name, number, offset, data)
+        yield _decode_line(name, number, offset, data)
         offset += len(data)
 
 
-def _decoded(name: str, number: int, offset: int, data: bytes) -> str:
+def _decode_line(name: str, number: int, offset: int, data: bytes) -> str:
     """Return one line as text; the offset is that of the line in what is read."""
     try:
         text = (data if offset else data.removeprefix(_BOM)).decode("utf-8")
@@ -121,9 +121,9 @@ def _decoded(name: str, number: int, offset: int, data: bytes) -> str:
     return text
 
 
-def fault_of(text: str) -> str:
+def text_fault(text: str) -> str:
     """Return what is wrong with the characters of a text; nothing if they are sound."""
-    if torn(text):
+    if has_surrogate(text):
         return "a character is cut in half (a lone surrogate); mend or drop the row"
     if "\0" in text:
         return "a NUL character stands in it; remove it or drop the row"
@@ -137,15 +137,15 @@ def json_lines(path: Path) -> Iterator[Entry]:
         UserError: If the file cannot be read, a line is not one JSON value, or an
             object holds a key twice.
     """
-    for number, line in enumerate(lines(path), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         content = line.removesuffix("\n")
-        at = _after_space(content, 0)
+        at = _skip_space(content, 0)
         if at == len(content):
             continue
-        entry, at = _value(path, number, content, at)
-        at = _after_space(content, at)
+        entry, at = _decode_value(path, number, content, at)
+        at = _skip_space(content, at)
         if at < len(content):
-            raise _broken(path, number, content, at, "Extra data after the value")
+            raise _json_error(path, number, content, at, "Extra data after the value")
         yield f"{path} line {number}", number, entry
 
 
@@ -158,67 +158,69 @@ def json_array(path: Path) -> Iterator[Entry]:
         UserError: If the file cannot be read, is not one JSON array, or an object
             holds a key twice.
     """
-    text = "".join(lines(path))
-    at = _after_space(text, 0)
+    text = "".join(read_lines(path))
+    at = _skip_space(text, 0)
     if not text.startswith("[", at):
-        raise _broken(
+        raise _json_error(
             path, 1, text, at, "Expecting [ and all entries; one entry a line is .jsonl"
         )
-    at = _after_space(text, at + 1)
+    at = _skip_space(text, at + 1)
     closed = text.startswith("]", at)
     number, line, counted = 0, 1, 0
     while not closed:
         number += 1
         line += text.count("\n", counted, at)
         counted = at
-        entry, at = _value(path, 1, text, at)
+        entry, at = _decode_value(path, 1, text, at)
         yield f"{path} line {line} entry {number}", line, entry
-        at = _after_space(text, at)
+        at = _skip_space(text, at)
         closed = text.startswith("]", at)
         if not closed:
             if not text.startswith(",", at):
-                raise _broken(path, 1, text, at, "Expecting ',' or ']'")
-            at = _after_space(text, at + 1)
-    at = _after_space(text, at + 1)
+                raise _json_error(path, 1, text, at, "Expecting ',' or ']'")
+            at = _skip_space(text, at + 1)
+    at = _skip_space(text, at + 1)
     if at < len(text):
-        raise _broken(path, 1, text, at, "Extra data after the array")
+        raise _json_error(path, 1, text, at, "Extra data after the array")
 
 
-def shown(value: object) -> str:
-    """Return a value as JSON writes it, cut to the length of a message.
+def as_json(value: object) -> str:
+    """Return a value as JSON, cut to the length of a message.
 
     Letters of any script stay as they are; what cannot be seen, such as a blank
     without width or half a character, is escaped.
     """
-    whole = json.dumps(value, ensure_ascii=False)[: _SHOWN + 1]
-    seen = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in whole)
-    return seen if len(seen) <= _SHOWN else f"{seen[:_SHOWN]}..."
+    text = json.dumps(value, ensure_ascii=False)[: _MAX_QUOTED + 1]
+    printable = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+    return (
+        printable if len(printable) <= _MAX_QUOTED else f"{printable[:_MAX_QUOTED]}..."
+    )
 
 
-def torn(text: str) -> bool:
+def has_surrogate(text: str) -> bool:
     """Tell whether a text holds half a character, which UTF-8 cannot write."""
     return _SURROGATE.search(text) is not None
 
 
-def _value(path: Path, first: int, text: str, at: int) -> tuple[object, int]:
+def _decode_value(path: Path, first: int, text: str, at: int) -> tuple[object, int]:
     """Return the JSON value at a place in the text, and the place after it."""
     try:
         return _JSON.raw_decode(text, at)
     except json.JSONDecodeError as error:
-        raise _broken(path, first, text, error.pos, error.msg) from error
-    except _TwiceError as error:
+        raise _json_error(path, first, text, error.pos, error.msg) from error
+    except _DuplicateKeyError as error:
         line = first + text.count("\n", 0, at)
         message = (
-            f"{path} line {line}: key {shown(error.args[0])} stands twice in one "
+            f"{path} line {line}: key {as_json(error.args[0])} stands twice in one "
             "object; keep one of them."
         )
         raise UserError(message) from error
     except (ValueError, RecursionError) as error:
         fault = "a number is too long or the nesting too deep"
-        raise _broken(path, first, text, at, fault) from error
+        raise _json_error(path, first, text, at, fault) from error
 
 
-def _broken(path: Path, first: int, text: str, at: int, fault: str) -> UserError:
+def _json_error(path: Path, first: int, text: str, at: int, fault: str) -> UserError:
     """Return the refusal of JSON that breaks at a place; the text begins at a line."""
     line = first + text.count("\n", 0, at)
     column = at - text.rfind("\n", 0, at)
@@ -226,7 +228,7 @@ def _broken(path: Path, first: int, text: str, at: int, fault: str) -> UserError
     return UserError(message)
 
 
-def _after_space(text: str, at: int) -> int:
+def _skip_space(text: str, at: int) -> int:
     """Return the place of the next character that is not JSON white space."""
-    ink = _INK.search(text, at)
-    return ink.start() if ink else len(text)
+    match = _NON_SPACE.search(text, at)
+    return match.start() if match else len(text)

@@ -1,6 +1,6 @@
 """Token ids of every example, made once, kept on disk, and read where they lie.
 
-In: a split and a tokenizer. Out: `Encoded`, which makes the tensors of a batch.
+In: a split and a tokenizer. Out: `EncodedTexts`, which makes the tensors of a batch.
 
 Why: tokenising every epoch, or every start, is time that trains nothing. The tokens of
 a million texts stay in mapped files; only an order and a length a text is in memory.
@@ -24,7 +24,7 @@ import torch
 from halfstep.errors import UserError
 from halfstep.train.data import cache, entity_tags
 from halfstep.train.data.entity_tags import IGNORED
-from halfstep.train.data.example_store import mapped
+from halfstep.train.data.example_store import memory_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ _TAGS, _OFFSETS, _COUNTS = "tags.i16", "offsets.i32", "counts.i32"
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class EncodedTexts:
     """The tokens and the targets of a split's examples, stored flat."""
 
     ids: np.ndarray
@@ -72,17 +72,19 @@ class Encoded:
         token_lists: Sequence[Sequence[int]],
         labels: Sequence[int] | None = None,
         offsets: Sequence[Sequence[tuple[int, int]]] | None = None,
-    ) -> Encoded:
+    ) -> EncodedTexts:
         """Return tokens held in memory, for texts that come and go."""
         lengths = np.fromiter(map(len, token_lists), np.int64, len(token_lists))
         starts = np.concatenate([np.zeros(1, np.int64), lengths.cumsum()])
         ids = np.fromiter(chain.from_iterable(token_lists), np.int32, int(starts[-1]))
-        known = None if labels is None else np.asarray(labels, dtype=np.int64)
-        places = None
+        label_array = None if labels is None else np.asarray(labels, dtype=np.int64)
+        offset_array = None
         if offsets is not None:
             flat = list(chain.from_iterable(offsets))
-            places = np.array(flat, np.int32).reshape(-1, 2)
-        return cls(ids, starts, np.arange(len(lengths)), known, offsets=places)
+            offset_array = np.array(flat, np.int32).reshape(-1, 2)
+        return cls(
+            ids, starts, np.arange(len(lengths)), label_array, offsets=offset_array
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -93,10 +95,10 @@ class Encoded:
         for derived in ("lengths", "counts", "begins"):
             state.pop(derived, None)
         if self.source is None:
-            return _remade, (None, state)
+            return _from_state, (None, state)
         mapped = {"ids", "starts", "tags", "offsets", "stored_counts", "source"}
-        kept = {name: held for name, held in state.items() if name not in mapped}
-        return _remade, (self.source, kept)
+        in_memory = {name: value for name, value in state.items() if name not in mapped}
+        return _from_state, (self.source, in_memory)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -133,30 +135,30 @@ class Encoded:
             `input_ids` and `attention_mask`, int64 of shape (B, T), and `labels`,
             int64 of shape (B,), or (B, T) where each token has one.
         """
-        places, real = self.places(indices, multiple)
+        places, real = self.token_indices(indices, multiple)
         input_ids = np.full(real.shape, pad_id, dtype=np.int64)
         input_ids[real] = self.ids[places[real]]
-        made = {
+        batch = {
             "input_ids": torch.from_numpy(input_ids),
             "attention_mask": torch.from_numpy(real.astype(np.int64)),
         }
         if self.labels is not None:
-            made["labels"] = torch.from_numpy(self.labels[indices])
+            batch["labels"] = torch.from_numpy(self.labels[indices])
         elif self.tags is not None and self.meaning is not None:
             targets = np.full(real.shape, IGNORED, dtype=np.int64)
             # The tag of a special token is negative: it means the last target.
             stored = np.maximum(self.tags[places[real]], -1)
             targets[real] = self.meaning[stored]
-            made["labels"] = torch.from_numpy(targets)
-        return made
+            batch["labels"] = torch.from_numpy(targets)
+        return batch
 
-    def longest(self, count: int) -> Encoded:
+    def longest(self, count: int) -> EncodedTexts:
         """Return the longest examples, at most a number of them."""
         chosen = np.argsort(self.lengths, kind="stable")[-count:]
         labels = None if self.labels is None else self.labels[chosen]
         return replace(self, rows=self.rows[chosen], labels=labels)
 
-    def places(
+    def token_indices(
         self, indices: Indices, multiple: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return where the tokens of a batch lie, and which positions hold one."""
@@ -171,11 +173,11 @@ class Encoded:
         """Return the characters of each token of an example. int32, shape (T, 2)."""
         assert self.offsets is not None  # noqa: S101 - only asked where tokens count
         row = self.rows[index]
-        found: np.ndarray = self.offsets[self.starts[row] : self.starts[row + 1]]
-        return found
+        offsets: np.ndarray = self.offsets[self.starts[row] : self.starts[row + 1]]
+        return offsets
 
 
-def encoded(split: Split, tokenizer: Any, task: str) -> Encoded:  # noqa: ANN401
+def encode_split(split: Split, tokenizer: Any, task: str) -> EncodedTexts:  # noqa: ANN401
     """Return a split's tokens, made now or kept from an earlier run.
 
     Args:
@@ -193,37 +195,39 @@ def encoded(split: Split, tokenizer: Any, task: str) -> Encoded:  # noqa: ANN401
         "longest": tokenizer.model_max_length,
         "task": task,
     }
-    folder = cache.made(
+    folder = cache.get_or_build(
         "tokens", facts, lambda path: _build(path, split, tokenizer, task)
     )
     if task == "ner":
-        return _remade(folder, {"rows": split.rows, "meaning": _meaning(split.ids)})
-    return _remade(folder, {"rows": split.rows, "labels": split.labels()})
+        return _from_state(
+            folder, {"rows": split.rows, "meaning": _targets_of_tags(split.ids)}
+        )
+    return _from_state(folder, {"rows": split.rows, "labels": split.labels()})
 
 
-def _meaning(ids: np.ndarray) -> np.ndarray:
+def _targets_of_tags(ids: np.ndarray) -> np.ndarray:
     """Return the target of each stored tag: kinds have other numbers in a corpus."""
-    found = np.zeros(2 + 2 * len(ids), dtype=np.int64)
-    found[1:-1:2], found[2:-1:2] = 1 + 2 * ids, 2 + 2 * ids
-    found[-1] = IGNORED
-    return found
+    targets = np.zeros(2 + 2 * len(ids), dtype=np.int64)
+    targets[1:-1:2], targets[2:-1:2] = 1 + 2 * ids, 2 + 2 * ids
+    targets[-1] = IGNORED
+    return targets
 
 
-def _remade(folder: Path | None, state: dict[str, Any]) -> Encoded:
+def _from_state(folder: Path | None, state: dict[str, Any]) -> EncodedTexts:
     if folder is None:
-        return Encoded(**state)
+        return EncodedTexts(**state)
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     state = {
-        "ids": mapped(folder / _IDS, "i4"),
-        "starts": mapped(folder / _STARTS, "i8"),
+        "ids": memory_map(folder / _IDS, "i4"),
+        "starts": memory_map(folder / _STARTS, "i8"),
         "source": folder,
         "inexact": facts["inexact"],
     } | state
     if (folder / _TAGS).exists():
-        state["tags"] = mapped(folder / _TAGS, "i2")
-        state["offsets"] = mapped(folder / _OFFSETS, "i4").reshape(-1, 2)
-        state["stored_counts"] = mapped(folder / _COUNTS, "i4")
-    return Encoded(**state)
+        state["tags"] = memory_map(folder / _TAGS, "i2")
+        state["offsets"] = memory_map(folder / _OFFSETS, "i4").reshape(-1, 2)
+        state["stored_counts"] = memory_map(folder / _COUNTS, "i4")
+    return EncodedTexts(**state)
 
 
 def _build(folder: Path, split: Split, tokenizer: Any, task: str) -> None:  # noqa: ANN401
@@ -236,22 +240,28 @@ def _build(folder: Path, split: Split, tokenizer: Any, task: str) -> None:  # no
     try:
         files[_STARTS].write(np.zeros(1, np.int64).tobytes())
         for rows in _chunks(range(len(store))):
-            made = tokens(tokenizer, [store.text(row) for row in rows], offsets=tagged)
-            ends = position + np.cumsum([len(ids) for ids, _ in made], dtype=np.int64)
+            token_lists = tokenize(
+                tokenizer, [store.text(row) for row in rows], offsets=tagged
+            )
+            ends = position + np.cumsum(
+                [len(ids) for ids, _ in token_lists], dtype=np.int64
+            )
             position = int(ends[-1])
             files[_STARTS].write(ends.tobytes())
-            files[_IDS].write(_flat([ids for ids, _ in made], np.int32))
+            files[_IDS].write(_flat([ids for ids, _ in token_lists], np.int32))
             if not tagged:
                 continue
             tags = []
-            for row, (_, offsets) in zip(rows, made, strict=True):
-                found, lost = entity_tags.tag_tokens(offsets, _spans(split, row))
-                tags.append(found)
-                inexact += lost
+            for row, (_, offsets) in zip(rows, token_lists, strict=True):
+                row_tags, num_inexact = entity_tags.tag_tokens(
+                    offsets, _spans(split, row)
+                )
+                tags.append(row_tags)
+                inexact += num_inexact
             files[_TAGS].write(_flat(tags, np.int16))
-            counts = [sum(tag != IGNORED for tag in found) for found in tags]
+            counts = [sum(tag != IGNORED for tag in each) for each in tags]
             files[_COUNTS].write(np.array(counts, np.int32).tobytes())
-            flat = chain.from_iterable(offsets for _, offsets in made)
+            flat = chain.from_iterable(offsets for _, offsets in token_lists)
             files[_OFFSETS].write(_flat(flat, np.int32))
     finally:
         for file in files.values():
@@ -277,7 +287,7 @@ def _flat(lists: Iterable[Sequence[int]], dtype: type) -> bytes:
     return np.fromiter(chain.from_iterable(lists), dtype).tobytes()
 
 
-def tokens(
+def tokenize(
     tokenizer: Any,  # noqa: ANN401
     texts: Sequence[str],
     *,
@@ -300,7 +310,7 @@ def tokens(
             "for, which ner needs; use a model with a fast tokenizer (tokenizer.json)."
         )
         raise UserError(message)
-    made = tokenizer(
+    encoding = tokenizer(
         list(texts),
         truncation=True,
         return_attention_mask=False,
@@ -308,12 +318,12 @@ def tokens(
         return_offsets_mapping=offsets,
     )
     if not offsets:
-        return [(ids, []) for ids in made["input_ids"]]
+        return [(ids, []) for ids in encoding["input_ids"]]
     places = [
         [_without_blanks(text, start, end) for start, end in pairs]
-        for text, pairs in zip(texts, made["offset_mapping"], strict=True)
+        for text, pairs in zip(texts, encoding["offset_mapping"], strict=True)
     ]
-    return list(zip(made["input_ids"], places, strict=True))
+    return list(zip(encoding["input_ids"], places, strict=True))
 
 
 def _without_blanks(text: str, start: int, end: int) -> tuple[int, int]:
@@ -329,18 +339,18 @@ def fingerprint(tokenizer: Any) -> str:  # noqa: ANN401
     import tokenizers
     import transformers
 
-    told = [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__]
-    told += [tokenizer.truncation_side, str(tokenizer.split_special_tokens)]
+    parts = [type(tokenizer).__name__, transformers.__version__, tokenizers.__version__]
+    parts += [tokenizer.truncation_side, str(tokenizer.split_special_tokens)]
     if tokenizer.is_fast:
         # A call leaves its truncation and padding in there; they are no part of it.
         core = json.loads(tokenizer.backend_tokenizer.to_str())
-        told.append(json.dumps(core | {"truncation": None, "padding": None}))
+        parts.append(json.dumps(core | {"truncation": None, "padding": None}))
     else:
-        told += [json.dumps(tokenizer.get_vocab()), repr(tokenizer.init_kwargs)]
-    return hashlib.sha256("\0".join(told).encode()).hexdigest()
+        parts += [json.dumps(tokenizer.get_vocab()), repr(tokenizer.init_kwargs)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def characters(split: Split, clean: Callable[[str], str]) -> Counter[str]:
+def character_counts(split: Split, clean: Callable[[str], str]) -> Counter[str]:
     """Return how often each character stands in a split's texts, once cleaned.
 
     Args:
@@ -357,26 +367,26 @@ def characters(split: Split, clean: Callable[[str], str]) -> Counter[str]:
             counts.update(clean("\n".join(chunk)))
         return counts
 
-    rule = _rule(clean)
-    if rule is None:
+    normalizer_hash = _normalizer_hash(clean)
+    if normalizer_hash is None:
         return counted()
     facts = {
         "version": _VERSION,
         "rows": split.store.key,
         "chosen": hashlib.sha256(split.rows.tobytes()).hexdigest(),
-        "clean": rule,
+        "clean": normalizer_hash,
         "tokenizers": tokenizers.__version__,
     }
 
     def build(folder: Path) -> None:
-        told = json.dumps(dict(sorted(counted().items())))
-        (folder / "counts.json").write_text(told, encoding="utf-8")
+        text = json.dumps(dict(sorted(counted().items())))
+        (folder / "counts.json").write_text(text, encoding="utf-8")
 
-    folder = cache.made("characters", facts, build)
+    folder = cache.get_or_build("characters", facts, build)
     return Counter(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
 
 
-def _rule(clean: Callable[[str], str]) -> str | None:
+def _normalizer_hash(clean: Callable[[str], str]) -> str | None:
     """Return a hash of a normaliser's method, None if there is no telling what it does.
 
     Why: a function's name says nothing of what it does, and counts that were cleaned

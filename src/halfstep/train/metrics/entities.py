@@ -1,7 +1,7 @@
-"""How good are guessed entities: scores, confusions, and mistakes worth reading.
+"""Metrics of predicted entities: scores, confusion matrix, and the worst examples.
 
 In: the entities of each text, as they are and as a model guessed them. Out: a
-`Judged`, and a table of mistakes.
+`EvalMetrics`, and a table of mistakes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfstep.reporting.table import Cell, Table
-from halfstep.train.metrics.result import Judged, apart, most_mistaken
+from halfstep.train.metrics.result import EvalMetrics, most_confused, unique_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 Entity = tuple[int, int, int]
 """First character, the one after the last, and the index of the kind."""
 
-_MOST_KINDS = 30  # of a confusion matrix that a person can read
-_MOST_CHARACTERS = 200  # of a text in a table of mistakes
-_MOST_LETTERS = 40  # of an entity there
-_MOST_NAMED = 6  # of the entities of one text there
+_MAX_KINDS = 30  # of a confusion matrix that a person can read
+_MAX_CHARACTERS = 200  # of a text in a table of mistakes
+_MAX_ENTITY_CHARACTERS = 40  # of an entity there
+_MAX_ENTITIES = 6  # of the entities of one text there
 
 
-def judge(
-    truth: Sequence[Sequence[Entity]],
-    guess: Sequence[Sequence[Entity]],
+def compute_metrics(
+    true_entities: Sequence[Sequence[Entity]],
+    predicted_entities: Sequence[Sequence[Entity]],
     kinds: Sequence[str],
     loss: float,
-) -> Judged:
+) -> EvalMetrics:
     """Return how well guessed entities agree with the true ones.
 
     An entity is found if one of the same kind over the same characters was guessed:
@@ -44,32 +44,43 @@ def judge(
     part in the mean over kinds.
 
     Args:
-        truth: Entities of each text.
-        guess: The same for as many texts.
+        true_entities: Entities of each text.
+        predicted_entities: The same for as many texts.
         kinds: Names of the kinds, 1 or more, each once.
         loss: Mean cross-entropy in nats, to be carried along.
     """
-    true, guessed = list(map(set, truth)), list(map(set, guess))
-    alike = sum(one == two for one, two in zip(true, guessed, strict=True))
-    (precision, recall, f1, _), by_kind = _strict(true, guessed, kinds)
+    true_sets, predicted_sets = (
+        list(map(set, true_entities)),
+        list(map(set, predicted_entities)),
+    )
+    num_exact = sum(
+        one == two for one, two in zip(true_sets, predicted_sets, strict=True)
+    )
+    (precision, recall, f1, _), by_kind = _strict_scores(
+        true_sets, predicted_sets, kinds
+    )
     per = tuple((kind, *by_kind[kind]) for kind in kinds)
     scores = {
         "f1": f1,
         "precision": precision,
         "recall": recall,
         "macro_f1": statistics.fmean(row[3] for row in per),
-        "accuracy": alike / max(1, len(true)),
+        "accuracy": num_exact / max(1, len(true_sets)),
     }
-    predicted = Counter(kinds[kind] for each in guessed for _, _, kind in each)
-    table = _confusion(true, guessed, tuple(kinds))
-    return Judged(loss, scores, per, table, predicted)
+    predicted_counts = Counter(
+        kinds[kind] for each in predicted_sets for _, _, kind in each
+    )
+    table = _confusion(true_sets, predicted_sets, tuple(kinds))
+    return EvalMetrics(loss, scores, per, table, predicted_counts)
 
 
 _Shares = tuple[float, float, float, int]
 
 
-def _strict(
-    truth: Sequence[set[Entity]], guess: Sequence[set[Entity]], kinds: Sequence[str]
+def _strict_scores(
+    true_entities: Sequence[set[Entity]],
+    predicted_entities: Sequence[set[Entity]],
+    kinds: Sequence[str],
 ) -> tuple[_Shares, dict[str, _Shares]]:
     """Return precision, recall, F1 and count, of all entities and of each kind."""
     from nervaluate import Evaluator
@@ -89,7 +100,7 @@ def _strict(
     # entity use it up, and would then call a right one that comes later a mistake.
     pairs = [
         (written(true), written(chain(guessed & true, guessed - true)))
-        for true, guessed in zip(truth, guess, strict=True)
+        for true, guessed in zip(true_entities, predicted_entities, strict=True)
         if true or guessed
     ]
     nothing = (0.0, 0.0, 0.0, 0)
@@ -100,18 +111,18 @@ def _strict(
     evaluator = Evaluator(list(trues), list(guesses), list(kinds), loader="dict")
     # Its other ways to count take three quarters of the time.
     evaluator.strategies = {"strict": evaluator.strategies["strict"]}
-    found = evaluator.evaluate()
-    for kind, results in found["entities"].items():
+    evaluation = evaluator.evaluate()
+    for kind, results in evaluation["entities"].items():
         by_kind[kind] = shares(results["strict"])
-    return shares(found["overall"]["strict"]), by_kind
+    return shares(evaluation["overall"]["strict"]), by_kind
 
 
-def mistakes(
+def worst_examples(
     texts: Callable[[int], str],
-    truth: Sequence[Sequence[Entity]],
-    guess: Sequence[Sequence[Entity]],
+    true_entities: Sequence[Sequence[Entity]],
+    predicted_entities: Sequence[Sequence[Entity]],
     kinds: Sequence[str],
-    most: int = 20,
+    limit: int = 20,
 ) -> Table:
     """Return the texts with the most mistakes, and the entities that are mistaken.
 
@@ -119,25 +130,30 @@ def mistakes(
 
     Args:
         texts: Returns a text; asked only for those shown.
-        truth: Entities of each text.
-        guess: The same for as many texts.
+        true_entities: Entities of each text.
+        predicted_entities: The same for as many texts.
         kinds: Names of the kinds.
-        most: How many texts to show.
+        limit: How many texts to show.
     """
-    wrong = [
+    num_errors = [
         len(set(true) ^ set(guessed))
-        for true, guessed in zip(truth, guess, strict=True)
+        for true, guessed in zip(true_entities, predicted_entities, strict=True)
     ]
     worst = sorted(
-        filter(wrong.__getitem__, range(len(wrong))), key=lambda i: -wrong[i]
+        filter(num_errors.__getitem__, range(len(num_errors))),
+        key=lambda i: -num_errors[i],
     )
     rows = []
-    for i in worst[:most]:
-        text, true, guessed = texts(i), set(truth[i]), set(guess[i])
+    for i in worst[:limit]:
+        text, true, guessed = (
+            texts(i),
+            set(true_entities[i]),
+            set(predicted_entities[i]),
+        )
         first = min(true ^ guessed)[0]
         missed = _named(text, true - guessed, kinds)
         rows.append((_around(text, first), missed, _named(text, guessed - true, kinds)))
-    note = f"{len(worst):,} of {len(wrong):,} texts have mistakes"
+    note = f"{len(worst):,} of {len(num_errors):,} texts have mistakes"
     if len(rows) < len(worst):
         note += f"; the {len(rows)} with the most are shown"
     columns = ("text", "missed", "not there")
@@ -145,34 +161,38 @@ def mistakes(
 
 
 def _confusion(
-    truth: Sequence[set[Entity]], guess: Sequence[set[Entity]], kinds: tuple[str, ...]
+    true_entities: Sequence[set[Entity]],
+    predicted_entities: Sequence[set[Entity]],
+    kinds: tuple[str, ...],
 ) -> Table:
     """Return which kinds were guessed for which, over the same characters."""
     # The last row is for guesses without a true entity, the last column the reverse.
     nothing = len(kinds)
     counts: Counts = np.zeros((nothing + 1, nothing + 1), dtype=np.int64)
-    for true, guessed in zip(truth, guess, strict=True):
+    for true, guessed in zip(true_entities, predicted_entities, strict=True):
         for _, _, kind in true & guessed:
             counts[kind, kind] += 1
-        left: dict[tuple[int, int], tuple[list[int], list[int]]]
-        left = defaultdict(lambda: ([], []))
+        unmatched: dict[tuple[int, int], tuple[list[int], list[int]]]
+        unmatched = defaultdict(lambda: ([], []))
         for side, entities in enumerate((true - guessed, guessed - true)):
             for start, end, kind in sorted(entities):
-                left[start, end][side].append(kind)
-        for both in left.values():
+                unmatched[start, end][side].append(kind)
+        for both in unmatched.values():
             for row, column in zip_longest(*both, fillvalue=nothing):
                 counts[row, column] += 1
     notes = ["Over the same characters; with other edges it is missed, and not there."]
-    if len(kinds) > _MOST_KINDS:
-        counts, kinds = most_mistaken(counts, kinds, _MOST_KINDS)
+    if len(kinds) > _MAX_KINDS:
+        counts, kinds = most_confused(counts, kinds, _MAX_KINDS)
         notes.append(f"The {len(kinds) - 1} kinds with the most mistakes, and others.")
-    missed, made_up = apart("missed", kinds), apart("not there", kinds)
+    missed, spurious = unique_name("missed", kinds), unique_name("not there", kinds)
     cells: list[list[Cell]] = [list(row) for row in counts.tolist()]
     cells[-1][-1] = None
     return Table(
         "Confusion",
-        (apart("truth", (*kinds, missed)), *kinds, missed),
-        tuple((name, *row) for name, row in zip((*kinds, made_up), cells, strict=True)),
+        (unique_name("truth", (*kinds, missed)), *kinds, missed),
+        tuple(
+            (name, *row) for name, row in zip((*kinds, spurious), cells, strict=True)
+        ),
         tuple(notes),
     )
 
@@ -180,21 +200,21 @@ def _confusion(
 def _named(text: str, entities: set[Entity], kinds: Sequence[str]) -> str:
     """Return entities as words: kind, letters and place of each."""
     words = []
-    for start, end, kind in sorted(entities)[:_MOST_NAMED]:
+    for start, end, kind in sorted(entities)[:_MAX_ENTITIES]:
         letters = text[start:end]
-        if len(letters) > _MOST_LETTERS:
-            letters = f"{letters[: _MOST_LETTERS - 3]}..."
+        if len(letters) > _MAX_ENTITY_CHARACTERS:
+            letters = f"{letters[: _MAX_ENTITY_CHARACTERS - 3]}..."
         words.append(f"{kinds[kind]} {letters} at {start}")
-    if len(entities) > _MOST_NAMED:
-        words.append(f"and {len(entities) - _MOST_NAMED} more")
+    if len(entities) > _MAX_ENTITIES:
+        words.append(f"and {len(entities) - _MAX_ENTITIES} more")
     return "; ".join(words)
 
 
 def _around(text: str, place: int) -> str:
     """Return a text, or the part of a long one that begins a little before a place."""
-    if len(text) <= _MOST_CHARACTERS:
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    begin = max(0, min(place - _MOST_LETTERS, len(text) - _MOST_CHARACTERS))
-    end = begin + _MOST_CHARACTERS
+    begin = max(0, min(place - _MAX_ENTITY_CHARACTERS, len(text) - _MAX_CHARACTERS))
+    end = begin + _MAX_CHARACTERS
     before, after = "..." if begin else "", "..." if end < len(text) else ""
     return f"{before}{text[begin:end]}{after}"

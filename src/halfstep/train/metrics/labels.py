@@ -1,6 +1,6 @@
-"""How good is a classifier: scores, confusions, and mistakes worth reading.
+"""Metrics of a classifier: scores, confusion matrix, and the worst examples.
 
-In: the logits and labels of a split. Out: a `Judged`, and a table of mistakes.
+In: the logits and labels of a split. Out: a `EvalMetrics`, and a table of mistakes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.reporting.table import Cell, Table
-from halfstep.train.metrics.result import Judged, apart, most_mistaken
+from halfstep.train.metrics.result import EvalMetrics, most_confused, unique_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
     from halfstep.train.metrics.result import Counts
 
-_MOST_CLASSES = 25  # of a confusion matrix that a person can read
-_MOST_CHARACTERS = 400  # of a text in a table of mistakes
+_MAX_CLASSES = 25  # of a confusion matrix that a person can read
+_MAX_CHARACTERS = 400  # of a text in a table of mistakes
 
 
-def judge(logits: Tensor, truth: Tensor, labels: Sequence[str]) -> Judged:
+def compute_metrics(
+    logits: Tensor, targets: Tensor, labels: Sequence[str]
+) -> EvalMetrics:
     """Return how well guesses, the largest logits, agree with the truth.
 
     Means over classes are unweighted, so that rare classes count; a class that is
@@ -31,7 +33,7 @@ def judge(logits: Tensor, truth: Tensor, labels: Sequence[str]) -> Judged:
 
     Args:
         logits: float32, shape (N, C), on the CPU, N at least 1.
-        truth: int64, shape (N,), on the CPU.
+        targets: int64, shape (N,), on the CPU.
         labels: Names of the C classes, 2 or more, each once.
     """
     from sklearn.metrics import (
@@ -40,36 +42,36 @@ def judge(logits: Tensor, truth: Tensor, labels: Sequence[str]) -> Judged:
         precision_recall_fscore_support,
     )
 
-    true, guessed = truth.numpy(), logits.argmax(-1).numpy()
+    true, predictions = targets.numpy(), logits.argmax(-1).numpy()
     classes = range(len(labels))
     precision, recall, f1, support = precision_recall_fscore_support(
-        true, guessed, labels=classes, zero_division=0.0
+        true, predictions, labels=classes, zero_division=0.0
     )
-    counts = confusion_matrix(true, guessed, labels=classes)
+    counts = confusion_matrix(true, predictions, labels=classes)
     several = ((counts.sum(0) + counts.sum(1)) > 0).sum() > 1
     scores = {
-        "accuracy": float((true == guessed).mean()),
+        "accuracy": float((true == predictions).mean()),
         "macro_f1": float(f1.mean()),
         "macro_precision": float(precision.mean()),
         "macro_recall": float(recall.mean()),
         # Of a single class scikit-learn says 0, and warns.
-        "mcc": float(matthews_corrcoef(true, guessed)) if several else 0.0,
+        "mcc": float(matthews_corrcoef(true, predictions)) if several else 0.0,
     }
     per = tuple(
         (label, float(precision[i]), float(recall[i]), float(f1[i]), int(support[i]))
         for i, label in enumerate(labels)
     )
-    loss = float(torch.nn.functional.cross_entropy(logits, truth))
+    loss = float(torch.nn.functional.cross_entropy(logits, targets))
     predicted = dict(zip(labels, map(int, counts.sum(0)), strict=True))
-    return Judged(loss, scores, per, _confusion(counts, tuple(labels)), predicted)
+    return EvalMetrics(loss, scores, per, _confusion(counts, tuple(labels)), predicted)
 
 
-def mistakes(
+def worst_examples(
     texts: Callable[[int], str],
     logits: Tensor,
-    truth: Tensor,
+    targets: Tensor,
     labels: Sequence[str],
-    most: int = 20,
+    limit: int = 20,
 ) -> Table:
     """Return the wrong guesses that were made with the most confidence.
 
@@ -79,24 +81,24 @@ def mistakes(
     Args:
         texts: The text of an example; asked only for those shown.
         logits: float32, shape (N, C), on the CPU.
-        truth: int64, shape (N,), on the CPU.
+        targets: int64, shape (N,), on the CPU.
         labels: Names of the C classes.
-        most: How many to show.
+        limit: How many to show.
     """
-    guesses = logits.argmax(-1)
-    wrong = (guesses != truth).nonzero().squeeze(-1)
-    chances = logits[wrong].softmax(-1).amax(-1)
-    order = chances.sort(descending=True, stable=True).indices[:most]
+    predictions = logits.argmax(-1)
+    wrong = (predictions != targets).nonzero().squeeze(-1)
+    probabilities = logits[wrong].softmax(-1).amax(-1)
+    order = probabilities.sort(descending=True, stable=True).indices[:limit]
     rows = tuple(
         (
             _shortened(texts(int(wrong[i]))),
-            labels[int(truth[wrong[i]])],
-            labels[int(guesses[wrong[i]])],
-            float(chances[i]),
+            labels[int(targets[wrong[i]])],
+            labels[int(predictions[wrong[i]])],
+            float(probabilities[i]),
         )
         for i in order
     )
-    note = f"{len(wrong):,} of {len(truth):,} guesses are wrong"
+    note = f"{len(wrong):,} of {len(targets):,} guesses are wrong"
     if len(rows) < len(wrong):
         note += f"; the {len(rows)} most confident are shown"
     columns = ("text", "truth", "guess", "probability")
@@ -106,13 +108,13 @@ def mistakes(
 def _confusion(counts: Counts, labels: tuple[str, ...]) -> Table:
     """Return counts as a table; of many classes the most mistaken, the rest as one."""
     notes: tuple[str, ...] = ()
-    if len(labels) > _MOST_CLASSES:
-        whole = len(labels)
-        counts, labels = most_mistaken(counts, labels, _MOST_CLASSES)
-        kept = len(labels) - 1
-        named = f"The {kept} labels with the most mistakes"
-        notes = (f"{named}, and the other {whole - kept} as one.",)
-    head = apart("truth", labels)
+    if len(labels) > _MAX_CLASSES:
+        num_labels = len(labels)
+        counts, labels = most_confused(counts, labels, _MAX_CLASSES)
+        num_listed = len(labels) - 1
+        named = f"The {num_listed} labels with the most mistakes"
+        notes = (f"{named}, and the other {num_labels - num_listed} as one.",)
+    head = unique_name("truth", labels)
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (label, *map(int, row)) for label, row in zip(labels, counts, strict=True)
     )
@@ -120,6 +122,6 @@ def _confusion(counts: Counts, labels: tuple[str, ...]) -> Table:
 
 
 def _shortened(text: str) -> str:
-    if len(text) <= _MOST_CHARACTERS:
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    return text[: _MOST_CHARACTERS - 3] + "..."
+    return text[: _MAX_CHARACTERS - 3] + "..."

@@ -1,6 +1,6 @@
 """The report of a training run, as one page of HTML.
 
-In: what a run has to tell, as plain data. Out: the document, which needs no network.
+In: the data of a report, as plain values. Out: the document, which needs no network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from halfstep.machine import hardware
 from halfstep.reporting import html
 from halfstep.reporting.html import Bar, Card, Chart, Curve, Heat, Section
 from halfstep.reporting.table import Cell, Table
-from halfstep.train.metrics.result import Judged, words_of
+from halfstep.train.metrics.result import EvalMetrics, score_title
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ _OF_HOST = (
 )
 
 
-def where_it_ran() -> Table:
+def machine_table() -> Table:
     """Return what this machine is."""
     facts = hardware.capabilities()
     rows = [
@@ -52,8 +52,8 @@ def where_it_ran() -> Table:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a run has to tell."""
+class ReportData:
+    """The data of a report."""
 
     title: str
     lead: str
@@ -62,70 +62,71 @@ class Told:
     """As the run used them."""
     chosen: frozenset[str]
     """Names of the settings that the run chose itself."""
-    judged: Mapping[str, Judged]
+    metrics: Mapping[str, EvalMetrics]
     """By split; the last is the one that counts."""
-    mistakes: tuple[Table, ...]
-    beside: Table | None
-    """The model beside a baseline."""
+    worst_examples: tuple[Table, ...]
+    baseline: Table | None
+    """The model compared with a baseline."""
     precision: Table
     records: Sequence[Mapping[str, Any]]
     """Steps and evaluations as in metrics.jsonl; of older runs without "seconds"."""
     summary: Mapping[str, Any]
     """As in summary.json; what is missing in it is not shown."""
     findings: tuple[str, ...]
-    """What somebody should know about its data."""
-    machine: Table = field(default_factory=where_it_ran)
+    """What a reader should know about its data."""
+    machine: Table = field(default_factory=machine_table)
     cards: tuple[Card, ...] = ()
     """What the doctor found."""
 
 
-def page(told: Told) -> str:
+def page(report: ReportData) -> str:
     """Return the report, an HTML document.
 
     Raises:
         UserError: If jinja2 or matplotlib is not installed.
     """
-    steps = [record for record in told.records if "event" not in record]
-    evals = [record for record in told.records if record.get("event") == "eval"]
-    beside = () if told.beside is None else (told.beside,)
-    charts, on_gpu = _charts(steps, evals), told.settings.get("device") == "cuda"
+    steps = [record for record in report.records if "event" not in record]
+    evals = [record for record in report.records if record.get("event") == "eval"]
+    baseline_tables = () if report.baseline is None else (report.baseline,)
+    charts, on_gpu = _charts(steps, evals), report.settings.get("device") == "cuda"
     about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
-    memory = _memory(told.summary, on_gpu=on_gpu)
+    memory = _memory(report.summary, on_gpu=on_gpu)
     sections = [
-        Section("Findings", points=told.findings, cards=told.cards),
-        Section("Quality", tables=(*_quality(told.judged), *beside)),
-        Section("Confusion", heats=_confusion(told.judged)),
+        Section("Findings", points=report.findings, cards=report.cards),
+        Section("Quality", tables=(*_quality(report.metrics), *baseline_tables)),
+        Section("Confusion", heats=_confusion(report.metrics)),
         Section(
-            "Mistakes worth reading", tables=tuple(t for t in told.mistakes if t.rows)
+            "Mistakes worth reading",
+            tables=tuple(t for t in report.worst_examples if t.rows),
         ),
         Section("Curves", about, charts=charts),
         _time(steps, on_gpu=on_gpu),
-        Section("Cost", tables=(*_cost(told.summary), *memory)),
+        Section("Cost", tables=(*_cost(report.summary), *memory)),
         _skips(steps),
-        Section("Precision", tables=(replace(told.precision, title=""),)),
-        Section("Configuration", tables=(_settings(told.settings, told.chosen),)),
-        Section("Machine", tables=(told.machine,)),
+        Section("Precision", tables=(replace(report.precision, title=""),)),
+        Section("Configuration", tables=(_settings(report.settings, report.chosen),)),
+        Section("Machine", tables=(report.machine,)),
     ]
-    shown = [section for section in sections if section != Section(section.heading)]
-    return html.page(told.title, shown, told.lead)
+    non_empty = [section for section in sections if section != Section(section.heading)]
+    return html.page(report.title, non_empty, report.lead)
 
 
-def _quality(judged: Mapping[str, Judged]) -> list[Table]:
+def _quality(metrics: Mapping[str, EvalMetrics]) -> list[Table]:
     """Return the scores of every split, then what the last one is made of."""
-    if not judged:
+    if not metrics:
         return []
-    split, final = list(judged.items())[-1]
-    columns = [{**one.scores, "loss": one.loss} for one in judged.values()]
+    split, final = list(metrics.items())[-1]
+    columns = [{**one.scores, "loss": one.loss} for one in metrics.values()]
     rows: list[tuple[Cell, ...]] = [
-        (words_of(name), *(column.get(name) for column in columns))
+        (score_title(name), *(column.get(name) for column in columns))
         for name in columns[-1]
     ]
-    scores = Table("Scores", ("score", *judged), tuple(rows), digits=4)
+    scores = Table("Scores", ("score", *metrics), tuple(rows), digits=4)
     return [scores, replace(final.table(f"By label, on {split}"), notes=())]
 
 
-def _confusion(judged: Mapping[str, Judged]) -> tuple[Heat, ...]:
-    split, final = list(judged.items())[-1] if judged else ("", None)
+def _confusion(metrics: Mapping[str, EvalMetrics]) -> tuple[Heat, ...]:
+    split, final = list(metrics.items())[-1] if metrics else ("", None)
     if final is None or final.confusion is None:
         return ()
     return (Heat(replace(final.confusion, title=f"On {split}"), "guess"),)
@@ -147,7 +148,7 @@ def _charts(
 
     seen = dict.fromkeys(key for record in evals for key in record)
     keys = [key for key in seen if key.startswith(_SCORE) and key != _LOSS]
-    scores = tuple(curve(words_of(k.removeprefix(_SCORE)), evals, k) for k in keys)
+    scores = tuple(curve(score_title(k.removeprefix(_SCORE)), evals, k) for k in keys)
     loss = (curve("training", steps, "loss"), curve("dev", evals, _LOSS))
     rate, speed = curve("", steps, "lr"), curve("", steps, "examples_per_s")
     scale, norm = curve("", steps, "scale"), curve("", steps, "grad_norm")
@@ -172,19 +173,19 @@ def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
     timed = [record["seconds"] for record in steps if record.get("seconds")]
     if not timed:
         return Section(heading)
-    left_out = min(_WARM_UP, len(timed) // 2)
+    num_warm_up = min(_WARM_UP, len(timed) // 2)
     names = [name for name in _PARTS if any(name in parts for parts in timed)]
-    spent = np.array([[s.get(n) or 0.0 for n in names] for s in timed[left_out:]])
+    spent = np.array([[s.get(n) or 0.0 for n in names] for s in timed[num_warm_up:]])
     spent *= 1000
-    whole = spent.sum(1)
+    step_ms = spent.sum(1)
     rows: list[tuple[Cell, ...]] = []
-    for name, part in [*zip(names, spent.T, strict=True), ("whole step", whole)]:
-        middle, late = (float(value) for value in np.percentile(part, [50, 95]))
-        share = 100 * float(part.sum()) / (float(whole.sum()) or 1.0)
-        rows.append((name, middle, late, share))
+    for name, part in [*zip(names, spent.T, strict=True), ("whole step", step_ms)]:
+        median, p95 = (float(value) for value in np.percentile(part, [50, 95]))
+        share = 100 * float(part.sum()) / (float(step_ms.sum()) or 1.0)
+        rows.append((name, median, p95, share))
     columns = ("part", "median, ms", "95th percentile, ms", "share, %")
     note = (
-        f"Over {len(spent):,} steps; the first {left_out} are left out. "
+        f"Over {len(spent):,} steps; the first {num_warm_up} are left out. "
         "A share is one of all the time, not of the median. The rest is what lies "
         "between these parts: seeds, rates, and agreeing on the loss, which waits for "
         "other processes and for a GPU."
@@ -196,7 +197,7 @@ def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
 
 
 def _cost(summary: Mapping[str, Any]) -> list[Table]:
-    known = {
+    titles = {
         "train_seconds": "time in training steps, s",
         "evaluate_seconds": "time in evaluations, s",
         "save_seconds": "time in writing checkpoints, s",
@@ -212,19 +213,19 @@ def _cost(summary: Mapping[str, Any]) -> list[Table]:
     facts = dict(summary)
     if facts.get("padded_share") is not None:
         facts["padded_share"] *= 100
-    rows = [(words, facts[key]) for key, words in known.items() if key in facts]
+    rows = [(words, facts[key]) for key, words in titles.items() if key in facts]
     note = "Times and memory are this process's, since it was started or resumed."
     table = Table("Time and steps", ("what", "value"), tuple(rows), (note,), digits=1)
     return [table] if rows else []
 
 
 def _memory(summary: Mapping[str, Any], *, on_gpu: bool) -> list[Table]:
-    held = {"peak": summary.get("peak_memory_bytes"), **(summary.get("memory") or {})}
+    sizes = {"peak": summary.get("peak_memory_bytes"), **(summary.get("memory") or {})}
     peak = "peak allocated by torch on the GPU" if on_gpu else "peak of the process"
     words = {"peak": peak, "moments": "optimizer's moments"}
     rows = [
         (words.get(name, name), size / 2**20)
-        for name, size in held.items()
+        for name, size in sizes.items()
         if size is not None
     ]
     table = Table("Memory", ("what", "MiB"), tuple(rows), digits=1)

@@ -31,20 +31,20 @@ def finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
     return value
 
 
-def text_of(records: Iterable[Mapping[str, Any]]) -> str:
+def to_lines(records: Iterable[Mapping[str, Any]]) -> str:
     """Return the lines of some records."""
     return "".join(
         json.dumps(finite(record), allow_nan=False) + "\n" for record in records
     )
 
 
-def add(path: Path, record: Mapping[str, Any]) -> None:
+def append(path: Path, record: Mapping[str, Any]) -> None:
     """Add a line; on a full disk half of it may be there, at the end.
 
     Why: whoever goes on, in this process or another, takes a line without an end for
     one that was never written. So half a line is removed before the next is added.
     """
-    data = memoryview(text_of([record]).encode())
+    data = memoryview(to_lines([record]).encode())
     with path.open("a+b", buffering=0) as file:
         _cut_torn_end(file)
         while data:
@@ -74,7 +74,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         message = f"{path} cannot be read: {atomic_directory.why(error)}."
         raise UserError(message) from error
-    found = []
+    records = []
     # What follows the last line end is empty, or torn.
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -86,8 +86,8 @@ def read(path: Path) -> list[dict[str, Any]]:
                 "Remove the line, or start anew with another --out."
             )
             raise UserError(message) from error
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def settings(path: Path) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def settings(path: Path) -> dict[str, Any]:
         UserError: If there is no run, or its settings are damaged.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         message = f"{path.parent} holds no run; it has no config.json."
         raise UserError(message) from error
@@ -107,13 +107,13 @@ def settings(path: Path) -> dict[str, Any]:
     except ValueError as error:
         message = f"{path} is damaged: it is not valid JSON."
         raise UserError(message) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         message = f"{path} is damaged: it holds no settings."
         raise UserError(message)
-    return found
+    return content
 
 
-def check_own(path: Path) -> None:
+def check_is_run(path: Path) -> None:
     """Refuse to replace what no run of ours has written.
 
     Raises:
@@ -131,7 +131,7 @@ def check_own(path: Path) -> None:
         raise UserError(message)
 
 
-def check_there(path: Path) -> None:
+def check_exists(path: Path) -> None:
     """Refuse to write where the run did not begin.
 
     Why: where a disk was mounted there is an empty folder once it is gone, and what is

@@ -25,7 +25,7 @@ class Progress(Protocol):
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a training step."""
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Show a line that stays."""
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class _Silent:
     def step(self, record: Mapping[str, Any]) -> None:
         pass
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         pass
 
     def close(self) -> None:
@@ -73,9 +73,9 @@ class _Plain:
         spent = time.perf_counter() - self._began
         left = spent / max(1, number - self._first) * (self._total - number)
         numbers = _numbers(record)
-        self.say(f"step {number}/{self._total}  {numbers}  {left:.0f} s left")
+        self.print_line(f"step {number}/{self._total}  {numbers}  {left:.0f} s left")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         # A reader that left (`| head`) must not end the training.
         with contextlib.suppress(BrokenPipeError):
             print(*wrapped(line, terminal_width()), sep="\n", flush=True)
@@ -106,7 +106,7 @@ class _Live:
     def step(self, record: Mapping[str, Any]) -> None:
         self._bar.update(self._task, completed=record["step"], numbers=_numbers(record))
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self._bar.console.print(line, markup=False, highlight=False)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from halfstep.checkpoint.single import CheckpointError
 from halfstep.errors import UserError, require
 from halfstep.reporting.table import write_text
 from halfstep.train import torchrun
-from halfstep.train.model import without_bars
+from halfstep.train.model import without_progress_bars
 from halfstep.train.output import jsonl
 from halfstep.train.output.jsonl import finite
 
@@ -40,7 +40,7 @@ _OWN = (
     *("launch.json", "resolved.toml", "config.json"),
 )
 _SET_ASIDE = "damaged-"
-_TORN = re.compile(r"\.[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 """What `write_text` calls a file that is not whole yet."""
 
 
@@ -78,18 +78,18 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             names = (*_OWN, *_OWN_FOLDERS)
-            held = [name for name in names if (self.path / name).exists()]
-            began = not all(map(self._is_bare, held))
+            old = [name for name in names if (self.path / name).exists()]
+            began = not all(map(self._is_unstarted, old))
             if began and not overwrite:
                 message = (
-                    f"{self.path} already holds a run ({held[-1]}); add --resume to go "
+                    f"{self.path} already holds a run ({old[-1]}); add --resume to go "
                     "on with it, --overwrite to replace it, or choose another --out."
                 )
                 raise UserError(message)
             if began:
-                jsonl.check_own(self._config)
+                jsonl.check_is_run(self._config)
             else:
-                self.refuse_foreign()
+                self.check_no_foreign_files()
             self._sweep()
             for name in (*_OWN_FOLDERS, *_OWN):
                 atomic_directory.remove(self.path / name)
@@ -103,8 +103,8 @@ class RunFolder:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def refuse_foreign(self) -> None:
-        """Refuse a folder that holds files of somebody else.
+    def check_no_foreign_files(self) -> None:
+        """Refuse a folder that holds files of another program.
 
         Hidden files do not count, nor what a file system puts on a new disk.
 
@@ -127,14 +127,14 @@ class RunFolder:
         return UserError(message)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep other programs out of the folder, which is made if need be.
 
         Raises:
             UserError: If another program is at work there, or it cannot be written.
         """
         try:
-            claim = torchrun.Claim(self.path)
+            claim = torchrun.FolderLock(self.path)
         except OSError as error:
             raise self._unwritable(error) from error
         try:
@@ -145,15 +145,15 @@ class RunFolder:
         finally:
             claim.release()
 
-    def _is_bare(self, name: str) -> bool:
-        """Say whether this is what is there before a run begins, and no trace of one.
+    def _is_unstarted(self, name: str) -> bool:
+        """Say whether this is the state before a run has begun.
 
         Why: a program may be killed before `config.json` tells what it was to do.
         """
         path = self.path / name
         if name in _OWN_FOLDERS:
             return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
-        return name == "launch.json" and torchrun.read(path) is not None
+        return name == "launch.json" and torchrun.read_identity(path) is not None
 
     def resumes_after_restart(self) -> bool:
         """Say whether torchrun has restarted the processes that began this run.
@@ -164,7 +164,7 @@ class RunFolder:
         """
         if not self._config.exists():
             return False
-        return torchrun.started_again(torchrun.read(self.path / "launch.json"))
+        return torchrun.is_restart_of(torchrun.read_identity(self.path / "launch.json"))
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the run that is there.
@@ -181,7 +181,7 @@ class RunFolder:
             UserError: If it cannot be written.
         """
         with self.writing(self.metrics):
-            jsonl.add(self.metrics, record)
+            jsonl.append(self.metrics, record)
 
     def records(self) -> list[dict[str, Any]]:
         """Return the metrics; a last line torn by a crash is left out.
@@ -200,10 +200,10 @@ class RunFolder:
         Raises:
             UserError: If metrics are damaged, or something cannot be written.
         """
-        kept = [record for record in self.records() if record["step"] <= step]
+        records = [record for record in self.records() if record["step"] <= step]
         with self.writing(self.path):
             self._sweep()
-            write_text(self.metrics, jsonl.text_of(kept))
+            write_text(self.metrics, jsonl.to_lines(records))
             for later in (each for each in self.steps() if each > step):
                 path = self.checkpoint_path(later)
                 aside = path.with_name(_SET_ASIDE + path.name)
@@ -213,7 +213,7 @@ class RunFolder:
     def _sweep(self) -> None:
         """Remove what processes left that were killed while they wrote."""
         for path in self.path.iterdir():
-            if _TORN.fullmatch(path.name):
+            if _TEMPORARY.fullmatch(path.name):
                 atomic_directory.remove(path)
         atomic_directory.sweep(self.path, self.model.name)
         atomic_directory.sweep(self._checkpoints)
@@ -246,8 +246,8 @@ class RunFolder:
                 f"{self._checkpoints} cannot be read: {atomic_directory.why(error)}."
             )
             raise UserError(message) from error
-        found = (re.fullmatch(r"step-(\d{8,})", name) for name in names)
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        matches = (re.fullmatch(r"step-(\d{8,})", name) for name in names)
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def save(
         self,
@@ -331,7 +331,7 @@ class RunFolder:
             UserError: If one cannot be deleted.
         """
         require("keep", keep, keep >= 1, "at least 1")
-        whole: list[int] = []
+        intact: list[int] = []
         wanted: set[int] = set()
         for step in self.steps():
             try:
@@ -339,14 +339,14 @@ class RunFolder:
             except CheckpointError:
                 wanted.add(step)
                 continue
-            if len(whole) < keep:
+            if len(intact) < keep:
                 wanted |= {step, notes.get("best_step", step)}
-            whole.append(step)
+            intact.append(step)
         with self.writing(self._checkpoints):
-            for step in set(whole) - wanted:
+            for step in set(intact) - wanted:
                 atomic_directory.discard(self.checkpoint_path(step))
 
-    def publish_model(self, model: Any, tokenizer: Any) -> None:  # noqa: ANN401
+    def save_model(self, model: Any, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the finished model for transformers, sealed; whole or not at all.
 
         Raises:
@@ -354,7 +354,7 @@ class RunFolder:
         """
 
         def fill(part: Path) -> dict[str, Any]:
-            with without_bars():
+            with without_progress_bars():
                 model.save_pretrained(part)
             tokenizer.save_pretrained(part)
             return {"notes": {}}
@@ -373,7 +373,7 @@ class RunFolder:
                 longer that of the run.
         """
         try:
-            jsonl.check_there(self._config)
+            jsonl.check_exists(self._config)
             yield
         except Exception as error:
             reason = atomic_directory.why(error)
@@ -381,26 +381,28 @@ class RunFolder:
                 reason = error.reason
             if reason is None:
                 raise
-            message = f"{path} could not be written: {reason}. {self._what_is_left()}"
+            message = (
+                f"{path} could not be written: {reason}. {self._recovery_advice()}"
+            )
             raise UserError(message) from error
 
-    def _what_is_left(self) -> str:
+    def _recovery_advice(self) -> str:
         go_on = "mend that, then go on with --resume."
-        left = "No checkpoint is whole; mend that, then start anew."
+        advice = "No checkpoint is whole; mend that, then start anew."
         unread = f"What was saved cannot be read now; {go_on}"
         try:
-            jsonl.check_there(self._config)
+            jsonl.check_exists(self._config)
             self._checkpoints.stat()  # made with the folder
             for step in self.steps():
-                whole = self._is_whole(step)
-                if whole:
+                is_intact = self._is_intact(step)
+                if is_intact:
                     return f"The checkpoint of step {step} is whole; {go_on}"
-                left = unread if whole is None else left
+                advice = unread if is_intact is None else advice
         except (UserError, OSError):
             return unread
-        return left
+        return advice
 
-    def _is_whole(self, step: int) -> bool | None:
+    def _is_intact(self, step: int) -> bool | None:
         """Say whether a checkpoint is whole; None where it cannot be read now."""
         try:
             path = self.checkpoint_path(step)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-_SHOWN = ("loss", "lr", "scale", "grad_norm", "examples_per_s", "skipped_total")
+_SCALARS = ("loss", "lr", "scale", "grad_norm", "examples_per_s", "skipped_total")
 
 
-class Board:
+class TensorBoardWriter:
     """Writes records as scalars, as long as the disk takes them.
 
     A disk that does not ends no run: that is said once, and no more is written.
@@ -33,24 +33,24 @@ class Board:
     def __init__(self, folder: Path, step: int) -> None:
         self._folder = folder
         self._writer: Any = None
-        self._lost = False
+        self._has_failed = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # tensorboard's own
             from torch.utils.tensorboard import SummaryWriter
 
-            with self._sparing():
+            with self._warn_once_on_disk_error():
                 self._writer = SummaryWriter(
                     str(folder), purge_step=step + 1 if step else None
                 )
 
     @contextlib.contextmanager
-    def _sparing(self) -> Iterator[None]:
+    def _warn_once_on_disk_error(self) -> Iterator[None]:
         """Spare the run what the disk refuses; the first time, say so."""
         try:
             yield
         except OSError as error:
-            told, self._lost = self._lost, True
-            if not told:
+            had_failed, self._has_failed = self._has_failed, True
+            if not had_failed:
                 why = atomic_directory.why(error)
                 message = (
                     f"{self._folder} could not be written: {why}. "
@@ -60,21 +60,21 @@ class Board:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write what a record holds."""
-        if self._lost:
+        if self._has_failed:
             return
         if record.get("event") == "eval":
-            shown = {k: k.replace("_", "/", 1) for k in record if k.startswith("dev_")}
+            names = {k: k.replace("_", "/", 1) for k in record if k.startswith("dev_")}
         else:
-            shown = {key: f"train/{key}" for key in _SHOWN}
-        with self._sparing():
-            for key, name in shown.items():
+            names = {key: f"train/{key}" for key in _SCALARS}
+        with self._warn_once_on_disk_error():
+            for key, name in names.items():
                 if record.get(key) is not None:
                     self._writer.add_scalar(name, record[key], record["step"])
 
     def close(self) -> None:
         """Write what is left to the disk."""
         if self._writer is not None:
-            with self._sparing():
+            with self._warn_once_on_disk_error():
                 self._writer.close()
 
 
