@@ -112,7 +112,7 @@ def test_turns_are_recorded(tmp_path: Path) -> None:
         ]
 
 
-RECORDS = ("journal.record(", "measure.take_turns(", "worker_process.Living(")
+RECORDS = ("journal.record(", "measure.take_turns(", "worker_process.WorkerProcess(")
 """All that keeps a measurement."""
 
 FILES = {"quality": "accuracy", "traces": "scale_traces", "wire": "comm_bytes"}

@@ -193,11 +193,11 @@ def test_a_guard_that_sleeps_is_noticed() -> None:
     kernel = session._masters.kernel
 
     class Blind:
-        words, on_device = "blind", False
+        description, on_device = "blind", False
         update = staticmethod(kernel.update)
 
         @staticmethod
-        def look(
+        def check_finite(
             gradients: Sequence[Tensor], *, norm: bool
         ) -> tuple[Tensor, Tensor | None]:
             del gradients, norm

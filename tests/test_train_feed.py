@@ -239,7 +239,7 @@ class Signalled(StepDataset):
 def test_workers_ignore_signals() -> None:
     """Law: a signal to the whole group leaves the steps under way whole."""
     order, world = Order(4, 1, 1, 0), World(0, 1, torch.device("cpu"))
-    told = {"pad_id": 0, "multiple": 1, "hiding": None}
+    told = {"pad_id": 0, "multiple": 1, "masking": None}
     struck = Signalled(held(18), order, PLAIN, world, **told)
     handlers = [signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)]
     got = list(iterate_steps(struck, 1, struck.per_epoch, workers=1, pin=False))

@@ -146,7 +146,7 @@ def lr_factor(applied: int, total: int, warmup: float) -> float:
     and would reach zero after the last.
 
     Example:
-        >>> [round(rate_factor(step, 10, 0.2), 3) for step in (0, 1, 2, 9)]
+        >>> [round(lr_factor(step, 10, 0.2), 3) for step in (0, 1, 2, 9)]
         [0.5, 1.0, 1.0, 0.125]
     """
     rising = math.ceil(warmup * total)
