@@ -248,7 +248,9 @@ def test_a_step_that_is_none() -> None:
 def lacked(found: hs.diagnostics.step_diagnosis.Diagnosis) -> dict[str, str]:
     """Return the rules that had nothing to look at, and why."""
     return {
-        rule: each.why for each in found.examination.not_evaluated for rule in each.rules
+        rule: each.why
+        for each in found.examination.not_evaluated
+        for rule in each.rules
     }
 
 

@@ -151,7 +151,10 @@ def test_refusals() -> None:
     lazy = torch._neg_view(torch.zeros(4))
     assert good.step is not None
     for change, words in (
-        ({"residual": None}, "Item 2 has a weight of torch.bfloat16 and None beside it"),
+        (
+            {"residual": None},
+            "Item 2 has a weight of torch.bfloat16 and None beside it",
+        ),
         ({"states": good.states[:1]}, "has 1 state tensors and a step"),
         ({"step": None}, "has 2 state tensors and no step"),
         ({"gradient": long}, "of shape (5,)"),
