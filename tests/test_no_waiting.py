@@ -48,8 +48,8 @@ def _gpu(
     if request.node.get_closest_marker("gpu"):
         yield
         return
-    monkeypatch.setattr(async_read, "on_host", lambda _: False)
-    monkeypatch.setattr(async_read.Late, "send", lambda *_: None)
+    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    monkeypatch.setattr(async_read.DelayedScalars, "submit", lambda *_: None)
     # The kernels of a CPU read memory, which fake tensors have none of.
     monkeypatch.setattr(OptimizerStep, "_has_kernel", False)
     monkeypatch.setattr(factory, "cautions", lambda *_, **__: ())

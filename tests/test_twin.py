@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.preflight.model_copy import ModelCopy
 from halfstep.machine.recommendation import choose
-from halfstep.numerics.exponents import count
+from halfstep.numerics.exponents import count_exponents
 from halfstep.policy import LEAN
 
 
@@ -70,7 +70,9 @@ def test_what_is_counted() -> None:
     output = torch.full((2, 2), 0.25)
     weight = output.T @ x
     # The weight's gradient comes to the product's transpose, and is kept.
-    expected = count(torch.cat([output.flatten(), weight.flatten(), weight.flatten()]))
+    expected = count_exponents(
+        torch.cat([output.flatten(), weight.flatten(), weight.flatten()])
+    )
     assert torch.equal(seen.histogram, expected)
     assert seen.trace.gradient_peaks() == {"": 0.25}
     # The product keeps its input; the weight is not counted.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
 
-from halfstep._torch.dynamo import untraced
+from halfstep._torch.dynamo import dynamo_disable
 from halfstep._torch.patches import SharedPatches
 from halfstep.casting import (
     active_context,
@@ -125,7 +125,7 @@ class Region(torch_autocast):
         self._settings = dict(vars(self))
         self._entries: Entries[_Entry] = Entries()
 
-    @untraced
+    @dynamo_disable
     def __enter__(self) -> Self:
         """Open a region."""
         active_context.settle()
@@ -142,7 +142,7 @@ class Region(torch_autocast):
         self._entries.push(_Entry(region, pushed, opened))
         return self
 
-    @untraced
+    @dynamo_disable
     def __exit__(
         self,
         exc_type: type[BaseException] | None,

@@ -21,7 +21,7 @@ from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.fx.node import has_side_effect
 from torch.library import Library
 
-from halfstep._torch.dynamo import untraced
+from halfstep._torch.dynamo import dynamo_disable
 from halfstep.casting import (
     active_context,
     compile_guard,
@@ -109,7 +109,7 @@ def _define() -> None:
     ):
         _library.define(f"{name}({arguments}) -> ()")  # type: ignore[no-untyped-call]
         # Where torch.compile has given up it would try these next.
-        kernel = untraced(run)
+        kernel = dynamo_disable(run)
         _library.impl(name, kernel, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
         # Under a dispatch mode, as in tracing, torch restores a thread's dispatcher
         # state after an operation, but for what happens before it takes note of it.

@@ -18,7 +18,7 @@ import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.nn import parallel
 
-from halfstep._torch.patches import attribute
+from halfstep._torch.patches import attribute_patch
 from halfstep.casting import recompute, torch_cache
 from halfstep.casting.dispatch_kernels import KEYS
 
@@ -40,7 +40,7 @@ def _carrying(torchs: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 PATCHES = tuple(
-    attribute(owner, "parallel_apply", _carrying)
+    attribute_patch(owner, "parallel_apply", _carrying)
     for owner in (parallel, sys.modules[parallel.DataParallel.__module__])
 )
 """For `nn.parallel.parallel_apply`, and for where `nn.DataParallel` finds it."""

@@ -51,7 +51,7 @@ def attach(model: nn.Module, steered: Policy) -> None:
     Raises:
         UserError: If a rule on modules or types matches none.
     """
-    model = ddp.bare(model)
+    model = ddp.unwrap(model)
     done = _attached.setdefault(model, {})
     now = {id(module) for module in model.modules()}
     before = done.get(steered, set())

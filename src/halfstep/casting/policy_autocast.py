@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 
-from halfstep._torch.dynamo import untraced
+from halfstep._torch.dynamo import dynamo_disable
 from halfstep.casting import (
     active_context,
     compile_guard,
@@ -101,7 +101,7 @@ class Steered:
         self._recorder = Recorder(self.device) if record else None
         self._entries: Entries[_Entry] = Entries()
 
-    @untraced
+    @dynamo_disable
     def __enter__(self) -> Self:
         """Open a region."""
         surrounding = active_context.in_force(self.device)
@@ -138,7 +138,7 @@ class Steered:
         if missed:
             warnings.warn(missed, stacklevel=2)
 
-    @untraced
+    @dynamo_disable
     def _close(
         self,
         exc_type: type[BaseException] | None,

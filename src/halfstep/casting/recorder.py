@@ -105,7 +105,7 @@ class Recorder:
     def _enter(self, module: nn.Module, _args: object) -> None:
         thread = self._thread
         if not thread.modules:
-            root = ddp.bare(module)
+            root = ddp.unwrap(module)
             thread.paths = {id(m): path for path, m in root.named_modules()}
         thread.modules.append(module)
 

@@ -24,7 +24,7 @@ import torch
 from torch.autograd import grad_mode
 
 from halfstep._torch import optimizer_hooks
-from halfstep._torch.patches import attribute
+from halfstep._torch.patches import attribute_patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,14 +75,14 @@ def _forget(*_: object) -> None:
         torch.clear_autocast_cache()
 
 
-optimizer_hooks.after_each_step(_forget)
+optimizer_hooks.register_post_step_callback(_forget)
 PATCHES = (
-    optimizer_hooks.STEPS.apply,
-    attribute(grad_mode.no_grad, "__exit__", _then_forget),
-    attribute(grad_mode.set_grad_enabled, "__exit__", _then_forget),
-    attribute(grad_mode.inference_mode, "__exit__", _then_forget),
+    optimizer_hooks.STEP_PATCH.apply,
+    attribute_patch(grad_mode.no_grad, "__exit__", _then_forget),
+    attribute_patch(grad_mode.set_grad_enabled, "__exit__", _then_forget),
+    attribute_patch(grad_mode.inference_mode, "__exit__", _then_forget),
     # As a function it needs no end: `torch.set_grad_enabled(True)`.
-    attribute(grad_mode.set_grad_enabled, "__init__", _then_forget),
+    attribute_patch(grad_mode.set_grad_enabled, "__init__", _then_forget),
 )
 """They start the cache anew, inside contexts, whenever a weight may have changed."""
 

@@ -121,8 +121,8 @@ class CastCache:
         self.bytes_cast = 0
         with _lock:
             _caches.add(self)
-        optimizer_hooks.STEPS.acquire()
-        weakref.finalize(self, optimizer_hooks.STEPS.release).atexit = False
+        optimizer_hooks.STEP_PATCH.acquire()
+        weakref.finalize(self, optimizer_hooks.STEP_PATCH.release).atexit = False
 
     def __reduce__(self) -> tuple[type[CastCache], tuple[()]]:
         """Let what holds a cache be copied and pickled; a copy starts empty."""
@@ -258,7 +258,7 @@ def _written(optimizer: torch.optim.Optimizer) -> None:
         cache.distrust(p for group in optimizer.param_groups for p in group["params"])
 
 
-optimizer_hooks.after_each_step(_written)
+optimizer_hooks.register_post_step_callback(_written)
 
 
 class _Cast(torch.autograd.Function):

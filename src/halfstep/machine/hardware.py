@@ -24,7 +24,7 @@ from halfstep.errors import UserError
 from halfstep.machine import cpu, gemm, rate_cache
 from halfstep.machine.gemm import GemmRates
 from halfstep.numerics import formats
-from halfstep.reporting.table import Cell, Table, count
+from halfstep.reporting.table import Cell, Table, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -361,7 +361,7 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
     found: list[tuple[Cell, ...]] = [
         ("processor", facts.cpu),
         ("cores", str(facts.cores)),
-        ("torch", f"{facts.torch}, {count(facts.threads, 'thread')}"),
+        ("torch", f"{facts.torch}, {format_count(facts.threads, 'thread')}"),
         ("instruction sets", ", ".join(facts.instruction_sets) or "none known"),
     ]
     quota, limits = cpu.cgroup_limit(), cpu.instruction_limits()

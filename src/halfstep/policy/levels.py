@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfstep.errors import UserError, shown
+from halfstep.errors import UserError, format_value
 from halfstep.reporting.table import Table
 
 
@@ -96,7 +96,8 @@ def parse(word: str | Level) -> Level:
         )
     else:
         message = (
-            f"level={shown(word)} is not a level; choose auto, {', '.join(LEVELS)}."
+            f"level={format_value(word)} is not a level; "
+            f"choose auto, {', '.join(LEVELS)}."
         )
     raise UserError(message)
 

@@ -91,7 +91,7 @@ def check(
     check_not_replaced(model, [p for g in optimizer.param_groups for p in g["params"]])
     if release:
         message = (
-            "release_gradients=True leaves out gradients that are not finite, and of "
+            "optimizer_in_backward=True leaves out non-finite gradients, and of "
             "one parameter FSDP2 gives each rank a part: ranks would not agree."
         )
         raise UserError(message)

@@ -31,7 +31,11 @@ from halfstep.diagnostics.preflight.validation import (
 )
 from halfstep.diagnostics.preflight.verdict import verdict_and_findings
 from halfstep.machine.recommendation import Choice, choose
-from halfstep.numerics.exponents import flushed, largest_safe_scale, subnormal
+from halfstep.numerics.exponents import (
+    flushed_share,
+    largest_safe_scale,
+    subnormal_share,
+)
 from halfstep.numerics.formats import FP16
 from halfstep.policy.rules import Policy
 
@@ -293,8 +297,8 @@ def _curve(
         points.append(
             ScalePoint(
                 scale,
-                flushed(histogram, power).item(),
-                subnormal(histogram, power).item(),
+                flushed_share(histogram, power).item(),
+                subnormal_share(histogram, power).item(),
                 math.log2(top / scale),
             )
         )

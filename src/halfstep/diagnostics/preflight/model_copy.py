@@ -27,7 +27,7 @@ from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
 from halfstep.machine import recommendation as choosing
 from halfstep.masters.encoding import NONE
-from halfstep.numerics.exponents import unscaled
+from halfstep.numerics.exponents import unscale_histogram
 from halfstep.numerics.formats import FP16
 from halfstep.scaling import ScaleRule
 from halfstep.session.factory import prepare
@@ -188,7 +188,7 @@ class ModelCopy:
             gradients,
             _not_finite(gradients),
             boundaries.trace(),
-            unscaled(exponents.total(), power),
+            unscale_histogram(exponents.total(), power),
             saved.bytes,
             time.perf_counter() - began,
         )
