@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 RATES = '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}'
 """GEMM rates of every machine, in TFLOP/s."""
 
+TESTS = Path(__file__).parent
+
 # Programs that a test runs; they import what it puts there.
-collect_ignore = ["apex_programs"]
+collect_ignore = ["support/apex_programs"]
 
 # A busy machine may take any time over one example; a slow test is no wrong one. The
 # same examples each time: what passed once passes again. `--hypothesis-profile=explore`
@@ -27,19 +30,76 @@ settings.load_profile("halfstep")
 
 
 NUMERIC = {
-    *("test_apex_casts", "test_autocast_defects", "test_autocast_gaps"),
-    *("test_autocast_torch_lists", "test_autopsy", "test_cast_cache_gradients"),
-    *("test_casting", "test_casting_checkpoint", "test_casting_policies"),
-    *("test_chunked", "test_convert", "test_convert_norms", "test_decisions"),
-    *("test_emulated", "test_exponents", "test_fidelity", "test_fold", "test_forward"),
-    *("test_functions", "test_functions_autograd", "test_functions_operators"),
-    *("test_isolated_passes", "test_kahan", "test_kernels", "test_levels"),
-    *("test_logmax", "test_master", "test_masters_direct", "test_masters_forms"),
-    *("test_mismatch", "test_native", "test_optable_lean", "test_optable_results"),
-    *("test_planted_faults", "test_preflight_models", "test_probe", "test_release"),
-    *("test_replay", "test_replay_losses", "test_replay_sums", "test_scaler"),
-    *("test_session_traps", "test_split", "test_stochastic", "test_tensor_stats"),
-    "test_twin",
+    *(
+        "compat/test_apex_casts",
+        "casting/test_autocast_defects",
+        "casting/test_autocast_gaps",
+    ),
+    *(
+        "casting/test_autocast_torch_lists",
+        "nonfinite/test_graph",
+        "casting/test_weight_cache_gradients",
+    ),
+    *(
+        "casting/test_autocast",
+        "casting/test_autocast_checkpoint",
+        "casting/test_autocast_policies",
+    ),
+    *(
+        "masters/test_eager_kernels",
+        "casting/test_convert_model",
+        "casting/test_convert_model_norms",
+        "policy/test_decisions",
+    ),
+    *(
+        "machine/test_fp16_emulation",
+        "numerics/test_exponents",
+        "diagnostics/test_gradient_similarity",
+        "casting/test_grad_accumulation",
+        "session/test_autocast_regions",
+    ),
+    *(
+        "casting/test_custom_functions",
+        "casting/test_custom_functions_autograd",
+        "casting/test_custom_functions_operators",
+    ),
+    *(
+        "scaling/test_isolated_passes",
+        "masters/test_kahan_codec",
+        "casting/test_dispatch_kernels",
+        "policy/test_levels",
+    ),
+    *(
+        "scaling/test_logmax_strategy",
+        "masters/test_master",
+        "masters/test_masters_direct",
+        "masters/test_masters_forms",
+    ),
+    *(
+        "casting/test_dtype_mismatch",
+        "masters/test_cpu_kernels",
+        "policy/test_op_tables_lean",
+        "policy/test_op_tables_results",
+    ),
+    *(
+        "diagnostics/test_planted_faults",
+        "diagnostics/test_preflight_models",
+        "diagnostics/test_probe",
+        "masters/test_optimizer_in_backward",
+    ),
+    *(
+        "diagnostics/test_replay",
+        "diagnostics/test_replay_losses",
+        "diagnostics/test_replay_grad_sums",
+        "scaling/test_scaler",
+    ),
+    *(
+        "session/test_session_traps",
+        "masters/test_split_codec",
+        "masters/test_stochastic_codec",
+        "numerics/test_tensor_stats",
+    ),
+    "diagnostics/test_model_copy",
 }
 """Test files that compute in 16 bits: marked `numeric`."""
 
@@ -48,7 +108,9 @@ NUMERIC = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is numeric; skip what needs a GPU where there is none, and say so."""
     for item in items:
-        if item.path.stem in NUMERIC:
+        if item.path.is_relative_to(TESTS) and (
+            item.path.relative_to(TESTS).with_suffix("").as_posix() in NUMERIC
+        ):
             item.add_marker("numeric")
     if torch.cuda.is_available():
         return
@@ -65,6 +127,11 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         # For programs that a test starts too: no test depends on what is fast here.
         patch.setenv("HALFSTEP_RATES", RATES)
+        here = [str(TESTS.parent), str(TESTS / "support")]
+        there = os.environ.get("PYTHONPATH")
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join([*here, *([there] if there else [])])
+        )
         patch.setenv("HALFSTEP_CACHE", str(tmp_path_factory.mktemp("rows")))
         yield
 

@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import NUMERIC
+from tests.conftest import NUMERIC
 
 from halfstep.machine import hardware
 
 TESTS = Path(__file__).parent
 CLOCKS = re.compile(r"\b(perf_counter|monotonic|process_time)(_ns)?\(\)|getrusage\(")
 NOT_JUDGED = {
-    *("planted_faults.py", "test_tests.py", "test_train_kills.py", "thread_soak.py"),
+    *("planted_faults.py", "test_tests.py", "test_kills.py", "thread_soak.py"),
 }
 """No result depends on it: how long something runs, or when it is killed."""
 
@@ -22,7 +22,7 @@ def test_no_test_asks_the_clock() -> None:
     """Law: no test reads a clock, or what the process has used of the machine."""
     asking = {
         path.name
-        for path in TESTS.glob("*.py")
+        for path in TESTS.rglob("*.py")
         if CLOCKS.search(path.read_text(encoding="utf-8"))
     }
     assert asking - NOT_JUDGED == set()
@@ -30,7 +30,10 @@ def test_no_test_asks_the_clock() -> None:
 
 def test_numeric_files_are_there() -> None:
     """Law: each file that is to be run under lesser instruction sets is a file."""
-    assert {path.stem for path in TESTS.glob("test_*.py")} >= NUMERIC
+    assert {
+        path.relative_to(TESTS).with_suffix("").as_posix()
+        for path in TESTS.rglob("test_*.py")
+    } >= NUMERIC
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -1,0 +1,176 @@
+"""Fused updates in Triton's interpreter, and compiled for a GPU that is not there.
+
+The cases run in a process of their own, for Triton interprets only what it was told to
+interpret before its import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from processes import ONE_THREAD
+from triton_cases import ADAM, BF16, CASES, CLOCK, item_of
+
+from halfstep.errors import UserError
+from halfstep.masters import triton_kernels as tk
+
+if TYPE_CHECKING:
+    from halfstep.masters.update_rules import ParamUpdate, Rule
+
+PROGRAM = """
+import json
+import triton_cases
+print(json.dumps(triton_cases.verdicts()))
+"""
+
+COMPILE = """
+import inspect, json, re, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from halfstep.masters import triton_jit as triton_code
+
+TYPES = {"table": "*i64", "rows": "i32", "sums": "*fp64"}
+numbered = "constants" in inspect.signature(ASTSource).parameters
+said = []
+for name, constants in json.loads(sys.argv[1]):
+    kernel = triton_code.load()[name]
+    signature = {p.name: TYPES.get(p.name, "*fp32") for p in kernel.params}
+    for constant in constants:
+        # Triton 3.2 has another word for them, and takes them from the signature.
+        signature[constant] = "constexpr"
+    if numbered:
+        signature = {n: t for n, t in signature.items() if n not in constants}
+    keyword = {"constants" if numbered else "constexprs": constants}
+    source = ASTSource(kernel, signature=signature, **keyword)
+    options = {"enable_fp_fusion": False}
+    done = compile(source, target=GPUTarget("cuda", 80, 32), options=options)
+    said.append(re.findall(r"(?:(?:ld|st)[.]global|fma)[.:\\w]*", done.asm["ptx"]))
+print(json.dumps(said))
+"""
+
+triton = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+
+
+def said_by(program: str, *words: str, **more: str) -> Any:
+    """Run a program in a process of its own; return what it printed last."""
+    path = {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[1] / "support"), *sys.path]
+        )
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        env=os.environ | ONE_THREAD | path | more,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", name="interpreted")
+def _interpreted() -> Any:
+    return said_by(PROGRAM, TRITON_INTERPRET="1")
+
+
+@triton
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(interpreted: dict[str, str], name: str) -> None:
+    """Law: kernels give what torch's operations give, to the bit."""
+    assert not interpreted[name], interpreted[name]
+
+
+@triton
+def test_a_failure_is_seen(interpreted: dict[str, str]) -> None:
+    """Law: a case that fails is reported with its reason."""
+    assert "a twin: 2 of 2" in interpreted["fails"]
+
+
+@triton
+def test_compiled(tmp_path: Path) -> None:
+    """Law: kernels compile; whole blocks move 16 bytes at once; nothing is contracted.
+
+    A product contracted with a sum is rounded once, where torch rounds twice.
+    """
+    kinds = {
+        "rule": "adam",
+        "encoding": "split",
+        "weights": "bf16",
+        "gradients": "bf16",
+    }
+    update = kinds | {"states": "fp32", "flags": 3, "block": tk.BLOCK}
+    looked = {"gradients": "bf16", "norm": True, "aligned": True}
+    wanted = [
+        ("update", update | {"aligned": True}),
+        ("update", update | {"aligned": False}),
+        ("check_finite", looked | {"block": tk.CHECK_BLOCK}),
+        ("correct", {"block": 128}),
+    ]
+    cache = {"TRITON_CACHE_DIR": str(tmp_path)}
+    aligned, askew, look, correct = said_by(COMPILE, json.dumps(wanted), **cache)
+    # Eight numbers a thread: three tensors of 16 bits, two of 32 in two pieces each.
+    assert aligned.count("ld.global.v4.b32") == 7
+    assert aligned.count("st.global.v4.b32") == 6
+    assert not [word for word in askew if ".v4" in word]
+    assert look.count("ld.global.v4.b32") == 4
+    assert not [word for word in aligned + askew if "fma" in word]
+    assert [word for word in correct if "fma" in word], "they would be seen"
+
+
+def test_triton_is_not_imported() -> None:
+    """Law: without CUDA nothing imports Triton, and no device is available."""
+    program = """
+import sys, torch
+from halfstep.masters import triton_kernels as tk
+tk.describe()
+print(int(tk.available(torch.device("cpu")) or "triton" in sys.modules))
+"""
+    assert said_by(program) == 0
+
+
+def refused(item: ParamUpdate, rule: Rule, form: str) -> str:
+    """Return what is said of an item that does not fit."""
+    one = torch.ones(())
+    with pytest.raises(UserError) as caught:
+        tk.update([item], rule, form, inverse=one, clock=CLOCK, found_inf=one)
+    said = str(caught.value)
+    assert len(said.split()) <= 35, said
+    return said
+
+
+def test_refusals() -> None:
+    """Law: tensors that the kernel would misread are refused, with what is right."""
+    good = item_of("split", ADAM, 4, (BF16, BF16), 2)
+    wide, long = torch.zeros(4, 2)[:, 0], torch.zeros(5, dtype=BF16)
+    lazy = torch._neg_view(torch.zeros(4))
+    assert good.step is not None
+    for change, words in (
+        (
+            {"residual": None},
+            "Item 2 has a weight of torch.bfloat16 and None beside it",
+        ),
+        ({"states": good.states[:1]}, "has 1 state tensors and a step"),
+        ({"step": None}, "has 2 state tensors and no step"),
+        ({"gradient": long}, "of shape (5,)"),
+        ({"states": (good.states[0], wide)}, "strides (2,); it must be contiguous"),
+        ({"states": (wide.contiguous(), wide.to(BF16))}, "must be all fp32 or all"),
+        ({"states": (good.states[0], lazy)}, "lazy signs; it must be contiguous"),
+        ({"step": good.step.double()}, "counts steps in torch.float64"),
+        ({"gradient": good.gradient.double()}, "The gradient is torch.float64"),
+        ({"gradient": good.gradient.to("meta")}, "a tensor on meta"),
+    ):
+        assert words in refused(replace(good, **change), ADAM, "split")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="nothing to look at"):
+        tk.check_finite([], norm=True)
+    with pytest.raises(UserError, match="it must be fp32, fp16 or bf16"):
+        tk.check_finite([torch.zeros(2, dtype=torch.float64)], norm=True)

@@ -1,0 +1,438 @@
+"""Statistics of tensors, against a numpy float64 twin on the worst that there is."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scale_loop import NoWaiting
+from torch import Tensor
+
+import halfstep as hs
+from halfstep._torch import async_read
+from halfstep.errors import UserError
+from halfstep.numerics import tensor_counts
+from halfstep.numerics.formats import BF16, FP16, FP32, FloatFormat
+from halfstep.numerics.tensor_stats import TensorStats, measure, merge_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed as dist
+
+WIDTHS = {
+    torch.float16: (16, torch.int16),
+    torch.bfloat16: (16, torch.int16),
+    torch.float32: (32, torch.int32),
+    torch.float64: (64, torch.int64),
+}
+Wide = np.ndarray[Any, np.dtype[np.float64]]
+
+
+# The twin
+
+
+def wide_of(tensor: Tensor) -> Wide:
+    """Return a tensor's numbers as fp64, by numpy alone."""
+    width, integer = WIDTHS[tensor.dtype]
+    bits = tensor.contiguous().view(integer).numpy().reshape(-1)
+    with np.errstate(invalid="ignore"):
+        if tensor.dtype == torch.bfloat16:
+            return (bits.astype(np.int32) << 16).view(np.float32).astype(np.float64)
+        return bits.view(f"float{width}").astype(np.float64)
+
+
+def cast_by_numpy(values: Wide, form: FloatFormat) -> Wide:
+    """Return what a format makes of numbers. Like torch, fp64 goes by way of fp32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        single = values.astype(np.float32)
+        if form is FP32:
+            return single.astype(np.float64)
+        if form is FP16:
+            return single.astype(np.float16).astype(np.float64)
+        bits = single.view(np.uint32).astype(np.uint64)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1) & 0xFFFF0000  # to nearest, even
+        return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def by_numpy(tensor: Tensor, casts: tuple[FloatFormat, ...]) -> dict[str, Any]:
+    """Return what `TensorStats.data` must be."""
+    wide = wide_of(tensor)
+    size = np.abs(wide)
+    good = size[np.isfinite(size)]
+    nonzero = good[good > 0]
+    tiny = torch.finfo(tensor.dtype).smallest_normal
+    exponents: dict[str, int] = {}
+    for value in nonzero[nonzero >= 2.0**-1022].tolist():
+        at = str(math.frexp(value)[1] - 1)
+        exponents[at] = exponents.get(at, 0) + 1
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "count": len(wide),
+        "zeros": int((wide == 0).sum()),
+        "subnormals": int((nonzero < tiny).sum()),
+        "infs": int(np.isinf(wide).sum()),
+        "nans": int(np.isnan(wide).sum()),
+        "amax": float(good.max(initial=0.0)),
+        "amin": float(nonzero.min()) if len(nonzero) else 0.0,
+        "exponents": exponents,
+        "casts": {form.name: losses_by_numpy(good, form) for form in casts},
+    }
+
+
+def losses_by_numpy(good: Wide, form: FloatFormat) -> dict[str, float]:
+    """Return what a cast does to finite magnitudes."""
+    low = cast_by_numpy(good, form)
+    most = tensor_counts.LARGEST
+    signal = np.minimum(good, most)
+    with np.errstate(under="ignore"):
+        errors = np.minimum(good - np.minimum(low, form.max), most)
+        return {
+            "flushed": int(((low == 0) & (good > 0)).sum()),
+            "subnormal": int(((low > 0) & (low < form.min_normal)).sum()),
+            "saturated": int(np.isinf(low).sum()),
+            "signal": math.fsum(signal**2),
+            "noise": math.fsum(errors**2),
+        }
+
+
+def assert_same(ours: dict[str, Any], twins: dict[str, Any]) -> None:
+    """Compare all; counts and ends to the bit, sums to fp64's last few."""
+    ours, twins = dict(ours), dict(twins)
+    mine, others = ours.pop("casts"), twins.pop("casts")
+    ours["exponents"] = dict(sorted(ours["exponents"].items()))
+    twins["exponents"] = dict(sorted(twins["exponents"].items()))
+    assert ours == twins
+    assert mine.keys() == others.keys()
+    for name, losses in mine.items():
+        for word in ("signal", "noise"):
+            # An error of a number that overflows is taken in the number's own dtype.
+            near = pytest.approx(others[name].pop(word), rel=2.0**-22, abs=0)
+            assert losses.pop(word) == near, (name, word)
+        assert losses == others[name], name
+
+
+# Tensors
+
+
+EDGES = [0.0, -0.0, 1.0, -1.5, 65504.0, 65519.0, 65520.0, 2.0**-24, 2.0**-25]
+EDGES += [2.0**-25 * 1.01, 2.0**-14, 2.0**-14 * 0.9999, 3e38, -3.4e38, 3.3953e38]
+EDGES += [2.0**-126, 2.0**-133, 2.0**-134, 2.0**-149, math.inf, -math.inf, math.nan]
+HUGE = [*EDGES, 1e300, -1.7e308, 1e150, 1e-300, 5e-324, 2.0**-1022, 2.0**480]
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor of any bit patterns, perhaps with gaps between its numbers."""
+    dtype = dtype or draw(st.sampled_from(list(WIDTHS)))
+    width, integer = WIDTHS[dtype]
+    half = 2 ** (width - 1)
+    edges = torch.tensor(HUGE, dtype=torch.float64).to(dtype).view(integer).tolist()
+    number = st.integers(-half, half - 1) | st.sampled_from(edges)
+    bits = draw(st.lists(number, max_size=12))
+    tensor = torch.tensor(bits, dtype=integer).view(dtype)
+    form = draw(st.sampled_from(["flat", "gaps", "turned", "spread"]))
+    if form == "gaps":
+        return tensor[::2]
+    if form == "turned" and len(bits) % 2 == 0:
+        return tensor.view(2, -1).t()
+    if form == "spread":
+        return tensor[:, None].expand(-1, 3)
+    return tensor
+
+
+ALL = (FP16, BF16, FP32)
+
+
+@given(tensors())
+def test_twin(tensor: Tensor) -> None:
+    """Law: all that is measured is what numpy finds in fp64, whatever the bits."""
+    assert_same(measure(tensor, ALL).data(), by_numpy(tensor, ALL))
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_edges(dtype: torch.dtype) -> None:
+    """Law: so it does at each edge of each format."""
+    for value in [*HUGE, *(-value for value in HUGE)]:
+        tensor = torch.tensor(value, dtype=torch.float64).to(dtype)
+        assert_same(measure(tensor, ALL).data(), by_numpy(tensor, ALL))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_pattern(dtype: torch.dtype) -> None:
+    """Law: so it does for all numbers of 16 bits at once, NaNs of all payloads too."""
+    tensor = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    stats = measure(tensor, ALL)
+    assert_same(stats.data(), by_numpy(tensor, ALL))
+    fraction = 2 ** (10 if dtype == torch.float16 else 7)
+    assert (stats.nans, stats.infs, stats.zeros) == (2 * (fraction - 1), 2, 2)
+    assert stats.subnormals == 2 * (fraction - 1)
+    assert not stats.finite
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a tensor of many pieces, the last one short, is one tensor."""
+    monkeypatch.setattr(tensor_counts, "_CHUNK_NUMEL", {True: 64})
+    monkeypatch.setattr(tensor_counts, "_CHUNK_NUMEL_16BIT", 64)
+    spread = torch.randn(1000, dtype=torch.float64) * 2.0 ** torch.randint(
+        -40, 20, (1000,)
+    )
+    tensor = spread.to(dtype)
+    assert_same(measure(tensor).data(), by_numpy(tensor, (FP16, BF16)))
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_empty(dtype: torch.dtype) -> None:
+    """Law: of no numbers there is nothing, and nothing is lost."""
+    stats = measure(torch.empty(0, 3, dtype=dtype))
+    assert (stats.count, stats.amax, stats.amin, stats.exponents) == (0, 0.0, 0.0, {})
+    assert stats.cast("fp16").sqnr == math.inf
+    assert stats.headroom("fp16") == math.inf
+    assert stats.underflow("fp16") == 0
+    assert stats.finite
+
+
+def test_without_bincount(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: where reading the largest bin would wait, the same is counted."""
+    drawn = torch.randn(999)
+    found = [measure(drawn.to(dtype)).data() for dtype in WIDTHS]
+    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    assert [measure(drawn.to(dtype)).data() for dtype in WIDTHS] == found
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_nothing_waits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: neither measuring nor merging reads a number; the first property does."""
+    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    with NoWaiting():  # type: ignore[no-untyped-call]
+        stats = measure(torch.randn(50).to(dtype))
+        both = stats.merge(stats)
+    assert both.count == 100
+
+
+def test_the_tensor_stays() -> None:
+    """Law: measuring changes nothing, and takes no part in the graph."""
+    tensor = torch.randn(9, requires_grad=True)
+    before = tensor.detach().clone()
+    stats = measure(tensor * 1)
+    assert not stats.counted.sums.requires_grad
+    assert torch.equal(tensor, before)
+    assert tensor._version == 0
+
+
+def test_complex_and_sparse() -> None:
+    """Law: a complex number counts as two, a sparse tensor as what it stores."""
+    parts = torch.tensor([[0.0, 1.0], [math.inf, 3.0]])
+    stats = measure(torch.view_as_complex(parts).conj())
+    assert stats.data() == measure(parts).data()
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 2]]),
+        torch.tensor([1.0, 2.0, 4.0]),
+        (9,),
+        check_invariants=True,
+    )
+    assert measure(sparse).data() == measure(torch.tensor([3.0, 4.0])).data()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_negated_views() -> None:
+    """Law: numbers that torch negates only when it reads them are measured."""
+    parts = torch.tensor([[1.0, 2.0], [0.0, -3.0]], dtype=torch.float16)
+    stats = measure(torch.view_as_complex(parts).conj().imag)
+    assert (stats.count, stats.amin, stats.amax) == (2, 2.0, 3.0)
+
+
+# Derived
+
+
+def test_sqnr() -> None:
+    """Law: SQNR of Gaussian numbers is that of the formats' bits; lost ones have 0."""
+    drawn = torch.randn(2**16)
+    assert measure(drawn).cast(BF16).sqnr == pytest.approx(55.6, abs=0.2)
+    assert measure(drawn).cast(FP16).sqnr == pytest.approx(73.6, abs=0.2)
+    assert measure(drawn.bfloat16()).cast("bf16").sqnr == math.inf
+    assert measure(drawn * 1e-12).cast("fp16").sqnr == 0
+    assert measure(torch.tensor([1e-300], dtype=torch.float64)).cast(BF16).sqnr == 0
+    # What overflows counts as the largest number: far off, but not endlessly.
+    assert measure(torch.tensor([131008.0])).cast("fp16").sqnr == pytest.approx(
+        6.02, abs=0.01
+    )
+
+
+def test_underflow_and_headroom() -> None:
+    """Law: both are what casting the scaled tensor shows, away from exact halves."""
+    drawn = torch.randn(4096) * 2.0 ** torch.randint(-40, 0, (4096,))
+    stats = measure(drawn)
+    for scale in (1.0, 2.0**7, 2.0**15, 2.0**-3):
+        lost = ((drawn * scale).half() == 0).double().mean().item()
+        assert stats.underflow("fp16", scale) == pytest.approx(lost)
+        room = stats.headroom(FP16, scale)
+        fits = stats.amax * scale * 2.0 ** np.floor(room)
+        assert fits <= 65504 < 2 * fits
+    assert measure(torch.tensor([65504.0])).headroom("fp16") == 0
+    assert measure(torch.tensor([65504.0])).headroom("fp16", 2.0) == -1
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "a tensor of torch.int64 has no statistics; give one of float16, bfloat16, float32 "
+    "or float64.": lambda: measure(torch.arange(3)),
+    "a cast to fp16 was not measured, only bf16: measure(tensor, casts=(FP16,)).": (
+        lambda: measure(torch.ones(1), ("bf16",)).cast("fp16")
+    ),
+    "dtype='fp8' is not a format; choose one of fp32, bf16, fp16.": (
+        lambda: measure(torch.ones(1), ("fp8",))
+    ),
+    "statistics of float32 (casts: fp16, bf16) do not merge with those of float16 "
+    "(casts: none): measure both alike.": (
+        lambda: measure(torch.ones(1)).merge(measure(torch.ones(1).half(), ()))
+    ),
+    "scale=3.0 must be a power of two above 0.": (
+        lambda: measure(torch.ones(1)).underflow("fp16", 3.0)
+    ),
+    "scale=0.0 must be above 0 and finite.": (
+        lambda: measure(torch.ones(1)).headroom("fp16", 0.0)
+    ),
+    "these are no statistics of a tensor: KeyError('casts'); give what "
+    "TensorStats.data() returned.": lambda: TensorStats.from_data({"dtype": "float32"}),
+    "these are no statistics of a tensor: ValueError('exponents from -1022 to 1023 "
+    "only'); give what TensorStats.data() returned.": lambda: TensorStats.from_data(
+        measure(torch.ones(1)).data() | {"exponents": {"-1500": 1}}
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused(text: str) -> None:
+    """Law: what cannot be measured is refused, with what would be right."""
+    with pytest.raises(UserError) as caught:
+        REFUSED[text]()
+    assert str(caught.value) == text
+    assert len(text.split()) <= 35
+
+
+# Together
+
+
+@given(
+    st.sampled_from(list(WIDTHS)).flatmap(
+        lambda d: st.lists(tensors(d), min_size=1, max_size=4)
+    )
+)
+def test_merge(parts: list[Tensor]) -> None:
+    """Law: the merged statistics of parts are those of all their numbers."""
+    together = measure(torch.cat([part.flatten() for part in parts]))
+    assert_same(merge_all([measure(part) for part in parts]).data(), together.data())
+
+
+@given(tensors())
+def test_json(tensor: Tensor) -> None:
+    """Law: JSON keeps everything, and what was read back can be merged and read."""
+    stats = measure(tensor)
+    data = stats.data()
+    text = json.dumps(data, allow_nan=False)
+    back = TensorStats.from_data(json.loads(text))
+    assert back.data() == data
+    assert torch.equal(back.counted.counts, stats.counted.counts)
+    assert_same(back.merge(stats).data(), stats.merge(stats).data())
+
+
+def test_json_form() -> None:
+    """Law: the form of the JSON is the one that other rooms read."""
+    stats = measure(torch.tensor([1.5, 0.0, 2.0**-20, 1e6]).bfloat16())
+    assert stats.data() == {
+        "dtype": "bfloat16",
+        "count": 4,
+        "zeros": 1,
+        "subnormals": 0,
+        "infs": 0,
+        "nans": 0,
+        "amax": 999424.0,
+        "amin": 2.0**-20,
+        "exponents": {"-20": 1, "0": 1, "19": 1},
+        "casts": {
+            "fp16": {
+                "flushed": 0,
+                "subnormal": 1,
+                "saturated": 1,
+                "signal": 999424.0**2 + 2.25 + 2.0**-40,
+                "noise": (999424.0 - 65504) ** 2,
+            },
+            "bf16": {
+                "flushed": 0,
+                "subnormal": 0,
+                "saturated": 0,
+                "signal": 999424.0**2 + 2.25 + 2.0**-40,
+                "noise": 0.0,
+            },
+        },
+    }
+
+
+def test_read() -> None:
+    """Law: what was read no longer hangs on the device, and says the same."""
+    stats = measure(torch.randn(5))
+    assert stats.read().data() == stats.data()
+
+
+def test_face() -> None:
+    """Law: the name is public."""
+    assert hs.TensorStats is TensorStats
+
+
+# Ranks
+
+
+def _part(rank: int) -> Tensor:
+    edges = torch.tensor(EDGES)
+    return edges[rank::2] if rank < 2 else edges[:0]
+
+
+def _over_ranks(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Measure this rank's part, and that of all; count the collectives."""
+    with ranks.counted() as calls:
+        stats = measure(_part(group.rank())).over_ranks(group)
+    return {"data": stats.data(), "calls": calls}
+
+
+CASES = {"stats": _over_ranks}
+
+
+def test_over_ranks() -> None:
+    """Law: over ranks it is as if one had measured all, in three collectives."""
+    seen = ranks.saw(ranks.start(2, ("tests.numerics.test_tensor_stats",)), "stats")
+    whole = by_numpy(torch.tensor(EDGES), (FP16, BF16))
+    for each in seen:
+        assert_same(each["data"], json.loads(json.dumps(whole)))
+        assert each["calls"] == ["all_reduce"] * 3
+
+
+def test_alone() -> None:
+    """Law: without other processes nothing changes."""
+    stats = measure(_part(0))
+    assert stats.over_ranks().data() == stats.data()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_cuda(dtype: torch.dtype) -> None:
+    """Law: a GPU counts the same, and nothing waits for it."""
+    tensor = torch.tensor(EDGES * 999, dtype=dtype)
+    there = tensor.cuda()
+    measure(there)  # tables are copied once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stats = measure(there)
+        stats = stats.merge(stats)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    ours = measure(tensor)
+    assert_same(stats.data(), ours.merge(ours).data())

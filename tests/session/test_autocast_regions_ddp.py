@@ -1,0 +1,84 @@
+"""A session's regions under DDP: torch.amp's bits on each of two processes.
+
+Started by torchrun, this file is the program of one process; it writes what it saw.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import torchrun
+from torch import Tensor, nn
+
+from halfstep.distributed import process_group
+
+LOOPS = runpy.run_path(str(Path(__file__).with_name("test_autocast_regions.py")))
+"""A session, torch's loop, and programs for both."""
+Ours, Torchs = LOOPS["Ours"], LOOPS["Torchs"]
+exact, train = LOOPS["exact"], LOOPS["train"]
+NAMES = ("plain", "fp16 clipped", "skipped", "recomputed", "evaluation")
+if LOOPS["forgets_gradients"]():
+    NAMES = NAMES[:-1]
+
+
+def process(folder: Path) -> None:
+    """Train both loops under DDP, each process on its own batches."""
+    found = {}
+    with process_group.join("cpu") as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, accumulate, views in itertools.product(NAMES, (1, 4), (False, True)):
+            program = LOOPS["PROGRAMS"][name]
+            found[name, accumulate, views] = [
+                under_ddp(kind, program, accumulate, views, world.rank)
+                for kind in (Ours, Torchs)
+            ]
+        torch.save(found, folder / f"{world.rank}.pt")
+
+
+def under_ddp(
+    kind: Any, program: Any, accumulate: int, views: bool, rank: int
+) -> list[Tensor]:
+    """Return losses and weights."""
+    _, between, make, dtype, more = program
+    loop = kind(dtype, make, accumulate, **more)
+    loop.wrap(
+        functools.partial(
+            nn.parallel.DistributedDataParallel, gradient_as_bucket_view=views
+        )
+    )
+
+    def micro(loop: Any, seed: int) -> Any:
+        return program[0](loop, seed + 1000 * rank)
+
+    seen: list[Tensor] = train(loop, (micro, between, make, dtype, more), accumulate)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """Return what two processes saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torchrun(__file__, str(folder))
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def test_torchs_bits_under_ddp(ranks: list[dict[Any, Any]]) -> None:
+    """Law: on each rank losses and weights are torch.amp's, and ranks agree."""
+    for rank in ranks:
+        for ours, torchs in rank.values():
+            exact(ours, torchs)
+    for run, (ours, _) in ranks[0].items():
+        exact(ours[1:], ranks[1][run][0][1:])
+        assert not torch.equal(ours[0], ranks[1][run][0][0])
+
+
+if __name__ == "__main__":
+    process(Path(sys.argv[1]))

@@ -1,0 +1,308 @@
+"""Masters and gradients under DDP: the same on every rank, and as exact as DDP's.
+
+Under torchrun, `ranks` runs the cases of all files named here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from ranks import FOUR, agreed, batch, held, saw, start
+from small_training import same
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep as hs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Group = dist.ProcessGroup
+
+FILES = (
+    "tests.session.test_ddp_sync",
+    "tests.session.test_ddp_sync_wrapped",
+    "tests.session.test_ddp_sync_fp16",
+)
+FORMS = ("fp32", "split", "kahan", "stochastic", "none")
+ROUTES = ("direct", "generic")
+RUNS = list(itertools.product(FORMS, (1, 3), ROUTES))
+HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Largest relative error of one rounding."""
+
+
+@contextlib.contextmanager
+def no_false_alarm() -> Iterator[None]:
+    """Let the warning that weights were changed from outside be an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "weights were changed")
+        yield
+
+
+def net(seed: int) -> nn.Sequential:
+    """Return a small network; LayerNorm stays in fp32 at O2."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def prepared(model: nn.Module, lr: float = 0.01, **more: Any) -> Any:
+    """Return an O2 session in bf16 over AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return hs.prepare(model, optimizer, "O2", **({"dtype": "bf16"} | more))
+
+
+def wrap(session: Any, group: Group, **more: Any) -> None:
+    """Put the session's model into DDP."""
+    session.model = DistributedDataParallel(session.model, process_group=group, **more)
+
+
+def one_step(session: Any, step: int, micros: int = 1) -> Any:
+    """Train on this rank's batches; return the last report."""
+    for micro in range(micros):
+        with session.autocast():
+            loss = session.model(batch(micros * step + micro)).float().square().mean()
+        session.backward(loss)
+        report = session.step()
+    return report
+
+
+def truths(session: Any) -> list[Tensor]:
+    """Return copies of all that updates add up in."""
+    masters = session._masters
+    params = [p for group in masters.optimizer.param_groups for p in group["params"]]
+    return [masters.fp32_value(param).clone() for param in params]
+
+
+def all_of(session: Any) -> dict[str, Any]:
+    """Return all that must be the same on every rank."""
+    slots = session._masters.master_params.values()
+    return held(session.model, session.optimizer) | {
+        "weights by name": session.weights(),
+        "truths": truths(session),
+        "extras": [s.residual.clone() for s in slots if s.residual is not None],
+        "clock": session._masters.rng.step,
+    }
+
+
+def forms(group: Group, form: str, accumulate: int, route: str) -> dict[str, Any]:
+    """Begin with other weights on each rank; take 20 steps."""
+    session = prepared(net(dist.get_rank()), master=form, accumulate=accumulate)
+    if route == "generic":
+        session._masters.kernel = None
+    before = truths(session)
+    wrap(session, group)
+    with no_false_alarm():
+        with session.autocast():
+            pass
+        begun = truths(session)
+        for step in range(20):
+            one_step(session, step, accumulate)
+    return {"all": all_of(session), "before": before, "begun": begun}
+
+
+def without_region(group: Group) -> dict[str, Any]:
+    """Open no region for the forward pass."""
+    session = prepared(net(dist.get_rank()))
+    wrap(session, group)
+    with no_false_alarm():
+        for step in range(3):
+            loss = session.model(batch(step).bfloat16()).float().square().mean()
+            session.backward(loss)
+            session.step()
+    return all_of(session)
+
+
+class Watched:
+    """A session whose gradients are compared with their exact mean over ranks.
+
+    Args:
+        session: Over a model that is not wrapped yet.
+        group: Ranks that share a mean.
+    """
+
+    def __init__(self, session: Any, group: Group) -> None:
+        self.session, self.group = session, group
+        masters = session._masters
+        groups = session.optimizer.param_groups
+        self.params = [param for held in groups for param in held["params"]]
+        weights = [masters.model_param(param) for param in self.params]
+        self.sums = [torch.zeros(w.shape, dtype=torch.float64) for w in weights]
+        self.wires = [w.dtype for w in weights]
+        self.seen = [False] * len(weights)
+        self.applied: list[Tensor | None] = []
+        for place, weight in enumerate(weights):
+            weight.register_hook(functools.partial(self._made, place))
+        # A step with hooks is the optimizer's own, over gradients in `.grad`.
+        session.optimizer.register_step_pre_hook(self._used)
+
+    def _made(self, place: int, gradient: Tensor) -> None:
+        self.seen[place] = True
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        self.sums[place] += dense.double()
+
+    def _used(self, *_: Any) -> None:
+        found = [param.grad for param in self.params]
+        self.applied = [
+            None if g is None else (g.to_dense() if g.is_sparse else g).clone()
+            for g in found
+        ]
+
+    def errors(self) -> list[tuple[float, float]]:
+        """Return (error of what was applied, bound) of each number; begin anew.
+
+        A sender rounds once what it sends, and so does each addition on the way: with
+        n ranks an error is at most n half ulps of the mean of absolute values.
+        """
+        ranks_there = self.group.size()
+        found = []
+        for place, (total, wire) in enumerate(zip(self.sums, self.wires, strict=True)):
+            exact, largest = total.clone(), total.abs()
+            there = torch.tensor(float(self.seen[place]))
+            for tensor in (exact, largest, there):
+                dist.all_reduce(tensor, group=self.group)
+            used = self.applied[place]
+            assert (used is not None) == bool(there), f"parameter {place}"
+            if used is not None:
+                half = HALF_ULP.get(wire, 2.0**-24) * ranks_there * (1 + 2.0**-5)
+                error = (used.double() - exact / ranks_there).abs().flatten()
+                bound = (half * largest / ranks_there).flatten()
+                found += zip(error.tolist(), bound.tolist(), strict=True)
+            total.zero_()
+            self.seen[place] = False
+        return found
+
+
+def rms(errors: list[tuple[float, float]]) -> float:
+    """Return the root of the mean square error."""
+    return (sum(error**2 for error, _ in errors) / len(errors)) ** 0.5
+
+
+def wide_net() -> nn.Sequential:
+    """Return a network of some hundreds of numbers, the same on each rank."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
+def accuracy(group: Group) -> dict[str, Any]:
+    """Average 8 micro-batches: ours; DDP's at the end; DDP's each time."""
+    found = {}
+    for way in ("ours", "each", "end"):
+        # No masters: gradients then add up in bf16, and DDP averages their sum.
+        form = "none" if way == "end" else "fp32"
+        session = prepared(wide_net(), accumulate=8, master=form, lr=0.0)
+        watched = Watched(session, group)
+        wrap(session, group)
+        session._passes.per_pass = way == "each"
+        errors = []
+        for step in range(3):
+            one_step(session, step, 8)
+            errors += watched.errors()
+        found[way] = {"rms": rms(errors), "worst": worst(errors)}
+    return found
+
+
+def worst(errors: list[tuple[float, float]]) -> float:
+    """Return the largest error in bounds."""
+    return max(error / bound if bound else 2.0 * error for error, bound in errors)
+
+
+def kept_memory(group: Group) -> dict[str, Any]:
+    """Take steps of two micro-batches; take down collectives and their memory."""
+    session = prepared(net(0), accumulate=2)
+    wrap(session, group)
+    places, calls = [], []
+    for step in range(3):
+        with ranks.counted() as made:
+            one_step(session, step, 2)
+        calls.append(made)
+        kept = session._grad_sync._averager._memory.values()
+        places.append([tensor.data_ptr() for tensor in kept])
+    return {"places": places, "calls": calls[1:]}
+
+
+def again(group: Group) -> dict[str, Any]:
+    """Wrap anew after some steps, in another DDP."""
+    session = prepared(net(dist.get_rank()), master="split")
+    bare = session.model
+    with no_false_alarm():
+        wrap(session, group)
+        for step in range(3):
+            one_step(session, step)
+        before = all_of(session)
+        session.model = bare
+        wrap(session, group)
+        with session.autocast():
+            pass
+        kept = same(all_of(session), before)
+        for step in range(3, 6):
+            one_step(session, step)
+    return {"all": all_of(session), "kept": kept}
+
+
+CASES: dict[str, Callable[[Group], dict[str, Any]]] = {
+    **{
+        f"forms {run}": functools.partial(lambda run, group: forms(group, *run), run)
+        for run in RUNS
+    },
+    "without region": without_region,
+    "accuracy": accuracy,
+    "kept memory": kept_memory,
+    "again": again,
+}
+
+
+@pytest.fixture(scope="module", params=[2, FOUR])
+def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Return what each of some processes saw."""
+    return start(request.param, FILES)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_forms(seen: list[dict[str, Any]], run: tuple[str, int, str]) -> None:
+    """Law: ranks begin with the first one's truth, and stay the same to the bit."""
+    case = f"forms {run}"
+    agreed(seen, case, "all", "begun")
+    first = saw(seen, case)[0]
+    assert same(first["begun"], first["before"])
+    other = saw(seen, case)[1]
+    assert not same(other["before"], other["begun"])
+    assert not same(first["all"]["truths"], first["begun"])
+
+
+def test_a_loop_without_regions(seen: list[dict[str, Any]]) -> None:
+    """Law: masters are the first rank's too where no forward region is opened."""
+    agreed(seen, "without region")
+
+
+def test_a_sum_is_rounded_once(seen: list[dict[str, Any]]) -> None:
+    """Law: a sum of micro-batches arrives within the bound of one message.
+
+    DDP's own sum in bf16 is rounded with each micro-batch besides, and is worse; an
+    exchange for each micro-batch averages its roundings out, at 8 times the bytes.
+    """
+    found = saw(seen, "accuracy")[0]
+    assert found["ours"]["worst"] <= 1
+    assert found["end"]["rms"] > found["ours"]["rms"]
+    assert found["each"]["rms"] < found["ours"]["rms"]
+
+
+def test_memory_of_messages_is_kept(seen: list[dict[str, Any]]) -> None:
+    """Law: a step is one message in bf16 and one in fp32, in the memory of the last."""
+    for rank in saw(seen, "kept memory"):
+        assert rank["places"][0] == rank["places"][1] == rank["places"][2]
+        assert len(rank["places"][0]) == 2
+        assert rank["calls"] == [["all_reduce"] * 2] * 2
+
+
+def test_wrapping_again(seen: list[dict[str, Any]]) -> None:
+    """Law: another wrapper changes nothing, and ranks stay the same."""
+    assert all(rank["kept"] for rank in saw(seen, "again"))
+    agreed(seen, "again", "all")

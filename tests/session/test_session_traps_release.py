@@ -1,0 +1,366 @@
+"""Weights that come late, states that others edit, steps that end half-way.
+
+In: sessions at O2 that fold gradients or release them as they arrive. Out: the training
+of a session that had it all from the start.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import master_cases as cases
+import pytest
+import torch
+from small_training import same
+from tests.session.test_session_traps import backward, elsewhere
+from torch import Tensor, nn
+
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from halfstep.scaling.step_report import StepReport
+    from halfstep.session.session import Session
+
+every_form = pytest.mark.parametrize("form", ["fp32", "split", "stochastic"])
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate": 2},
+    "release": {"optimizer_in_backward": True},
+}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+RMSPROP: cases.Make = partial(torch.optim.RMSprop, lr=0.01, momentum=0.5)
+
+
+def step(session: Session, *seeds: int) -> StepReport:
+    """Run a whole step, of as many of the seeds as it has micro-batches."""
+    slopes = [cases.slopes_of(session.model, seed) for seed in seeds]
+    return cases.go(session, *slopes[: session.accumulate])
+
+
+def without(model: nn.Module, name: str) -> tuple[int, int]:
+    """Return two seeds of slopes that leave a parameter out."""
+    names = [found for found, _ in model.named_parameters()]
+    place = names.index(name)
+    assert name not in cases.slopes_of(model, place)
+    return place, place + len(names)
+
+
+@every_form
+@pytest.mark.parametrize("others", [True, False])
+def test_passes_of_others(form: str, *, others: bool) -> None:
+    """Law: a gradient of another pass is not used, and stays where it was left."""
+    ours, right = (
+        cases.start(cases.ADAMW, form, optimizer_in_backward=True) for _ in range(2)
+    )
+    for session in (ours, right):
+        step(session, 1)
+    slopes = {n: torch.ones_like(p) for n, p in ours.model.named_parameters()}
+    if others:
+        elsewhere(ours.model, slopes)
+    else:
+        ours.model(slopes).backward()
+    assert same(cases.everything(ours), cases.everything(right))
+    assert same({n: p.grad for n, p in ours.model.named_parameters()}, slopes)
+    ours.optimizer.zero_grad()
+    assert all(param.grad is None for param in ours.model.parameters())
+    for session in (ours, right):
+        step(session, 2)
+    assert same(cases.everything(ours), cases.everything(right))
+
+
+@every_form
+@every_way
+@pytest.mark.parametrize("name", ["linear.weight", "other.weight", "norm.weight"])
+def test_an_unfrozen_weight(form: str, way: dict[str, Any], name: str) -> None:
+    """Law: it trains from then on, as one that had only had no gradient before."""
+    sessions = []
+    for frozen in (True, False):
+        model = cases.Mixed()
+        weight = model.get_parameter(name).requires_grad_(requires_grad=not frozen)
+        session = cases.prepare(
+            model, cases.ADAMW(model.parameters()), master=form, **way
+        )
+        step(session, *without(model, name))
+        before = weight.detach().clone()
+        model.get_parameter(name).requires_grad_()
+        step(session, 1, 4)
+        step(session, 4, 5)
+        assert not torch.equal(model.get_parameter(name), before)
+        sessions.append(session)
+    assert same(*map(cases.everything, sessions))
+
+
+@every_form
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_unfrozen_weight_is_counted(form: str, accumulate: int) -> None:
+    """Law: lost updates are counted of weights that came to be trained later."""
+    model = cases.Mixed()
+    model.linear.weight.requires_grad_(requires_grad=False)
+    more = {"master": form, "accumulate": accumulate, "lost_updates_every": 1}
+    session = cases.prepare(model, cases.SGD(model.parameters()), **more)
+    step(session, *without(model, "linear.weight"))
+    (first,) = session.lost_updates()
+    total = sum(param.numel() for param in model.parameters())
+    assert first.counts[0] == total - model.linear.weight.numel()
+    model.linear.weight.requires_grad_()
+    slopes = {"linear.weight": torch.ones(6, 5)}
+    for _ in range(accumulate):
+        cases.go(session, slopes)
+    (found,) = session.lost_updates()
+    assert found.counts[0] == model.linear.weight.numel()
+
+
+@every_form
+@every_way
+@pytest.mark.parametrize("make", [cases.ADAMW, RMSPROP], ids=["adamw", "rmsprop"])
+def test_a_parameter_appended(form: str, way: dict[str, Any], make: cases.Make) -> None:
+    """Law: what is appended to a group gets a master, as if it had been there before.
+
+    Its 16 bits hold all it began with, so the two start alike.
+    """
+    sessions = []
+    for late in (True, False):
+        model = cases.Mixed()
+        weight = model.other.weight
+        weight.data = weight.data.bfloat16().float()
+        rest = [p for p in model.parameters() if p is not weight]
+        optimizer = make(rest if late else [*rest, weight])
+        session = cases.prepare(model, optimizer, master=form, **way)
+        weight = model.other.weight
+        step(session, *without(model, "other.weight"))
+        before = weight.detach().clone()
+        if late:
+            optimizer.param_groups[0]["params"].append(weight)
+        step(session, 1, 3)
+        step(session, 4, 5)
+        last = optimizer.param_groups[0]["params"][-1]
+        assert last.dtype == torch.float32
+        assert session._masters.model_param(last) is weight
+        assert not torch.equal(weight, before)
+        sessions.append(session)
+    assert same(*map(cases.everything, sessions))
+
+
+@every_form
+@every_way
+@pytest.mark.parametrize("make", [cases.ADAMW, RMSPROP], ids=["adamw", "rmsprop"])
+def test_loaded_in_mid_step(form: str, way: dict[str, Any], make: cases.Make) -> None:
+    """Law: no state is given while a step is under way; one may be loaded then.
+
+    After a pass, and after a whole micro-batch of two; weights may have moved.
+    """
+    sessions = [cases.start(make, form, **way) for _ in range(2)]
+    for session in sessions:
+        step(session, 1, 2)
+        saved = copy.deepcopy(session.state_dict())
+        step(session, 2, 3)
+    ours, right = sessions
+    for act in (backward, cases.go)[: ours.accumulate]:
+        act(ours, cases.slopes_of(ours.model, 3))
+        with pytest.raises(RuntimeError, match="would lose their gradients"):
+            ours.state_dict()
+        ours.load_state_dict(saved)
+        right.load_state_dict(saved)
+        assert same(*map(cases.everything, sessions))
+    for session in sessions:
+        for seed in (4, 5):
+            assert step(session, seed, seed + 1).left_out == ()
+    assert same(*map(cases.everything, sessions))
+    assert ours.steps_applied == right.steps_applied == 3
+
+
+def test_what_may_be_set() -> None:
+    """Law: a norm that is none is refused later too; the window is what it was."""
+    session = cases.start(cases.SGD, "fp32", accumulate=2)
+    for bad in (-1, 0, -math.inf, math.nan):
+        with pytest.raises(UserError, match="clip_grad_norm"):
+            session.clip_grad_norm = bad
+    assert session.clip_grad_norm is None
+    session.clip_grad_norm = 0.5
+    assert session.clip_grad_norm == 0.5
+    with pytest.raises(AttributeError):
+        session.accumulate = 4  # type: ignore[misc]
+    assert session.accumulate == 2
+
+
+def test_clipping_is_refused_later_too() -> None:
+    """Law: a finite norm is refused, for weights move before it is known."""
+    session = cases.start(cases.SGD, "split", optimizer_in_backward=True)
+    for bad in (1.0, -1, 0.0):
+        with pytest.raises(UserError, match="clip_grad_norm") as raised:
+            session.clip_grad_norm = bad
+        assert len(str(raised.value).split()) <= 35
+    assert session.clip_grad_norm is None
+    for good in (math.inf, None):
+        session.clip_grad_norm = good
+        assert step(session, 1).applied
+
+
+@every_form
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_all_gradients_bad(form: str, value: float, *, kernel: bool) -> None:
+    """Law: a step that moved nothing is a skipped one; one that moved some is not."""
+    session = cases.start(cases.ADAMW, form, optimizer_in_backward=True)
+    if not kernel:
+        session._masters.kernel = None
+    assert step(session, 1).applied
+    weights, extras, states, _ = cases.everything(session)
+    slopes = cases.slopes_of(session.model, 2)
+    bad = {name: slope.float() * value for name, slope in slopes.items()}
+    report = cases.go(session, bad)
+    assert report.skipped
+    assert not report.applied
+    assert {*report.left_out} == {*bad}
+    assert (session.steps_applied, session.steps_skipped) == (1, 1)
+    assert same([weights, extras, states], cases.everything(session)[:3])
+    report = cases.go(session, slopes | {"conv.weight": bad["conv.weight"]})
+    assert report.applied
+    assert report.left_out == ("conv.weight",)
+    assert (session.steps_applied, session.steps_skipped) == (2, 1)
+    now = dict(session.model.named_parameters())
+    for name, before in zip(now, weights, strict=True):
+        moved = name in slopes and name != "conv.weight"
+        assert torch.equal(now[name], before) != moved, name
+
+
+class Words(nn.Module):
+    """A table of words, of which a batch reads a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, 4, sparse=True)
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Compute."""
+        return self.head(self.norm(self.table(words)))  # type: ignore[no-any-return]
+
+
+@every_form
+@pytest.mark.parametrize("kernel", [True, False])
+def test_sparse_gradients(form: str, *, kernel: bool) -> None:
+    """Law: sparse gradients are released as they are used in an ordinary step.
+
+    Words that no batch reads stay; a word that it reads twice counts twice. A kernel
+    may round other weights otherwise than the ordinary step, which has none here.
+    """
+    sessions = [
+        cases.start(cases.SGD, form, Words(), optimizer_in_backward=release)
+        for release in (True, False)
+    ]
+    if not kernel:
+        for session in sessions:
+            session._masters.kernel = None
+    before = sessions[0].model.table.weight.detach().clone()
+    for words in ([1, 4, 4], [2, 1, 1]):
+        for session in sessions:
+            with session.autocast():
+                out = session.model(torch.tensor(words)).float()
+                loss = (out - torch.tensor([1.0, -1.0])).square().sum()
+            session.backward(loss)
+            assert session.step().applied
+        if words[0] == 1:
+            tables = [session.weights()["table.weight"] for session in sessions]
+            assert same(*tables)
+    if not kernel:
+        assert same(*map(cases.everything, sessions))
+    moved = (sessions[0].model.table.weight != before).any(1)
+    assert moved.tolist() == [word in {1, 2, 4} for word in range(9)]
+
+
+STEPS: dict[str, Callable[[Tensor], object]] = {
+    "int": int,
+    "int64": Tensor.long,
+    "float64": Tensor.double,
+}
+
+
+@every_form
+@every_way
+@pytest.mark.parametrize("kind", STEPS)
+def test_counters_of_other_types(form: str, way: dict[str, Any], kind: str) -> None:
+    """Law: Adam's counter may be any number; training goes on as with torch's own."""
+    sessions = [cases.start(cases.ADAMW, form, **way) for _ in range(2)]
+    for session in sessions:
+        step(session, 0, 1)
+        step(session, 2, 3)
+    for state in sessions[0].optimizer.state.values():
+        state["step"] = STEPS[kind](state["step"])
+    for session in sessions:
+        step(session, 4, 5)
+        step(session, 6, 7)
+    assert same(*map(cases.everything, sessions))
+
+
+@every_form
+@every_way
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_moments_of_other_types(
+    form: str, way: dict[str, Any], wide: torch.dtype
+) -> None:
+    """Law: moments that somebody widened are what the form keeps, after a step."""
+    sessions = [cases.start(cases.ADAMW, form, **way) for _ in range(2)]
+    for session in sessions:
+        step(session, 0, 1)
+        step(session, 2, 3)
+    for state in sessions[0].optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = state[key].to(wide)
+    for session in sessions:
+        step(session, 4, 5)
+        step(session, 6, 7)
+    assert same(*map(cases.everything, sessions))
+
+
+def counters(session: Session) -> list[float]:
+    """Return Adam's counters."""
+    return [float(state["step"]) for state in session.optimizer.state.values()]
+
+
+@every_form
+@pytest.mark.parametrize("cause", ["kernel", "state"])
+def test_an_update_that_fails(form: str, cause: str) -> None:
+    """Law: an error inside an update leaves counters, weights and clock alone.
+
+    Whether the kernel raises, or a moment does not fit; then training goes on.
+    """
+    sessions = [cases.start(cases.ADAMW, form) for _ in range(2)]
+    for session in sessions:
+        for seed in (1, 2):  # by then each parameter has a state
+            step(session, seed)
+    ours = sessions[0]
+    counted = counters(ours)
+    masters, kernel = ours._masters, ours._masters.kernel
+    assert kernel is not None
+    state = ours.optimizer.state[cases.by_name(ours)["linear.weight"]]
+    moment = state["exp_avg"]
+    before = cases.everything(ours)
+
+    def fail(*_: object, **__: object) -> None:
+        message = "the kernel fails"
+        raise RuntimeError(message)
+
+    if cause == "kernel":
+        masters.kernel = dataclasses.replace(kernel, update=fail)
+    else:
+        state["exp_avg"] = torch.zeros(7)
+    told = "the kernel fails" if cause == "kernel" else "size|shape"
+    with pytest.raises((RuntimeError, ValueError), match=told):
+        step(ours, 4)
+    masters.kernel = kernel
+    state["exp_avg"] = moment
+    assert counters(ours) == counted
+    assert same(cases.everything(ours), before)
+    ours.zero_grad()
+    for session in sessions:
+        step(session, 5)
+    assert counters(ours) == counters(sessions[1])
+    assert same(*map(cases.everything, sessions))

@@ -1,0 +1,401 @@
+"""FSDP2 with one set of fp32 weights: the shards are the masters, in 16 bits they run.
+
+Under torchrun, `sharding` runs the cases of this file in each of several processes. The
+layers of `test_scaler_sharded` give gradients that bf16 holds exactly, summed over
+ranks in whatever order, so whole fp32 weights in one process are an oracle to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import STEPS, Plant, agreed, plants, scales
+from sharding import Traffic, mesh, start, trained
+from tests.scaling.test_scaler_sharded import (
+    OPTIMIZERS,
+    ROWS,
+    RULE,
+    batch,
+    held,
+    sides,
+    without,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import halfstep as hs
+from halfstep.session.fsdp import fsdp_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DTYPES = ("bf16", "fp16")
+RUNS = list(itertools.product(DTYPES, ("sgd", "adamw"), (None, 0.5)))
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train(dtype: str, name: str, clip: float | None) -> dict[str, Any]:
+    """Train shards by a session; one part of a gradient is spoilt on one rank."""
+    plan = plants(29)
+    model = sides()
+    fully_shard(model, mesh=mesh(), mp_policy=fsdp_policy("O2", dtype))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    before = [param.data_ptr() for param in optimizer.param_groups[0]["params"]]
+    session = hs.prepare(
+        model, optimizer, "O2", dtype=dtype, loss_scale=RULE, clip_grad_norm=clip
+    )
+    norms, skipped, kinds = [], [], set()
+    for step in range(STEPS):
+        with session.autocast():
+            loss = session.model(batch(step, dist.get_rank())) / ROWS
+        session.backward(loss)
+        kinds |= {(p.dtype, p.grad.dtype) for p in model.parameters()}
+        plant: Plant | None = plan.get(step)
+        if plant is not None and plant.here():
+            part: Any = list(model.parameters())[plant.param].grad
+            part.to_local().view(-1)[-1] = plant.value
+        report = session.step()
+        norms.append(report.grad_norm if step not in plan else None)
+        skipped.append(report.skipped)
+    same_memory = before == [p.data_ptr() for p in model.parameters()]
+    return held(model, optimizer) | {
+        "norms": norms,
+        "skipped": skipped,
+        "bad": list(plan),
+        "kinds": [*kinds],
+        "scale": session.scaler.state.scale.item(),
+        "kept": same_memory and session.optimizer is optimizer,
+        "memory": session.memory(),
+        "numel": sum(p.to_local().numel() for p in model.parameters()),
+        "notes": session.explain().notes,
+        "plain": without(plan, name, clip, dist.get_world_size()),
+        # No gradient depends on a weight: these norms are those before clipping.
+        "plain norms": without(plan, name, None, dist.get_world_size())["norms"],
+    }
+
+
+def traffic(level: str, dtype: str) -> dict[str, Any]:
+    """Take down what travels in two steps, all gathered and scattered."""
+    model = sides()
+    policy = fsdp_policy(level, dtype)
+    for layer in (model.left, model.right):
+        fully_shard(layer, mesh=mesh(), mp_policy=policy)
+    fully_shard(model, mesh=mesh(), mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = hs.prepare(model, optimizer, level, dtype=dtype)
+    with Traffic() as seen:
+        for step in range(2):
+            with session.autocast():
+                loss = session.model(batch(step, dist.get_rank()))
+            session.backward(loss)
+            session.step()
+    return {"bytes": seen.bytes, "dtypes": seen.dtypes}
+
+
+def accuracy(level: str, *, sharded: bool) -> dict[str, Any]:
+    """Train a network with a hidden layer, on all ranks' data either way."""
+    ranks = dist.get_world_size()
+    losses, weights = trained(level, dist.get_rank() if sharded else None, ranks)
+    return {"losses": losses, "weights": weights}
+
+
+class Normed(nn.Module):
+    """A layer, and norms of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.batch = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Compute."""
+        out: Tensor = self.head(torch.tanh(self.batch(self.norm(self.body(inputs)))))
+        return out
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A sharded model prepared otherwise than it must be."""
+
+    said: str
+    level: str = "O2"
+    dtype: str = "bf16"
+    policy: MixedPrecisionPolicy | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    stored: torch.dtype = torch.float32
+    batch_apart: bool = True
+    """Batch norm is a shard of its own."""
+    optimizer_first: bool = False
+    sharded_after: str | None = None
+    """Module that is sharded once the session is there."""
+
+
+def refused(word: str) -> dict[str, Any]:
+    """Return how something is refused."""
+    wrong, low = WRONG[word], fsdp_policy("O2", "bf16")
+    model: Any = Normed().to(wrong.stored)
+    early = _adamw(model)
+    if wrong.batch_apart:
+        fully_shard(model.batch, mesh=mesh())
+    if wrong.sharded_after is None:
+        fully_shard(model, mesh=mesh(), mp_policy=wrong.policy or low)
+    optimizer = early if wrong.optimizer_first else _adamw(model)
+    try:
+        session = hs.prepare(
+            model, optimizer, wrong.level, dtype=wrong.dtype, **wrong.more
+        )
+        if wrong.sharded_after is not None:
+            module = model.get_submodule(wrong.sharded_after)
+            fully_shard(module, mesh=mesh(), mp_policy=low)
+        with session.autocast():
+            loss = session.model(torch.ones(4, 6)).sum()
+        session.backward(loss)
+        session.step()
+    except hs.UserError as error:
+        return {"said": str(error)}
+    return {"said": "nothing"}
+
+
+def apart() -> dict[str, Any]:
+    """Train where norms and the head are fp32 shards of their own."""
+    model = Normed()
+    for module in (model.batch, model.norm, model.head):
+        fully_shard(module, mesh=mesh())
+    fully_shard(model, mesh=mesh(), mp_policy=fsdp_policy("O2", "bf16"))
+    optimizer = _adamw(model)
+    rules = "lean + module:head=fp32"
+    session = hs.prepare(model, optimizer, "O2", dtype="bf16", policy=rules)
+    seen: dict[str, Any] = {}
+    for name in ("body", "norm", "head"):
+        hook = functools.partial(_note, seen, name)
+        model.get_submodule(name).register_forward_hook(hook)
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(4):
+        with session.autocast():
+            loss = session.model(inputs).square().mean()
+        session.backward(loss)
+        losses.append(loss.item())
+        session.step()
+    notes = session.explain().notes
+    return {"seen": seen, "losses": losses, "notes": [n for n in notes if "FSDP" in n]}
+
+
+def _note(seen: dict[str, Any], name: str, module: Any, _: Any, out: Tensor) -> None:
+    seen[name] = [out.dtype, module.weight.dtype]
+
+
+def all_low() -> dict[str, Any]:
+    """Train at O3: shards in 16 bits, and no others."""
+    model = sides().to(torch.bfloat16)
+    fully_shard(model, mesh=mesh(), mp_policy=fsdp_policy("O3", "bf16"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    session = hs.prepare(model, optimizer, "O3", dtype="bf16")
+    for step in range(2):
+        with session.autocast():
+            loss = session.model(batch(step, dist.get_rank())) / ROWS
+        session.backward(loss)
+        session.step()
+    numbers = sum(p.to_local().numel() for p in model.parameters())
+    return {"memory": session.memory(), "numel": numbers, "steps": [2]}
+
+
+_MASTERS = "with FSDP2, whose fp32 shards are the masters already: leave master out."
+_TOO_LATE = (
+    "'body.weight' was sharded after the optimizer was made, which still holds it "
+    "whole: call fully_shard first, then make the optimizer, then prepare."
+)
+WRONG = {
+    "nothing": Wrong("nothing"),
+    "no policy": Wrong(
+        "level=O2 with FSDP2 computes in bf16, and fully_shard was told nothing for "
+        "'body': call fully_shard(..., "
+        "mp_policy=halfstep.sharded.fsdp_policy('O2', 'bf16')).",
+        policy=MixedPrecisionPolicy(),
+    ),
+    "another dtype": Wrong(
+        "level=O2 with FSDP2 computes in fp16, and fully_shard was told "
+        "torch.bfloat16 for 'body': call fully_shard(..., "
+        "mp_policy=halfstep.sharded.fsdp_policy('O2', 'fp16')).",
+        dtype="fp16",
+    ),
+    "split": Wrong(f"master='split' {_MASTERS}", more={"master": "split"}),
+    "none": Wrong(f"master='none' {_MASTERS}", more={"master": "none"}),
+    "release": Wrong(
+        "optimizer_in_backward=True leaves out non-finite gradients, and of one "
+        "parameter FSDP2 gives each rank a part: ranks would not agree.",
+        more={"optimizer_in_backward": True},
+    ),
+    "a rule": Wrong(
+        "a rule keeps 'head' in fp32, and FSDP2 casts its weights to torch.bfloat16: "
+        "call fully_shard on it first, without mp_policy.",
+        more={"policy": "lean + module:head=fp32"},
+    ),
+    "O3": Wrong(
+        "level=O3 stores weights in 16 bits, and 'body.weight' is sharded in fp32: "
+        "call model.to(torch.bfloat16) before fully_shard, or use level='O2'.",
+        level="O3",
+    ),
+    "16-bit shards": Wrong(
+        "'body.weight' is sharded in torch.bfloat16, and its shards are to be the fp32 "
+        "masters: call fully_shard on the model while it is fp32.",
+        stored=torch.bfloat16,
+    ),
+    "optimizer first": Wrong(_TOO_LATE, optimizer_first=True),
+    "prepare first": Wrong(_TOO_LATE, sharded_after="", batch_apart=False),
+    "a part later": Wrong(_TOO_LATE, sharded_after="body", batch_apart=False),
+    "a part later at O1": Wrong(
+        _TOO_LATE, level="O1", sharded_after="body", batch_apart=False
+    ),
+    "running means": Wrong(
+        "'batch' keeps fp32 statistics, and takes no bf16 weights beside them: call "
+        "fully_shard on it first, without mp_policy.",
+        batch_apart=False,
+    ),
+}
+KINDS = [("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")]
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"train {run}": functools.partial(train, *run) for run in RUNS},
+    **{f"traffic {kind}": functools.partial(traffic, *kind) for kind in KINDS},
+    **{f"refused {word}": functools.partial(refused, word) for word in WRONG},
+    "accuracy sharded": functools.partial(accuracy, "O2 bf16", sharded=True),
+    "accuracy O1 sharded": functools.partial(accuracy, "O1 bf16", sharded=True),
+    "accuracy O2": functools.partial(accuracy, "O2 bf16", sharded=False),
+    "accuracy O1": functools.partial(accuracy, "O1 bf16", sharded=False),
+    "apart": apart,
+    "all low": all_low,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """Return what each of two processes saw."""
+    return start("tests.session.test_sharded", 2)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_shards_are_the_masters(
+    ranks: list[dict[str, Any]], run: tuple[str, str, float | None]
+) -> None:
+    """Law: shards train as whole fp32 weights do, in one set, and skip together."""
+    own = ("memory", "numel")
+    words = [word for word in ranks[0][f"train {run}"] if word not in own]
+    seen = agreed(ranks, f"train {run}", *words)
+    plain = seen["plain"]
+    exact = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+    # Norms are rounded.
+    check = exact if run[2] is None else torch.testing.assert_close
+    check(seen["weights"], plain["weights"])
+    check(seen["state"], plain["state"])
+    places = [step for step, bad in enumerate(seen["skipped"]) if bad]
+    assert places == seen["bad"]
+    assert seen["scale"] == scales(seen["bad"], RULE.init_scale)[-1]
+    assert seen["kinds"] == [(torch.float32, torch.float32)]
+    assert seen["kept"]
+    for step, norm in enumerate(seen["plain norms"] if run[2] else ()):
+        if step not in seen["bad"]:
+            assert seen["norms"][step] == pytest.approx(norm, rel=1e-6)
+    assert seen["notes"][2] == (
+        "master weights: the fp32 shards of 149 numbers that FSDP2 keeps, and no "
+        f"others; it casts them to {run[0]} for each pass"
+    )
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_one_set(
+    ranks: list[dict[str, Any]], run: tuple[str, str, float | None]
+) -> None:
+    """Law: a rank holds 4 bytes a number of its own, and moments; no second copy."""
+    for rank in ranks:
+        seen = rank[f"train {run}"]
+        moments = {"sgd": 1, "adamw": 2}[run[1]] * 4 * seen["numel"]
+        # Shards are padded to equal length: of 6 tensors each by a row at most.
+        assert 4 * seen["numel"] <= seen["memory"]["weights"] <= 4 * seen["numel"] + 128
+        assert seen["memory"]["masters"] == seen["memory"]["gradients"] == 0
+        counters = 6 * 4 if run[1] == "adamw" else 0
+        assert seen["memory"]["moments"] == moments + counters
+
+
+def test_what_travels(ranks: list[dict[str, Any]]) -> None:
+    """Law: at O2 weights are gathered, and gradients scattered, in 16 bits."""
+    wide = {kind: agreed(ranks, f"traffic {kind}") for kind in KINDS}
+    fp32 = wide["O0", "fp32"]
+    assert {*fp32["bytes"]} == {"gathered", "scattered"}
+    for (level, dtype), seen in wide.items():
+        right = LOW[dtype] if level == "O2" else torch.float32
+        assert seen["dtypes"] == {"gathered": [right], "scattered": [right]}
+        share = 2 if level == "O2" else 1
+        assert {w: share * n for w, n in seen["bytes"].items()} == fp32["bytes"]
+
+
+def test_accuracy(ranks: list[dict[str, Any]]) -> None:
+    """Law: losses are those of one process on all the data, but for bf16.
+
+    Formula: the output passes three roundings to bf16, each off by 2**-8 at most, and
+    is squared: 6 * 2**-8. Gradients rounded on their way move a weight by less than the
+    step itself does; eight steps lower the loss by far more.
+    """
+    losses = {
+        word: torch.tensor(agreed(ranks, f"accuracy {word}")["losses"])
+        for word in ("sharded", "O1 sharded", "O2", "O1")
+    }
+    for word in ("O1 sharded", "O2", "O1"):
+        ratio = losses["sharded"] / losses[word]
+        assert (ratio - 1).abs().max() < 6 * 2**-8, word
+    assert losses["sharded"][-1] < 0.7 * losses["sharded"][0]
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_refused(ranks: list[dict[str, Any]], word: str) -> None:
+    """Law: what would not train as asked is refused, with the call that would."""
+    said = agreed(ranks, f"refused {word}")["said"]
+    assert said == WRONG[word].said
+    assert len(said.split()) <= 35
+
+
+def test_norms_apart(ranks: list[dict[str, Any]]) -> None:
+    """Law: what is sharded without a policy runs on fp32 weights, rules and norms."""
+    seen = agreed(ranks, "apart")
+    low, wide = torch.bfloat16, torch.float32
+    assert seen["seen"] == {"body": [low, low], "norm": [low, wide], "head": [wide] * 2}
+    assert seen["losses"][-1] < seen["losses"][0]
+    (note,) = seen["notes"]
+    assert note.endswith("it casts them to bf16 for each pass")
+
+
+def test_all_low(ranks: list[dict[str, Any]]) -> None:
+    """Law: at O3 a rank holds 2 bytes for each number of its own."""
+    agreed(ranks, "all low", "steps")
+    for rank in ranks:
+        seen = rank["all low"]
+        numbers = 2 * seen["numel"]
+        assert numbers <= seen["memory"]["weights"] <= numbers + 64
+        assert seen["memory"]["moments"] == numbers
+        assert seen["memory"]["masters"] == 0
+
+
+def test_policy() -> None:
+    """Law: only O2 has FSDP2 cast; a level without 16 bits takes no format."""
+    assert fsdp_policy("O2", "fp16") == MixedPrecisionPolicy(
+        torch.float16, torch.float16, cast_forward_inputs=False
+    )
+    wide = fsdp_policy("O2", torch.bfloat16, reduce_dtype=torch.float32)
+    assert (wide.param_dtype, wide.reduce_dtype) == (torch.bfloat16, torch.float32)
+    for level in ("O0", "O1", "O3"):
+        none = fsdp_policy(level)
+        assert (none.param_dtype, none.reduce_dtype) == (None, None)
+    with pytest.raises(hs.UserError, match="level=O2 needs dtype bf16 or fp16"):
+        fsdp_policy("O2", "fp32")

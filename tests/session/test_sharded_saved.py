@@ -1,0 +1,306 @@
+"""States that ranks save and load together, whatever their number and their sharding.
+
+Two processes train and save; two others, four, and one without shards go on. Under
+torchrun, `sharding` runs the cases of this file. Gradients are exact in bf16, and ranks
+of the same parity see the same data, so any number of ranks must go on to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import agreed
+from sharding import mesh, shared, start
+from small_training import one_thread, same
+from tests.scaling.test_scaler_sharded import OPTIMIZERS, ROWS, batch, sides
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import halfstep as hs
+from halfstep.session import fsdp_checkpoint
+from halfstep.session.fsdp import fsdp_policy
+from halfstep.session.fsdp_checkpoint import full_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from halfstep.session.session import Session
+
+KINDS = ("O1 bf16", "O2 bf16")
+NAMES = ("sgd", "adamw")
+SHARDED = list(itertools.product(KINDS, NAMES))
+FORMS = ("fp32", "split", "kahan")
+UNSHARDED = list(itertools.product(FORMS, NAMES))
+BEFORE, AFTER = (0, 1, 2), (3, 4)
+
+
+def build(
+    kind: str, name: str, *, parts: bool, seed: int = 0, form: str = "fp32"
+) -> Session:
+    """Return a session over layers in parts, or over whole ones."""
+    level, dtype = kind.split()
+    model = sides()
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), seed)
+    if parts:
+        fully_shard(model, mesh=mesh(), mp_policy=fsdp_policy(level, dtype))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return hs.prepare(model, optimizer, level, dtype=dtype, master=form)
+
+
+def train(session: Session, steps: tuple[int, ...], share: int | None) -> None:
+    """Train some steps on one half of the data; on both where there is one process."""
+    session._masters.kernel = None  # torch's own arithmetic, as on shards
+    for step in steps:
+        with session.autocast():
+            halves = (0, 1) if share is None else (share % 2,)
+            losses = [session.model(batch(step, half)) / ROWS for half in halves]
+            loss = sum(losses, torch.zeros(())) / len(losses)
+        session.backward(loss)
+        session.step()
+
+
+def content(session: Session) -> dict[str, Any]:
+    """Return whole weights, moments by name and counters."""
+    state = session.state_dict()
+    groups = state["optimizer"]["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    moments = {
+        name: full_tensors(state["optimizer"]["state"].get(number, {}))
+        for name, number in zip(state["parameters"], numbers, strict=True)
+    }
+    words = ("steps", "scales", "parameters", "moments")
+    return {
+        "weights": full_tensors(state["weights"]),
+        "states": moments,
+        **{word: state[word] for word in words},
+        "clock": [state["masters"]["seed"], state["masters"]["step"]],
+    }
+
+
+def saves(kind: str, name: str) -> dict[str, Any]:
+    """Train in parts, save, and go on."""
+    session = build(kind, name, parts=True)
+    train(session, BEFORE, dist.get_rank())
+    fsdp_checkpoint.save(session, shared() / f"{kind} {name}")
+    at = copy.deepcopy(content(session))
+    train(session, AFTER, dist.get_rank())
+    return {"at": at, "end": content(session)}
+
+
+def loads(kind: str, name: str, source: str) -> dict[str, Any]:
+    """Load what others have saved, into other weights, and go on."""
+    session = build(kind, name, parts=True, seed=1)
+    train(session, (7,), dist.get_rank())
+    fsdp_checkpoint.load(session, shared() / source)
+    at = copy.deepcopy(content(session))
+    train(session, AFTER, dist.get_rank())
+    return {"at": at, "end": content(session)}
+
+
+def hands_over(kind: str, name: str) -> dict[str, Any]:
+    """Load a whole state into parts, and that of the parts into a whole again."""
+    first, last = build("O2 bf16", name, parts=False), build(kind, name, parts=False)
+    train(first, BEFORE, None)
+    session = build(kind, name, parts=True, seed=1)
+    session.load_state_dict(first.state_dict())
+    at = copy.deepcopy(content(session))
+    last.load_state_dict(session.state_dict())
+    return {"first": content(first), "at": at, "last": content(last)}
+
+
+def refused(word: str) -> dict[str, Any]:
+    """Return how something is refused, and whether all is as it was."""
+    session = build("O2 bf16", "adamw", parts=True, seed=1)
+    train(session, (7,), dist.get_rank())
+    if word == "as a Stateful":
+        dcp.save({"app": session}, checkpoint_id=shared() / "stateful")
+        session = build("O2 bf16", "adamw", parts=True, seed=1)
+    if word == "not ours":
+        dcp.save({"x": torch.ones(2)}, checkpoint_id=shared() / "foreign")
+    if word == "another model":
+        other = torch.nn.Linear(3, 3)
+        fully_shard(other, mesh=mesh(), mp_policy=fsdp_policy())
+        session = hs.prepare(other, torch.optim.SGD(other.parameters()), "O2")
+    before = copy.deepcopy(content(session))
+    try:
+        if word == "over another":
+            fsdp_checkpoint.save(session, shared() / "O2 bf16 adamw")
+        elif word == "as a Stateful":
+            dcp.load({"app": session}, checkpoint_id=shared() / "stateful")
+        else:
+            places = {"not ours": "foreign", "not whole": "nowhere"}
+            fsdp_checkpoint.load(session, shared() / places.get(word, "O2 bf16 adamw"))
+    except hs.UserError as error:
+        said = str(error).replace(str(shared()), "FOLDER")
+        return {"said": said, "untouched": same(content(session), before)}
+    return {"said": "nothing"}
+
+
+WORDS = {
+    "over another": "FOLDER/O2 bf16 adamw exists; a checkpoint is never written over "
+    "another.",
+    "not whole": "FOLDER/nowhere holds no whole checkpoint of torch.distributed: it "
+    "has no file .metadata, which is written last.",
+    "not ours": "FOLDER/foreign was not written by halfstep.sharded.save: it has no "
+    "entry 'rest'.",
+    "another model": "weight 'bias': the state holds nothing, the model shape (3,); "
+    "build the model that was saved.",
+    "as a Stateful": "the state was saved with moments of 6 parameters, and holds "
+    "those of 0. From a directory of torch.distributed.checkpoint, read it by "
+    "halfstep.sharded.load.",
+}
+_two: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"saves {run}": functools.partial(saves, *run) for run in SHARDED},
+    **{f"hands over {run}": functools.partial(hands_over, *run) for run in SHARDED},
+    **{f"refused {word}": functools.partial(refused, word) for word in WORDS},
+}
+_any: dict[str, Callable[[], dict[str, Any]]] = {
+    **{
+        f"loads {(kind, name)}": functools.partial(loads, kind, name, f"{kind} {name}")
+        for kind, name in SHARDED
+    },
+    **{
+        f"loads whole {(form, name)}": functools.partial(
+            loads, "O2 bf16", name, f"whole {form} {name}"
+        )
+        for form, name in UNSHARDED
+    },
+}
+
+
+def _with(ranks: int, case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return case() if dist.get_world_size() == ranks else {}
+
+
+CASES = {name: functools.partial(_with, 2, case) for name, case in _two.items()} | _any
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder, in which this process has saved whole states."""
+    common = tmp_path_factory.mktemp("states")
+    with one_thread():
+        for form, name in UNSHARDED:
+            session = build("O2 bf16", name, parts=False, form=form)
+            train(session, BEFORE, None)
+            fsdp_checkpoint.save(session, common / f"whole {form} {name}")
+    return common
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    """Return what each of two processes saw."""
+    return start("tests.session.test_sharded_saved", 2, str(folder))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(
+    request: pytest.FixtureRequest, folder: Path, two: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return what each of some processes saw; the two have saved before."""
+    if request.param == 2:
+        return two
+    return start("tests.session.test_sharded_saved", request.param, str(folder))
+
+
+@pytest.mark.parametrize("run", SHARDED, ids=" ".join)
+def test_saved_by_two(
+    ranks: list[dict[str, Any]], two: list[dict[str, Any]], run: tuple[str, str]
+) -> None:
+    """Law: what two ranks saved, two or four others load, and go on with to the bit."""
+    saved, loaded = agreed(two, f"saves {run}"), agreed(ranks, f"loads {run}")
+    assert same(loaded["at"], saved["at"])
+    assert same(loaded["end"], saved["end"])
+    assert not same(saved["at"]["weights"], saved["end"]["weights"])
+
+
+@pytest.mark.parametrize("run", UNSHARDED, ids=" ".join)
+def test_saved_whole(ranks: list[dict[str, Any]], run: tuple[str, str]) -> None:
+    """Law: what one process saved, of any form, ranks load in parts."""
+    form, name = run
+    session = build("O2 bf16", name, parts=False, form=form)
+    train(session, BEFORE, None)
+    loaded = agreed(ranks, f"loads whole {run}")
+    mine = copy.deepcopy(content(session))
+    for states in mine["states"].values():
+        wide = {key: value.float() for key, value in states.items()}
+        states.update(wide)
+    assert same(loaded["at"], mine)
+    if form != "kahan":
+        train(session, AFTER, None)
+        assert same(loaded["end"], content(session))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("run", SHARDED, ids=" ".join)
+def test_loaded_whole(
+    two: list[dict[str, Any]], folder: Path, run: tuple[str, str], form: str
+) -> None:
+    """Law: what two ranks saved, one process without shards goes on with."""
+    saved = agreed(two, f"saves {run}")
+    session = build("O2 bf16", run[1], parts=False, seed=1, form=form)
+    fsdp_checkpoint.load(session, folder / " ".join(run))
+    found = content(session)
+    if form == "kahan":
+        # 16 bits of significand, rounded to nearest: 2**-17 of each weight.
+        for name, right in saved["at"]["weights"].items():
+            torch.testing.assert_close(
+                found["weights"][name], right, rtol=2**-17, atol=0
+            )
+        return
+    assert same(found["weights"], saved["at"]["weights"])
+    assert same(found["states"], saved["at"]["states"])
+    assert (found["steps"], found["clock"]) == (saved["at"]["steps"], [0, 3])
+    train(session, AFTER, None)
+    assert same(content(session)["weights"], saved["end"]["weights"])
+    assert same(content(session)["states"], saved["end"]["states"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_to_whole(folder: Path, form: str, name: str) -> None:
+    """Law: a session without shards that saves and loads goes on to the bit."""
+    sessions = [build("O2 bf16", name, parts=False, seed=s, form=form) for s in (0, 1)]
+    straight, resumed = sessions
+    train(straight, BEFORE, None)
+    fsdp_checkpoint.load(resumed, folder / f"whole {form} {name}")
+    for session in sessions:
+        train(session, AFTER, None)
+    assert same(resumed.state_dict(), straight.state_dict())
+    stored: list[dict[str, Tensor]] = [dict(s.model.state_dict()) for s in sessions]
+    assert same(*stored)
+
+
+@pytest.mark.parametrize("run", SHARDED, ids=" ".join)
+def test_handed_over(two: list[dict[str, Any]], run: tuple[str, str]) -> None:
+    """Law: a state dict of whole tensors loads into parts, and back."""
+    seen = agreed(two, f"hands over {run}")
+    for word in ("weights", "states", "steps", "clock"):
+        assert same(seen["at"][word], seen["first"][word])
+        assert same(seen["last"][word], seen["first"][word])
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_refused(two: list[dict[str, Any]], word: str) -> None:
+    """Law: what cannot be loaded is refused on every rank, and leaves all alone.
+
+    But for weights that torch.distributed.checkpoint has written into before it asks.
+    """
+    seen = agreed(two, f"refused {word}")
+    assert seen["said"] == WORDS[word]
+    assert seen["untouched"] or word == "as a Stateful"
