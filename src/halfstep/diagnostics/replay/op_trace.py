@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep._torch.dispatch_mode import DispatchMode
 from halfstep.diagnostics.replay import index_checks, op_names, tensor_facts
 from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.diagnostics.replay.torch_calls import Calls, Cast
@@ -91,7 +91,7 @@ _SUMS = {"addmm", "mm", "bmm", "baddbmm", "convolution", "add", "sum", "mean"}
 """They give +inf where they take -inf alone only by an overflow of their own."""
 
 
-class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
     """Watches operations while it is entered; waits for the device at each.
 
     Args:
