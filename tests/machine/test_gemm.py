@@ -131,7 +131,7 @@ def test_share_of_the_thread_that_waited_most(
     monkeypatch.setattr(gemm.time, "perf_counter", iter([10.0, 14.0]).__next__)
     told = iter([{1: 5.0, 2: 0.0}, {1: 6.0, 3: 2.0}])
     monkeypatch.setattr(cpu, "waits", lambda: next(told))
-    assert gemm.waiting()() == 0.5
+    assert gemm.count_waiting()() == 0.5
     monkeypatch.undo()
     monkeypatch.setattr(cpu, "waits", lambda: None)
     monkeypatch.setattr(cpu, "affinity", lambda: (0, 1))
@@ -139,4 +139,4 @@ def test_share_of_the_thread_that_waited_most(
         monkeypatch.setattr(
             gemm.os, "getloadavg", lambda load=load: (load, 0, 0), raising=False
         )
-        assert gemm.waiting()() == share
+        assert gemm.count_waiting()() == share

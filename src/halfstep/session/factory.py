@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.errors import UserError, require_bool, require_int
-from halfstep.machine.recommendation import Choice, cautions, choose
+from halfstep.machine.recommendation import Choice, resolve, warnings_for
 from halfstep.masters import encoding as forms
 from halfstep.masters import optimizer_in_backward as in_backward
 from halfstep.numerics import formats
@@ -116,7 +116,7 @@ def prepare(
     named = arguments.check_named_parameters(named_parameters, model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     device_type = device.type
-    choice = level if isinstance(level, Choice) else choose(level, dtype, device_type)
+    choice = level if isinstance(level, Choice) else resolve(level, dtype, device_type)
     arguments.check_fp32_weights(model, choice)
     encoding = _master_encoding(master, choice)
     is_explicit_dtype = level is not choice and dtype != "auto"
@@ -126,7 +126,9 @@ def prepare(
         and formats.parse(dtype) is not formats.FP32
     ):
         warnings.warn(choice.reason, stacklevel=2)
-    for text in cautions(choice, optimizer, device_type, masters=encoding is not None):
+    for text in warnings_for(
+        choice, optimizer, device_type, masters=encoding is not None
+    ):
         warnings.warn(text, stacklevel=2)
     if isinstance(loss_scale, str) and loss_scale == "auto":
         loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]

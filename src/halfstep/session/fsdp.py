@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep.casting.module_rules import scopes_of
+from halfstep.casting.module_rules import hooks_for
 from halfstep.errors import UserError
 from halfstep.masters import MasterWeights, NoMasters
 from halfstep.masters.generic_step import narrow_all
@@ -105,7 +105,7 @@ def check(
         raise UserError(message)
     fp32_paths = [
         scope.path
-        for scope in scopes_of(model, rules)
+        for scope in hooks_for(model, rules)
         if scope.category == op_tables.FP32
     ]
     for path, name, param, low in _sharded_parameters(model):

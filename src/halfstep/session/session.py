@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from torch.optim.lr_scheduler import LRScheduler
 
-    from halfstep.casting.autocast_mode import Region
-    from halfstep.casting.policy_autocast import Steered
+    from halfstep.casting.autocast_mode import Autocast
+    from halfstep.casting.policy_autocast import PolicyAutocast
     from halfstep.machine.recommendation import Choice
     from halfstep.masters.encoding import MasterEncoding
     from halfstep.masters.rounding_loss import RoundingLoss
@@ -137,7 +137,7 @@ class Session:
         self._lr_schedule = LRSchedule(scheduler)
 
     @contextlib.contextmanager
-    def autocast(self, *, record: bool = False) -> Iterator[Region | Steered]:
+    def autocast(self, *, record: bool = False) -> Iterator[Autocast | PolicyAutocast]:
         """Open the region for the forward pass and the loss of one micro-batch.
 
         Args:

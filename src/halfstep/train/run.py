@@ -19,7 +19,7 @@ from halfstep.diagnostics.doctor import environment
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
 from halfstep.machine import hardware
-from halfstep.machine.recommendation import Choice, choose
+from halfstep.machine.recommendation import Choice, resolve
 from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.reporting.table import format_count
@@ -359,7 +359,7 @@ def _choice(
     """
     if notes is None:
         return process_group.broadcast_object(
-            choose(config.level, config.dtype, world.device.type)
+            resolve(config.level, config.dtype, world.device.type)
         )
     level, dtype = levels.parse(notes["level"]), formats.parse(notes["dtype"])
     return Choice(level, dtype, notes["reason"])

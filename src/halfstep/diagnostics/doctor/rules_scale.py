@@ -328,8 +328,8 @@ def _bad_op(facts: RunFacts) -> Iterator[Observation]:
             len(events), f", and {len(events) - 1} times more"
         )
         measured = (
-            f"{op} ({kind}{phase}) made {first.get('made') or 'inf or NaN'} at step "
-            f"{first.get('step')}{times}; cause: {cause}"
+            f"{op} ({kind}{phase}) made {first.get('nonfinite_kind') or 'inf or NaN'} "
+            f"at step {first.get('step')}{times}; cause: {cause}"
         )
         evidence = str(first.get("evidence") or "").rstrip(".")
         measured += f" ({evidence})" if evidence else ""

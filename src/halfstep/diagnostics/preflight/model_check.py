@@ -30,7 +30,7 @@ from halfstep.diagnostics.preflight.validation import (
     empty,
 )
 from halfstep.diagnostics.preflight.verdict import verdict_and_findings
-from halfstep.machine.recommendation import Choice, choose
+from halfstep.machine.recommendation import Choice, resolve
 from halfstep.numerics.exponents import (
     flushed_share,
     largest_safe_scale,
@@ -122,7 +122,7 @@ def check(
     check_arguments(unwrapped, loss_fn, optimizer, more)
     check_model(unwrapped)
     device = next(unwrapped.parameters()).device
-    choice = level if isinstance(level, Choice) else choose(level, dtype, device.type)
+    choice = level if isinstance(level, Choice) else resolve(level, dtype, device.type)
     words = "lean" if policy is None else policy
     rules = Policy.parse(words) if isinstance(words, str) else words
     state = RandomState([device])

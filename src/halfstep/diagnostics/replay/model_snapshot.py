@@ -51,7 +51,7 @@ def restored_after(
         numbers = RandomState({param.device for param in model.parameters()})
         stack.callback(numbers.restore)
         stack.enter_context(all_paused())
-        stack.enter_context(module_rules.forgotten_after())
+        stack.enter_context(module_rules.restore_registry())
         snapshot = ModelSnapshot(model)
         stack.callback(snapshot.restore)
         if generator_state is not None:
