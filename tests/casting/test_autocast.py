@@ -326,8 +326,8 @@ def test_rules_on_modules_need_the_model() -> None:
     with pytest.raises(UserError) as caught:
         autocast("cpu", policy="torch + op:mm=fp32 + type:LayerNorm=fp32")
     assert str(caught.value) == (
-        "rule 'type:LayerNorm=fp32' speaks of modules, and a bare region knows none: "
-        "pass autocast(..., model=model), or use prepare(model, ..., policy=...)."
+        "rule 'type:LayerNorm=fp32' names a module, and this context has no model: "
+        "pass autocast(..., model=model), or prepare(model, ..., policy=...)."
     )
 
 

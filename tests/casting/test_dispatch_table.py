@@ -192,8 +192,8 @@ def test_refusals() -> None:
         "cuda, mps, xpu, or leave the policy out."
     )
     assert refusal("torch + module:head=fp32") == (
-        "rule 'module:head=fp32' speaks of modules, and a bare region knows none: pass "
-        "autocast(..., model=model), or use prepare(model, ..., policy=...)."
+        "rule 'module:head=fp32' names a module, and this context has no model: pass "
+        "autocast(..., model=model), or prepare(model, ..., policy=...)."
     )
     check_policy(parse("torch", "module:head=fp32"), "cpu", nn.Linear(1, 1))
     check_policy(parse("lean", "op:softmax=fp32"), "cuda", None)

@@ -296,7 +296,7 @@ def test_a_whole_graph_is_refused() -> None:
     model = Small()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with (
-        pytest.raises(torch._dynamo.exc.Unsupported, match=r"Scope\.open"),
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"RuleHook\.pre_forward"),
         autocast("cpu", policy="torch + module:b=fp32", model=model),
     ):
         compiled(X)

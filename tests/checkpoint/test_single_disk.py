@@ -382,13 +382,13 @@ def test_the_name_cannot_be_given(
     assert names(tmp_path) == ["c"]
 
 
-@pytest.mark.parametrize("before", ["put", "rename"])
+@pytest.mark.parametrize("before", ["rename_into_place", "rename"])
 def test_another_program_is_first(
     before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: what another finished meanwhile is not written over, at any moment."""
     path = tmp_path / "c"
-    owner: Any = {"put": atomic_directory, "rename": Path}[before]
+    owner: Any = {"rename_into_place": atomic_directory, "rename": Path}[before]
     original = getattr(owner, before)
 
     def late(*given: Any, **words: Any) -> Any:

@@ -283,7 +283,7 @@ def test_where_it_is_used(
         raise accuracy.Diverged(message)
 
     monkeypatch.setattr(accuracy, "run", run)
-    monkeypatch.setattr(fp16_emulation, "needed", lambda _: slow)
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: slow)
     accuracy.train_once({"dtype": dtype, "device": "cpu"})
     assert inside == [int(slow and dtype == "fp16")]
     assert torch._C._len_torch_dispatch_stack() == 0

@@ -283,6 +283,6 @@ class _CachedCast(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         gradient: Tensor,
     ) -> tuple[Tensor | None, None, None]:
-        if ctx.gradients is not None and ctx.gradients.take(ctx.weight, gradient):
+        if ctx.gradients is not None and ctx.gradients.accumulate(ctx.weight, gradient):
             return None, None, None
         return gradient.to(ctx.weight.dtype), None, None

@@ -279,7 +279,7 @@ def os_reason(error: BaseException | None) -> str | None:
         None, if it is an error of another sort.
 
     Example:
-        >>> why(OSError(28, "No space left on device"))
+        >>> os_reason(OSError(28, "No space left on device"))
         'No space left on device'
         >>> why(KeyError("a"))
     """
