@@ -159,8 +159,8 @@ def check_policy(policy: Policy, device: str, model: nn.Module | None) -> None:
     module_rules = [str(rule) for rule in policy.rules if rule.kind != "op"]
     if module_rules and model is None:
         message = (
-            f"rule {module_rules[0]!r} names a module, and this context has "
-            "no model: pass autocast(..., model=model), or prepare(model, ..., policy=...)."
+            f"rule {module_rules[0]!r} names a module, and this context has no model: "
+            "pass autocast(..., model=model), or prepare(model, ..., policy=...)."
         )
         raise UserError(message)
 
