@@ -14,8 +14,7 @@ import halfstep as hs
 from halfstep.nonfinite import graph_origin
 from halfstep.nonfinite.graph import GraphCause
 from halfstep.scaling import ScaleRule
-from halfstep.scaling.collapse import find_cause
-from halfstep.scaling.step_history import LossHistory
+from halfstep.scaling.collapse import LossHistory, find_cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ from halfstep.diagnostics.replay.model_snapshot import restored_after
 from halfstep.diagnostics.replay.module_stack import ModuleStack
 from halfstep.diagnostics.replay.op_trace import OpTracer
 from halfstep.distributed import process_group
-from halfstep.scaling.step_history import LossHistory
+from halfstep.scaling.collapse import LossHistory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +69,7 @@ def find_nonfinite(
         scale: Loss scale at which it failed.
         number: Of the step, for the report.
         losses: Of the steps applied so far, which tell a learning rate that is too
-            high: in order, or as `halfstep.scaling.step_history.LossHistory`.
+            high: in order, or as `halfstep.scaling.collapse.LossHistory`.
         failed: The run was seen to give inf or NaN. Then a replay that gives none is
             repeated, and reported as one that could not be reproduced; or, where
             processes share gradients, as one that another process made.
