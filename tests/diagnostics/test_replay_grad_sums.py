@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import halfstep as hs
 
 if TYPE_CHECKING:
-    from halfstep.diagnostics.replay.arguments import Step
+    from halfstep.diagnostics.replay.search import Step
 
 PARTS = 4
 

@@ -333,9 +333,9 @@ def test_targets_that_are_all_ignored_are_found() -> None:
     leaf, _ = scores()
     loss = functional.cross_entropy(leaf, torch.full((2,), -100))
     assert examine(loss, name) == Finding(
-        "zero",
+        "label",
         "nll_loss, after log_softmax (w(2,3))",
-        "it is the mean of nothing",
+        "its mean is over nothing: every label is -100, or weighs 0",
         "Skip such a batch, or divide a sum by max(count, 1).",
         "NaN",
     )

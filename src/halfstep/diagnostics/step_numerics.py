@@ -31,7 +31,7 @@ from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.replay import first_bad
 from halfstep.diagnostics.replay.gradients import exchanges
 from halfstep.errors import UserError
-from halfstep.nonfinite.saved_values import plain
+from halfstep.nonfinite.domains import local_values
 from halfstep.reporting.finding import Finding
 from halfstep.scaling import LossScaleCollapse
 from halfstep.scaling.step_report import StepReport
@@ -561,7 +561,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: 
 def _finite(tensors: Iterable[Tensor | None]) -> bool:
     """Say whether all numbers here are finite. Waits for the device."""
     flags = [
-        plain(tensor.detach()).isfinite().all()
+        local_values(tensor.detach()).isfinite().all()
         for tensor in tensors
         if tensor is not None and not tensor.is_meta
     ]

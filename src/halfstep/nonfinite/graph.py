@@ -1,12 +1,9 @@
-"""Who made the first inf or NaN of a forward pass, and why.
+"""Finds in the autograd graph of a loss which operation made the first inf or NaN.
 
-In: a loss whose backward pass has not run yet. Out: a `Finding`, or None if the forward
-pass was finite and the backward pass meets no infinite slope.
-
-The autograd graph knows most values: what an operation saved was made by the node it
-points to. Going back from a loss that is not finite, and never through a value that is,
-leaves the suspects; a mask of -inf that a softmax has used up is not among them. The
-first suspect in forward order against whom there is evidence is named.
+The graph knows most values: what an operation saved was made by the node it points to.
+Going back from a non-finite loss, and never through a finite value, leaves the
+suspects; a mask of -inf that a softmax has used up is not among them. The first
+suspect in forward order with evidence against it is named.
 """
 
 from __future__ import annotations
@@ -22,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.nonfinite.origin import module_rule
-from halfstep.nonfinite.saved_values import EPSILON, FIND, FLAWS, MASK, plain
+from halfstep.nonfinite import domains
+from halfstep.nonfinite.domains import EPSILON, FIND, MASK, counted, local_values
+from halfstep.nonfinite.origin import BadOp, module_rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,31 +33,73 @@ if TYPE_CHECKING:
     Edge = tuple[Node, int]  # a node, and which of its outputs
 
 
+_CAUSES = {"weights": "weight", "range": "forward range", "loss": "loss function"}
+"""Of a finding -> of a `BadOp`, where they differ."""
+_WITH_PARAMETERS = re.compile(r"(?P<op>[a-z]\w*) \((?P<names>[^)]*)\)")
+"""An operation and the parameters that it takes itself."""
+
+
 @dataclass(frozen=True)
 class Finding:
-    """Who made the first inf or NaN, and why."""
+    """What made the first inf or NaN, and why."""
 
     cause: str
     """"data": a batch, a target or a buffer holds it; "weights": a parameter does;
     "zero": an operation met a value where it, or its slope, is infinite or undefined;
-    "range": numbers grew beyond what their format holds."""
+    "range": values exceeded the range of their format; "label": targets are to blame.
+    """
     where: str
-    """The operation, and the parameters that feed it."""
+    """The operation, and the parameters that it takes."""
     evidence: str
-    """What was seen there, with numbers."""
+    """What was observed there, with numbers."""
     advice: str
     """What to change."""
     made: str = ""
-    """"inf" or "NaN", where a value shows it; of a slope it is not known which."""
+    """"inf" or "NaN", if a value shows it; unknown of a slope."""
     rule: str = ""
     """The rules of a policy in the advice; "" for none."""
+
+    def bad_op(self, scale: float, *, finite: bool | None) -> BadOp:
+        """Return it as the value that a replay returns, as far as the graph knows it.
+
+        Args:
+            scale: Loss scale of the last backward pass.
+            finite: Whether the last loss was; None if unknown.
+        """
+        module, op, evidence = "model", "", f"{self.where}: {self.evidence}"
+        match = _WITH_PARAMETERS.fullmatch(self.where)
+        if match is not None:
+            modules = {name.rpartition(".")[0] for name in match["names"].split(", ")}
+            op = match["op"]
+            if len(modules) == 1:
+                module, evidence = modules.pop() or "model", self.evidence
+        elif self.cause == "weights":
+            module = self.where.rpartition(".")[0] or "model"
+        elif self.cause == "loss":
+            module = "loss"
+        phase = {"data": "input", "weights": "weight"}.get(self.cause, "forward")
+        # A finite loss hides an exp that overflowed, not a slope that is infinite.
+        if phase == "forward" and finite and self.cause != "range":
+            phase = "backward"
+        return BadOp(
+            phase=phase,
+            module=module,
+            op=op,
+            scale=scale,
+            made=self.made,
+            cause=_CAUSES.get(self.cause, self.cause),
+            evidence=evidence,
+            advice=self.advice,
+            reproduced=False,
+            rule=self.rule,
+        )
 
 
 @torch.no_grad()
 def examine(loss: Tensor, name_of: Namer) -> Finding | None:
-    """Look at the graph of a loss before its backward pass, and leave it as it is.
+    """Examine the graph of a loss before its backward pass, without changing it.
 
-    Waits for the device. Tensors behind hooks, as those of recomputed blocks, are not
+    Synchronizes. Saved tensors behind hooks, as those of recomputed blocks, are not
     read: that would compute the block again, once for each of them.
 
     Args:
@@ -69,11 +109,14 @@ def examine(loss: Tensor, name_of: Namer) -> Finding | None:
     if loss.grad_fn is None:
         return None
     graph = _Graph(loss, loss.grad_fn, name_of)
-    if math.isfinite(_reach(loss)):
-        findings = (graph.singular(op, "backward") for op in graph.ops.values())
+    if math.isfinite(_absmax(loss)):
+        findings = (graph.domain_error(op, "backward") for op in graph.ops.values())
     else:
-        charges = (graph.given, graph.singular, graph.masked, graph.grown, graph.made)
-        findings = (charge(op) for op in graph.suspects() for charge in charges)
+        checks = (
+            *(graph.nonfinite_input, graph.domain_error, graph.masked_softmax),
+            *(graph.overflow, graph.unexplained),
+        )
+        findings = (check(op) for op in graph.suspects() for check in checks)
     return next(filter(None, findings), None)
 
 
@@ -187,8 +230,7 @@ class _Op:
             turned = last is None or last.name() == "TBackward0"
             return "linear" if turned else _TURNED[self.kind]
         kind = re.sub(r"^(Native|Cudnn|Miopen|Safe)|(?<=Product).*", "", self.kind)
-        spaced = re.sub(r"(?<=[a-z0-9D])(?=[A-Z][a-z])", "_", kind).lower()
-        return _WORDS.get(kind, spaced)
+        return _WORDS.get(kind) or _snake_case(kind)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.saved.items():
@@ -217,6 +259,10 @@ class _Op:
             return torch.matmul(first, second)
 
 
+def _snake_case(kind: str) -> str:
+    return re.sub(r"(?<=[a-z0-9D])(?=[A-Z][a-z])", "_", kind).lower()
+
+
 class _Graph:
     """The operations behind a loss in forward order, and the values known of them."""
 
@@ -242,29 +288,29 @@ class _Graph:
         for node, op in self.ops.items():
             taken = self.values.get(op.edges[0]) if op.carries and op.edges else None
             # A cast makes inf of what is too large for it.
-            if taken is not None and not op.limit < _reach(taken) < math.inf:
+            if taken is not None and not op.limit < _absmax(taken) < math.inf:
                 self.values.setdefault((node, 0), taken)
-        finite = {edge for edge, v in self.values.items() if math.isfinite(_reach(v))}
+        finite = {edge for edge, v in self.values.items() if math.isfinite(_absmax(v))}
         seen = _upstream(self.root, lambda edge: edge not in finite)
         return [op for op in self.ops.values() if op.node in seen]
 
-    def given(self, op: _Op) -> Finding | None:
+    def nonfinite_input(self, op: _Op) -> Finding | None:
         """Say whether it was handed something not finite that no operation made."""
         for node, _ in op.edges:
             leaf = self.ops[node].leaf
-            if leaf is not None and not math.isfinite(_reach(leaf)):
+            if leaf is not None and not math.isfinite(_absmax(leaf)):
                 if isinstance(leaf, nn.Parameter):
                     return self._weights(leaf)
                 where = f"a tensor of shape {tuple(leaf.shape)}, not of any layer"
-                return Finding("data", where, _held(leaf), FIND, _kind(leaf))
+                return Finding("data", where, _contents(leaf), FIND, _kind(leaf))
         for name, value in op.constants():
-            reach = _reach(value)
+            reach = _absmax(value)
             if reach < math.inf or (reach == math.inf and _ABSORBS.match(op.kind)):
                 continue
             if isinstance(value, nn.Parameter):
                 return self._weights(value)
             where = f"the {_ROLES.get(name, name)} of {self._place(op)}"
-            evidence, advice = _held(value), FIND
+            evidence, advice = _contents(value), FIND
             if value.dtype == torch.float16 and reach == math.inf:
                 evidence += ", where a cast to float16 makes it of all above 65504"
                 advice = "Scale this input down, keep it in float32, or train in bf16."
@@ -275,42 +321,39 @@ class _Graph:
         advice = "Go back to the last good checkpoint: no loss scale mends a weight."
         if parameter.dtype == torch.float16:
             advice = f"{advice} {EPSILON}"
-        name, held = self.name_of(parameter), _held(parameter)
+        name, held = self.name_of(parameter), _contents(parameter)
         return Finding("weights", name, held, advice, _kind(parameter))
 
-    def singular(self, op: _Op, which: str = "forward") -> Finding | None:
-        """Say whether it met a value where it, or its slope, is infinite."""
-        for flaw in FLAWS:
-            if op.kind in flaw.kinds.split() and flaw.spoils in {which, "both"}:
-                places = flaw.places(op.saved)
-                if places.any():
-                    where, value = self._place(op), self.values.get((op.node, 0))
-                    evidence = f"{flaw.says}{_counted(places)}"
-                    made = flaw.makes if which == "forward" else ""
-                    made = made if value is None else _kind(value)
-                    return Finding(flaw.cause, where, evidence, flaw.advice, made)
-        return None
+    def domain_error(self, op: _Op, phase: str = "forward") -> Finding | None:
+        """Check for values at which it, or its slope, is infinite or undefined."""
+        error = domains.find(_snake_case(op.kind), op.saved, phase)
+        if error is None:
+            return None
+        value = self.values.get((op.node, 0))
+        made = error.result if phase == "forward" else ""
+        made = made if value is None else _kind(value)
+        return Finding(error.cause, self._place(op), error.evidence, error.advice, made)
 
-    def masked(self, op: _Op) -> Finding | None:
+    def masked_softmax(self, op: _Op) -> Finding | None:
         """Say whether a mask left a softmax nothing, or took what the loss asks for."""
         result = self.values.get((op.node, 0))
         if op.kind not in {"Softmax", "LogSoftmax"} or result is None:
             return None
         if not any(part.adds or part.kind == "MaskedFill" for part in self._chain(op)):
             return None
-        evidence = f"a mask covers whole rows: {_held(result)}"
-        if _reach(result) == math.inf:
-            evidence = f"a target names a class that is masked: {_held(result)}"
+        evidence = f"a mask covers whole rows: {_contents(result)}"
+        if _absmax(result) == math.inf:
+            evidence = f"a target names a class that is masked: {_contents(result)}"
         return Finding("zero", self._place(op), evidence, MASK, _kind(result))
 
-    def grown(self, op: _Op) -> Finding | None:
+    def overflow(self, op: _Op) -> Finding | None:
         """Say whether a cast or a float16 product left its range, or clear it."""
         value, what = None, "result"
         if op.kind == "ToCopy" and not op.keeps:
             value, what = self.values.get(op.edges[0]), "argument"
         elif op.kind in _FACTORS and op.dtype == torch.float16:
             value = op.product()
-        reach = math.nan if value is None else _reach(value)
+        reach = math.nan if value is None else _absmax(value)
         # Half of it: what is computed again is rounded, and lacks the bias.
         if reach <= op.limit / 2:
             self.cleared.add((op.node, 0))
@@ -320,12 +363,12 @@ class _Graph:
         advice, rule = self._widen([op])
         return Finding("range", self._place(op), evidence, advice, "inf", rule)
 
-    def made(self, op: _Op) -> Finding | None:
+    def unexplained(self, op: _Op) -> Finding | None:
         """Say that it made it, or something before it whose result is not known."""
         outputs = [(op.node, number) for number in range(len(op.outputs))]
         values = [self.values[edge] for edge in outputs if edge in self.values]
         # What a mask fills in is meant.
-        if op.kind == "MaskedFill" or all(map(math.isfinite, map(_reach, values))):
+        if op.kind == "MaskedFill" or all(map(math.isfinite, map(_absmax, values))):
             return None
         chain = self._chain(op)
         wild = [part for part in chain if not _TAME.match(part.kind)] or [op]
@@ -333,9 +376,13 @@ class _Graph:
         edges = [edge for part in chain for edge in part.edges]
         took = [self.values[edge] for edge in edges if edge in self.values]
         took += [value for part in chain for _, value in part.constants()]
-        most = max(filter(math.isfinite, map(_reach, took)), default=0.0)
+        most = max(filter(math.isfinite, map(_absmax, took)), default=0.0)
         seen, least = f"its inputs reach {most:.1e}", min(chain, key=lambda p: p.limit)
-        kind = "inf" if any(plain(value).isinf().any() for value in values) else "NaN"
+        kind = (
+            "inf"
+            if any(local_values(value).isinf().any() for value in values)
+            else "NaN"
+        )
         far = least.dtype == torch.float16 or most * most > least.limit
         cause, evidence = "range", f"{seen}, {least.holds}"
         advice, rule = self._widen(wild)
@@ -413,9 +460,9 @@ def _upstream(node: Node, goes: Callable[[Edge], bool]) -> set[Node]:
     return seen
 
 
-def _reach(value: Tensor) -> float:
+def _absmax(value: Tensor) -> float:
     """Return the largest magnitude, NaN if there is one."""
-    held = plain(value)
+    held = local_values(value)
     held = torch.view_as_real(held) if held.is_complex() else held
     if not (held.is_floating_point() and held.itemsize > 1 and held.numel()):
         return 0.0
@@ -425,14 +472,9 @@ def _reach(value: Tensor) -> float:
 
 def _kind(value: Tensor) -> str:
     """Return "NaN" if there is one, else "inf" if there is; "" where all is finite."""
-    held = plain(value)
+    held = local_values(value)
     return "NaN" if held.isnan().any() else "inf" if held.isinf().any() else ""
 
 
-def _held(value: Tensor) -> str:
-    return f"it holds {_kind(value)}{_counted(~plain(value).isfinite())}"
-
-
-def _counted(places: Tensor) -> str:
-    count = int(places.sum())
-    return f" at {count} of {places.numel()} places" if places.numel() > 1 else ""
+def _contents(value: Tensor) -> str:
+    return f"it holds {_kind(value)}{counted(~local_values(value).isfinite())}"

@@ -204,7 +204,8 @@ class Hooks:
             if seen is None or not seen.is_unchanged(tensor):
                 seen = self._outputs[id(tensor)] = _Output(tensor)
                 if seen.requires_grad:
-                    tensor.register_hook(partial(self._observe_grad, seen))
+                    hook = partial(self._observe_grad, seen)
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
                 if not in_backward:
                     seen.flag_or_stats = self.records.measure(tensor)
             seen.modules.append(number)
