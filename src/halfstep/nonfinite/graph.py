@@ -218,6 +218,9 @@ class _Op:
                     except _PythonCalledError:
                         self.hidden = True
                         continue
+                    # torch shows saved integers without their sign.
+                    if type(value) is int and value >= 2**63:
+                        value -= 2**64
                     yield name.removeprefix("_saved_"), value
 
     @property

@@ -351,9 +351,10 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node, name = self.modules.node(), call.aten_name
         forward_op = self.modules.forward_op()
         event.op, event.is_executed_op = forward_op or call.op, not forward_op
-        event.fp32_result = tensor_facts.run_in_fp32(call.func, call.args, call.kwargs)
         values = domains.arguments(call.func, call.args, call.kwargs, call.outs)
         event.domain_error = domains.find(name, values, "forward")
+        # Last: an operation in place writes to these arguments.
+        event.fp32_result = tensor_facts.run_in_fp32(call.func, call.args, call.kwargs)
         leaves = _pytree.tree_leaves((call.args, call.kwargs))
         event.constant = any(type(v) is float and not math.isfinite(v) for v in leaves)
         event.is_intended = event.constant and name in _FILLS and not parents
