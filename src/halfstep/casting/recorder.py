@@ -17,8 +17,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep._torch.dispatch_mode import DispatchMode
 from halfstep.distributed import ddp
 from halfstep.numerics import formats
 from halfstep.policy.decision import decide
@@ -88,13 +88,13 @@ class Recorder:
             ]
         self._open += 1
         mode = _Mode(self)
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        mode.__enter__()
         self._thread.modes.append(mode)
 
     def stop(self) -> None:
         """Observe no more, as often as it was started."""
         thread = self._thread
-        thread.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        thread.modes.pop().__exit__(None, None, None)
         if not thread.modes:
             thread.modules.clear()
         self._open -= 1
@@ -212,7 +212,7 @@ class Recorder:
         return Table("What ran how", _COLUMNS, rows, notes)
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
     """Hands each operation of a thread to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep._torch.dispatch_mode import DispatchMode
 from halfstep.machine import hardware
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def needed(device: str) -> bool:
     return device == "cpu" and rates["fp16"] < _SLOW * rates["fp32"]
 
 
-class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Widened(DispatchMode):  # type: ignore[no-untyped-call]
     """Computes products of fp16 matrices in fp32, and rounds the results."""
 
     def __torch_dispatch__(

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep._torch.dispatch_mode import DispatchMode
 from halfstep.diagnostics.replay import index_checks, op_names, tensor_facts
 from halfstep.diagnostics.replay.op_names import Cast, TorchCalls
 from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds, storage_key
@@ -109,7 +109,7 @@ class _Call:
     written: Cast | None
 
 
-class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
     """Traces operations while it is entered; synchronizes at each.
 
     Args:
