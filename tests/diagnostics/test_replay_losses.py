@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from required import required
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -87,9 +88,7 @@ def told(model: nn.Module) -> BadOp:
         with hs.autocast("cpu", torch.float16):
             return model(X).float().mean()  # type: ignore[no-any-return]
 
-    bad = hs.first_bad(model, step)
-    assert bad is not None
-    return bad
+    return required(hs.first_bad(model, step))
 
 
 @pytest.mark.parametrize("kind", [Model, TrainingLoss])
@@ -179,7 +178,6 @@ def test_a_masked_class_is_told_in_the_loss_too() -> None:
         logits = model(x).masked_fill(gone, float("-inf"))
         return nn.functional.cross_entropy(logits, y)
 
-    bad = hs.first_bad(model, step)
-    assert bad is not None
+    bad = required(hs.first_bad(model, step))
     assert (bad.module, bad.op, bad.cause) == ("loss", "masked_fill", "label")
     assert "a target names a masked class" in bad.evidence

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from required import required
 from small_training import one_thread
 from torch import Tensor, nn
 from torch.nn import functional
@@ -266,8 +267,7 @@ def test_a_row_for_a_layer_that_runs_twice() -> None:
 
     model = Twice(lambda x: x)
     nn.init.constant_(model.inner.weight, 100.0)
-    bad = found(model, X.abs() + 1, torch.float16)
-    assert bad is not None
+    bad = required(found(model, X.abs() + 1, torch.float16))
     assert (bad.module, bad.cause) == ("inner", "forward range")
     assert hs.Policy.parse(f"torch + {bad.rule}")
     assert found(model, X.abs() + 1, torch.float16, bad.rule) is None
@@ -287,13 +287,11 @@ def test_blocks_recomputed_in_blocks() -> None:
             return checkpoint(self.inside, y, use_reentrant=False)  # type: ignore[no-any-return]
 
     root = Mid(lambda x: (x * 0).sqrt() + x)
-    bad = found(Block(Block(root)))
-    assert bad is not None
+    bad = required(found(Block(Block(root))))
     assert (bad.module, bad.op, bad.phase) == ("inside.inside", "sqrt", "backward")
     wide = nn.Linear(8, 8)
     nn.init.constant_(wide.weight, 6e4)
-    bad = found(Block(Block(wide)), torch.ones(4, 8), torch.float16)
-    assert bad is not None
+    bad = required(found(Block(Block(wide)), torch.ones(4, 8), torch.float16))
     assert (bad.module, bad.op) == ("inside.inside", "linear")
 
 
@@ -301,13 +299,11 @@ def test_work_of_a_modules_hooks_is_its_own() -> None:
     """Law: what a hook makes of a module's result or gradient is told there."""
     model = Net(lambda x: x)
     model.inner.register_forward_hook(lambda _m, _i, out: torch.log(out * 0))
-    bad = found(model)
-    assert bad is not None
+    bad = required(found(model))
     assert (bad.module, bad.kind, bad.op) == ("inner", "Linear", "log")
     model = Net(lambda x: x)
     model.outer.register_full_backward_hook(lambda _m, g, _o: (g[0] * 1e30 * 1e30,))
-    bad = found(model)
-    assert bad is not None
+    bad = required(found(model))
     assert (bad.module, bad.op, bad.phase) == ("outer", "mul", "backward")
 
 
@@ -315,8 +311,7 @@ def test_a_running_variance_below_zero() -> None:
     """Law: a buffer that no variance can be is told as what is stored wrongly."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval()
     model[1].running_var[2] = -1.0  # type: ignore[operator, index]
-    bad = found(model)
-    assert bad is not None
+    bad = required(found(model))
     assert (bad.module, bad.op, bad.cause) == ("1", "batch_norm", "weight")
     assert (bad.phase, "negative at 1 of 8 places" in bad.evidence) == ("weight", True)
     model[1].reset_running_stats()  # type: ignore[operator]
@@ -335,8 +330,7 @@ def test_words_and_places_that_are_not_there() -> None:
             return self.out(self.bag(ids))  # type: ignore[no-any-return]
 
     model, ids = Bag(), torch.tensor([[1, 30], [2, 4]])
-    bad = found(model, ids)
-    assert bad is not None
+    bad = required(found(model, ids))
     assert (bad.module, bad.op, bad.cause) == ("bag", "embedding_bag", "data")
     assert "index 30 at 1 of 4 places, yet the table has rows 0 to 9" in bad.evidence
 
@@ -344,8 +338,7 @@ def test_words_and_places_that_are_not_there() -> None:
         logs = model(ids.clamp(max=9)).log_softmax(-1)
         return -logs.gather(1, torch.tensor([[0], [3]])).mean()
 
-    bad = hs.first_bad(model, step)
-    assert bad is not None
+    bad = required(hs.first_bad(model, step))
     assert (bad.module, bad.op, bad.cause) == ("loss", "gather", "label")
 
 
@@ -357,8 +350,7 @@ def test_class_weights_are_no_targets() -> None:
     def step() -> Tensor:
         return functional.cross_entropy(model(X), labels, weight=weight)
 
-    bad = hs.first_bad(model, step)
-    assert bad is not None
+    bad = required(hs.first_bad(model, step))
     assert (bad.module, bad.cause) == ("loss", "loss function")
     assert "the class weights hold inf at 1 of 3 places" in bad.evidence
 
@@ -370,8 +362,7 @@ def test_arguments_in_a_batch_have_names() -> None:
         def forward(self, batch: Any) -> Tensor:
             return super().forward(batch["x"])
 
-    bad = found(Keyed(lambda x: x), {"x": X * math.nan})
-    assert bad is not None
+    bad = required(found(Keyed(lambda x: x), {"x": X * math.nan}))
     assert (bad.module, bad.cause) == ("inner", "data")
     assert "argument \"batch['x']\" of the model holds NaN at 32 of 32" in bad.evidence
 
@@ -388,8 +379,7 @@ def test_arguments_of_kinds_of_ones_own() -> None:
             return super().forward(pair.x)
 
     _pytree.register_pytree_node(Pair, lambda p: ([p.x], None), lambda x, _: Pair(*x))
-    bad = found(Opened(lambda x: x), Pair(X * math.nan))
-    assert bad is not None
+    bad = required(found(Opened(lambda x: x), Pair(X * math.nan)))
     assert "argument 'pair' of the model holds NaN at 32 of 32" in bad.evidence
 
 
@@ -403,6 +393,5 @@ def test_memory_that_is_given_out_again() -> None:
         spoilt = torch.from_numpy(x.detach().numpy() * math.nan)
         return x + spoilt
 
-    bad = found(Net(change))
-    assert bad is not None
+    bad = required(found(Net(change)))
     assert (bad.module, bad.op, bad.cause) == ("mid", "add", "data")

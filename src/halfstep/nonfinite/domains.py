@@ -59,6 +59,7 @@ _SKIP = "Skip such a batch, or divide a sum by max(count, 1)."
 _EXP = "Subtract the maximum first, or use a function that takes logits."
 MASK = "Leave something in each row unmasked, and mask no class that a target names."
 FIND = "Find the batch, buffer or frozen weight that brings it in: print them."
+CHECKPOINT = "Go back to the last good checkpoint: no loss scale fixes a weight."
 EPSILON = (
     "If Adam or its like updates it in float16 itself (level O3): an eps of 1e-08 is 0 "
     "there, and 0 / 0 is NaN; use eps=6.1e-05, or master weights (level O2)."

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.nonfinite import domains
-from halfstep.nonfinite.domains import EPSILON, FIND, MASK, counted, local_values
+from halfstep.nonfinite.domains import (
+    CHECKPOINT,
+    EPSILON,
+    FIND,
+    MASK,
+    counted,
+    local_values,
+)
 from halfstep.nonfinite.origin import BadOp, module_rule
 
 if TYPE_CHECKING:
@@ -123,23 +130,23 @@ def examine(loss: Tensor, name_of: Namer) -> Finding | None:
 # Operations, by the names of their nodes without "Backward0"
 
 _SAME = re.compile(r"(T|Trans\w+|Permute|\w*View|Reshape\w+|Expand|\w*queeze|Clone)$")
-"""They give the numbers they take."""
+"""They return their input."""
 
 _TAME = re.compile(r"Relu|Gelu|Silu|Tanh|Sigmoid|.*(Softmax|Norm$|Pool|Dropout)|Mean")
-"""They give no inf where they take none."""
+"""They make no inf of finite inputs."""
 
 _ABSORBS = re.compile(r"Div|Maximum|Minimum|Clamp|Logaddexp|ScaledDot")
-"""They may give finite numbers though they take infinite ones."""
+"""They may return finite numbers for infinite inputs."""
 
 _ADDS = {"Add", "Sub", "Rsub", "Baddbmm", "Where", "CopySlices", "IndexPut"}
-"""They take in tensors without a gradient that they do not save."""
+"""They do not save inputs without a gradient."""
 _FACTORS = {"Addmm": "mat1 mat2", "Mm": "self mat2", "Bmm": "self mat2"}
 _FACTORS |= {"Convolution": "input weight"}
 _CONVOLUTION = "stride padding dilation transposed output_padding groups"
-_MADE = re.compile(r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)")
-"""How names of saved values begin that the operation made itself."""
-_TURNED = {"Addmm": "addmm", "Mm": "matmul"}
-"""What they are unless their last factor is turned, as a linear layer's weight is."""
+_RESULTS = re.compile(r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)")
+"""Names of saved values that the operation computed itself."""
+_TRANSPOSED = {"Addmm": "addmm", "Mm": "matmul"}
+"""Names unless the last factor is transposed, like a linear layer's weight."""
 _WORDS = {
     "Bmm": "matmul",
     "MkldnnRnnLayer": "lstm",
@@ -152,7 +159,7 @@ _ROLES = {"self": "input", "mat1": "input", "mat2": "operand", "other": "operand
 
 
 class _PythonCalledError(Exception):
-    """What was to be read is computed by a hook."""
+    """A hook computes the saved value."""
 
 
 def _refuse(_frame: FrameType, event: str, _argument: object) -> None:
@@ -179,7 +186,7 @@ def _without_python(read: Callable[[], Any]) -> Any:  # noqa: ANN401
 
 
 _SHOWS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
-"""An old torch calls the hooks of saved tensors, and has no word of them."""
+"""torch 2.9 calls the hooks of saved tensors, and does not show them."""
 
 
 class _Op:
@@ -228,10 +235,10 @@ class _Op:
         if self.kind == "Convolution":
             across = "_transpose" if self.saved.get("transposed") else ""
             return f"conv{across}{len(self.outputs[0].shape) - 2}d"
-        if self.kind in _TURNED:
+        if self.kind in _TRANSPOSED:
             last = self.node.next_functions[-1][0]
-            turned = last is None or last.name() == "TBackward0"
-            return "linear" if turned else _TURNED[self.kind]
+            transposed = last is None or last.name() == "TBackward0"
+            return "linear" if transposed else _TRANSPOSED[self.kind]
         kind = re.sub(r"^(Native|Cudnn|Miopen|Safe)|(?<=Product).*", "", self.kind)
         return _WORDS.get(kind) or _snake_case(kind)
 
@@ -242,11 +249,11 @@ class _Op:
                     yield name, part
 
     def constants(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield those that came in without a gradient."""
+        """Yield inputs without a gradient."""
         for name, value in self.tensors():
-            # While it trains, a batch norm writes its running statistics, reads none.
+            # In training a batch norm writes its running statistics, and reads none.
             unread = name.startswith("running_") and self.saved.get("training")
-            if not value.requires_grad and not _MADE.match(name) and not unread:
+            if not value.requires_grad and not _RESULTS.match(name) and not unread:
                 yield name, value
 
     def product(self) -> Tensor | None:
@@ -278,7 +285,7 @@ class _Graph:
         self.cleared: set[Edge] = set()
 
     def suspects(self) -> list[_Op]:
-        """Return those through whom something not finite may have come."""
+        """Return the operations that inf or NaN may have passed through."""
         for node, op in self.ops.items():
             if op.leaf is not None:
                 self.values[node, 0] = op.leaf
@@ -289,16 +296,16 @@ class _Graph:
             if op.keeps and (node, 0) in self.values:
                 self.values.setdefault(op.edges[0], self.values[node, 0])
         for node, op in self.ops.items():
-            taken = self.values.get(op.edges[0]) if op.carries and op.edges else None
+            operand = self.values.get(op.edges[0]) if op.carries and op.edges else None
             # A cast makes inf of what is too large for it.
-            if taken is not None and not op.limit < _absmax(taken) < math.inf:
-                self.values.setdefault((node, 0), taken)
+            if operand is not None and not op.limit < _absmax(operand) < math.inf:
+                self.values.setdefault((node, 0), operand)
         finite = {edge for edge, v in self.values.items() if math.isfinite(_absmax(v))}
-        seen = _upstream(self.root, lambda edge: edge not in finite)
-        return [op for op in self.ops.values() if op.node in seen]
+        nodes = _upstream(self.root, lambda edge: edge not in finite)
+        return [op for op in self.ops.values() if op.node in nodes]
 
     def nonfinite_input(self, op: _Op) -> Finding | None:
-        """Say whether it was handed something not finite that no operation made."""
+        """Check for non-finite inputs that no operation made."""
         for node, _ in op.edges:
             leaf = self.ops[node].leaf
             if leaf is not None and not math.isfinite(_absmax(leaf)):
@@ -307,25 +314,24 @@ class _Graph:
                 where = f"a tensor of shape {tuple(leaf.shape)}, not of any layer"
                 return Finding("data", where, _contents(leaf), FIND, _kind(leaf))
         for name, value in op.constants():
-            reach = _absmax(value)
-            if reach < math.inf or (reach == math.inf and _ABSORBS.match(op.kind)):
+            absmax = _absmax(value)
+            if absmax < math.inf or (absmax == math.inf and _ABSORBS.match(op.kind)):
                 continue
             if isinstance(value, nn.Parameter):
                 return self._weights(value)
             where = f"the {_ROLES.get(name, name)} of {self._place(op)}"
             evidence, advice = _contents(value), FIND
-            if value.dtype == torch.float16 and reach == math.inf:
+            if value.dtype == torch.float16 and absmax == math.inf:
                 evidence += ", where a cast to float16 makes it of all above 65504"
                 advice = "Scale this input down, keep it in float32, or train in bf16."
             return Finding("data", where, evidence, advice, _kind(value))
         return None
 
     def _weights(self, parameter: Tensor) -> Finding:
-        advice = "Go back to the last good checkpoint: no loss scale mends a weight."
-        if parameter.dtype == torch.float16:
-            advice = f"{advice} {EPSILON}"
-        name, held = self.name_of(parameter), _contents(parameter)
-        return Finding("weights", name, held, advice, _kind(parameter))
+        is_fp16 = parameter.dtype == torch.float16
+        advice = f"{CHECKPOINT} {EPSILON}" if is_fp16 else CHECKPOINT
+        name, evidence = self.name_of(parameter), _contents(parameter)
+        return Finding("weights", name, evidence, advice, _kind(parameter))
 
     def domain_error(self, op: _Op, phase: str = "forward") -> Finding | None:
         """Check for values at which it, or its slope, is infinite or undefined."""
@@ -338,7 +344,7 @@ class _Graph:
         return Finding(error.cause, self._place(op), error.evidence, error.advice, made)
 
     def masked_softmax(self, op: _Op) -> Finding | None:
-        """Say whether a mask left a softmax nothing, or took what the loss asks for."""
+        """Check for a softmax over a masked row, or a masked class of a target."""
         result = self.values.get((op.node, 0))
         if op.kind not in {"Softmax", "LogSoftmax"} or result is None:
             return None
@@ -350,62 +356,61 @@ class _Graph:
         return Finding("zero", self._place(op), evidence, MASK, _kind(result))
 
     def overflow(self, op: _Op) -> Finding | None:
-        """Say whether a cast or a float16 product left its range, or clear it."""
+        """Check whether a cast or a float16 product overflows, or clear it."""
         value, what = None, "result"
         if op.kind == "ToCopy" and not op.keeps:
             value, what = self.values.get(op.edges[0]), "argument"
         elif op.kind in _FACTORS and op.dtype == torch.float16:
             value = op.product()
-        reach = math.nan if value is None else _absmax(value)
-        # Half of it: what is computed again is rounded, and lacks the bias.
-        if reach <= op.limit / 2:
+        absmax = math.nan if value is None else _absmax(value)
+        # Half of it: the second result is rounded, and lacks the bias.
+        if absmax <= op.limit / 2:
             self.cleared.add((op.node, 0))
-        if not op.limit < reach < math.inf:
+        if not op.limit < absmax < math.inf:
             return None
-        evidence = f"its {what} reaches {reach:.1e}, {op.holds}"
-        advice, rule = self._widen([op])
+        evidence = f"its {what} reaches {absmax:.1e}, {op.holds}"
+        advice, rule = self._fp32_advice([op])
         return Finding("range", self._place(op), evidence, advice, "inf", rule)
 
     def unexplained(self, op: _Op) -> Finding | None:
-        """Say that it made it, or something before it whose result is not known."""
+        """Check for a non-finite result: it, or an operation before it, made that."""
         outputs = [(op.node, number) for number in range(len(op.outputs))]
         values = [self.values[edge] for edge in outputs if edge in self.values]
-        # What a mask fills in is meant.
+        # A mask fills in -inf on purpose.
         if op.kind == "MaskedFill" or all(map(math.isfinite, map(_absmax, values))):
             return None
         chain = self._chain(op)
-        wild = [part for part in chain if not _TAME.match(part.kind)] or [op]
-        where = self._place(wild[0]) + (f" to {wild[-1].word}" if wild[1:] else "")
+        suspects = [part for part in chain if not _TAME.match(part.kind)] or [op]
+        where = self._place(suspects[0])
+        where += f" to {suspects[-1].word}" if suspects[1:] else ""
         edges = [edge for part in chain for edge in part.edges]
-        took = [self.values[edge] for edge in edges if edge in self.values]
-        took += [value for part in chain for _, value in part.constants()]
-        most = max(filter(math.isfinite, map(_absmax, took)), default=0.0)
-        seen, least = f"its inputs reach {most:.1e}", min(chain, key=lambda p: p.limit)
-        kind = (
-            "inf"
-            if any(local_values(value).isinf().any() for value in values)
-            else "NaN"
-        )
-        far = least.dtype == torch.float16 or most * most > least.limit
-        cause, evidence = "range", f"{seen}, {least.holds}"
-        advice, rule = self._widen(wild)
-        if not far:
-            cause, evidence, rule = "zero", f"it makes {kind}, yet {seen}", ""
-            advice = "Print its inputs: it is not defined for one of them."
+        inputs = [self.values[edge] for edge in edges if edge in self.values]
+        inputs += [value for part in chain for _, value in part.constants()]
+        absmax = max(filter(math.isfinite, map(_absmax, inputs)), default=0.0)
+        kind = "inf" if any(local_values(v).isinf().any() for v in values) else "NaN"
+        narrow = min(chain, key=lambda part: part.limit)
+        may_overflow = narrow.dtype == torch.float16 or absmax**2 > narrow.limit
+        reached = f"its inputs reach {absmax:.1e}"
         if any(part.hidden for part in chain):
+            cause = "range" if may_overflow else "zero"
             evidence = "tensors there were recomputed or offloaded, and are not read"
             advice = "Switch that off for one step, to see which operation it is."
-            rule = ""
-        elif any(part.adds for part in chain) and (kind == "NaN" or not far):
-            cause, evidence, advice = "data", f"{kind} comes in, yet {seen}", FIND
-            rule = ""
-        return Finding(cause, where, evidence, advice, kind, rule)
+        elif any(part.adds for part in chain) and (kind == "NaN" or not may_overflow):
+            cause, evidence, advice = "data", f"{kind} comes in, yet {reached}", FIND
+        elif not may_overflow:
+            cause, evidence = "zero", f"it makes {kind}, yet {reached}"
+            advice = "Print its inputs: it is not defined for one of them."
+        else:
+            advice, rule = self._fp32_advice(suspects)
+            evidence = f"{reached}, {narrow.holds}"
+            return Finding("range", where, evidence, advice, kind, rule)
+        return Finding(cause, where, evidence, advice, kind)
 
     def _chain(self, op: _Op) -> list[_Op]:
-        """Return an operation, and before it those whose results are not known."""
-        known = self.values.keys() | self.cleared
-        seen = _upstream(op.node, lambda edge: edge not in known)
-        parts = [part for part in self.ops.values() if part.node in seen]
+        """Return an operation, and before it those with unknown results."""
+        known_edges = self.values.keys() | self.cleared
+        nodes = _upstream(op.node, lambda edge: edge not in known_edges)
+        parts = [part for part in self.ops.values() if part.node in nodes]
         return [part for part in parts if part is op or not part.keeps]
 
     def _place(self, op: _Op) -> str:
@@ -414,22 +419,22 @@ class _Graph:
         for part in reversed(ops[: ops.index(op) + 1]):
             names = self._names(part)
             if names:
-                # Backwards in the alphabet, weight comes before bias.
-                fed = f"{part.word} ({', '.join(sorted(names, reverse=True)[:4])})"
-                return fed if part is op else f"{op.word}, after {fed}"
+                # In reverse order, weight comes before bias.
+                text = f"{part.word} ({', '.join(sorted(names, reverse=True)[:4])})"
+                return text if part is op else f"{op.word}, after {text}"
         return op.word
 
     def _names(self, op: _Op) -> set[str]:
         """Return the names of the parameters that an operation takes itself."""
-        given = _upstream(op.node, lambda edge: self.ops[edge[0]].carries)
-        leaves = [self.ops[node].leaf for node in given]
+        nodes = _upstream(op.node, lambda edge: self.ops[edge[0]].carries)
+        leaves = [self.ops[node].leaf for node in nodes]
         return {self.name_of(leaf) for leaf in leaves if leaf is not None}
 
-    def _widen(self, ops: list[_Op]) -> tuple[str, str]:
-        """Return what helps operations whose results do not fit, and the rules in it.
+    def _fp32_advice(self, ops: list[_Op]) -> tuple[str, str]:
+        """Return the advice for operations that overflow, and the rules in it.
 
-        A rule speaks of the module whose parameters an operation takes; of all such
-        operations where none is known.
+        A rule is for the module whose parameters an operation takes, or else for all
+        such operations.
         """
         rules: dict[str, None] = {}
         for op in ops:
@@ -437,8 +442,7 @@ class _Graph:
                 continue
             names = self._names(op)
             paths = {name.rpartition(".")[0] for name in names}
-            own = len(paths) == 1 and all(map(_PATH.fullmatch, names))
-            if own:
+            if len(paths) == 1 and all(map(_PATH.fullmatch, names)):
                 rules[module_rule(paths.pop())] = None
             elif hasattr(torch.ops.aten, op.word):
                 rules[f"op:{op.word}=fp32"] = None
@@ -452,31 +456,31 @@ def _edges(node: Node) -> list[Edge]:
     return [(maker, number) for maker, number in node.next_functions if maker]
 
 
-def _upstream(node: Node, goes: Callable[[Edge], bool]) -> set[Node]:
-    """Return a node, and all before it that edges lead to which are to be gone."""
-    left, seen = [node], {node}
-    while left:
-        for edge in _edges(left.pop()):
-            if edge[0] not in seen and goes(edge):
-                seen.add(edge[0])
-                left.append(edge[0])
-    return seen
+def _upstream(node: Node, follows: Callable[[Edge], bool]) -> set[Node]:
+    """Return a node, and all before it on edges that are to be followed."""
+    pending, nodes = [node], {node}
+    while pending:
+        for edge in _edges(pending.pop()):
+            if edge[0] not in nodes and follows(edge):
+                nodes.add(edge[0])
+                pending.append(edge[0])
+    return nodes
 
 
 def _absmax(value: Tensor) -> float:
     """Return the largest magnitude, NaN if there is one."""
-    held = local_values(value)
-    held = torch.view_as_real(held) if held.is_complex() else held
-    if not (held.is_floating_point() and held.itemsize > 1 and held.numel()):
+    values = local_values(value)
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if not (values.is_floating_point() and values.itemsize > 1 and values.numel()):
         return 0.0
-    low, high = torch.aminmax(held)
+    low, high = torch.aminmax(values)
     return torch.maximum(-low, high).abs().item()
 
 
 def _kind(value: Tensor) -> str:
-    """Return "NaN" if there is one, else "inf" if there is; "" where all is finite."""
-    held = local_values(value)
-    return "NaN" if held.isnan().any() else "inf" if held.isinf().any() else ""
+    """Return "NaN" if there is one, else "inf" if there is; "" if all is finite."""
+    values = local_values(value)
+    return "NaN" if values.isnan().any() else "inf" if values.isinf().any() else ""
 
 
 def _contents(value: Tensor) -> str:

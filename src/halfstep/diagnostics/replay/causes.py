@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfstep.diagnostics.replay import op_names
-from halfstep.nonfinite.domains import EPSILON, slope_error
+from halfstep.nonfinite.domains import CHECKPOINT, EPSILON, slope_error
 from halfstep.nonfinite.origin import BadOp, module_rule
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ _RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)
 _MEAN = (
     "Take a mean over elements, not a sum, or divide the loss; or train in bfloat16."
 )
-_CHECKPOINT = "Go back to the last good checkpoint: no loss scale repairs a weight."
 _CONVERTED = (
     "A cast to float16 makes that of all above 65504. If it is finite in the float32 "
     "weights, keep its module in float32{rule} or train in bfloat16; if not, go back "
@@ -89,28 +88,20 @@ class _Explanation:
 def bad_op(event: NonFiniteEvent, context: ReplayContext) -> BadOp:
     """Return the report of an event."""
     event = _origin(event)
-    explanation = _explain(event, context)
     place, op = event.consumer or (event.place, event.op)
-    module, kind = place.module, place.kind
+    module = place.module
     if event.source_kind in {"weight", "buffer"}:
         module = event.source.rpartition(".")[0] or "model"
-    return BadOp(
-        phase=explanation.phase,
+    return _report(
+        context,
+        _explain(event, context),
         module=module,
-        kind=kind,
+        kind=place.kind,
         op=op,
-        step=context.step,
-        scale=context.scale,
         dtype=_dtype_name(event.dtype),
         inputs=event.inputs,
         made=event.nonfinite.kind,
         wide=event.fp32_result[0],
-        cause=explanation.cause,
-        evidence=explanation.evidence + _which(context),
-        advice=explanation.advice,
-        reproduced=True,
-        rule=explanation.rule,
-        normal=explanation.normal,
     )
 
 
@@ -118,19 +109,11 @@ def out_of_range(error: OutOfRange, context: ReplayContext) -> BadOp:
     """Return the report of an index that is out of range."""
     cause, advice = "data", "Use the tokenizer of this model, or a larger table."
     if error.is_label:
-        cause, advice = "label", "Mend the labels, or give the model more outputs."
-    return BadOp(
-        phase="input",
-        module=error.place.module,
-        kind=error.place.kind,
-        op=error.op,
-        step=context.step,
-        scale=context.scale,
-        dtype="int64",
-        cause=cause,
-        evidence=error.evidence + _which(context),
-        advice=advice,
-        reproduced=True,
+        cause, advice = "label", "Fix the labels, or give the model more outputs."
+    explanation = _Explanation(cause, error.evidence, advice, "input")
+    module, kind = error.place.module, error.place.kind
+    return _report(
+        context, explanation, module=module, kind=kind, op=error.op, dtype="int64"
     )
 
 
@@ -144,33 +127,42 @@ def not_reproduced(context: ReplayContext) -> BadOp:
         cause = "another process"
         evidence += f" here, and {context.processes} processes share gradients"
         advice = f"{_OTHERS} {advice[0].lower()}{advice[1:]}"
-    return BadOp(
-        phase="none",
-        step=context.step,
-        scale=context.scale,
-        cause=cause,
-        evidence=evidence,
-        advice=advice,
-        reproduced=False,
-    )
+    explanation = _Explanation(cause, evidence, advice, "none")
+    return _report(context, explanation, reproduced=False)
 
 
 def unobserved(context: ReplayContext, nonfinite_kind: str, num_ops: int) -> BadOp:
     """Return the report where no traced operation made it."""
+    evidence = f"none of the {num_ops} traced operations of torch made it"
+    advice = "Check custom kernels and what is computed outside of torch."
+    explanation = _Explanation("loss function", evidence, advice, "forward")
+    return _report(context, explanation, made=nonfinite_kind)
+
+
+def _report(
+    context: ReplayContext,
+    explanation: _Explanation,
+    *,
+    reproduced: bool = True,
+    **fields: Any,  # noqa: ANN401
+) -> BadOp:
+    """Return an explanation as a report, with other fields of that."""
     return BadOp(
-        phase="forward",
+        phase=explanation.phase,
         step=context.step,
         scale=context.scale,
-        made=nonfinite_kind,
-        cause="loss function",
-        evidence=f"none of the {num_ops} traced operations of torch made it",
-        advice="Check custom kernels and what is computed outside of torch.",
-        reproduced=True,
+        cause=explanation.cause,
+        evidence=explanation.evidence + _which(context),
+        advice=explanation.advice,
+        reproduced=reproduced,
+        rule=explanation.rule,
+        normal=explanation.normal,
+        **fields,
     )
 
 
 def _which(context: ReplayContext) -> str:
-    """Name the micro-batch, where there are several."""
+    """Return which micro-batch it was, if there are several."""
     if context.part is None or context.parts == 1:
         return ""
     return f" (micro-batch {context.part + 1} of {context.parts})"
@@ -197,7 +189,7 @@ def _explain(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
 
 
 def _summed(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Each micro-batch has finite gradients, and their sum is not."""
+    """Check for a non-finite sum of finite gradients."""
     if event.source_kind != "sum":
         return None
     bad, of = event.count
@@ -223,7 +215,7 @@ def _summed(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | Non
 
 
 def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Something not finite was there before any operation ran."""
+    """Check for inf or NaN that no operation made."""
     del context
     values = event.nonfinite.kind + _places(event)
     if event.source_kind in {"weight", "buffer"}:
@@ -237,7 +229,7 @@ def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
             advice = f"{_CONVERTED.format(rule=rule_note)} {EPSILON}"
             return _Explanation("weight", evidence, advice, "weight", rule)
         own = event.source_kind == "weight" and event.dtype == torch.float16
-        advice = f"{_CHECKPOINT} {EPSILON}" if own else _CHECKPOINT
+        advice = f"{CHECKPOINT} {EPSILON}" if own else CHECKPOINT
         return _Explanation("weight", evidence, advice, "weight")
     if event.source_kind == "outside" and event.aten_name.startswith("nll_loss"):
         # Its labels are whole numbers.
@@ -263,7 +255,7 @@ def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
 
 
 def _masked(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """It made NaN of an infinity that was meant, as a softmax does of a masked row."""
+    """Check for NaN made of an intended infinity, as by softmax of a masked row."""
     del context
     if not event.parents:
         return None
@@ -280,7 +272,7 @@ def _masked(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | Non
 
 
 def _constant(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """A constant that is not finite reached the loss."""
+    """Check for a non-finite constant that reached the loss."""
     del context
     if not (event.is_intended or event.constant) or event.parents:
         return None
@@ -304,7 +296,7 @@ def _constant(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
 
 
 def _undefined(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Its result, or its slope, is infinite or undefined at its arguments."""
+    """Check for arguments at which it, or its slope, is infinite or undefined."""
     del context
     error = event.domain_error
     if error is None or event.fp32_result[0] == "finite":
@@ -317,7 +309,7 @@ def _undefined(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | 
 
 
 def _not_a_number(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """It made NaN of numbers too small to overflow, in float32 too."""
+    """Check for NaN made of numbers too small to overflow, in fp32 too."""
     del context
     inputs = event.inputs or 0.0
     small = inputs * inputs <= torch.finfo(torch.float32).max
@@ -332,7 +324,7 @@ def _not_a_number(event: NonFiniteEvent, context: ReplayContext) -> _Explanation
 
 
 def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Training had run away, or the forward pass worked for some steps only."""
+    """Check for a loss that diverged, or an overflow in one of the first steps."""
     losses = context.losses
     if not losses.applied or event.place.module == "input":
         return None
@@ -350,7 +342,7 @@ def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
 
 
 def _in_loss(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """It left its range after the model had given finite numbers."""
+    """Check for an overflow in the loss function."""
     del context
     if event.phase != "forward" or not event.place.is_loss:
         return None
@@ -361,7 +353,7 @@ def _in_loss(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
 
 
 def _forward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """A format was left on the way forward."""
+    """Check for an overflow in the forward pass."""
     del context
     if event.phase != "forward":
         return None
@@ -386,7 +378,7 @@ def _forward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
 
 
 def _backward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
-    """A format was left on the way back."""
+    """Explain an overflow in the backward pass."""
     if context.low is None:
         seen = f"{_evidence(event)}, at loss scale {context.scale:g}"
         evidence = f"{seen}; at scale 1 all gradients are finite"
@@ -406,7 +398,7 @@ def _backward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
 
 
 def _fp32_advice(place: Place, op: str) -> tuple[str, str]:
-    """Return what keeps an operation in float32, and the row of a policy that does."""
+    """Return the advice that keeps an operation in fp32, and the rule for it."""
     rule = module_rule(place.module) if place.is_module else op_names.op_rule(op)
     if not rule:
         return "Compute it in float32, or train in bfloat16.", ""
@@ -414,7 +406,7 @@ def _fp32_advice(place: Place, op: str) -> tuple[str, str]:
 
 
 def _evidence(event: NonFiniteEvent) -> str:
-    """Say what was too large for which format."""
+    """Return what was too large for which dtype."""
     inputs = 0.0 if event.inputs is None else event.inputs
     kind, reach = event.fp32_result
     name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
@@ -436,7 +428,7 @@ def _too_large(event: NonFiniteEvent) -> str:
 
 
 def _places(event: NonFiniteEvent) -> str:
-    """Say where it is not finite."""
+    """Return at how many places it is non-finite."""
     bad, of = event.count
     return f" at {bad} of {of} places" if of > 1 else ""
 

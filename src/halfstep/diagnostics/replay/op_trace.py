@@ -316,8 +316,8 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         if all(event.is_intended for event in sources):
             overflowed = kinds.posinf and not input_kinds.posinf
             overflowed = overflowed and call.aten_name in _SUMS
-            made_nan = kinds.nan and not input_kinds.nan
-            if made_nan or overflowed or call.aten_name == "logsumexp":
+            is_new_nan = kinds.nan and not input_kinds.nan
+            if is_new_nan or overflowed or call.aten_name == "logsumexp":
                 event = self._event(call, kinds, out, parents=frozenset(sources))
                 event.is_intended = not (kinds.nan or kinds.posinf)
                 return frozenset({event})
