@@ -80,8 +80,8 @@ class BadOp:
     reproduced: bool
     """A replay reproduced it. False: the replay was finite, or there was none."""
     rule: str = ""
-    """The policy rule in the advice, such as "module:decoder.*.wo=fp32"; else "". A graph
-    alone may give several, joined by " + "."""
+    """The rule in the advice, such as "module:decoder.*.wo=fp32"; else "". Of a graph
+    alone there may be several, joined by " + "."""
     normal: bool = False
     """It is no fault: dynamic loss scaling finds a scale without it."""
 
