@@ -14,7 +14,7 @@ from required import required
 from small_training import one_thread
 from torch.nn import functional
 
-from halfstep.diagnostics.replay import first_bad
+from halfstep.diagnostics.replay import find_nonfinite
 from halfstep.nonfinite.origin import BadOp
 from halfstep.policy import Policy
 
@@ -201,4 +201,4 @@ def test_the_same_numbers_are_drawn() -> None:
         states.append((torch.get_rng_state(), bool(torch.rand(()) <= 0.5)))
     assert {bad for _, bad in states} == {True, False}
     for state, bad in states:
-        assert (first_bad(model, step, generator_state=state) is not None) == bad
+        assert (find_nonfinite(model, step, generator_state=state) is not None) == bad

@@ -88,7 +88,7 @@ def told(model: nn.Module) -> BadOp:
         with hs.autocast("cpu", torch.float16):
             return model(X).float().mean()  # type: ignore[no-any-return]
 
-    return required(hs.first_bad(model, step))
+    return required(hs.find_nonfinite(model, step))
 
 
 @pytest.mark.parametrize("kind", [Model, TrainingLoss])
@@ -178,6 +178,6 @@ def test_a_masked_class_is_told_in_the_loss_too() -> None:
         logits = model(x).masked_fill(gone, float("-inf"))
         return nn.functional.cross_entropy(logits, y)
 
-    bad = required(hs.first_bad(model, step))
+    bad = required(hs.find_nonfinite(model, step))
     assert (bad.module, bad.op, bad.cause) == ("loss", "masked_fill", "label")
     assert "a target names a masked class" in bad.evidence

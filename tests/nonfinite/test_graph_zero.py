@@ -12,7 +12,7 @@ from required import required
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.nonfinite.graph import examine
+from halfstep.nonfinite.graph import find_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ def test_a_singular_value_is_found_and_counted(
 ) -> None:
     """Law: a value where a function or its slope is infinite or undefined is told."""
     leaf = nn.Parameter(torch.tensor(LEAF))
-    finding = required(examine(operation(leaf).sum(), lambda _: "leaf"))
+    finding = required(find_in_graph(operation(leaf).sum(), lambda _: "leaf"))
     assert finding.cause == "zero"
     assert re.fullmatch(rf"{where}( \(leaf\)|, after \w+ \(leaf\))", finding.where)
     assert finding.evidence == evidence
@@ -112,7 +112,7 @@ def test_a_finding_means_that_a_pass_is_spoilt(
     leaf = nn.Parameter(torch.tensor(numbers))
     result = EXACT[name](leaf)
     loss = torch.where(result.isfinite(), result, 0).sum() if guarded else result.sum()
-    finding = examine(loss, lambda _: "leaf")
+    finding = find_in_graph(loss, lambda _: "leaf")
     torch.autograd.backward(loss)
     assert leaf.grad is not None
     healthy = bool(loss.isfinite() and leaf.grad.isfinite().all())
@@ -124,7 +124,7 @@ def test_exp_that_overflows_behind_a_finite_result_is_found() -> None:
     leaf = nn.Parameter(torch.tensor([100.0, 0.0]))
     loss = (1 / (1 + leaf.exp())).sum()
     assert loss.item() == 0.5
-    finding = required(examine(loss, lambda _: "leaf"))
+    finding = required(find_in_graph(loss, lambda _: "leaf"))
     assert (finding.cause, finding.where) == ("range", "exp (leaf)")
     assert finding.evidence == "it is inf at 1 of 2 places"
     torch.autograd.backward(loss)
@@ -137,7 +137,7 @@ def test_a_target_that_is_too_long_is_found() -> None:
     leaf = nn.Parameter(torch.zeros(2, 1, 3))
     lengths = (torch.tensor([2]), torch.tensor([3]))
     loss = functional.ctc_loss(leaf.log_softmax(2), torch.tensor([[1, 2, 1]]), *lengths)
-    finding = required(examine(loss, lambda _: "leaf"))
+    finding = required(find_in_graph(loss, lambda _: "leaf"))
     assert finding.cause == "label"
     assert finding.where.startswith("ctc_loss, after log_softmax (leaf)")
     assert finding.evidence == "an input is too short for its target"

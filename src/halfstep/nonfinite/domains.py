@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
-def local_values(value: Tensor) -> Tensor:
+def local_data(value: Tensor) -> Tensor:
     """Return the values stored on this rank, without communication."""
     local: Tensor = value.to_local() if hasattr(value, "to_local") else value
     if local.layout == torch.sparse_coo:
@@ -204,12 +204,14 @@ for _row in _ROWS:
 
 def counted(places: Tensor) -> str:
     """Return at how many places something is, such as " at 1 of 3 places"."""
-    values = local_values(places)
+    values = local_data(places)
     count = int(values.sum())
     return f" at {count} of {values.numel()} places" if values.numel() > 1 else ""
 
 
-def find(op: str, values: Mapping[str, Any], phase: str) -> DomainError | None:
+def find_domain_error(
+    op: str, values: Mapping[str, Any], phase: str
+) -> DomainError | None:
     """Return at which values an operation is infinite or undefined. Synchronizes.
 
     Args:
@@ -222,7 +224,7 @@ def find(op: str, values: Mapping[str, Any], phase: str) -> DomainError | None:
         operands = [values.get(name) for name in row.operands.split()]
         if row.affects not in {phase, "both"} or any(v is None for v in operands):
             continue
-        tensors = [local_values(torch.as_tensor(v)) for v in operands]
+        tensors = [local_data(torch.as_tensor(v)) for v in operands]
         # Complex numbers have no order.
         if row.test is not _is_zero and any(map(torch.is_complex, tensors)):
             continue
@@ -244,7 +246,7 @@ def arguments(
     kwargs: dict[str, Any],
     outputs: Sequence[Tensor],
 ) -> dict[str, Any]:
-    """Return what an operation took and returned, by names as `find` reads them.
+    """Return what an operation took and returned, by the names in the table.
 
     The result of an operation with one is left out: its arguments are more exact.
     """
@@ -264,7 +266,7 @@ def arguments(
     return values
 
 
-def slope_error(op: str, error: DomainError) -> DomainError:
+def backward_domain_error(op: str, error: DomainError) -> DomainError:
     """Return an error of a slope, in terms of the operation whose slope it is.
 
     Args:

@@ -26,7 +26,7 @@ from halfstep.nonfinite.domains import (
     FIND,
     MASK,
     counted,
-    local_values,
+    local_data,
 )
 from halfstep.nonfinite.origin import BadOp, module_rule
 
@@ -47,7 +47,7 @@ _WITH_PARAMETERS = re.compile(r"(?P<op>[a-z]\w*) \((?P<names>[^)]*)\)")
 
 
 @dataclass(frozen=True)
-class Finding:
+class GraphCause:
     """What made the first inf or NaN, and why."""
 
     cause: str
@@ -61,12 +61,12 @@ class Finding:
     """What was observed there, with numbers."""
     advice: str
     """What to change."""
-    made: str = ""
+    nonfinite_kind: str = ""
     """"inf" or "NaN", if a value shows it; unknown of a slope."""
     rule: str = ""
     """The rules of a policy in the advice; "" for none."""
 
-    def bad_op(self, scale: float, *, finite: bool | None) -> BadOp:
+    def to_origin(self, scale: float, *, finite: bool | None) -> BadOp:
         """Return it as the value that a replay returns, as far as the graph knows it.
 
         Args:
@@ -93,7 +93,7 @@ class Finding:
             module=module,
             op=op,
             scale=scale,
-            made=self.made,
+            nonfinite_kind=self.nonfinite_kind,
             cause=_CAUSES.get(self.cause, self.cause),
             evidence=evidence,
             advice=self.advice,
@@ -103,7 +103,7 @@ class Finding:
 
 
 @torch.no_grad()
-def examine(loss: Tensor, name_of: Namer) -> Finding | None:
+def find_in_graph(loss: Tensor, name_of: Namer) -> GraphCause | None:
     """Examine the graph of a loss before its backward pass, without changing it.
 
     Synchronizes. Saved tensors behind hooks, as those of recomputed blocks, are not
@@ -123,31 +123,37 @@ def examine(loss: Tensor, name_of: Namer) -> Finding | None:
             *(graph.nonfinite_input, graph.domain_error, graph.masked_softmax),
             *(graph.overflow, graph.unexplained),
         )
-        findings = (check(op) for op in graph.suspects() for check in checks)
+        findings = (check(op) for op in graph.candidate_ops() for check in checks)
     return next(filter(None, findings), None)
 
 
 # Operations, by the names of their nodes without "Backward0"
 
-_SAME = re.compile(r"(T|Trans\w+|Permute|\w*View|Reshape\w+|Expand|\w*queeze|Clone)$")
+_SHAPE_OPS = re.compile(
+    r"(T|Trans\w+|Permute|\w*View|Reshape\w+|Expand|\w*queeze|Clone)$"
+)
 """They return their input."""
 
-_TAME = re.compile(r"Relu|Gelu|Silu|Tanh|Sigmoid|.*(Softmax|Norm$|Pool|Dropout)|Mean")
+_BOUNDED_OPS = re.compile(
+    r"Relu|Gelu|Silu|Tanh|Sigmoid|.*(Softmax|Norm$|Pool|Dropout)|Mean"
+)
 """They make no inf of finite inputs."""
 
-_ABSORBS = re.compile(r"Div|Maximum|Minimum|Clamp|Logaddexp|ScaledDot")
+_ABSORBING_OPS = re.compile(r"Div|Maximum|Minimum|Clamp|Logaddexp|ScaledDot")
 """They may return finite numbers for infinite inputs."""
 
-_ADDS = {"Add", "Sub", "Rsub", "Baddbmm", "Where", "CopySlices", "IndexPut"}
+_ADDING_OPS = {"Add", "Sub", "Rsub", "Baddbmm", "Where", "CopySlices", "IndexPut"}
 """They do not save inputs without a gradient."""
 _FACTORS = {"Addmm": "mat1 mat2", "Mm": "self mat2", "Bmm": "self mat2"}
 _FACTORS |= {"Convolution": "input weight"}
 _CONVOLUTION = "stride padding dilation transposed output_padding groups"
-_RESULTS = re.compile(r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)")
+_OWN_RESULT = re.compile(
+    r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)"
+)
 """Names of saved values that the operation computed itself."""
 _TRANSPOSED = {"Addmm": "addmm", "Mm": "matmul"}
 """Names unless the last factor is transposed, like a linear layer's weight."""
-_WORDS = {
+_OP_NAMES = {
     "Bmm": "matmul",
     "MkldnnRnnLayer": "lstm",
     "ToCopy": "cast",
@@ -167,13 +173,13 @@ def _refuse(_frame: FrameType, event: str, _argument: object) -> None:
         raise _PythonCalledError
 
 
-def _without_python(read: Callable[[], Any]) -> Any:  # noqa: ANN401
+def _read_without_hooks(read: Callable[[], Any]) -> Any:  # noqa: ANN401
     """Read a saved value; where torch does not show hooks, stop before one runs.
 
     Raises:
         _PythonCalledError: If a hook was about to run, or if that cannot be known.
     """
-    if _SHOWS_HOOKS:
+    if _EXPOSES_HOOKS:
         return read()
     profiler = sys.getprofile()
     if profiler is not None and not callable(profiler):
@@ -185,7 +191,7 @@ def _without_python(read: Callable[[], Any]) -> Any:  # noqa: ANN401
         sys.setprofile(profiler)
 
 
-_SHOWS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
+_EXPOSES_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
 """torch 2.9 calls the hooks of saved tensors, and does not show them."""
 
 
@@ -200,13 +206,18 @@ class _Op:
         self.outputs = node._input_metadata  # noqa: SLF001 -- backward takes what it gave
         self.dtype = self.outputs[0].dtype
         self.limit = torch.finfo(self.dtype).max
-        self.holds = f"{str(self.dtype).removeprefix('torch.')} holds {self.limit:.6g}"
+        self.range_text = (
+            f"{str(self.dtype).removeprefix('torch.')} holds {self.limit:.6g}"
+        )
         # Only a cast to float16 is likely to make an inf.
         widens = self.kind == "ToCopy" and self.dtype != torch.float16
-        self.keeps = widens or _SAME.match(self.kind) is not None
-        self.carries = self.keeps or self.kind == "ToCopy" or self.leaf is not None
-        self.adds = self.kind in _ADDS and len(self.edges) < len(node.next_functions)
-        self.hidden = False
+        self.keeps_values = widens or _SHAPE_OPS.match(self.kind) is not None
+        self.carries_values = (
+            self.keeps_values or self.kind == "ToCopy" or self.leaf is not None
+        )
+        has_constants = len(self.edges) < len(node.next_functions)
+        self.adds_constants = self.kind in _ADDING_OPS and has_constants
+        self.has_unread = False
         self.saved = dict(self._read())
 
     def _read(self) -> Iterator[tuple[str, Any]]:
@@ -218,12 +229,12 @@ class _Op:
                     raw = getattr(self.node, f"_raw_{name.removeprefix('_')}", None)
                     parts = raw if isinstance(raw, tuple) else (raw,)
                     if any(getattr(part, "unpack_hook", None) for part in parts):
-                        self.hidden = True
+                        self.has_unread = True
                         continue
                     try:
-                        value = _without_python(partial(getattr, self.node, name))
+                        value = _read_without_hooks(partial(getattr, self.node, name))
                     except _PythonCalledError:
-                        self.hidden = True
+                        self.has_unread = True
                         continue
                     # torch shows saved integers without their sign.
                     if type(value) is int and value >= 2**63:
@@ -231,7 +242,7 @@ class _Op:
                     yield name.removeprefix("_saved_"), value
 
     @property
-    def word(self) -> str:
+    def name(self) -> str:
         if self.kind == "Convolution":
             across = "_transpose" if self.saved.get("transposed") else ""
             return f"conv{across}{len(self.outputs[0].shape) - 2}d"
@@ -240,7 +251,7 @@ class _Op:
             transposed = last is None or last.name() == "TBackward0"
             return "linear" if transposed else _TRANSPOSED[self.kind]
         kind = re.sub(r"^(Native|Cudnn|Miopen|Safe)|(?<=Product).*", "", self.kind)
-        return _WORDS.get(kind) or _snake_case(kind)
+        return _OP_NAMES.get(kind) or _snake_case(kind)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.saved.items():
@@ -253,7 +264,7 @@ class _Op:
         for name, value in self.tensors():
             # In training a batch norm writes its running statistics, and reads none.
             unread = name.startswith("running_") and self.saved.get("training")
-            if not value.requires_grad and not _RESULTS.match(name) and not unread:
+            if not value.requires_grad and not _OWN_RESULT.match(name) and not unread:
                 yield name, value
 
     def product(self) -> Tensor | None:
@@ -282,9 +293,9 @@ class _Graph:
         order = sorted(nodes, key=lambda node: node._sequence_nr())  # noqa: SLF001
         self.ops = {node: _Op(node) for node in order}
         self.values: dict[Edge, Tensor] = {(root, loss.output_nr): loss}
-        self.cleared: set[Edge] = set()
+        self.in_range: set[Edge] = set()
 
-    def suspects(self) -> list[_Op]:
+    def candidate_ops(self) -> list[_Op]:
         """Return the operations that inf or NaN may have passed through."""
         for node, op in self.ops.items():
             if op.leaf is not None:
@@ -293,10 +304,12 @@ class _Graph:
                 if value.grad_fn is not None:
                     self.values.setdefault((value.grad_fn, value.output_nr), value)
         for node, op in reversed(self.ops.items()):
-            if op.keeps and (node, 0) in self.values:
+            if op.keeps_values and (node, 0) in self.values:
                 self.values.setdefault(op.edges[0], self.values[node, 0])
         for node, op in self.ops.items():
-            operand = self.values.get(op.edges[0]) if op.carries and op.edges else None
+            operand = (
+                self.values.get(op.edges[0]) if op.carries_values and op.edges else None
+            )
             # A cast makes inf of what is too large for it.
             if operand is not None and not op.limit < _absmax(operand) < math.inf:
                 self.values.setdefault((node, 0), operand)
@@ -304,129 +317,144 @@ class _Graph:
         nodes = _upstream(self.root, lambda edge: edge not in finite)
         return [op for op in self.ops.values() if op.node in nodes]
 
-    def nonfinite_input(self, op: _Op) -> Finding | None:
+    def nonfinite_input(self, op: _Op) -> GraphCause | None:
         """Check for non-finite inputs that no operation made."""
         for node, _ in op.edges:
             leaf = self.ops[node].leaf
             if leaf is not None and not math.isfinite(_absmax(leaf)):
                 if isinstance(leaf, nn.Parameter):
-                    return self._weights(leaf)
+                    return self._nonfinite_weight(leaf)
                 where = f"a tensor of shape {tuple(leaf.shape)}, not of any layer"
-                return Finding("data", where, _contents(leaf), FIND, _kind(leaf))
+                return GraphCause(
+                    "data", where, _nonfinite_text(leaf), FIND, _nonfinite_kind(leaf)
+                )
         for name, value in op.constants():
             absmax = _absmax(value)
-            if absmax < math.inf or (absmax == math.inf and _ABSORBS.match(op.kind)):
+            if absmax < math.inf or (
+                absmax == math.inf and _ABSORBING_OPS.match(op.kind)
+            ):
                 continue
             if isinstance(value, nn.Parameter):
-                return self._weights(value)
-            where = f"the {_ROLES.get(name, name)} of {self._place(op)}"
-            evidence, advice = _contents(value), FIND
+                return self._nonfinite_weight(value)
+            where = f"the {_ROLES.get(name, name)} of {self._describe_op(op)}"
+            evidence, advice = _nonfinite_text(value), FIND
             if value.dtype == torch.float16 and absmax == math.inf:
                 evidence += ", where a cast to float16 makes it of all above 65504"
                 advice = "Scale this input down, keep it in float32, or train in bf16."
-            return Finding("data", where, evidence, advice, _kind(value))
+            return GraphCause("data", where, evidence, advice, _nonfinite_kind(value))
         return None
 
-    def _weights(self, parameter: Tensor) -> Finding:
+    def _nonfinite_weight(self, parameter: Tensor) -> GraphCause:
         is_fp16 = parameter.dtype == torch.float16
         advice = f"{CHECKPOINT} {EPSILON}" if is_fp16 else CHECKPOINT
-        name, evidence = self.name_of(parameter), _contents(parameter)
-        return Finding("weights", name, evidence, advice, _kind(parameter))
+        name, evidence = self.name_of(parameter), _nonfinite_text(parameter)
+        return GraphCause("weights", name, evidence, advice, _nonfinite_kind(parameter))
 
-    def domain_error(self, op: _Op, phase: str = "forward") -> Finding | None:
+    def domain_error(self, op: _Op, phase: str = "forward") -> GraphCause | None:
         """Check for values at which it, or its slope, is infinite or undefined."""
-        error = domains.find(_snake_case(op.kind), op.saved, phase)
+        error = domains.find_domain_error(_snake_case(op.kind), op.saved, phase)
         if error is None:
             return None
         value = self.values.get((op.node, 0))
         made = error.result if phase == "forward" else ""
-        made = made if value is None else _kind(value)
-        return Finding(error.cause, self._place(op), error.evidence, error.advice, made)
+        made = made if value is None else _nonfinite_kind(value)
+        return GraphCause(
+            error.cause, self._describe_op(op), error.evidence, error.advice, made
+        )
 
-    def masked_softmax(self, op: _Op) -> Finding | None:
+    def masked_softmax(self, op: _Op) -> GraphCause | None:
         """Check for a softmax over a masked row, or a masked class of a target."""
         result = self.values.get((op.node, 0))
         if op.kind not in {"Softmax", "LogSoftmax"} or result is None:
             return None
-        if not any(part.adds or part.kind == "MaskedFill" for part in self._chain(op)):
+        if not any(
+            part.adds_constants or part.kind == "MaskedFill"
+            for part in self._unknown_upstream(op)
+        ):
             return None
-        evidence = f"a mask covers whole rows: {_contents(result)}"
+        evidence = f"a mask covers whole rows: {_nonfinite_text(result)}"
         if _absmax(result) == math.inf:
-            evidence = f"a target names a class that is masked: {_contents(result)}"
-        return Finding("zero", self._place(op), evidence, MASK, _kind(result))
+            evidence = (
+                f"a target names a class that is masked: {_nonfinite_text(result)}"
+            )
+        return GraphCause(
+            "zero", self._describe_op(op), evidence, MASK, _nonfinite_kind(result)
+        )
 
-    def overflow(self, op: _Op) -> Finding | None:
+    def overflow(self, op: _Op) -> GraphCause | None:
         """Check whether a cast or a float16 product overflows, or clear it."""
         value, what = None, "result"
-        if op.kind == "ToCopy" and not op.keeps:
+        if op.kind == "ToCopy" and not op.keeps_values:
             value, what = self.values.get(op.edges[0]), "argument"
         elif op.kind in _FACTORS and op.dtype == torch.float16:
             value = op.product()
         absmax = math.nan if value is None else _absmax(value)
         # Half of it: the second result is rounded, and lacks the bias.
         if absmax <= op.limit / 2:
-            self.cleared.add((op.node, 0))
+            self.in_range.add((op.node, 0))
         if not op.limit < absmax < math.inf:
             return None
-        evidence = f"its {what} reaches {absmax:.1e}, {op.holds}"
+        evidence = f"its {what} reaches {absmax:.1e}, {op.range_text}"
         advice, rule = self._fp32_advice([op])
-        return Finding("range", self._place(op), evidence, advice, "inf", rule)
+        return GraphCause("range", self._describe_op(op), evidence, advice, "inf", rule)
 
-    def unexplained(self, op: _Op) -> Finding | None:
+    def unexplained(self, op: _Op) -> GraphCause | None:
         """Check for a non-finite result: it, or an operation before it, made that."""
         outputs = [(op.node, number) for number in range(len(op.outputs))]
         values = [self.values[edge] for edge in outputs if edge in self.values]
         # A mask fills in -inf on purpose.
         if op.kind == "MaskedFill" or all(map(math.isfinite, map(_absmax, values))):
             return None
-        chain = self._chain(op)
-        suspects = [part for part in chain if not _TAME.match(part.kind)] or [op]
-        where = self._place(suspects[0])
-        where += f" to {suspects[-1].word}" if suspects[1:] else ""
+        chain = self._unknown_upstream(op)
+        suspects = [part for part in chain if not _BOUNDED_OPS.match(part.kind)] or [op]
+        where = self._describe_op(suspects[0])
+        where += f" to {suspects[-1].name}" if suspects[1:] else ""
         edges = [edge for part in chain for edge in part.edges]
         inputs = [self.values[edge] for edge in edges if edge in self.values]
         inputs += [value for part in chain for _, value in part.constants()]
         absmax = max(filter(math.isfinite, map(_absmax, inputs)), default=0.0)
-        kind = "inf" if any(local_values(v).isinf().any() for v in values) else "NaN"
+        kind = "inf" if any(local_data(v).isinf().any() for v in values) else "NaN"
         narrow = min(chain, key=lambda part: part.limit)
         may_overflow = narrow.dtype == torch.float16 or absmax**2 > narrow.limit
         reached = f"its inputs reach {absmax:.1e}"
-        if any(part.hidden for part in chain):
+        if any(part.has_unread for part in chain):
             cause = "range" if may_overflow else "zero"
             evidence = "tensors there were recomputed or offloaded, and are not read"
             advice = "Switch that off for one step, to see which operation it is."
-        elif any(part.adds for part in chain) and (kind == "NaN" or not may_overflow):
+        elif any(part.adds_constants for part in chain) and (
+            kind == "NaN" or not may_overflow
+        ):
             cause, evidence, advice = "data", f"{kind} comes in, yet {reached}", FIND
         elif not may_overflow:
             cause, evidence = "zero", f"it makes {kind}, yet {reached}"
             advice = "Print its inputs: it is not defined for one of them."
         else:
             advice, rule = self._fp32_advice(suspects)
-            evidence = f"{reached}, {narrow.holds}"
-            return Finding("range", where, evidence, advice, kind, rule)
-        return Finding(cause, where, evidence, advice, kind)
+            evidence = f"{reached}, {narrow.range_text}"
+            return GraphCause("range", where, evidence, advice, kind, rule)
+        return GraphCause(cause, where, evidence, advice, kind)
 
-    def _chain(self, op: _Op) -> list[_Op]:
+    def _unknown_upstream(self, op: _Op) -> list[_Op]:
         """Return an operation, and before it those with unknown results."""
-        known_edges = self.values.keys() | self.cleared
+        known_edges = self.values.keys() | self.in_range
         nodes = _upstream(op.node, lambda edge: edge not in known_edges)
         parts = [part for part in self.ops.values() if part.node in nodes]
-        return [part for part in parts if part is op or not part.keeps]
+        return [part for part in parts if part is op or not part.keeps_values]
 
-    def _place(self, op: _Op) -> str:
+    def _describe_op(self, op: _Op) -> str:
         """Name an operation with its parameters, or after the last one that has any."""
         ops = list(self.ops.values())
         for part in reversed(ops[: ops.index(op) + 1]):
             names = self._names(part)
             if names:
                 # In reverse order, weight comes before bias.
-                text = f"{part.word} ({', '.join(sorted(names, reverse=True)[:4])})"
-                return text if part is op else f"{op.word}, after {text}"
-        return op.word
+                text = f"{part.name} ({', '.join(sorted(names, reverse=True)[:4])})"
+                return text if part is op else f"{op.name}, after {text}"
+        return op.name
 
     def _names(self, op: _Op) -> set[str]:
         """Return the names of the parameters that an operation takes itself."""
-        nodes = _upstream(op.node, lambda edge: self.ops[edge[0]].carries)
+        nodes = _upstream(op.node, lambda edge: self.ops[edge[0]].carries_values)
         leaves = [self.ops[node].leaf for node in nodes]
         return {self.name_of(leaf) for leaf in leaves if leaf is not None}
 
@@ -444,8 +472,8 @@ class _Graph:
             paths = {name.rpartition(".")[0] for name in names}
             if len(paths) == 1 and all(map(_PATH.fullmatch, names)):
                 rules[module_rule(paths.pop())] = None
-            elif hasattr(torch.ops.aten, op.word):
-                rules[f"op:{op.word}=fp32"] = None
+            elif hasattr(torch.ops.aten, op.name):
+                rules[f"op:{op.name}=fp32"] = None
         if not rules:
             return "Scale down or normalise what flows in.", ""
         rule = " + ".join(rules)
@@ -469,7 +497,7 @@ def _upstream(node: Node, follows: Callable[[Edge], bool]) -> set[Node]:
 
 def _absmax(value: Tensor) -> float:
     """Return the largest magnitude, NaN if there is one."""
-    values = local_values(value)
+    values = local_data(value)
     values = torch.view_as_real(values) if values.is_complex() else values
     if not (values.is_floating_point() and values.itemsize > 1 and values.numel()):
         return 0.0
@@ -477,11 +505,11 @@ def _absmax(value: Tensor) -> float:
     return torch.maximum(-low, high).abs().item()
 
 
-def _kind(value: Tensor) -> str:
+def _nonfinite_kind(value: Tensor) -> str:
     """Return "NaN" if there is one, else "inf" if there is; "" if all is finite."""
-    values = local_values(value)
+    values = local_data(value)
     return "NaN" if values.isnan().any() else "inf" if values.isinf().any() else ""
 
 
-def _contents(value: Tensor) -> str:
-    return f"it holds {_kind(value)}{counted(~local_values(value).isfinite())}"
+def _nonfinite_text(value: Tensor) -> str:
+    return f"it holds {_nonfinite_kind(value)}{counted(~local_data(value).isfinite())}"

@@ -66,7 +66,7 @@ class BadOp:
     """Format of its result, such as "float16"."""
     inputs: float | None = None
     """Largest finite magnitude of its inputs; None if unknown."""
-    made: str = ""
+    nonfinite_kind: str = ""
     """"inf" or "NaN"; "" if unknown, or if there was none: then the phase is "none", or
     the dtype "int64", of an index out of range."""
     wide: str = "not run"
@@ -107,7 +107,7 @@ class BadOp:
         held = self.phase in {"input", "weight"}
         says = "took in" if self.phase == "input" else "holds" if held else "produced"
         passed = " in the backward pass" if self.phase == "backward" else ""
-        head = f"{self.place} {says} {self.made or 'inf or NaN'}{passed}{at}"
+        head = f"{self.place} {says} {self.nonfinite_kind or 'inf or NaN'}{passed}{at}"
         return f"{head}: {self.evidence}. {self.advice}"
 
     def data(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep._torch import async_read
 from halfstep.numerics import formats
-from halfstep.numerics.local_tensor import dense
+from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.tensor_counts import DTYPES, Counts, add_
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _floats(tensor: Tensor) -> Tensor | None:
     # A nested tensor may report a strided layout, and has no shape.
     plain = type(values) is Tensor and values.layout is torch.strided
     if not plain or values.is_nested:
-        values = dense(values)
+        values = dense_values(values)
         values = values.values() if values.is_nested else values
     if values.dtype in DTYPES:
         return values if values.numel() else None
@@ -91,7 +91,7 @@ class StepRecords:
         if (
             not self.full
             and type(tensor) is Tensor
-            and async_read.on_host(tensor.device)
+            and async_read.is_cpu(tensor.device)
             and tensor.dtype in _SUM_DTYPES
             and tensor.layout is torch.strided
             and not tensor.is_nested
@@ -104,10 +104,10 @@ class StepRecords:
             return None
         with torch._C._DisableAutocast():  # noqa: SLF001 -- it would cast first
             if self.full:
-                counts = Counts.none(len(self._casts), values.device)
+                counts = Counts.zeros(len(self._casts), values.device)
                 add_(counts, values, self._casts)
                 return counts, _WORDS[values.dtype]
-            if async_read.on_host(values.device):
+            if async_read.is_cpu(values.device):
                 return _is_nonfinite(values)
             # On a GPU one kernel; its result is inf or NaN if a value is.
             peak: Tensor = torch.linalg.vector_norm(values, torch.inf)
@@ -131,9 +131,7 @@ class StepRecords:
         elif flag_or_stats is not None:
             counts, dtype = flag_or_stats
             before = None if replace else self.stats.get((number, dtype))
-            self.stats[number, dtype] = (
-                counts if before is None else before.plus(counts)
-            )
+            self.stats[number, dtype] = counts if before is None else before.add(counts)
 
     @torch.no_grad()
     def measure_all(self, named: Sequence[tuple[int, Tensor]]) -> None:
@@ -150,7 +148,7 @@ class StepRecords:
                 groups[values.device, values.dtype].append((number, values))
         for group in groups.values():
             numbers, tensors = zip(*group, strict=True)
-            if not async_read.on_host(tensors[0].device):
+            if not async_read.is_cpu(tensors[0].device):
                 norms = torch._foreach_norm(tensors, torch.inf)  # noqa: SLF001
                 self.peaks += zip(numbers, norms, strict=True)
                 continue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.diagnostics.replay import op_names
-from halfstep.nonfinite.domains import CHECKPOINT, EPSILON, slope_error
+from halfstep.nonfinite.domains import CHECKPOINT, EPSILON, backward_domain_error
 from halfstep.nonfinite.origin import BadOp, module_rule
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ _NOT_REPRODUCED = (
     "alone, test its memory."
 )
 _OTHERS = (
-    "Call first_bad on every process: the one that made it names the operation. If "
-    "none does,"
+    "Call find_nonfinite on every process: the one that made it names the "
+    "operation. If none does,"
 )
 _ONE_PART = (
     ", or the gradients of several micro-batches are finite and their sum is not (give "
@@ -100,7 +100,7 @@ def bad_op(event: NonFiniteEvent, context: ReplayContext) -> BadOp:
         op=op,
         dtype=_dtype_name(event.dtype),
         inputs=event.inputs,
-        made=event.nonfinite.kind,
+        nonfinite_kind=event.nonfinite.kind,
         wide=event.fp32_result[0],
     )
 
@@ -136,7 +136,7 @@ def unobserved(context: ReplayContext, nonfinite_kind: str, num_ops: int) -> Bad
     evidence = f"none of the {num_ops} traced operations of torch made it"
     advice = "Check custom kernels and what is computed outside of torch."
     explanation = _Explanation("loss function", evidence, advice, "forward")
-    return _report(context, explanation, made=nonfinite_kind)
+    return _report(context, explanation, nonfinite_kind=nonfinite_kind)
 
 
 def _report(
@@ -303,7 +303,7 @@ def _undefined(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | 
         return None
     in_slope = event.phase == "backward" and not event.is_executed_op
     if in_slope and error.cause == "zero":
-        error = slope_error(event.op, error)
+        error = backward_domain_error(event.op, error)
     phase = "weight" if error.cause == "weight" else event.phase
     return _Explanation(error.cause, error.evidence, error.advice, phase)
 

@@ -36,7 +36,7 @@ def gradients(
         scale: To multiply it by.
         shards: The model's parameters, as they were before the forward pass.
     """
-    params = [p for p in ddp.bare(model).parameters() if p.requires_grad]
+    params = [p for p in ddp.unwrap(model).parameters() if p.requires_grad]
     if not params or not loss.requires_grad:
         return []
     scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
@@ -108,7 +108,7 @@ class GradSums:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        self._root = ddp.bare(model)
+        self._root = ddp.unwrap(model)
         named = self._root.named_parameters()
         self._names = [name for name, param in named if param.requires_grad]
         self._dtype = dtype

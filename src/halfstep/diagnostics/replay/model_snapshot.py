@@ -21,7 +21,7 @@ from halfstep.diagnostics.probe.hooks import all_paused
 from halfstep.diagnostics.replay import tensor_facts
 from halfstep.diagnostics.replay.gradients import is_sharded
 from halfstep.distributed import ddp
-from halfstep.nonfinite.domains import local_values
+from halfstep.nonfinite.domains import local_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ def restored_after(
         random_state = RandomState({param.device for param in model.parameters()})
         stack.callback(random_state.restore)
         stack.enter_context(all_paused())
-        stack.enter_context(module_rules.forgotten_after())
+        stack.enter_context(module_rules.restore_registry())
         snapshot = ModelSnapshot(model)
         stack.callback(snapshot.restore)
         if generator_state is not None:
@@ -57,7 +57,7 @@ def restored_after(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
-                stack.enter_context(ddp.silenced(module))
+                stack.enter_context(ddp.bypassed(module))
         stack.enter_context(warnings.catch_warnings())
         # Its hooks are called for a compiled wrapper too, which ours handle.
         warnings.filterwarnings(
@@ -94,7 +94,7 @@ class ModelSnapshot:
             self._numbers.append((buffer, buffer.detach().clone()))
         seen = {id(buffer) for buffer in buffers}
         sharded = is_sharded(model)
-        for module in ddp.bare(model).modules():
+        for module in ddp.unwrap(model).modules():
             own = vars(module)
             # FSDP2 replaces shards there, and keeps state of that elsewhere.
             self._scan(own, seen, *([own.get("_parameters")] * sharded))
@@ -142,7 +142,7 @@ class ModelSnapshot:
                 if tensor.shape != numbers.shape:
                     tensor.resize_(numbers.shape)
                 # Only if needed: a graph may depend on its version.
-                values, before = local_values(tensor), local_values(numbers)
+                values, before = local_data(tensor), local_data(numbers)
                 if not tensor.is_meta and not torch.equal(values, before):
                     tensor.copy_(numbers)
 
@@ -152,7 +152,7 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor_facts.storage_key(local_values(tensor))
+    return tensor_facts.storage_key(local_data(tensor))
 
 
 def _restore_container(container: Any, before: Any) -> None:  # noqa: ANN401

@@ -352,7 +352,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         forward_op = self.modules.forward_op()
         event.op, event.is_executed_op = forward_op or call.op, not forward_op
         values = domains.arguments(call.func, call.args, call.kwargs, call.outs)
-        event.domain_error = domains.find(name, values, "forward")
+        event.domain_error = domains.find_domain_error(name, values, "forward")
         # Last: an operation in place writes to these arguments.
         event.fp32_result = tensor_facts.run_in_fp32(call.func, call.args, call.kwargs)
         leaves = _pytree.tree_leaves((call.args, call.kwargs))

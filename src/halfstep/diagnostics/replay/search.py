@@ -33,7 +33,7 @@ Step = Callable[[], Tensor]
 _EXAMPLE = "such as lambda: loss_fn(model(x), y)"
 
 
-def first_bad(
+def find_nonfinite(
     model: nn.Module,
     step: Step | Sequence[Step],
     *,
@@ -87,7 +87,8 @@ def first_bad(
 
     Example:
         >>> model = nn.Linear(2, 1)
-        >>> bad = first_bad(model, lambda: (model(torch.ones(1, 2)) * 0).log().sum())
+        >>> x = torch.ones(1, 2)
+        >>> bad = find_nonfinite(model, lambda: (model(x) * 0).log().sum())
         >>> bad.op, bad.cause, bad.evidence
         ('log', 'zero', 'its argument is 0')
     """
@@ -104,7 +105,7 @@ def first_bad(
         for loss in losses:
             history.add(float(loss))
     context = ReplayContext(
-        number, scale, history, len(steps), processes=process_group.size()
+        number, scale, history, len(steps), processes=process_group.world_size()
     )
 
     def replay(scale: float) -> _ReplayResult:
@@ -155,15 +156,15 @@ def _check_steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
     """
     if not isinstance(model, nn.Module):
         message = (
-            f"model={_repr(model)} of first_bad is not a torch module: give the "
+            f"model={_repr(model)} of find_nonfinite is not a torch module: give the "
             "nn.Module whose forward pass step() runs."
         )
         raise UserError(message)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             message = (
-                f"{name!r} of the model of first_bad has no shape yet, for its module "
-                "is lazy and has not run: run the model once before."
+                f"{name!r} of the model of find_nonfinite has no shape yet, for its "
+                "module is lazy and has not run: run the model once before."
             )
             raise UserError(message)
     several = isinstance(step, Sequence) and not isinstance(step, str)
@@ -171,9 +172,9 @@ def _check_steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
     for one in steps or [step]:
         if not callable(one):
             message = (
-                f"step={_repr(one)} of first_bad cannot be called: give a function "
-                f"that computes the loss, {_EXAMPLE}, or a list with one for each "
-                "micro-batch."
+                f"step={_repr(one)} of find_nonfinite cannot be called: give a "
+                f"function that computes the loss, {_EXAMPLE}, or a list with "
+                "one for each micro-batch."
             )
             raise UserError(message)
     return steps  # type: ignore[return-value]
@@ -184,8 +185,8 @@ def _check_loss(step: Step, loss: object) -> None:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return
     message = (
-        f"step {_name(step)!r} of first_bad returned {_repr(loss)}: it must return "
-        f"the loss, a floating tensor of one number, {_EXAMPLE}."
+        f"step {_name(step)!r} of find_nonfinite returned {_repr(loss)}: it must "
+        f"return the loss, a floating tensor of one number, {_EXAMPLE}."
     )
     raise UserError(message)
 
@@ -195,8 +196,9 @@ def _check_graph(step: Step, loss: Tensor, trained: Sequence[Tensor]) -> None:
     if loss.requires_grad or not trained:
         return
     message = (
-        f"step {_name(step)!r} of first_bad returned a finite loss without a graph, so "
-        "no gradient can be checked: compute it without torch.no_grad and detach."
+        f"step {_name(step)!r} of find_nonfinite returned a finite loss without a "
+        "graph, so no gradient can be checked: compute it without torch.no_grad and "
+        "detach."
     )
     raise UserError(message)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from halfstep.nonfinite.domains import local_values
+from halfstep.nonfinite.domains import local_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,7 +48,7 @@ def floats(value: object) -> list[Tensor]:
     tensors = []
     for leaf in _pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-            part = local_values(leaf)
+            part = local_data(leaf)
             if part.is_complex():
                 # A conjugate view has no real view; what it views is as finite.
                 part = torch.view_as_real(part.conj() if part.is_conj() else part)
