@@ -342,45 +342,42 @@ def test_words_and_places_that_are_not_there() -> None:
     assert (bad.module, bad.op, bad.cause) == ("loss", "gather", "label")
 
 
-def test_class_weights_are_no_targets() -> None:
-    """Law: what is not finite in a loss's weights is told to be there."""
-    weight = torch.tensor([1.0, math.inf, 1.0])
-    model, labels = nn.Linear(8, 3), torch.tensor([0, 1, 2, 0])
+class Pair:
+    """A container of a user's own."""
 
-    def step() -> Tensor:
-        return functional.cross_entropy(model(X), labels, weight=weight)
-
-    bad = required(hs.find_nonfinite(model, step))
-    assert (bad.module, bad.cause) == ("loss", "loss function")
-    assert "the class weights hold inf at 1 of 3 places" in bad.evidence
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
 
 
-def test_arguments_in_a_batch_have_names() -> None:
-    """Law: what lies in a dictionary is told by its key, too."""
-
-    class Keyed(Net):
-        def forward(self, batch: Any) -> Tensor:
-            return super().forward(batch["x"])
-
-    bad = required(found(Keyed(lambda x: x), {"x": X * math.nan}))
-    assert (bad.module, bad.cause) == ("inner", "data")
-    assert "argument \"batch['x']\" of the model holds NaN at 32 of 32" in bad.evidence
+_pytree.register_pytree_node(Pair, lambda p: ([p.x], None), lambda x, _: Pair(*x))
 
 
-def test_arguments_of_kinds_of_ones_own() -> None:
-    """Law: what pytrees can open is looked into, and told by the argument's name."""
+class Arguments(Net):
+    """A model that takes any arguments, and adds what is in them."""
 
-    class Pair:
-        def __init__(self, x: Tensor) -> None:
-            self.x = x
+    def forward(self, pair: Any, *more: Tensor, **named: Tensor) -> Tensor:
+        """Return one number a row."""
+        first = pair["x"] if isinstance(pair, dict) else pair.x
+        return super().forward(first + sum((*more, *named.values())))
 
-    class Opened(Net):
-        def forward(self, pair: Any) -> Tensor:
-            return super().forward(pair.x)
 
-    _pytree.register_pytree_node(Pair, lambda p: ([p.x], None), lambda x, _: Pair(*x))
-    bad = required(found(Opened(lambda x: x), Pair(X * math.nan)))
-    assert "argument 'pair' of the model holds NaN at 32 of 32" in bad.evidence
+NAN_X = X * math.nan
+ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Tensor]]] = {
+    "\"pair['x']\"": (({"x": NAN_X},), {}),
+    "'pair'": ((Pair(NAN_X),), {}),
+    "'argument 1'": ((Pair(X), NAN_X), {"bias": X}),
+    "'bias'": ((Pair(X), X), {"bias": NAN_X}),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_have_names(name: str) -> None:
+    """Law: an argument is named, also inside of containers; else by its position."""
+    args, kwargs = ARGUMENTS[name]
+    model = Arguments(lambda x: x)
+    bad = required(hs.find_nonfinite(model, lambda: model(*args, **kwargs).sum()))
+    assert bad.cause == "data"
+    assert f"argument {name} of the model holds NaN at 32 of 32" in bad.evidence
 
 
 def test_memory_that_is_given_out_again() -> None:
