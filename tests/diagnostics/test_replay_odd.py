@@ -166,18 +166,18 @@ ODD = {
         *(lambda x: Reciprocal.apply(x, 1e-3), ADD),
     ),
     "number written in place": Odd(
-        *(assigned(math.inf), "fill", *ZERO, "that it puts in reaches the loss"),
+        *(assigned(math.inf), "fill", *ZERO, "that it fills in reaches the loss"),
         *(assigned(9.0), "Keep that infinity out"),
     ),
     "row of -inf in logsumexp": Odd(
         *(lambda x: x + masked(x).logsumexp(-1, keepdim=True), "logsumexp", *ZERO),
-        "a mask leaves a row nothing",
+        "a mask covers a whole row",
         lambda x: x + masked(x, CORNER).logsumexp(-1, keepdim=True),
         "Leave something in each row",
     ),
     "-inf in logaddexp": Odd(
         *(lambda x: torch.logaddexp(masked(x, CORNER), masked(x, CORNER)),),
-        *("masked_fill", *ZERO, "inf at 4 of 32 places that it puts in reaches"),
+        *("masked_fill", *ZERO, "inf at 4 of 32 places that it fills in reaches"),
         lambda x: torch.logaddexp(masked(x, CORNER, -9e3), masked(x, CORNER, -9e3)),
         "mask with a large finite number",
     ),

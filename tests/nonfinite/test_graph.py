@@ -353,7 +353,7 @@ def test_fp32_has_a_range_too() -> None:
         "range",
         "mul (leaf) to sum",
         "its inputs reach 1.0e+30, float32 holds 3.40282e+38",
-        "Scale down or normalise what flows in.",
+        "Scale down or normalise its inputs.",
         "inf",
     )
 

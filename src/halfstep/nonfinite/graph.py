@@ -356,10 +356,10 @@ class _Graph:
         if error is None:
             return None
         value = self.values.get((op.node, 0))
-        made = error.result if phase == "forward" else ""
-        made = made if value is None else _nonfinite_kind(value)
+        kind = error.result if phase == "forward" else ""
+        kind = kind if value is None else _nonfinite_kind(value)
         return GraphCause(
-            error.cause, self._describe_op(op), error.evidence, error.advice, made
+            error.cause, self._describe_op(op), error.evidence, error.advice, kind
         )
 
     def masked_softmax(self, op: _Op) -> GraphCause | None:
@@ -475,7 +475,7 @@ class _Graph:
             elif hasattr(torch.ops.aten, op.name):
                 rules[f"op:{op.name}=fp32"] = None
         if not rules:
-            return "Scale down or normalise what flows in.", ""
+            return "Scale down or normalise its inputs.", ""
         rule = " + ".join(rules)
         return f"Keep it in float32 (policy '{rule}') or train in bf16.", rule
 

@@ -88,9 +88,9 @@ class BadOp:
     def __post_init__(self) -> None:
         words = (("phase", PHASES), ("cause", CAUSES), ("wide", _WIDE))
         for name, allowed in words:
-            given = getattr(self, name)
-            if given not in allowed:
-                message = f"{name}={given!r} of a BadOp: use {', '.join(allowed)}."
+            value = getattr(self, name)
+            if value not in allowed:
+                message = f"{name}={value!r} of a BadOp: use {', '.join(allowed)}."
                 raise UserError(message)
 
     @property
@@ -104,10 +104,9 @@ class BadOp:
         # Integers hold neither inf nor NaN: an index is out of range.
         if self.phase == "none" or self.dtype == "int64":
             return f"{self.place}{at}: {self.evidence}. {self.advice}"
-        held = self.phase in {"input", "weight"}
-        says = "took in" if self.phase == "input" else "holds" if held else "produced"
+        verb = {"input": "received", "weight": "holds"}.get(self.phase, "produced")
         passed = " in the backward pass" if self.phase == "backward" else ""
-        head = f"{self.place} {says} {self.nonfinite_kind or 'inf or NaN'}{passed}{at}"
+        head = f"{self.place} {verb} {self.nonfinite_kind or 'inf or NaN'}{passed}{at}"
         return f"{head}: {self.evidence}. {self.advice}"
 
     def data(self) -> dict[str, Any]:
@@ -119,7 +118,7 @@ class BadOp:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BadOp:
-        """Return the value that `data` was made from, other keys left aside."""
+        """Return the value of such `data`; other keys are ignored."""
         return cls(**{name: data[name] for name in cls.__annotations__ if name in data})
 
     def finding(self) -> Finding:

@@ -49,7 +49,7 @@ _ONE_PART = (
     "a list with one step for each)"
 )
 _EXP = "Subtract the maximum before exp, or clamp its argument."
-_DOWN = "Scale down or normalise what flows in."
+_DOWN = "Scale down or normalise its inputs."
 _PRINT = "Print its inputs: it is not defined for one of them."
 _KEEP_OUT = "Keep that infinity out of it: mask with a large finite number, or later."
 _MASK = "Leave something in each row unmasked."
@@ -261,11 +261,11 @@ def _masked(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | Non
         return None
     value = event.nonfinite.kind
     if event.op in _SOFTMAXES:
-        evidence = f"a mask leaves a row nothing, so it gives {value}{_places(event)}"
+        evidence = f"a mask covers a whole row, so it returns {value}{_places(event)}"
         return _Explanation("zero", evidence, _MASK, event.phase)
     origin = min(event.parents, key=lambda parent: parent.number)
     source = origin.source or f"{origin.place.module} ({origin.op})"
-    evidence = f"it makes {value}{_places(event)} of the infinity that {source} puts in"
+    evidence = f"it makes {value}{_places(event)} of the infinity from {source}"
     if origin.source_kind in {"input", "outside"}:
         return _Explanation("data", evidence, _FIND, "input")
     return _Explanation("zero", evidence, _KEEP_OUT, event.phase)
@@ -278,20 +278,22 @@ def _constant(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
         return None
     values = event.nonfinite.kind + _places(event)
     if event.place.is_loss and not event.is_selected:
-        evidence = f"it is given a constant that is not finite, so it gives {values}"
+        evidence = (
+            f"one of its arguments is a non-finite constant, so it returns {values}"
+        )
         return _Explanation("loss function", evidence, "Use a finite one.", event.phase)
     if event.source_kind:
         return None
     if event.is_selected:
-        evidence = f"the {values} that it puts in reaches the loss: "
+        evidence = f"the {values} that it fills in reaches the loss: "
         evidence += "a target names a masked class"
         return _Explanation(
             "label", evidence, "Mask no class that a target names.", "forward"
         )
     if event.is_intended:
-        evidence = f"the {values} that it puts in reaches the loss"
+        evidence = f"the {values} that it fills in reaches the loss"
         return _Explanation("zero", evidence, _KEEP_OUT, event.phase)
-    evidence = f"it is given a constant that is not finite, so it gives {values}"
+    evidence = f"one of its arguments is a non-finite constant, so it returns {values}"
     return _Explanation("zero", evidence, "Use a finite one.", event.phase)
 
 

@@ -434,6 +434,6 @@ def _written_tensors(
     values: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = kwargs.get(argument.name)
-            values.append(args[index] if index < len(args) else given)
+            by_name = kwargs.get(argument.name)
+            values.append(args[index] if index < len(args) else by_name)
     return [t for t in _pytree.tree_leaves(values) if isinstance(t, Tensor)]
