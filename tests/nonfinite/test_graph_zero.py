@@ -70,6 +70,32 @@ def test_a_singular_value_is_found_and_counted(
     assert finding.evidence == evidence
 
 
+def test_complex_numbers_have_no_order() -> None:
+    """Law: a complex argument is 0 or not, and never negative or beyond a bound."""
+    leaf = nn.Parameter(torch.tensor([complex(-1, 0), complex(2, 1)]))
+    assert find_in_graph(leaf.log().abs().sum(), lambda _: "leaf") is None
+    finding = required(find_in_graph((leaf * 0).log().abs().sum(), lambda _: "leaf"))
+    assert finding.evidence == "its argument is 0 at 2 of 2 places"
+    finding = required(
+        find_in_graph((leaf.acos() * math.inf).abs().sum(), lambda _: "leaf")
+    )
+    assert "not inside" not in finding.evidence
+
+
+def test_a_running_variance_below_zero() -> None:
+    """Law: a negative running variance is reported as a stored value."""
+    norm = nn.BatchNorm1d(3).eval()
+    assert norm.running_var is not None
+    norm.running_var[1] = -1.0
+    finding = required(
+        find_in_graph(norm(torch.ones(2, 3)).sum(), lambda _: "n.weight")
+    )
+    assert finding.cause == "weights"
+    assert finding.evidence == "its running variance is negative at 1 of 3 places"
+    bad = finding.to_origin(1.0, finite=False)
+    assert (bad.cause, bad.phase, bad.op) == ("weight", "weight", "batch_norm")
+
+
 EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "log": torch.log,
     "log10": torch.log10,

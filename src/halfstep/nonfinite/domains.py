@@ -121,7 +121,13 @@ _ROWS = (
         *("pow", "self exponent", lambda x, n: (x == 0) & (n > 0) & (n < 1)),
         *("backward", _zero(_AT_0, _ROOT)),
     ),
-    _Row("atan2", "self other", _both_0, "backward", _zero("both are 0", _ANGLE)),
+    _Row(
+        "atan2",
+        "self other",
+        _both_0,
+        "backward",
+        _zero("both arguments are 0", _ANGLE),
+    ),
     _Row("div true_divide", "other", _is_zero, "both", _zero("its divisor is 0", _DIV)),
     _Row(
         "fmod remainder", "other", _is_zero, "forward", _zero("its divisor is 0", _DIV)

@@ -358,9 +358,9 @@ class _Graph:
         value = self.values.get((op.node, 0))
         kind = error.result if phase == "forward" else ""
         kind = kind if value is None else _nonfinite_kind(value)
-        return GraphCause(
-            error.cause, self._describe_op(op), error.evidence, error.advice, kind
-        )
+        cause = "weights" if error.cause == "weight" else error.cause
+        where = self._describe_op(op)
+        return GraphCause(cause, where, error.evidence, error.advice, kind)
 
     def masked_softmax(self, op: _Op) -> GraphCause | None:
         """Check for a softmax over a masked row, or a masked class of a target."""
