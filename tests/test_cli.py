@@ -168,7 +168,7 @@ def test_env(
 ) -> None:
     """Law: rates and advice are printed, and are in the data as numbers."""
     measured = GemmRates(RATES, dict.fromkeys(RATES, 0.0), 0.0)
-    monkeypatch.setattr(hardware, "measured", lambda *_, **__: measured)
+    monkeypatch.setattr(hardware, "measured_rates", lambda *_, **__: measured)
     assert leave("env", "--json", "env.json") == 0
     out, err = capsys.readouterr()
     assert err == ""

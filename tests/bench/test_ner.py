@@ -157,7 +157,7 @@ def test_turns(
     That products were emulated is said where fp16 ran on what has none, only there.
     """
     small_and_measured(monkeypatch)
-    monkeypatch.setattr(fp16_emulation, "needed", lambda _: slow)
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: slow)
     tasks: list[dict[str, Any]] = []
 
     def apart(module: str, task: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def test_for_real(
     small_and_measured(monkeypatch)
     without_figures(monkeypatch)
     monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
-    monkeypatch.setattr(fp16_emulation, "needed", lambda _: True)
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: True)
 
     def apart(_: str, task: dict[str, Any]) -> dict[str, Any]:
         came_to = accuracy.train_once(json.loads(json.dumps(task)))
@@ -230,7 +230,7 @@ def test_learning_rates_reach_their_runs(
 ) -> None:
     """Law: each run trains with its contender's rate; the command in the notes too."""
     small_and_measured(monkeypatch)
-    monkeypatch.setattr(fp16_emulation, "needed", lambda _: False)
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: False)
     rates: list[float | None] = []
 
     def apart(_: str, task: dict[str, Any]) -> dict[str, Any]:

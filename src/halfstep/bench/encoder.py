@@ -264,7 +264,7 @@ def saved_for_backward(loop: Loop, batch: Batch) -> tuple[int, int]:
 
 _RESHAPES_OR_CASTS = {
     "ToCopyBackward0",
-    "_CastBackward",
+    "_CachedCastBackward",
     "TBackward0",
     "TransposeBackward0",
     "PermuteBackward0",
