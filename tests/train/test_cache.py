@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -12,10 +13,11 @@ import time
 import warnings
 from pathlib import Path
 
+import filelock
 import pytest
 
 from halfstep.errors import UserError
-from halfstep.train.data import cache, file_lock
+from halfstep.train.data import cache
 
 DAY = 86400.0
 FACTS = {"of": "test", "size": 3}
@@ -269,17 +271,9 @@ def test_without_locks_entries_are_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         assert content(cache.get_or_build("rows", FACTS, write)) == WHOLE
         write(folder)
 
-    monkeypatch.setattr(file_lock.fcntl, "flock", no_lock)
+    monkeypatch.setattr(fcntl, "flock", no_lock)
     assert content(cache.get_or_build("rows", FACTS, late)) == WHOLE
     assert [name for name in names() if ".part-" in name] == []
-
-
-def test_a_map_outlives_its_entry() -> None:
-    """Law: who has a damaged or old entry open keeps reading what it opened."""
-    entry = cache.get_or_build("rows", FACTS, write)
-    with (entry / "a").open("rb") as file:
-        cache._remove(entry)
-        assert file.read() == b"abc"
 
 
 def test_what_nobody_used_for_a_month_is_removed() -> None:
@@ -298,13 +292,13 @@ def test_what_nobody_used_for_a_month_is_removed() -> None:
 
 
 def test_an_entry_in_use_is_not_removed() -> None:
-    """Law: while somebody holds its lock, an old entry stays."""
+    """Law: while a process holds its lock, an old entry stays."""
     old = cache.get_or_build("rows", {"n": 1}, write)
     age(old / "manifest.json", 31)
-    with cache._lock(old, shared=True):
-        cache._sweep(cache.folder())
+    with filelock.FileLock(old.with_name(f".{old.name}.lock")):
+        cache.get_or_build("rows", {"n": 2}, write)
         assert old.exists()
-    cache._sweep(cache.folder())
+    cache.get_or_build("rows", {"n": 2}, refuse)
     assert not old.exists()
 
 
@@ -333,56 +327,29 @@ def test_what_is_not_ours_is_left_alone() -> None:
     assert all(other.exists() for other in others)
 
 
-def forbid(monkeypatch: pytest.MonkeyPatch, number: int, lock: int | None) -> None:
-    """Let nothing be written; `lock`: nor a lock be opened to read."""
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_what_others_have_made_is_used(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: an entry that is whole is used where nothing may be written; no other is."""
     original = os.open
 
     def opened(path: Path, flags: int, mode: int = 0o777) -> int:
         if flags & (os.O_RDWR | os.O_CREAT):
             raise OSError(number, os.strerror(number), str(path))
-        if lock and str(path).endswith(".lock"):
-            raise OSError(lock, os.strerror(lock), str(path))
         return original(path, flags, mode)
 
     def refused(path: object, *_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), str(path))
 
+    entry = cache.get_or_build("rows", FACTS, write)
     monkeypatch.setattr(os, "open", opened)
     for name in ("utime", "rename", "unlink", "mkdir"):
         monkeypatch.setattr(os, name, refused)
-
-
-@pytest.mark.parametrize("lock", [None, errno.EACCES, errno.ENOENT])
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-def test_what_others_have_made_is_used(
-    number: int, lock: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: an entry that is whole is used where nothing may be written; no other is."""
-    entry = cache.get_or_build("rows", FACTS, write)
-    with monkeypatch.context() as patch:
-        forbid(patch, number, lock)
-        assert cache.get_or_build("rows", FACTS, refuse) == entry
-        with pytest.raises(
-            UserError, match=f"written: {os.strerror(number)}; set HALF"
-        ):
-            cache.get_or_build("rows", FACTS | {"size": 4}, write)
+    assert cache.get_or_build("rows", FACTS, refuse) == entry
+    message = f"written: {os.strerror(number)}; set HALF"
+    with pytest.raises(UserError, match=message):
+        cache.get_or_build("rows", FACTS | {"size": 4}, write)
     flip(entry / "a")
-    with monkeypatch.context() as patch:
-        forbid(patch, number, lock)
-        with pytest.raises(
-            UserError, match=f"written: {os.strerror(number)}; set HALF"
-        ):
-            cache.get_or_build("rows", FACTS, write)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks there")
-def test_a_lock_of_another_user_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a lock that may only be read still keeps others from the entry."""
-    entry = cache.get_or_build("rows", FACTS, write)
-    with monkeypatch.context() as patch:
-        forbid(patch, errno.EACCES, None)
-        with cache._lock(entry, shared=True) as held:
-            assert held
-            patch.undo()
-            with cache._lock(entry, wait=False) as taken:
-                assert not taken
+    with pytest.raises(UserError, match=message):
+        cache.get_or_build("rows", FACTS, write)

@@ -22,6 +22,7 @@ import numpy as np
 
 from halfstep.errors import UserError
 from halfstep.reporting.table import count
+from halfstep.train.data import text_lines
 from halfstep.train.data.example_store import MAX_LABELS, READERS, Store, open_store
 from halfstep.train.data.labelled_text import (
     DEFAULT_COLUMNS,
@@ -249,7 +250,7 @@ def _load_splits(
         elif not matches and split != "test":
             message = (
                 f"{folder} holds no {split} file; name one {split} with "
-                f"{reader.ACCEPTED}."
+                f"{text_lines.accepted(reader.FORMATS)}."
             )
         if message:
             raise UserError(message)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
     from pathlib import Path
 
-ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
-
 # More digits than these are a telephone number or a hash, so a word.
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 # A text and its label.
@@ -87,7 +85,7 @@ def read(path: Path, columns: Columns = DEFAULT_COLUMNS) -> Iterator[Row]:
         UserError: If the file or one of its rows cannot be used: the file at once, a
             row when its turn comes.
     """
-    entries, syntax = FORMATS[text_lines.check_file(path, FORMATS, ACCEPTED)]
+    entries, syntax = FORMATS[text_lines.check_file(path, FORMATS)]
     return _rows(path, entries(path, columns), syntax)
 
 

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["ACCEPTED", "FORMATS", "AnnotatedText", "Span", "read"]
-
-ACCEPTED = ".bmes, .bio, .bioes, .conll, .iob, .txt, .json, .jsonl or .ndjson"
-"""The suffixes that `read` knows, in words."""
+__all__ = ["FORMATS", "AnnotatedText", "Span", "read"]
 
 _TAG = re.compile(r"([BIMES])-(.+)")
 _BLANKS = re.compile(" +")
@@ -68,7 +65,7 @@ def read(path: Path, left_out: list[str] | None = None) -> Iterator[AnnotatedTex
     Raises:
         UserError: If the file or one of its texts cannot be used.
     """
-    entries, syntax = FORMATS[text_lines.check_file(path, FORMATS, ACCEPTED)]
+    entries, syntax = FORMATS[text_lines.check_file(path, FORMATS)]
     empty = True
     for entry in entries(path, syntax, left_out):
         empty = False
@@ -315,11 +312,11 @@ _EACH_LINE = f"each line holds {_OBJECT}"
 FORMATS: dict[
     str, tuple[Callable[[Path, str, list[str] | None], Iterator[AnnotatedText]], str]
 ] = {
-    ".json": (_json_array, f"each entry is {_OBJECT}"),
-    ".jsonl": (_json_lines, _EACH_LINE),
-    ".ndjson": (_json_lines, _EACH_LINE),
     **dict.fromkeys(
         (".bmes", ".bio", ".bioes", ".conll", ".iob", ".txt"), (_read_columns, _TOKENS)
     ),
+    ".json": (_json_array, f"each entry is {_OBJECT}"),
+    ".jsonl": (_json_lines, _EACH_LINE),
+    ".ndjson": (_json_lines, _EACH_LINE),
 }
 """Of each suffix: what reads it, and the form that its entries must have."""

@@ -42,13 +42,18 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 _JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def check_file(path: Path, suffixes: Collection[str], accepted: str) -> str:
+def accepted(suffixes: Iterable[str]) -> str:
+    """Return the suffixes of files in words, for messages."""
+    *others, last = suffixes
+    return f"{', '.join(others)} or {last}"
+
+
+def check_file(path: Path, suffixes: Collection[str]) -> str:
     """Return the suffix of a file that is there and of a known kind, in lower case.
 
     Args:
         path: Of the file.
         suffixes: Suffixes in lower case, each with its dot.
-        accepted: The same in words, for messages.
 
     Raises:
         UserError: If there is no such file, it is a pipe or a device, or its suffix is
@@ -59,13 +64,17 @@ def check_file(path: Path, suffixes: Collection[str], accepted: str) -> str:
     if not path.exists():
         message = f"{path} is not there; give a file or a directory that exists."
     elif path.is_dir():
-        message = f"{path} is a directory; give one file, {accepted}."
+        message = f"{path} is a directory; give one file, {accepted(suffixes)}."
     elif not path.is_file():  # reading it might never end
         message = (
-            f"{path} is a pipe or a device, not a file; save its rows as {accepted}."
+            f"{path} is a pipe or a device, not a file; save its rows as "
+            f"{accepted(suffixes)}."
         )
     elif suffix not in suffixes:
-        message = f"{path}: suffix {path.suffix!r} is unknown; save it as {accepted}."
+        message = (
+            f"{path}: suffix {path.suffix!r} is unknown; save it as "
+            f"{accepted(suffixes)}."
+        )
     if message:
         raise UserError(message)
     return suffix
