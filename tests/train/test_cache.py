@@ -223,14 +223,19 @@ def until(log: Path) -> None:
     raise AssertionError(message)
 
 
-def test_one_of_many_processes_builds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_one_of_many_processes_builds(tmp_path: Path, *, damaged: bool) -> None:
     """Law: those that come while one builds wait for it and use what it made."""
+    if damaged:
+        flip(cache.get_or_build("rows", FACTS, write) / "a")
     log = tmp_path / "log"
     running = [start(log, 1.0) for _ in range(4)]
     said = {process.communicate(timeout=120)[0] for process in running}
     assert [process.returncode for process in running] == [0] * 4
     assert log.read_text(encoding="utf-8") == "built\n"
-    assert said == {f"{cache.get_or_build('rows', FACTS, refuse)}\n"}
+    entry = cache.get_or_build("rows", FACTS, refuse)
+    assert said == {f"{entry}\n"}
+    assert content(entry) == WHOLE
 
 
 def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
@@ -248,17 +253,6 @@ def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
         age(path, 1.1)
     cache.get_or_build("rows", FACTS | {"size": 4}, write)
     assert left not in names()
-
-
-def test_a_damaged_entry_is_rebuilt_once(tmp_path: Path) -> None:
-    """Law: of many processes that find it, one builds, and none gets the damage."""
-    flip(cache.get_or_build("rows", FACTS, write) / "a")
-    log = tmp_path / "log"
-    running = [start(log, 0.5) for _ in range(3)]
-    for process in running:
-        process.communicate(timeout=120)
-    assert log.read_text(encoding="utf-8") == "built\n"
-    assert content(cache.get_or_build("rows", FACTS, refuse)) == WHOLE
 
 
 def test_without_locks_entries_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:

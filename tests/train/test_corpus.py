@@ -341,13 +341,6 @@ def test_a_directory_without_its_splits_is_refused() -> None:
     )
 
 
-def test_a_path_to_nothing_is_refused() -> None:
-    """Law: a missing path is refused as one, whether file or directory was meant."""
-    assert refusal(Path("posts")) == (
-        "posts is not there; give a file or a directory that exists."
-    )
-
-
 @pytest.mark.parametrize("limit", [1, 0, -5])
 def test_a_small_limit_is_refused(limit: int) -> None:
     """Law: fewer than two rows make no train and dev."""
@@ -370,16 +363,6 @@ def test_label_names_that_name_too_little_are_refused(names: tuple[str, ...]) ->
     assert refusal(write("posts.csv", "a b"), label_names=names) == (
         f"--labels {','.join(names)}: name two or more labels, each once."
     )
-
-
-def test_any_rows_make_a_split() -> None:
-    """Law: rows come in any order and any number of times."""
-    whole = corpus(folder("a b c a", "a b c")).train
-    some = Split(whole.store, np.array([3, 1, 1, 2]), whole.ids)
-    assert pairs(some) == [("t3", 0), ("t1", 1), ("t1", 1), ("t2", 2)]
-    assert some.labels().dtype == np.int64
-    assert [some.text(i) for i in range(4)] == list(some.texts())
-    assert some.where(3) == "posts/train.csv line 3"
 
 
 def test_the_fingerprint_is_that_of_the_examples() -> None:

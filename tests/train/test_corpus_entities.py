@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from itertools import pairwise
 from pathlib import Path
 
@@ -79,21 +78,6 @@ def test_a_split_knows_its_kinds() -> None:
     for rows, kinds in (([0], set()), ([2, 2, 0], {"PER"}), ([1], {"PER", "LOC"})):
         assert Split(whole.store, np.array(rows), whole.ids).words() == kinds
     assert Split(whole.store, whole.rows[:0], whole.ids).words() == set()
-
-
-def test_tagged_tokens_are_a_corpus() -> None:
-    """Law: a column file is split as a table is."""
-    sentences = [f"t{row} {'B-PER' if row % 2 else 'O'}\n\n" for row in range(20)]
-    Path("posts.bio").write_text("".join(sentences), encoding="utf-8")
-    order = [f"t{row}" for row in range(20)]
-    random.Random(3).shuffle(order)  # noqa: S311 - a split is no secret
-    got = corpus(Path("posts.bio"), seed=3)
-    assert list(got.dev.texts()) == order[:4]
-    for text, found in entities(got.train, got.labels):
-        assert found == ([(0, len(text), "PER")] if int(text[1:]) % 2 else [])
-    assert [got.train.where(i) for i in range(2)] == [
-        f"posts.bio line {2 * int(text[1:]) + 1}" for text in order[4:6]
-    ]
 
 
 @pytest.mark.parametrize(

@@ -121,12 +121,6 @@ def test_whole_numbers_are_told_from_words(
     assert (row.label_word, is_number(row.label_word)) == (word, number)
 
 
-def test_texts_are_kept_as_they_are() -> None:
-    """Law: no text is stripped, and duplicates stay."""
-    rows = rows_of("a.json", '[[" x\\n", 1], [" x\\n", 1]]')
-    assert brief(rows) == [(" x\n", "1", 1)] * 2
-
-
 @given(st.lists(st.tuples(texts, words), min_size=1), st.sampled_from([None, 1]))
 @settings(max_examples=40, deadline=None)
 def test_json_reads_what_json_writes(

@@ -84,15 +84,6 @@ def test_a_key_twice_is_refused(key: str) -> None:
     assert refusal("a.json", array) == f"a.json line 3: {fault}"
 
 
-def test_the_message_of_the_manual() -> None:
-    """Law: a missing label on line 17 reads exactly so."""
-    content = '{"text": "x", "label": 0}\n' * 16 + '{"text": "x"}\n'
-    assert refusal("posts.jsonl", content) == (
-        "posts.jsonl line 17: label is missing; "
-        'each line holds {"text": "...", "label": ...}.'
-    )
-
-
 def test_a_bad_entry_of_an_array_is_numbered() -> None:
     """Law: in an array the line is that of the entry, and the entry is counted."""
     content = '[["a\\n", 0], ["b", 1],\n\n  ["c"]]'
@@ -220,32 +211,6 @@ ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
 def test_a_bad_file_is_refused(name: str, content: str | bytes, fault: str) -> None:
     """Law: a file that holds no readable rows says why, and how to save it."""
     assert refusal(name, content) == name + fault
-
-
-def test_what_is_no_file_is_refused() -> None:
-    """Law: a missing file and a directory are told apart."""
-    with pytest.raises(UserError) as caught:
-        read(Path("a.csv"))
-    assert str(caught.value) == (
-        "a.csv is not there; give a file or a directory that exists."
-    )
-    Path("b.csv").mkdir()
-    with pytest.raises(UserError) as caught:
-        read(Path("b.csv"))
-    assert str(caught.value) == f"b.csv is a directory; give one file, {ACCEPTED}."
-
-
-def test_an_unreadable_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: what the system says against reading is passed on, not a traceback."""
-
-    def forbid(path: Path, *_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    Path("a.csv").write_text("x,1\n", encoding="utf-8")
-    monkeypatch.setattr(Path, "open", forbid)
-    with pytest.raises(UserError) as caught:
-        next(read(Path("a.csv")))
-    assert str(caught.value) == "a.csv cannot be read: Permission denied."
 
 
 def test_a_bad_text_is_refused_after_its_label_was_seen() -> None:

@@ -68,23 +68,17 @@ def apart(draw: st.DrawFn) -> Entities:
     return [(*pair, draw(st.integers(0, 2))) for pair in pairs]
 
 
-@given(st.lists(st.tuples(apart(), apart()), max_size=6))
-def test_scores_are_those_of_sets(texts: list[tuple[Entities, Entities]]) -> None:
-    """Law: scores are those of sets of entities, overall and of each kind."""
-    truth, guess = [one for one, _ in texts], [two for _, two in texts]
-    agrees(compute_metrics(truth, guess, KINDS, 0.0), truth, guess)
-
-
 anywhere = st.lists(
     st.tuples(st.integers(0, 3), st.integers(4, 6), st.integers(0, 2)), max_size=6
 )
 
 
-@given(st.lists(st.tuples(anywhere, anywhere), max_size=4))
-def test_overlaps_and_twins(texts: list[tuple[Entities, Entities]]) -> None:
-    """Law: the same holds of entities that overlap, or are given twice, in any order.
+@given(st.lists(st.tuples(apart() | anywhere, apart() | anywhere), max_size=6))
+def test_scores_are_those_of_sets(texts: list[tuple[Entities, Entities]]) -> None:
+    """Law: scores are those of sets of entities, overall and of each kind.
 
-    A counter that lets a guess which only touches a true entity use it up fails here.
+    Also of entities that overlap, or are given twice, in any order. A counter that lets
+    a guess which only touches a true entity use it up fails here.
     """
     truth, guess = [one for one, _ in texts], [two for _, two in texts]
     agrees(compute_metrics(truth, guess, KINDS, 0.0), truth, guess)
@@ -142,15 +136,6 @@ def test_by_hand() -> None:
         ("not there", 0, 1, 0, None),
     )
     assert json.loads(json.dumps(judged.data()))["per_class"][1] == ["LOC", 0, 0, 0, 2]
-
-
-@pytest.mark.parametrize("texts", [[], [[]], [[], []]])
-def test_nothing_to_find(texts: Texts) -> None:
-    """Law: without entities every share is 0, and texts without mistakes are right."""
-    judged = compute_metrics(texts, texts, KINDS, 0.0)
-    agrees(judged, texts, texts)
-    assert judged.scores["accuracy"] == min(1, len(texts))
-    assert [row[1:] for row in judged.per_class] == [(0.0, 0.0, 0.0, 0)] * 3
 
 
 def test_many_kinds() -> None:

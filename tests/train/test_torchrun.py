@@ -148,20 +148,6 @@ def test_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "expected"),
-    [(None, False), ("0", False), ("1", True), ("12", True), ("x", False)],
-)
-def test_restarted(
-    monkeypatch: pytest.MonkeyPatch, count: str | None, *, expected: bool
-) -> None:
-    """Law: only a count above zero tells of a restart."""
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    if count is not None:
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-    assert torchrun.is_restarted() is expected
-
-
-@pytest.mark.parametrize(
     ("count", "machines", "begun", "expected"),
     [
         # Processes of this machine have failed.
