@@ -213,15 +213,6 @@ def test_a_bad_file_is_refused(name: str, content: str | bytes, fault: str) -> N
     assert refusal(name, content) == name + fault
 
 
-def test_a_bad_text_is_refused_after_its_label_was_seen() -> None:
-    """Law: a label that was sound once does not carry the text of a later row."""
-    for text, fault in (("17", "text is 17; a text is a string."), ('" "', BLANK)):
-        message = refusal("a.jsonl", f'["x", "a"]\n[{text}, "a"]\n')
-        assert message == f"a.jsonl line 2: {fault}"
-    message = refusal("a.jsonl", '["x", "a"]\n["\\ud83d", "a"]\n')
-    assert message == f"a.jsonl line 2: {CUT}"
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
