@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import pytest
-from calls import calls_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -209,14 +208,3 @@ def test_long_texts_are_cut_round_the_mistake() -> None:
         [*(f"LOC {text[i]} at {i}" for i in range(1200, 1206)), "and 14 more"]
     )
     assert (start, cut) == (f"{text[:200]}...", f"ORG {text[5:42]}... at 5")
-
-
-def test_work_grows_with_the_texts() -> None:
-    """Law: twice the texts are about twice the work, and not much of it."""
-    truth = [[(6 * k, 6 * k + 5, k % 3) for k in range(8)] for _ in range(500)]
-    guess = [[(s, e - (s % 4 == 0), k) for s, e, k in row] for row in truth]
-    compute_metrics(truth[:1], guess[:1], KINDS, 0.0)  # loads the library
-    _, half = calls_of(lambda: compute_metrics(truth[:250], guess[:250], KINDS, 0.0))
-    _, whole = calls_of(lambda: compute_metrics(truth, guess, KINDS, 0.0))
-    assert whole < 2.1 * half
-    assert whole < 1000 * len(truth)
