@@ -73,7 +73,7 @@ OBJECT = 'each line holds {"text": "...", "entities": [[start, end, kind], ...]}
 ENTRY = OBJECT.replace("line holds", "entry is")
 IT_IS = 'it is [start, end, kind] or {"start": ..., "end": ..., "label": ...}.'
 INSIDE = "must lie in the 4 characters of its text, end after start."
-HALF = "a character is cut in half (a lone surrogate); mend or drop the row."
+HALF = "a character is cut in half (a lone surrogate); fix or drop the row."
 WHOLE = "an edge is a whole number, counted from 0."
 
 
@@ -96,7 +96,7 @@ WHOLE = "an edge is a whole number, counted from 0."
         ),
         (
             '{"text": "\\ud83d", "spans": []}',
-            "a character is cut in half (a lone surrogate); mend or drop the row.",
+            "a character is cut in half (a lone surrogate); fix or drop the row.",
         ),
         ("[0, 4]", f"entity 1 is [0, 4]; {IT_IS}"),
         ('{"start": 0, "end": 4}', f'entity 1 is {{"start": 0, "end": 4}}; {IT_IS}'),

@@ -129,10 +129,10 @@ def test_a_damaged_entry_is_made_anew(name: str, damage: object, fault: str) -> 
     entry = cache.get_or_build("rows", FACTS, write)
     assert callable(damage)
     damage(entry / name)
-    with pytest.warns(UserWarning, match="is made anew") as caught:
+    with pytest.warns(UserWarning, match="is rebuilt") as caught:
         assert cache.get_or_build("rows", FACTS, write) == entry
     (said,) = caught
-    assert str(said.message) == f"{entry} is damaged: {fault}; it is made anew."
+    assert str(said.message) == f"{entry} is damaged: {fault}; it is rebuilt."
     assert content(entry) == WHOLE
     cache.get_or_build("rows", FACTS, refuse)
 
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_written_is_refused(number: int) -> None:
         cache.get_or_build("rows", FACTS, fail)
     assert str(caught.value) == (
         f"{cache.folder()} cannot be written: {os.strerror(number)}; set "
-        "HALFSTEP_CACHE to a folder that is yours and has room."
+        "HALFSTEP_CACHE to a writable folder with free space."
     )
 
 

@@ -83,12 +83,17 @@ def test_a_split_knows_its_kinds() -> None:
 @pytest.mark.parametrize(
     ("train", "dev", "names", "message"),
     [
-        ([NIL], [NIL], None, "posts: train holds no entity; mark some, or take more"),
+        (
+            [NIL],
+            [NIL],
+            None,
+            "posts: train holds no entity; annotate some, or take more",
+        ),
         (
             [NIL, BOB],
             [NIL, NIL],
             None,
-            "posts: dev holds no entity to choose the best model by; mark some, or",
+            "posts: dev holds no entity to choose the best model by; annotate some, or",
         ),
         (
             [BOB],

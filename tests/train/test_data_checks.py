@@ -54,7 +54,7 @@ def test_nothing_to_say() -> None:
             {"task": "ner", "test_kinds": [set(), set()]},
             (
                 "The test texts hold no entity: whatever the model finds there, its F1 "
-                "is 0; mark some, or judge on other texts."
+                "is 0; annotate some, or evaluate on other texts."
             ),
         ),
         (

@@ -86,7 +86,7 @@ def test_back_from_valid_tags_only() -> None:
     for tag in (0, IGNORED, 3):
         assert spans_of(np.array([1, tag, 2], np.int16), offsets) == [(0, 4, 0)]
     assert spans_of([], np.zeros((0, 2), np.int32)) == []
-    message = "tag 2 at character 2 goes on with what none began"
+    message = "tag 2 at character 2 continues no entity"
     for before in (0, 3):
         with pytest.raises(ValueError, match=message):
             spans_of([before, 0, 2], offsets)

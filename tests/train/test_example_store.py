@@ -232,8 +232,8 @@ def test_too_many_sentences_with_invalid_tags_are_refused() -> None:
         open_store(Path("a.bio"), "ner", None)
     fault = fault.replace("line 200", "line 198")
     assert str(caught.value) == (
-        f"{fault} Such tags stand in 1 of 99 sentences; more than one in a hundred is "
-        "no slip."
+        f"{fault} Such tags are in 1 of 99 sentences; at most one in a hundred is "
+        "left out."
     )
 
 

@@ -33,7 +33,7 @@ def refusal(name: str, content: str | bytes) -> str:
 
 FORM = 'each line holds {"text": "...", "label": ...}.'
 ARRAY_FORM = 'each entry is ["text", label] or {"text": "...", "label": ...}.'
-CUT = "a character is cut in half (a lone surrogate); mend or drop the row."
+CUT = "a character is cut in half (a lone surrogate); fix or drop the row."
 WANG = "\u738b" * 50
 NO_LABEL = "a label is a number or a word."
 
@@ -78,7 +78,7 @@ def test_a_bad_entry_is_refused(line: str, fault: str) -> None:
 def test_a_key_twice_is_refused(key: str) -> None:
     """Law: an object with a key twice is refused, at its line, whatever the key."""
     entry = f'{{"{key}": "x", "text": "y", "label": 0, "{key}": "x"}}'
-    fault = f'key "{key}" stands twice in one object; keep one of them.'
+    fault = f'key "{key}" appears twice in one object; keep one of them.'
     assert refusal("a.jsonl", f'["fine", 0]\n\n{entry}\n') == f"a.jsonl line 3: {fault}"
     array = f'[["fine\\n", 0],\n\n{entry}]'
     assert refusal("a.json", array) == f"a.json line 3: {fault}"

@@ -271,8 +271,8 @@ def test_offsets_need_a_fast_tokenizer() -> None:
     with pytest.raises(UserError) as caught:
         tokenize(slow, ["a"], offsets=True)
     assert str(caught.value) == (
-        "Told cannot tell which characters a token stands for, which ner needs; use a "
-        "model with a fast tokenizer (tokenizer.json)."
+        "Told gives no character offsets, which ner needs; use a model with a fast "
+        "tokenizer (tokenizer.json)."
     )
 
 

@@ -34,7 +34,7 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
     if corpus.task == "ner" and len(corpus.test) and not corpus.test.words():
         findings.append(
             "The test texts hold no entity: whatever the model finds there, its F1 is "
-            "0; mark some, or judge on other texts."
+            "0; annotate some, or evaluate on other texts."
         )
     for split, encoded in trainer.job.encoded.items():
         cut = cut_texts(encoded, trainer.job.longest)

@@ -93,7 +93,7 @@ def get_or_build(
                 # Another process may have built it meanwhile.
                 fault = _fault(entry, facts)
                 if fault:
-                    message = f"{entry} is damaged: {fault}; it is made anew."
+                    message = f"{entry} is damaged: {fault}; it is rebuilt."
                     warnings.warn(message, stacklevel=2)
                 if fault is not None:
                     _build(entry, facts, build)
@@ -102,7 +102,7 @@ def get_or_build(
         reason = error.strerror or error
         message = (
             f"{error.filename or entry.parent} cannot be written: {reason}; set "
-            "HALFSTEP_CACHE to a folder that is yours and has room."
+            "HALFSTEP_CACHE to a writable folder with free space."
         )
         raise UserError(message) from error
     return entry

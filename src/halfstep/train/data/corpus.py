@@ -415,11 +415,11 @@ def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
     train_words = splits["train"].words()
     message = ""
     if task == "ner" and not train_words:
-        message = f"{source}: train holds no entity; mark some, or take more rows."
+        message = f"{source}: train holds no entity; annotate some, or take more rows."
     elif task == "ner" and not splits["dev"].words():
         message = (
-            f"{source}: dev holds no entity to choose the best model by; mark some, "
-            "or take more rows."
+            f"{source}: dev holds no entity to choose the best model by; annotate "
+            "some, or take more rows."
         )
     elif task == "classify" and len(train_words) == 1:
         message = (

@@ -207,8 +207,8 @@ def _write(
                 arrays.append("word_at.i4", indices)
     if len(left_out) > _MAX_LEFT_OUT_SHARE * (count + len(left_out)):
         message = (
-            f"{left_out[0]} Such tags stand in {len(left_out)} of "
-            f"{count + len(left_out)} sentences; more than one in a hundred is no slip."
+            f"{left_out[0]} Such tags are in {len(left_out)} of "
+            f"{count + len(left_out)} sentences; at most one in a hundred is left out."
         )
         raise UserError(message)
     (folder / "words.json").write_text(json.dumps([*words]), encoding="utf-8")

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # More digits than these are a telephone number or a hash, so a word.
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
-# A text and its label.
-_PAIR = 2
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 # Names of columns that a message lists.
 _MAX_LISTED_COLUMNS = 8

@@ -296,14 +296,13 @@ def _is_cjk(character: str) -> bool:
     return width == "A" and unicodedata.category(character).startswith("P")
 
 
-def _json_lines(path: Path, syntax: str, left_out: object) -> Iterator[AnnotatedText]:
-    del left_out  # offsets are right or wrong by themselves
-    return from_json_objects(text_lines.json_lines(path), syntax)
-
-
-def _json_array(path: Path, syntax: str, left_out: object) -> Iterator[AnnotatedText]:
-    del left_out
-    return from_json_objects(text_lines.json_array(path), syntax)
+def _objects(
+    path: Path, syntax: str, _left_out: list[str] | None
+) -> Iterator[AnnotatedText]:
+    """Yield the texts of JSON; offsets are right or wrong by themselves."""
+    is_array = path.suffix.lower() == ".json"
+    read_values = text_lines.json_array if is_array else text_lines.json_lines
+    return from_json_objects(read_values(path), syntax)
 
 
 _OBJECT = '{"text": "...", "entities": [[start, end, kind], ...]}'
@@ -315,8 +314,8 @@ FORMATS: dict[
     **dict.fromkeys(
         (".bmes", ".bio", ".bioes", ".conll", ".iob", ".txt"), (_read_columns, _TOKENS)
     ),
-    ".json": (_json_array, f"each entry is {_OBJECT}"),
-    ".jsonl": (_json_lines, _EACH_LINE),
-    ".ndjson": (_json_lines, _EACH_LINE),
+    ".json": (_objects, f"each entry is {_OBJECT}"),
+    ".jsonl": (_objects, _EACH_LINE),
+    ".ndjson": (_objects, _EACH_LINE),
 }
 """Of each suffix: what reads it, and the form that its entries must have."""

@@ -132,10 +132,10 @@ def _decode_line(name: str, number: int, offset: int, data: bytes) -> str:
 
 def text_fault(text: str) -> str:
     """Return what is wrong with the characters of a text; nothing if they are sound."""
-    if has_surrogate(text):
-        return "a character is cut in half (a lone surrogate); mend or drop the row"
+    if _SURROGATE.search(text):
+        return "a character is cut in half (a lone surrogate); fix or drop the row"
     if "\0" in text:
-        return "a NUL character stands in it; remove it or drop the row"
+        return "it holds a NUL character; remove it or drop the row"
     return ""
 
 
@@ -206,11 +206,6 @@ def as_json(value: object) -> str:
     )
 
 
-def has_surrogate(text: str) -> bool:
-    """Tell whether a text holds half a character, which UTF-8 cannot write."""
-    return _SURROGATE.search(text) is not None
-
-
 def _decode_value(path: Path, first: int, text: str, at: int) -> tuple[object, int]:
     """Return the JSON value at a place in the text, and the place after it."""
     try:
@@ -220,8 +215,8 @@ def _decode_value(path: Path, first: int, text: str, at: int) -> tuple[object, i
     except _DuplicateKeyError as error:
         line = first + text.count("\n", 0, at)
         message = (
-            f"{path} line {line}: key {as_json(error.args[0])} stands twice in one "
-            "object; keep one of them."
+            f"{path} line {line}: key {as_json(error.args[0])} appears twice in "
+            "one object; keep one of them."
         )
         raise UserError(message) from error
     except (ValueError, RecursionError) as error:

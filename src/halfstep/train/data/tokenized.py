@@ -277,8 +277,8 @@ def tokenize(
         return []
     if offsets and not tokenizer.is_fast:
         message = (
-            f"{type(tokenizer).__name__} cannot tell which characters a token stands "
-            "for, which ner needs; use a model with a fast tokenizer (tokenizer.json)."
+            f"{type(tokenizer).__name__} gives no character offsets, which ner needs; "
+            "use a model with a fast tokenizer (tokenizer.json)."
         )
         raise UserError(message)
     encoding = tokenizer(
