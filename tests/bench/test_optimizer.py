@@ -311,7 +311,7 @@ def test_settings_reach_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [
         common | {"master": "fp32"},
         common | {"master": "split"},
-        common | {"master": "split", "release_gradients": True},
+        common | {"master": "split", "optimizer_in_backward": True},
         common | {"master": "kahan"},
         common | {"master": "stochastic"},
         common | {"master": "none"},

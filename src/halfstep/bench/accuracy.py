@@ -174,8 +174,8 @@ def _fp16_emulation(
     task: Mapping[str, Any],
 ) -> contextlib.AbstractContextManager[object]:
     """Return a region in which fp16 takes no hours, where a machine has none."""
-    if task.get("dtype") == "fp16" and fp16_emulation.needed(task["device"]):
-        return fp16_emulation.Widened()  # type: ignore[no-untyped-call]
+    if task.get("dtype") == "fp16" and fp16_emulation.is_needed(task["device"]):
+        return fp16_emulation.Fp32Matmuls()  # type: ignore[no-untyped-call]
     return contextlib.nullcontext()
 
 

@@ -215,7 +215,7 @@ def _ruled_times(ruled: RuledOp, setup: Setup, what: str) -> measure.Times:
     """Let four contenders run one operation: see `_rule_tables`."""
     policy = f"torch + {ruled.rule}"
     dispatch_kernels.install(
-        dispatch_table.rows_for(Policy.parse(policy), setup.device)
+        dispatch_table.op_casts_for(Policy.parse(policy), setup.device)
     )
     calls = _calls(ruled.by_hand, setup)
     stock = partial(_inside, setup.torch_context(), ruled.call, calls, setup)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from halfstep.casting.autocast_mode import Region
-    from halfstep.casting.policy_autocast import Steered
+    from halfstep.casting.autocast_mode import Autocast
+    from halfstep.casting.policy_autocast import PolicyAutocast
     from halfstep.session.session import Session
 
 LossOf: TypeAlias = "Callable[[nn.Module, Any], Tensor]"
@@ -93,7 +93,7 @@ class SessionLoop:
         self.model = session.model
         self._session = session
         self._loss_of = loss_of
-        self._region: Region | Steered | None = None
+        self._region: Autocast | PolicyAutocast | None = None
 
     def forward(self, batch: Any) -> Tensor:  # noqa: ANN401
         """Return the loss of a batch, with its graph."""

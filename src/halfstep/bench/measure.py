@@ -157,7 +157,7 @@ def run_in_subprocess(module: str, task: dict[str, Any]) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | hardware.environment(),
+        env=os.environ | hardware.child_environment(),
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -82,7 +82,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
             measure.progress(f"seed {seed + 1}/{arguments.seeds} {name}: {text}")
     notes = [evaluation_note, *measure.conditions("ner", device, arguments)]
     low = any(CONTENDERS[name].get("dtype") == "fp16" for name in results)
-    if low and fp16_emulation.needed(device):
+    if low and fp16_emulation.is_needed(device):
         notes.append(_EMULATED)
     return [table(results, notes)]
 

@@ -62,7 +62,7 @@ class Form:
 def _master(word: str, extra: int, moment: int, gradient: int = 2) -> Form:
     settings: dict[str, Any] = {"level": "O2", "master": word}
     if not gradient:
-        settings["release_gradients"] = True
+        settings["optimizer_in_backward"] = True
     return Form(2, gradient, extra, moment, settings)
 
 

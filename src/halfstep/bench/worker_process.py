@@ -59,7 +59,10 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=os.environ | hardware.environment() | PASSIVE_WAIT | dict(environment),
+            env=os.environ
+            | hardware.child_environment()
+            | PASSIVE_WAIT
+            | dict(environment),
             text=True,
         )
 
