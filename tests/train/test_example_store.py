@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_files import in_tmp_path  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,13 +24,6 @@ texts = st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), min_size=1
 ).filter(str.strip)
 pairs = st.lists(st.tuples(texts, st.sampled_from(["a", "b", "\u00e4", "7"])))
-
-
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages name the path as given; a relative one makes them whole literals."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
 
 
 def lines(name: str, values: list[object]) -> Path:
