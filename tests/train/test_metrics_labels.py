@@ -116,9 +116,7 @@ def test_confusion_of_many_classes() -> None:
     assert (counts["40"]["40"], counts["40"]["60"], counts["60"]["40"]) == (1, 2, 1)
     assert counts["others"]["others"] == 3 * (count - 24)
     assert sum(sum(map(int, row[1:])) for row in map(tuple, table.rows)) == 3 * count
-    assert table.notes == (
-        "The 24 labels with the most mistakes, and the other 76 as one.",
-    )
+    assert table.notes == ("The 24 with the most mistakes, and the other 76 as one.",)
 
 
 def test_mistakes_are_sorted_by_the_probability_of_the_wrong_guess() -> None:

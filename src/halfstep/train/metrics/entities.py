@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halfstep.reporting.table import Cell, Table
-from halfstep.train.metrics.result import EvalMetrics, most_confused, unique_name
+from halfstep.reporting.table import Table
+from halfstep.train.metrics.result import EvalMetrics, confusion_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -146,21 +146,8 @@ def _confusion(
         for both in unmatched.values():
             for row, column in zip_longest(*both, fillvalue=nothing):
                 counts[row, column] += 1
-    notes = ["Over the same characters; with other edges it is missed, and not there."]
-    if len(kinds) > _MAX_KINDS:
-        counts, kinds = most_confused(counts, kinds, _MAX_KINDS)
-        notes.append(f"The {len(kinds) - 1} kinds with the most mistakes, and others.")
-    missed, spurious = unique_name("missed", kinds), unique_name("not there", kinds)
-    cells: list[list[Cell]] = [list(row) for row in counts.tolist()]
-    cells[-1][-1] = None
-    return Table(
-        "Confusion",
-        (unique_name("truth", (*kinds, missed)), *kinds, missed),
-        tuple(
-            (name, *row) for name, row in zip((*kinds, spurious), cells, strict=True)
-        ),
-        tuple(notes),
-    )
+    note = "Over the same characters; with other edges it is missed, and not there."
+    return confusion_table(counts, kinds, _MAX_KINDS, notes=(note,))
 
 
 def _named(text: str, entities: set[Entity], kinds: Sequence[str]) -> str:
