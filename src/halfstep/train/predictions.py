@@ -77,9 +77,9 @@ def tables(
     """
     rows: list[tuple[Cell, ...]] = []
     columns: tuple[str, ...] = ("text", "kind", "entity", "start", "end")
-    title, about = (
-        "Entities",
-        ("text: counted from 1; start, end: characters, the end not included",),
+    title = "Entities"
+    about: tuple[str, ...] = (
+        "text: counted from 1; start, end: characters, the end not included",
     )
     for number, each in enumerate(predictions, 1):
         if isinstance(each, Label):
