@@ -78,16 +78,16 @@ def test_nothing_to_say() -> None:
             {"encoded": {"train": texts(3), "dev": texts(3, inexact=4)}},
             {"encoded": {"train": texts(3, inexact=4), "dev": texts(3)}},
             (
-                "4 entities of the training file cannot be shown exactly by tokens: "
-                "they begin or end inside one, or lie beyond --max-length."
+                "4 entities of the training file cannot be shown exactly by tokens: an "
+                "edge is inside a token, or beyond --max-length."
             ),
         ),
         (
             {"encoded": {"train": texts(3), "dev": texts(3)}},
             {"encoded": {"train": texts(3, inexact=1), "dev": texts(3)}},
             (
-                "1 entity of the training file cannot be shown exactly by tokens: it "
-                "begins or ends inside one, or lies beyond --max-length."
+                "1 entity of the training file cannot be shown exactly by tokens: an "
+                "edge is inside a token, or beyond --max-length."
             ),
         ),
     ],

@@ -88,15 +88,6 @@ def test_loss_by_hand() -> None:
     assert found.loss == pytest.approx((math.log(2) + math.log(8)) / 2)
 
 
-def test_a_label_may_be_called_truth() -> None:
-    """Law: columns of the confusion differ, whatever the labels are called."""
-    found = compute_metrics(
-        with_answers(0, 1, classes=2), torch.tensor([0, 1]), ("truth", "x")
-    )
-    assert found.confusion is not None
-    assert found.confusion.columns == ("truth'", "truth", "x")
-
-
 def test_confusion_of_many_classes() -> None:
     """Law: those with most mistakes are kept by name, and every example is counted."""
     count = 100

@@ -1,4 +1,4 @@
-"""Predictions on their way to a person or a file.
+"""Output of predictions: tables to read, and files of JSON lines.
 
 In: predictions as they come. Out: a table, or a file of JSON lines, whole or not at
 all, with progress.

@@ -1,7 +1,7 @@
 """Examples as a corpus: split into train, dev and test, each label or kind an id.
 
 In: a file, a directory of splits, or None for the built-in ones. Out: `Corpus`, or a
-`UserError` that names the file, the line and the cure.
+`UserError` that names the file, the line and what to do.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run learns from, chooses by and is judged on."""
+    """What a run trains on, selects its checkpoint by and is evaluated on."""
 
     name: str
     """Of the built-in data, or of the directory, or of the file without its suffix."""
@@ -153,7 +153,7 @@ def load(
     """Return the corpus of a file, of a directory of splits, or the built-in one.
 
     Why: a class that only dev holds, or a label that is a number here and a word
-    there, trains without complaint and shows only as a poor score. So it is refused.
+    there, trains without an error and shows only as a poor score. So it is rejected.
 
     Args:
         path: A file, to be shuffled and split; or a directory with `train.*`, `dev.*`

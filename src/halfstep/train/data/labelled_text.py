@@ -1,7 +1,7 @@
-"""Rows of labelled text from one file, each checked and able to say where it stands.
+"""Rows of labelled text from one file, each checked, with its location.
 
 In: a .json, .jsonl, .ndjson, .csv or .tsv file. Out: `Row` values, or a `UserError`
-that names the file, the line and the cure.
+that names the file, the line and what to do.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_number(label_word: str) -> bool:
 
 
 def read(path: Path, columns: Columns = DEFAULT_COLUMNS) -> Iterator[Row]:
-    """Return the rows of one file, one after another; one bad row refuses the file.
+    """Return the rows of one file, one after another; one bad row rejects the file.
 
     Why: a reader that skips what it does not understand trains on less than the user
     believes, or on a column that is not the label. And a file may be large: only an

@@ -1,8 +1,8 @@
-"""Texts with marked entities from one file, each checked and able to say where it is.
+"""Texts with annotated entities from one file, each checked, with its location.
 
 In: a file of tagged tokens (.bmes, .bio, .bioes, .conll, .iob, .txt) or of texts with
 offsets (.json, .jsonl, .ndjson). Out: `AnnotatedText` values, or a `UserError` that
-names the file, the line and the cure.
+names the file, the line and what to do.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class InvalidTagsError(UserError):
 
 
 def read(path: Path, left_out: list[str] | None = None) -> Iterator[AnnotatedText]:
-    """Yield the texts of one file, one at a time; one bad text refuses the file.
+    """Yield the texts of one file, one at a time; one bad text rejects the file.
 
     Why: a tag that no scheme allows, or an offset past the end, is a slip in the file.
-    Mended by a guess, it would teach the model an entity that nobody marked.
+    Corrected by a guess, it would teach the model an entity that was not annotated.
 
     Args:
         path: A UTF-8 file. The suffix tells the format. `.json` is one array of

@@ -1,7 +1,7 @@
-"""Text files read line by line, and the JSON values in them with their places.
+"""Text files read line by line, and the JSON values in them with their locations.
 
-In: a UTF-8 file of any length. Out: its lines, or the entries of its JSON, each able
-to say where it stands; or a `UserError` that names the file, the line and the cure.
+In: a UTF-8 file of any length. Out: its lines, or the entries of its JSON, each with
+its line; or a `UserError` that names the file, the line and what to do.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def read_lines(path: Path) -> Iterator[str]:
 def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
     """Yield lines of bytes as text, each with its end, the byte-order mark dropped.
 
-    Why: a file of a million texts must not stand in memory. Only a line feed ends a
+    Why: a file of a million texts must not be held in memory. Only a line feed ends a
     line: `str.splitlines` would also cut at U+2028, which may stand inside a text.
 
     Args:
@@ -161,7 +161,7 @@ def json_lines(path: Path) -> Iterator[Entry]:
 def json_array(path: Path) -> Iterator[Entry]:
     """Yield the entries of one JSON array, decoded one by one to know their lines.
 
-    The text of the file stands in memory, since an array may lie on one line.
+    The text of the file is held in memory, since an array may lie on one line.
 
     Raises:
         UserError: If the file cannot be read, is not one JSON array, or an object

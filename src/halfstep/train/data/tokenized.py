@@ -1,4 +1,4 @@
-"""Token ids of every example, made once, kept on disk, and read where they lie.
+"""Token ids of every example, computed once, stored on disk and memory-mapped.
 
 In: a split and a tokenizer. Out: `EncodedTexts`, which makes the tensors of a batch.
 

@@ -1,7 +1,7 @@
 """Metrics of predicted entities: scores, confusion matrix, and the worst examples.
 
-In: the entities of each text, as they are and as a model guessed them. Out: a
-`EvalMetrics`, and a table of mistakes.
+In: the true and the predicted entities of each text. Out: an `EvalMetrics`, and a
+table of errors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Metrics of a classifier: scores, confusion matrix, and the worst examples.
 
-In: the logits and labels of a split. Out: a `EvalMetrics`, and a table of mistakes.
+In: the logits and labels of a split. Out: an `EvalMetrics`, and a table of errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How well predictions agree with the truth, whatever the task.
+"""Metrics of predictions, whatever the task.
 
 In: scores that have been computed. Out: the same as a table to read and as data
 for `summary.json`.
