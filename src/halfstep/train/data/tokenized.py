@@ -322,50 +322,33 @@ def fingerprint(tokenizer: Any) -> str:  # noqa: ANN401
 
 
 def character_counts(split: Split, clean: Callable[[str], str]) -> Counter[str]:
-    """Return how often each character stands in a split's texts, once cleaned.
+    """Return how often each character occurs in a split's texts, once cleaned.
 
     Args:
         split: What to learn a vocabulary from.
-        clean: Of a text or of several, with line breaks between them. The counts are
-            kept if it is a method of what tells its state as bytes, as a normaliser
-            of the tokenizers library does, and counted anew each time if not.
+        clean: Of a text or of several, with line breaks between them: the
+            `normalize_str` of a normalizer of the tokenizers library, whose state is
+            part of what the cached counts are found by.
     """
     import tokenizers
 
-    def counted() -> Counter[str]:
-        counts: Counter[str] = Counter()
-        for chunk in _chunks(split.texts()):
-            counts.update(clean("\n".join(chunk)))
-        return counts
-
-    normalizer_hash = _normalizer_hash(clean)
-    if normalizer_hash is None:
-        return counted()
+    normalizer = getattr(clean, "__self__")  # noqa: B009 - of a bound method
+    name = f"{type(normalizer).__qualname__}.{clean.__name__}"
+    state = name.encode() + b"\0" + normalizer.__getstate__()
     facts = {
         "version": _VERSION,
         "rows": split.store.key,
         "chosen": hashlib.sha256(split.rows.tobytes()).hexdigest(),
-        "clean": normalizer_hash,
+        "clean": hashlib.sha256(state).hexdigest(),
         "tokenizers": tokenizers.__version__,
     }
 
     def build(folder: Path) -> None:
-        text = json.dumps(dict(sorted(counted().items())))
+        counts: Counter[str] = Counter()
+        for chunk in _chunks(split.texts()):
+            counts.update(clean("\n".join(chunk)))
+        text = json.dumps(dict(sorted(counts.items())))
         (folder / "counts.json").write_text(text, encoding="utf-8")
 
     folder = cache.get_or_build("characters", facts, build)
     return Counter(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
-
-
-def _normalizer_hash(clean: Callable[[str], str]) -> str | None:
-    """Return a hash of a normaliser's method, None if there is no telling what it does.
-
-    Why: a function's name says nothing of what it does, and counts that were cleaned
-    by another rule would make a vocabulary that does not fit the texts.
-    """
-    owner = getattr(clean, "__self__", None)
-    state = None if owner is None else owner.__getstate__()
-    if not isinstance(state, bytes):
-        return None
-    name = f"{type(owner).__qualname__}.{clean.__name__}"
-    return hashlib.sha256(name.encode() + b"\0" + state).hexdigest()
