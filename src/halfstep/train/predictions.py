@@ -37,14 +37,10 @@ def lines(source: BinaryIO) -> Iterator[str]:
             a file to train on, or there is no text.
     """
     empty = True
-    try:
-        for line in decode_lines("standard input", source):
-            if text := line.strip():
-                empty = False
-                yield text
-    except OSError as error:
-        message = f"standard input cannot be read: {error.strerror}."
-        raise UserError(message) from error
+    for line in decode_lines("standard input", source):
+        if text := line.strip():
+            empty = False
+            yield text
     if empty:
         message = "standard input holds no text; give one a line."
         raise UserError(message)

@@ -81,17 +81,17 @@ def check_file(path: Path, suffixes: Collection[str]) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, each with its end, the byte-order mark dropped.
+    """Return the lines of a UTF-8 file, each with its end, the byte-order mark dropped.
 
     Raises:
         UserError: If the file cannot be read, is not UTF-8 or holds a NUL byte.
     """
-    try:
+
+    def raw_lines() -> Iterator[bytes]:
         with path.open("rb") as file:
-            yield from decode_lines(str(path), file)
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}."
-        raise UserError(message) from error
+            yield from file
+
+    return decode_lines(str(path), raw_lines())
 
 
 def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
@@ -105,12 +105,16 @@ def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
         source: Its lines.
 
     Raises:
-        UserError: If they are not UTF-8 or hold a NUL byte.
+        UserError: If they cannot be read, are not UTF-8 or hold a NUL byte.
     """
     offset = 0
-    for number, data in enumerate(source, start=1):
-        yield _decode_line(name, number, offset, data)
-        offset += len(data)
+    try:
+        for number, data in enumerate(source, start=1):
+            yield _decode_line(name, number, offset, data)
+            offset += len(data)
+    except OSError as error:
+        message = f"{name} cannot be read: {error.strerror}."
+        raise UserError(message) from error
 
 
 def _decode_line(name: str, number: int, offset: int, data: bytes) -> str:
