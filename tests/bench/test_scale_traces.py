@@ -13,7 +13,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from halfstep import cli
 from halfstep.bench import scale_traces
 from halfstep.bench.scale_traces import ScalerState, Trace
 from halfstep.scaling import ScaleRule, ScaleState, advance
@@ -328,15 +327,3 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert [t.text() for t in scale_traces.tables(Namespace(steps=20))] == [
         t.text() for t in found
     ]
-
-
-@pytest.mark.parametrize("word", ["0", "-3", "many"])
-def test_refusals(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: a number of steps that cannot be used is refused in one line."""
-    with pytest.raises(SystemExit) as left:
-        cli.run(["bench", "traces", "--steps", word])
-    assert left.value.code == 2
-    assert capsys.readouterr().err == (
-        f"halfstep: error: argument --steps: {word!r} must be a whole number of at "
-        "least 1; see halfstep bench traces --help\n"
-    )

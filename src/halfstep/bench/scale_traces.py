@@ -21,23 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
 from halfstep.bench import journal, measure
-from halfstep.reporting.table import Cell, Table
 from halfstep.scaling import LossScaleCollapse, LossScaler, ScaleRule
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
+    from halfstep.reporting.table import Cell, Table
+
 LARGEST = 65520.0
 """Half a unit above fp16's largest number, 65504: from here on it rounds to inf."""
 
-_COLUMNS = (
-    "rule",
-    "steps lost",
-    "steps to recover",
-    "last scale",
-    "binades unused",
-)
 _PEAK = 3.0  # 2**14 is its largest safe scale
 _SAFE = 2.0**14
 _WINDOW = 50
@@ -338,17 +332,6 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         record_trace(steps, "mean"),
         record_trace(steps, "sum"),
     ]
-    trace_tables = []
-    for trace in traces:
-        rows: list[tuple[Cell, ...]] = []
-        for name, contender in CONTENDERS.items():
-            outcome = replay(trace, contender)
-            journal.record(f"{trace.name}: {name}", **asdict(outcome))
-            rows.append(
-                (name, outcome.lost, outcome.recovery, outcome.last, outcome.unused)
-            )
-        trace_tables.append(Table(trace.name, _COLUMNS, tuple(rows), digits=2))
-        measure.progress(f"{trace.name}: done")
     notes = (
         "steps lost: the largest gradient times the scale does not fit in fp16",
         "steps to recover: longest stretch with the scale not right; -: it ends so",
@@ -357,4 +340,22 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         "first scale: 2**14, which is safe, but in cold starts; recorded: each its own",
         f"torch {torch.__version__}; halfstep bench traces --steps {steps}",
     )
-    return [*trace_tables[:-1], replace(trace_tables[-1], notes=notes)]
+    trace_tables = []
+    for trace in traces:
+        rows: list[dict[str, Cell]] = []
+        for name, contender in CONTENDERS.items():
+            outcome = replay(trace, contender)
+            journal.record(f"{trace.name}: {name}", **asdict(outcome))
+            rows.append(
+                {
+                    "rule": name,
+                    "steps lost": outcome.lost,
+                    "steps to recover": outcome.recovery,
+                    "last scale": outcome.last,
+                    "binades unused": outcome.unused,
+                }
+            )
+        more = notes if trace is traces[-1] else ()
+        trace_tables.append(measure.table(trace.name, rows, more, digits=2))
+        measure.progress(f"{trace.name}: done")
+    return trace_tables
