@@ -277,7 +277,7 @@ def test_ner_turns(
 
     That matmuls are emulated is noted where fp16 ran on a CPU without them, only there.
     """
-    monkeypatch.setattr(fp16_emulation, "needed", lambda _: slow)
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: slow)
     words = f"--data {entities} --limit 30 --epochs 2 --seeds 1"
     lr = f"--lr 1e-3,{low}=5e-4"
     (table,) = tables("ner", f"{words} --contenders {low},fp32 {lr}")
@@ -371,7 +371,7 @@ def test_in_a_process(
 def test_ner_for_real(entities: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a run has what the table needs, with fp16 matmuls emulated too."""
     monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
-    monkeypatch.setattr(fp16_emulation, "needed", lambda _: True)
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: True)
 
     def run_once(_name: str, _module: str, task: dict[str, Any]) -> Any:
         answer = accuracy.worker(**json.loads(json.dumps(task)))(None)

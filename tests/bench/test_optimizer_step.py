@@ -276,5 +276,5 @@ def test_settings_reach_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     masters = ("fp32", "split", "split", "kahan", "stochastic", "none")
     common = {"level": "O2", "dtype": "bf16"}
     expected: list[dict[str, Any]] = [common | {"master": each} for each in masters]
-    expected[2] |= {"release_gradients": True}
+    expected[2] |= {"optimizer_in_backward": True}
     assert asked == expected

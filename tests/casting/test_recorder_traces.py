@@ -10,7 +10,9 @@ import pytest
 import torch
 from small_net import Net, X, loss, rows
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.modules import module as torchs_modules
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfstep.casting.autocast_mode import autocast
@@ -43,6 +45,7 @@ def left_behind() -> dict[str, object]:
             len(torchs_modules._global_forward_hooks_always_called),
         ],
         "modes": torch._C._len_torch_dispatch_stack(),
+        "flag": is_in_torch_dispatch_mode(),
     }
 
 
@@ -126,6 +129,30 @@ def test_threads_share_a_region() -> None:
         ("softmax.int", ""): 10,
         ("mse_loss", ""): 10,
     }
+
+
+def test_threads_leave_torch_compile_as_it_was() -> None:
+    """Law: compiled code is observed until its own thread's region closes, not longer.
+
+    Of two threads the first to open is the first to close.
+    """
+    region = autocast("cpu", policy="lean", record=True)
+    counter = CompileCounter()
+    product = torch.compile(lambda x: torch.mm(x, x.T), backend=counter)
+    before = left_behind()
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        for thread in (first, second):
+            thread.submit(region.__enter__).result()
+        first.submit(region.__exit__, None, None, None).result()
+        second.submit(product, X).result()
+        found = (counter.frame_count, rows(region)[0][6])
+        second.submit(region.__exit__, None, None, None).result()
+    assert found == (0, 1)
+    assert left_behind() == before
+    torch.compiler.reset()  # what it met under a mode it would leave alone for good
+    product(X)
+    assert counter.frame_count == 1
+    torch.compiler.reset()
 
 
 class Inside(nn.Module):

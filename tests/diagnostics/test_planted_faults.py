@@ -14,7 +14,7 @@ from processes import group_of_one
 from small_training import one_thread
 from torch.nn import functional
 
-from halfstep.diagnostics.replay import first_bad
+from halfstep.diagnostics.replay import find_nonfinite
 from halfstep.nonfinite.origin import BadOp
 from halfstep.policy import Policy
 
@@ -266,7 +266,7 @@ def test_the_same_numbers_are_drawn() -> None:
         states.append((torch.get_rng_state(), bool(torch.rand(()) <= 0.5)))
     assert {bad for _, bad in states} == {True, False}
     for state, bad in states:
-        assert (first_bad(model, step, generator_state=state) is not None) == bad
+        assert (find_nonfinite(model, step, generator_state=state) is not None) == bad
 
 
 def test_a_compiled_model_is_replayed_as_it_was_written() -> None:
@@ -277,5 +277,5 @@ def test_a_compiled_model_is_replayed_as_it_was_written() -> None:
         run = Run("mlp")
         fault.plant(run)
         compiled = torch.compile(run.model, backend="eager")
-        bad = first_bad(compiled, lambda: run.step(compiled), scale=run.scale)
+        bad = find_nonfinite(compiled, lambda: run.step(compiled), scale=run.scale)
     assert fault.judge(bad) == (True, True, True)

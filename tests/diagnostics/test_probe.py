@@ -412,8 +412,8 @@ def test_a_failed_pass_and_another() -> None:
 @pytest.mark.parametrize("mode", ["flags", "full"])
 def test_nothing_waits(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: no number is read from a tensor, in passes or in `step`."""
-    monkeypatch.setattr(async_read, "on_host", lambda _: False)
-    monkeypatch.setattr(async_read.Parcels, "send", lambda *_: [])
+    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    monkeypatch.setattr(async_read.DelayedTensors, "submit", lambda *_: [])
     model = net()
     with hs.Probe(model, mode) as probe:
         with NoWaiting():  # type: ignore[no-untyped-call]
@@ -430,7 +430,7 @@ def test_elsewhere(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model[1].broken.forward_value = INF
     with hs.Probe(model, mode) as probe:
         here = step(probe, model)
-    monkeypatch.setattr(async_read, "on_host", lambda _: False)
+    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
     with hs.Probe(model, mode) as probe:
         assert step(probe, model) == here
 
@@ -441,7 +441,7 @@ def test_order_over_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ModuleList([net()[0], narrow[0], wide[0]])
     for where in ("here", "elsewhere"):
         if where == "elsewhere":
-            monkeypatch.setattr(async_read, "on_host", lambda _: False)
+            monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
         with hs.Probe(model) as probe:
             model[0](X)
             model[1](X.half() * NAN)
@@ -575,7 +575,7 @@ def test_cuda(mode: Any) -> None:
                 step(probe, model, x * value)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert probe.arrived == probe.steps - async_read.LAG
+        assert probe.arrived == probe.steps - async_read.DELAY_STEPS
         assert probe.non_finite[0] == "0:output"
         probe.flush()
         assert (probe.arrived, probe.non_finite) == (probe.steps, ())

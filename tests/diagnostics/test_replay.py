@@ -81,7 +81,7 @@ def test_a_session_that_collapsed_is_asked(level: str, *, compiled: bool) -> Non
         with session.autocast():
             return session.model(X).float().square().mean()
 
-    bad = hs.first_bad(session.model, step, scale=error.history[-1], number=3)
+    bad = hs.find_nonfinite(session.model, step, scale=error.history[-1], number=3)
     assert bad is not None
     assert (bad.module, bad.op, bad.cause) == ("wide", "linear", "forward range")
     assert bad.rule == "module:wide=fp32"
@@ -112,7 +112,7 @@ def test_the_sentence() -> None:
         with hs.autocast("cpu", torch.float16):
             return model(X).float().mean()
 
-    bad = hs.first_bad(model, step, scale=2.0**10, number=812)
+    bad = hs.find_nonfinite(model, step, scale=2.0**10, number=812)
     assert str(bad) == SENTENCE
 
 
@@ -135,7 +135,7 @@ def test_a_weight_cast_before_the_replay_is_known() -> None:
         with session.autocast():
             return session.model(X).float().square().mean()
 
-    bad = hs.first_bad(session.model, step)
+    bad = hs.find_nonfinite(session.model, step)
     assert bad is not None
     assert (bad.module, bad.op, bad.cause) == ("wide", "linear", "forward range")
     assert bad.inputs == 1e5
@@ -150,7 +150,7 @@ def test_released_gradients_update_nothing() -> None:
         "O2",
         dtype="bf16",
         loss_scale="none",
-        release_gradients=True,
+        optimizer_in_backward=True,
     )
     before = {k: v.clone() for k, v in session.weights().items()}
 
@@ -158,7 +158,7 @@ def test_released_gradients_update_nothing() -> None:
         with session.autocast():
             return session.model(X).float().square().mean()
 
-    assert hs.first_bad(session.model, step) is None
+    assert hs.find_nonfinite(session.model, step) is None
     after = session.weights()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
@@ -171,8 +171,8 @@ def test_a_smaller_scale_is_normal() -> None:
         with hs.autocast("cpu", torch.float16):
             return model(X).float().square().mean()
 
-    assert hs.first_bad(model, step, scale=2.0**8) is None
-    bad = hs.first_bad(model, step, scale=2.0**24)
+    assert hs.find_nonfinite(model, step, scale=2.0**8) is None
+    bad = hs.find_nonfinite(model, step, scale=2.0**24)
     assert bad is not None
     assert (bad.phase, bad.cause, bad.normal) == ("backward", "backward range", True)
     assert "at scale 1 all gradients are finite" in str(bad)
@@ -186,8 +186,8 @@ def test_it_did_not_come_again() -> None:
     def step() -> Tensor:
         return model(X).square().mean()
 
-    assert hs.first_bad(model, step) is None
-    bad = hs.first_bad(model, step, failed=True)
+    assert hs.find_nonfinite(model, step) is None
+    bad = hs.find_nonfinite(model, step, failed=True)
     assert bad is not None
     assert (bad.cause, bad.phase, bad.reproduced) == ("hardware", "none", False)
     assert "not deterministic" in str(bad)
@@ -204,7 +204,7 @@ def test_a_step_that_raises_is_not_swallowed() -> None:
         raise KeyError(reason)
 
     with pytest.raises(KeyError):
-        hs.first_bad(model, step)
+        hs.find_nonfinite(model, step)
     assert not model._forward_pre_hooks
     model(X)
 
@@ -230,7 +230,7 @@ def test_a_buffer_that_is_replaced_is_put_back() -> None:
     """Law: the very tensor stands in its place again, with its numbers."""
     model = Average()
     before = model.mean
-    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert hs.find_nonfinite(model, lambda: model(X).sum()) is None
     assert model.mean is before
     assert not before.any()
 
@@ -263,11 +263,11 @@ class Cached(nn.Module):
 def test_a_cache_that_grew_is_small_again() -> None:
     """Law: what a pass has made larger fits what the model remembers of its size."""
     model = Cached()
-    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert hs.find_nonfinite(model, lambda: model(X).sum()) is None
     assert (model.rows, model.table.numel(), model.other.numel()) == (0, 0, 0)
     assert model.late is None
     assert model(X).shape == X.shape
-    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert hs.find_nonfinite(model, lambda: model(X).sum()) is None
     assert (model.rows, model.table.numel(), model.other.numel()) == (4, 4, 4)
 
 
@@ -288,7 +288,7 @@ def test_gradients_elsewhere_and_hooks(*, reentrant: bool) -> None:
         return head(hidden).sum()  # type: ignore[no-any-return]
 
     inputs.grad = torch.ones_like(X)
-    assert hs.first_bad(model, step) is None
+    assert hs.find_nonfinite(model, step) is None
     assert not ran
     assert head.weight.grad is None
     assert torch.equal(inputs.grad, torch.ones_like(X))
@@ -300,7 +300,7 @@ def test_a_probe_sees_no_replay() -> None:
     """Law: the step after a replay has the flags of its own passes alone."""
     model = Net()
     with hs.Probe(model) as probe:
-        bad = hs.first_bad(model, lambda: model(X * math.nan).sum())
+        bad = hs.find_nonfinite(model, lambda: model(X * math.nan).sum())
         assert bad is not None
         model(X).sum().backward()
         probe.step()
@@ -326,10 +326,10 @@ def test_arguments_without_a_name() -> None:
     """Law: one that has no name is told by its place, and none by another's name."""
     model = Several()
     nan = X * math.nan
-    bad = hs.first_bad(model, lambda: model(X, nan, bias=X).sum())
+    bad = hs.find_nonfinite(model, lambda: model(X, nan, bias=X).sum())
     assert bad is not None
     assert "'argument 1' of the model" in bad.evidence
-    bad = hs.first_bad(model, lambda: model(X, X, bias=nan).sum())
+    bad = hs.find_nonfinite(model, lambda: model(X, X, bias=nan).sum())
     assert bad is not None
     assert "'bias' of the model" in bad.evidence
 
@@ -343,7 +343,7 @@ FIELDS: dict[str, Any] = {
     "scale": 512.0,
     "dtype": "float16",
     "inputs": 3.5,
-    "made": "NaN",
+    "nonfinite_kind": "NaN",
     "wide": "finite",
     "cause": "backward range",
     "evidence": "seen",
@@ -392,7 +392,7 @@ def test_the_learning_rate_needs_a_history(losses: list[float], cause: str) -> N
         with hs.autocast("cpu", torch.float16):
             return model(X).float().mean()
 
-    bad = hs.first_bad(model, step, losses=losses)
+    bad = hs.find_nonfinite(model, step, losses=losses)
     assert bad is not None
     assert (bad.module, bad.cause) == ("wide", cause)
 
@@ -418,7 +418,7 @@ def test_a_row_on_operations_where_there_is_no_module() -> None:
         with hs.autocast("cpu", torch.float16):
             return model(X).float().mean()
 
-    bad = hs.first_bad(model, step)
+    bad = hs.find_nonfinite(model, step)
     assert bad is not None
     assert (bad.module, bad.op) == ("model", "matmul")
     assert bad.rule == "op:matmul=fp32"
@@ -427,13 +427,13 @@ def test_a_row_on_operations_where_there_is_no_module() -> None:
         with hs.autocast("cpu", torch.float16, policy=f"torch + {bad.rule}"):
             return model(X).float().mean()
 
-    assert hs.first_bad(model, kept) is None
+    assert hs.find_nonfinite(model, kept) is None
 
 
 def test_what_is_written_in_place_is_seen_before() -> None:
     """Law: an operation that writes into its argument is judged by what was there."""
     model = Bare(lambda x: (x + 2).sub_(x + 2).log_())
-    bad = hs.first_bad(model, lambda: model(X).sum())
+    bad = hs.find_nonfinite(model, lambda: model(X).sum())
     assert bad is not None
     assert (bad.op, bad.cause, bad.phase) == ("log", "zero", "forward")
     assert "its argument is 0 at 32 of 32 places" in bad.evidence
@@ -454,9 +454,9 @@ def test_nothing_that_torch_did() -> None:
             return grad.expand(4, 8)
 
     model = Bare(Odd.apply)
-    bad = hs.first_bad(model, lambda: model(X))
+    bad = hs.find_nonfinite(model, lambda: model(X))
     assert bad is not None
-    assert bad.made == "NaN"
+    assert bad.nonfinite_kind == "NaN"
     assert bad.reproduced
 
 
@@ -468,7 +468,7 @@ def test_a_target_that_is_no_probability() -> None:
         out = torch.sigmoid(model(X))
         return nn.functional.binary_cross_entropy(out, torch.full_like(out, 2.0))
 
-    bad = hs.first_bad(model, step)
+    bad = hs.find_nonfinite(model, step)
     assert bad is not None
     assert (bad.module, bad.op, bad.cause) == ("loss", "binary_cross_entropy", "label")
     assert "4 of 4 targets are not inside 0 to 1" in str(bad)
@@ -483,7 +483,7 @@ def test_a_target_that_is_too_long() -> None:
         target = torch.tensor([[1, 1, 2, 2]])
         return nn.functional.ctc_loss(logs, target, (3,), (4,))
 
-    bad = hs.first_bad(model, step)
+    bad = hs.find_nonfinite(model, step)
     assert bad is not None
     assert (bad.module, bad.op, bad.cause) == ("loss", "ctc_loss", "label")
     assert "too short for its target" in str(bad)
@@ -501,7 +501,7 @@ def test_an_operation_that_refuses_nan() -> None:
 
     with pytest.raises(RuntimeError):
         step()
-    bad = hs.first_bad(model, step)
+    bad = hs.find_nonfinite(model, step)
     assert bad is not None
     assert (bad.module, bad.op, bad.cause) == ("loss", "log", "zero")
 
@@ -511,7 +511,7 @@ def test_nan_of_small_numbers_is_no_matter_of_range() -> None:
     model = nn.utils.parametrizations.weight_norm(nn.Linear(8, 1))
     with torch.no_grad():
         model.get_parameter("parametrizations.weight.original1").zero_()
-    bad = hs.first_bad(model, lambda: model(X).sum())
+    bad = hs.find_nonfinite(model, lambda: model(X).sum())
     assert bad is not None
     assert (bad.module, bad.cause) == ("parametrizations.weight.0", "zero")
     assert "yet its inputs reach" in bad.evidence
@@ -521,7 +521,7 @@ def test_a_hook_that_spoils_a_gradient() -> None:
     """Law: what a hook on a parameter makes is told at the parameter's module."""
     model = Net()
     model.wide.weight.register_hook(lambda grad: grad * math.inf)  # type: ignore[no-untyped-call]
-    bad = hs.first_bad(model, lambda: model(X).sum())
+    bad = hs.find_nonfinite(model, lambda: model(X).sum())
     assert bad is not None
     assert (bad.module, bad.op, bad.phase) == ("wide", "mul", "backward")
 
@@ -541,17 +541,17 @@ class Waves(nn.Module):
 def test_kinds_of_tensors() -> None:
     """Law: complex, sparse and batched tensors, and second slopes, are looked at."""
     model: nn.Module = Waves()
-    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert hs.find_nonfinite(model, lambda: model(X).sum()) is None
     with torch.no_grad():
         model.weight[0] = math.nan
-    bad = hs.first_bad(model, lambda: model(X).sum())
+    bad = hs.find_nonfinite(model, lambda: model(X).sum())
     assert bad is not None
     assert bad.cause == "weight"
     words = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 1))
     ids = torch.tensor([1, 8])
-    assert hs.first_bad(words, lambda: words(ids).sum()) is None
+    assert hs.find_nonfinite(words, lambda: words(ids).sum()) is None
     line = nn.Linear(8, 1)
-    assert hs.first_bad(line, lambda: torch.vmap(line)(X).sum()) is None
+    assert hs.find_nonfinite(line, lambda: torch.vmap(line)(X).sum()) is None
     net = Net()
 
     def penalty(power: float) -> Tensor:
@@ -559,8 +559,8 @@ def test_kinds_of_tensors() -> None:
         (slope,) = torch.autograd.grad((net(x) * power).sum(), x, create_graph=True)
         return slope.square().sum(1).sqrt().mean()
 
-    assert hs.first_bad(net, lambda: penalty(1.0)) is None
-    bad = hs.first_bad(net, lambda: penalty(0.0))
+    assert hs.find_nonfinite(net, lambda: penalty(1.0)) is None
+    bad = hs.find_nonfinite(net, lambda: penalty(0.0))
     assert bad is not None
     assert (bad.op, bad.cause, bad.phase) == ("sqrt", "zero", "backward")
 
@@ -584,8 +584,8 @@ def test_a_gpu(*, reentrant: bool | None) -> None:
 
         state = torch.cuda.get_rng_state()
         scale = 2.0**10 if phase == "forward" else 2.0**26
-        assert hs.first_bad(Net().cuda(), lambda: step(Net().cuda())) is None
-        bad = hs.first_bad(model, step, scale=scale)
+        assert hs.find_nonfinite(Net().cuda(), lambda: step(Net().cuda())) is None
+        bad = hs.find_nonfinite(model, step, scale=scale)
         assert torch.equal(torch.cuda.get_rng_state(), state)
         assert bad is not None
         assert bad.phase == phase

@@ -160,7 +160,7 @@ def told(name: str, plant: Plant | None = None, **more: Any) -> BadOp | None:
         with torch.autocast("cpu", torch.float16):
             return loss_of(name, model, **more)
 
-    return hs.first_bad(model, step, scale=2.0**6)
+    return hs.find_nonfinite(model, step, scale=2.0**6)
 
 
 def wide(path: str) -> Plant:
@@ -276,7 +276,7 @@ def plain(function: Callable[[nn.Linear], Tensor]) -> BadOp | None:
     """Return what is said of a loss in float32."""
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
-    return hs.first_bad(model, lambda: function(model))
+    return hs.find_nonfinite(model, lambda: function(model))
 
 
 HEALTHY: dict[str, Callable[[nn.Linear], Tensor]] = {

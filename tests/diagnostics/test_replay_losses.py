@@ -87,7 +87,7 @@ def told(model: nn.Module) -> BadOp:
         with hs.autocast("cpu", torch.float16):
             return model(X).float().mean()  # type: ignore[no-any-return]
 
-    bad = hs.first_bad(model, step)
+    bad = hs.find_nonfinite(model, step)
     assert bad is not None
     return bad
 
@@ -179,7 +179,7 @@ def test_a_masked_class_is_told_in_the_loss_too() -> None:
         logits = model(x).masked_fill(gone, float("-inf"))
         return nn.functional.cross_entropy(logits, y)
 
-    bad = hs.first_bad(model, step)
+    bad = hs.find_nonfinite(model, step)
     assert bad is not None
     assert (bad.module, bad.op, bad.cause) == ("loss", "masked_fill", "label")
     assert "a target names a masked class" in bad.evidence

@@ -166,9 +166,9 @@ def test_nothing_is_left_behind(change: Callable[[nn.Module], None], ends: str) 
 
     if ends == "raised":
         with pytest.raises(KeyError):
-            hs.first_bad(model, step)
+            hs.find_nonfinite(model, step)
     else:
-        assert (hs.first_bad(model, step) is None) == (ends == "well")
+        assert (hs.find_nonfinite(model, step) is None) == (ends == "well")
     assert state(model) == before
     # What it remembers of its buffers fits them.
     assert model(X).shape == X.shape
@@ -180,7 +180,7 @@ def test_weights_that_nobody_writes_are_not_copied() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8).eval())
     held = [*model.parameters(), *model.buffers()]
     before = [tensor._version for tensor in held]
-    assert hs.first_bad(model, lambda: model(X).sum()) is None
+    assert hs.find_nonfinite(model, lambda: model(X).sum()) is None
     assert [tensor._version for tensor in held] == before
 
 
@@ -193,7 +193,7 @@ def test_rules_on_modules_still_act() -> None:
         with hs.autocast("cpu", torch.float16, policy=policy, model=model):
             return model[0](X)  # type: ignore[no-any-return]
 
-    assert hs.first_bad(model, lambda: run().sum()) is None
+    assert hs.find_nonfinite(model, lambda: run().sum()) is None
     assert not model[0]._forward_pre_hooks
     assert run().dtype == torch.float32
     assert len(model[0]._forward_pre_hooks) == 1

@@ -75,7 +75,7 @@ def found(
         with hs.autocast("cpu", dtype, policy=policy, model=model if rule else None):
             return model(x).float().square().mean()  # type: ignore[no-any-return]
 
-    return hs.first_bad(model, step)
+    return hs.find_nonfinite(model, step)
 
 
 class Reciprocal(torch.autograd.Function):
@@ -344,7 +344,7 @@ def test_words_and_places_that_are_not_there() -> None:
         logs = model(ids.clamp(max=9)).log_softmax(-1)
         return -logs.gather(1, torch.tensor([[0], [3]])).mean()
 
-    bad = hs.first_bad(model, step)
+    bad = hs.find_nonfinite(model, step)
     assert bad is not None
     assert (bad.module, bad.op, bad.cause) == ("loss", "gather", "label")
 
@@ -357,7 +357,7 @@ def test_class_weights_are_no_targets() -> None:
     def step() -> Tensor:
         return functional.cross_entropy(model(X), labels, weight=weight)
 
-    bad = hs.first_bad(model, step)
+    bad = hs.find_nonfinite(model, step)
     assert bad is not None
     assert (bad.module, bad.cause) == ("loss", "loss function")
     assert "the class weights hold inf at 1 of 3 places" in bad.evidence

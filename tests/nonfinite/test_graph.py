@@ -12,7 +12,7 @@ from torch.nn import functional
 from versions import torch_has_lstm
 
 import halfstep as hs
-from halfstep.nonfinite.graph import Finding, examine
+from halfstep.nonfinite.graph import GraphCause, find_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,11 +93,11 @@ EVERYWHERE = [
 
 def look(
     dtype: torch.dtype, model: nn.Module, loss_of: Callable[[], Tensor]
-) -> Finding | None:
+) -> GraphCause | None:
     """Return what is found in a loss, all under autocast."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     with torch.autocast("cpu", FP16 if dtype == FP32 else dtype, dtype != FP32):
-        return examine(loss_of(), lambda parameter: names[id(parameter)])
+        return find_in_graph(loss_of(), lambda parameter: names[id(parameter)])
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return functional.cross_entropy(model(x), TARGETS)
 
 
-def found(finding: Finding | None) -> Finding:
+def found(finding: GraphCause | None) -> GraphCause:
     """Return a finding that must be there."""
     assert finding is not None
     return finding
@@ -178,7 +178,7 @@ def test_range_is_blamed_to_the_number(
     if not overflows or weight < 32:
         assert finding is None
         return
-    assert finding == Finding(
+    assert finding == GraphCause(
         "range",
         "linear (2.weight, 2.bias)",
         "its result reaches 6.6e+04, float16 holds 65504",
@@ -309,7 +309,7 @@ def test_our_casts_and_torchs_are_one(
         model.weight.fill_(weight)
     with session.autocast() if session else torch.autocast("cpu", FP16):
         loss = loss_of(model, torch.ones(4, 8))
-    finding = found(examine(loss, lambda w: "weight" if w.ndim > 1 else "bias"))
+    finding = found(find_in_graph(loss, lambda w: "weight" if w.ndim > 1 else "bias"))
     assert (finding.cause, finding.where) == (cause, where)
 
 
@@ -350,7 +350,7 @@ def test_a_layer_on_three_dimensions_is_named_alone() -> None:
 def test_fp32_has_a_range_too() -> None:
     """Law: 1e30 times 1e30 is beyond float32, and is told as that."""
     leaf = nn.Parameter(torch.full((3,), 1e30))
-    assert found(examine((leaf * leaf).sum(), lambda _: "leaf")) == Finding(
+    assert found(find_in_graph((leaf * leaf).sum(), lambda _: "leaf")) == GraphCause(
         "range",
         "mul (leaf) to sum",
         "its inputs reach 1.0e+30, float32 holds 3.40282e+38",
@@ -364,14 +364,16 @@ def test_a_frozen_parameter_is_a_weight() -> None:
     leaf = nn.Parameter(torch.ones(3))
     frozen = nn.Parameter(torch.full((3,), math.nan), requires_grad=False)
     names = {id(leaf): "leaf", id(frozen): "frozen"}
-    finding = found(examine((leaf * frozen).sum(), lambda given: names[id(given)]))
+    finding = found(
+        find_in_graph((leaf * frozen).sum(), lambda given: names[id(given)])
+    )
     assert (finding.cause, finding.where) == ("weights", "frozen")
 
 
 def test_complex_numbers_count() -> None:
     """Law: NaN in one part of a complex parameter is found, and 1e30 is none."""
     leaf = nn.Parameter(torch.tensor([complex(1, 2), complex(1, math.nan)]))
-    finding = found(examine((leaf * leaf).abs().sum(), lambda _: "leaf"))
+    finding = found(find_in_graph((leaf * leaf).abs().sum(), lambda _: "leaf"))
     assert (finding.cause, finding.where) == ("weights", "leaf")
     assert finding.evidence == "it holds NaN at 1 of 2 places"
 
@@ -381,7 +383,7 @@ def test_sparse_data_is_read(bad: float) -> None:
     """Law: what a sparse matrix holds is looked at as any other data."""
     leaf = nn.Parameter(torch.ones(3, 2))
     matrix = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, bad]]).to_sparse()
-    finding = examine(torch.sparse.mm(matrix, leaf).sum(), lambda _: "leaf")
+    finding = find_in_graph(torch.sparse.mm(matrix, leaf).sum(), lambda _: "leaf")
     assert (finding is None) == math.isfinite(bad)
     if finding is not None:
         assert finding.cause == "data"
@@ -394,7 +396,7 @@ def test_what_was_added_is_data(dtype: torch.dtype, bad: float) -> None:
     """Law: NaN or inf added to small numbers is put down to what is added."""
     leaf = nn.Parameter(torch.ones(3, dtype=dtype))
     loss = (leaf + torch.tensor([0.0, bad, 0.0], dtype=dtype)).relu().sum()
-    finding = found(examine(loss, lambda _: "leaf"))
+    finding = found(find_in_graph(loss, lambda _: "leaf"))
     kind = "NaN" if math.isnan(bad) else "inf"
     assert (finding.cause, finding.where) == ("data", "add (leaf)")
     assert finding.evidence == f"{kind} comes in, yet its inputs reach 1.0e+00"
@@ -404,6 +406,6 @@ def test_a_target_that_holds_nan_is_data() -> None:
     """Law: the role of what holds NaN is told."""
     leaf = nn.Parameter(torch.ones(3))
     target = torch.tensor([0.0, math.nan, 0.0])
-    finding = found(examine(functional.mse_loss(leaf, target), lambda _: "leaf"))
+    finding = found(find_in_graph(functional.mse_loss(leaf, target), lambda _: "leaf"))
     assert (finding.cause, finding.where) == ("data", "the target of mse_loss (leaf)")
     assert finding.evidence == "it holds NaN at 1 of 3 places"

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.nonfinite.graph import Finding, examine
+from halfstep.nonfinite.graph import GraphCause, find_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def found(finding: Finding | None) -> Finding:
+def found(finding: GraphCause | None) -> GraphCause:
     """Return a finding that must be there."""
     assert finding is not None
     return finding
@@ -65,7 +65,7 @@ def test_a_singular_value_is_found_and_counted(
 ) -> None:
     """Law: a value where a function or its slope is infinite or undefined is told."""
     leaf = nn.Parameter(torch.tensor(LEAF))
-    finding = found(examine(operation(leaf).sum(), lambda _: "leaf"))
+    finding = found(find_in_graph(operation(leaf).sum(), lambda _: "leaf"))
     assert finding.cause == "zero"
     assert re.fullmatch(rf"{where}( \(leaf\)|, after \w+ \(leaf\))", finding.where)
     assert finding.evidence == evidence
@@ -113,7 +113,7 @@ def test_a_finding_means_that_a_pass_is_spoilt(
     leaf = nn.Parameter(torch.tensor(numbers))
     result = EXACT[name](leaf)
     loss = torch.where(result.isfinite(), result, 0).sum() if guarded else result.sum()
-    finding = examine(loss, lambda _: "leaf")
+    finding = find_in_graph(loss, lambda _: "leaf")
     torch.autograd.backward(loss)
     assert leaf.grad is not None
     healthy = bool(loss.isfinite() and leaf.grad.isfinite().all())
@@ -125,7 +125,7 @@ def test_exp_that_overflows_behind_a_finite_result_is_found() -> None:
     leaf = nn.Parameter(torch.tensor([100.0, 0.0]))
     loss = (1 / (1 + leaf.exp())).sum()
     assert loss.item() == 0.5
-    finding = found(examine(loss, lambda _: "leaf"))
+    finding = found(find_in_graph(loss, lambda _: "leaf"))
     assert (finding.cause, finding.where) == ("range", "exp (leaf)")
     assert finding.evidence == "it is inf at 1 of 2 places"
     torch.autograd.backward(loss)
@@ -138,7 +138,7 @@ def test_a_target_that_is_too_long_is_found() -> None:
     leaf = nn.Parameter(torch.zeros(2, 1, 3))
     lengths = (torch.tensor([2]), torch.tensor([3]))
     loss = functional.ctc_loss(leaf.log_softmax(2), torch.tensor([[1, 2, 1]]), *lengths)
-    finding = found(examine(loss, lambda _: "leaf"))
+    finding = found(find_in_graph(loss, lambda _: "leaf"))
     assert finding.cause == "zero"
     assert finding.where.startswith("ctc_loss, after log_softmax (leaf)")
     assert finding.evidence.startswith("it makes inf")

@@ -71,7 +71,7 @@ def ner(arguments: argparse.Namespace) -> list[Table]:
     }
     results, notes = _train("ner", "F1", tasks, arguments)
     is_fp16 = any(task.get("dtype") == "fp16" for task in tasks.values())
-    if is_fp16 and fp16_emulation.needed(measure.pick_device(arguments.device)):
+    if is_fp16 and fp16_emulation.is_needed(measure.pick_device(arguments.device)):
         notes.append(_EMULATED)
     return [ner_table(results, notes)]
 
@@ -158,8 +158,8 @@ def worker(task: dict[str, Any]) -> Callable[[object], dict[str, Any]]:
 
 def train_once(task: dict[str, Any]) -> dict[str, Any]:
     """Run `halfstep train` with some settings; return its result."""
-    emulated = task.get("dtype") == "fp16" and fp16_emulation.needed(task["device"])
-    emulation: Any = fp16_emulation.Widened if emulated else contextlib.nullcontext
+    emulated = task.get("dtype") == "fp16" and fp16_emulation.is_needed(task["device"])
+    emulation: Any = fp16_emulation.Fp32Matmuls if emulated else contextlib.nullcontext
     with tempfile.TemporaryDirectory() as folder:
         own = {"out": str(Path(folder) / "run"), "eval_every": EVAL_ONLY_AT_END}
         try:

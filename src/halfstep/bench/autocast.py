@@ -207,7 +207,7 @@ def _rule_tables(setup: Setup, sizes: list[int], notes: list[str]) -> list[Table
         ).items():
             policy = f"torch + {rule}"
             dispatch_kernels.install(
-                dispatch_table.rows_for(Policy.parse(policy), setup.device)
+                dispatch_table.op_casts_for(Policy.parse(policy), setup.device)
             )
             contenders = {
                 "torch": (setup.torch_context(), call),

@@ -177,7 +177,7 @@ def _form(master: str, extra: int, moment: int) -> MasterForm:
     return MasterForm(2, 2, extra, moment, {"level": "O2", "master": master})
 
 
-_SPLIT_RELEASED = {"level": "O2", "master": "split", "release_gradients": True}
+_SPLIT_RELEASED = {"level": "O2", "master": "split", "optimizer_in_backward": True}
 FORMS = {
     "fp32": _form("fp32", 4, 4),
     "split": _form("split", 2, 4),

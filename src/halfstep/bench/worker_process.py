@@ -60,7 +60,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=os.environ | hardware.environment() | dict(environment),
+            env=os.environ | hardware.child_environment() | dict(environment),
             text=True,
         )
 

@@ -1,6 +1,6 @@
 """Arguments at which an operation, or its slope, is infinite or undefined.
 
-In: an operation of aten's and what it took and gave. Out: a `Flaw` in words, or None.
+In: an operation of aten's and what it took and gave. Out: a `DomainError`, or None.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.nonfinite.saved_values import plain
+from halfstep.nonfinite.saved_values import local_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Flaw(NamedTuple):
+class DomainError(NamedTuple):
     """What an operation met."""
 
     cause: str
-    says: str
+    evidence: str
     advice: str
 
 
@@ -32,15 +32,15 @@ _EPS = "Give the norm an eps above 0."
 _LONE = "Take it over two numbers at least, or with correction=0."
 _SKIP = "Skip such a batch, or divide a sum by max(count, 1)."
 _STORED = "Go back to the last good checkpoint, or reset the running statistics."
-_WHOLE = "Keep its argument away from 0 and from whole numbers below it."
+_POLE = "Keep its argument away from 0 and from whole numbers below it."
 _RIDGE = "Add a small multiple of the identity to the matrix."
 _LEAVE = "Leave such pairs out, or set zero_infinity=True."
 MASK = "Leave something in each row unmasked."
 
 
-def flaw(
+def find_domain_error(
     name: str, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     """Say what is wrong with an operation's arguments, where that is known.
 
     Waits for the device.
@@ -55,64 +55,66 @@ def flaw(
     return None if test is None else test(args, kwargs, outputs)
 
 
-def _count(places: Tensor) -> str:
-    held = plain(places)
-    count = int(held.sum())
-    return f" at {count} of {held.numel()} places" if held.numel() > 1 else ""
+def _count_text(mask: Tensor) -> str:
+    local = local_data(mask)
+    count = int(local.sum())
+    return f" at {count} of {local.numel()} places" if local.numel() > 1 else ""
 
 
-def _if(places: Tensor, says: str, advice: str) -> Flaw | None:
-    if not bool(plain(places).any()):
+def _error_where(mask: Tensor, evidence: str, advice: str) -> DomainError | None:
+    if not bool(local_data(mask).any()):
         return None
-    return Flaw("zero", f"{says}{_count(places)}", advice)
+    return DomainError("zero", f"{evidence}{_count_text(mask)}", advice)
 
 
-def _number(value: Any) -> Tensor:  # noqa: ANN401 -- a tensor or a number
+def _as_tensor(value: Any) -> Tensor:  # noqa: ANN401 -- a tensor or a number
     return value if isinstance(value, Tensor) else torch.as_tensor(value)
 
 
 def _divided(
     args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     del kwargs, outputs
-    divisor = _number(args[1])
-    found = _if(divisor == 0, "its divisor is 0", _DIV)
-    if found is not None and divisor.dtype == torch.float16:
+    divisor = _as_tensor(args[1])
+    error = _error_where(divisor == 0, "its divisor is 0", _DIV)
+    if error is not None and divisor.dtype == torch.float16:
         least = torch.finfo(torch.float16).smallest_normal * 2**-10
         more = f" (float16 holds nothing below {least:.1g}: a smaller eps is 0)"
-        found = found._replace(says=found.says + more)
-    return found
+        error = error._replace(evidence=error.evidence + more)
+    return error
 
 
 def _at(
     *rows: tuple[Callable[[Tensor], Tensor], str, str],
-) -> Callable[..., Flaw | None]:
+) -> Callable[..., DomainError | None]:
     """Return a test of the first argument, row by row."""
 
     def test(
         args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-    ) -> Flaw | None:
+    ) -> DomainError | None:
         del kwargs, outputs
         # Of complex numbers none is below another: only the first row asks for 0.
-        asked = rows[:1] if args[0].is_complex() else rows
-        found = (_if(bad(args[0]), says, advice) for bad, says, advice in asked)
-        return next(filter(None, found), None)
+        checks = rows[:1] if args[0].is_complex() else rows
+        errors = (
+            _error_where(bad(args[0]), says, advice) for bad, says, advice in checks
+        )
+        return next(filter(None, errors), None)
 
     return test
 
 
 def _power(
     args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     del kwargs, outputs
-    base, exponent = _number(args[0]), _number(args[1])
+    base, exponent = _as_tensor(args[0]), _as_tensor(args[1])
     if base.is_complex() or exponent.is_complex():
         return None
     zero = (base == 0) & (exponent < 0)
     # Backwards, a root is a power below 0.
-    says = "it raises 0 to a power below 0"
-    found = _if(zero, says, _DIV)
-    return found or _if(
+    evidence = "it raises 0 to a power below 0"
+    error = _error_where(zero, evidence, _DIV)
+    return error or _error_where(
         (base < 0) & (exponent != exponent.round()),
         "it raises a negative number to a power that is not whole",
         _CLAMP,
@@ -121,82 +123,84 @@ def _power(
 
 def _normed(
     args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     """Look at reciprocal deviations, which such an operation also gives."""
     del kwargs
     if float(args[-1]) > 0:
         return None
-    infinite = [~plain(out).isfinite() for out in outputs[1:] if out.numel()]
+    infinite = [~local_data(out).isfinite() for out in outputs[1:] if out.numel()]
     if not any(bool(places.any()) for places in infinite):
         return None
-    return Flaw("zero", "its variance is 0, and so is its eps", _EPS)
+    return DomainError("zero", "its variance is 0, and so is its eps", _EPS)
 
 
 def _batch_normed(
     args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     """Look at a running variance, which is used where there is no other."""
     variance = args[4]
     if isinstance(variance, Tensor) and bool((variance < 0).any()):
-        says = f"its running variance is negative{_count(variance < 0)}"
-        return Flaw("weight", says, _STORED)
+        evidence = f"its running variance is negative{_count_text(variance < 0)}"
+        return DomainError("weight", evidence, _STORED)
     return _normed(args, kwargs, outputs)
 
 
 def _flat(
     args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     """Look at the logarithm of a determinant."""
     del args, kwargs
-    return _if(outputs[1].isneginf(), "the determinant is 0", _RIDGE)
+    return _error_where(outputs[1].isneginf(), "the determinant is 0", _RIDGE)
 
 
 def _spread(
     args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     correction = kwargs.get("correction", args[2] if len(args) > 2 else 1)  # noqa: PLR2004
     count = args[0].numel() / max(1, outputs[0].numel())
     if count > float(1 if correction is None else correction):
         return None
-    says = f"it is the deviation of {count:.0f} number{'s' * (count > 1)}"
-    return Flaw("zero", says, _LONE)
+    evidence = f"it is the deviation of {count:.0f} number{'s' * (count > 1)}"
+    return DomainError("zero", evidence, _LONE)
 
 
 def _mean(
     args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     del kwargs, outputs
     if args[0].numel():
         return None
-    return Flaw("zero", "it is the mean of nothing", _SKIP)
+    return DomainError("zero", "it is the mean of nothing", _SKIP)
 
 
 def _nll(
     args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     del kwargs
     if len(outputs) > 1 and bool(outputs[1] == 0):
-        says = f"its mean is over nothing: every label is {args[4]}, or weighs 0"
-        return Flaw("label", says, _SKIP)
+        evidence = f"its mean is over nothing: every label is {args[4]}, or weighs 0"
+        return DomainError("label", evidence, _SKIP)
     return None
 
 
 def _nll_back(
     args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     del kwargs, outputs
     if isinstance(args[-1], Tensor) and bool((args[-1] == 0).all()):
-        says = f"its mean is over nothing: every label is {args[5]}, or weighs 0"
-        return Flaw("label", says, _SKIP)
+        evidence = f"its mean is over nothing: every label is {args[5]}, or weighs 0"
+        return DomainError("label", evidence, _SKIP)
     return None
 
 
 def _aligned(
     args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
+) -> DomainError | None:
     del args, kwargs
-    found = _if(outputs[0].isinf(), "an input is too short for its target", _LEAVE)
-    return found and found._replace(cause="label")
+    error = _error_where(
+        outputs[0].isinf(), "an input is too short for its target", _LEAVE
+    )
+    return error and error._replace(cause="label")
 
 
 _ZERO, _BELOW = "its argument is 0", "its argument is negative"
@@ -204,9 +208,9 @@ _LOGARITHM = _at((lambda x: x == 0, _ZERO, _LOG), (lambda x: x < 0, _BELOW, _CLA
 _OUTSIDE = _at((lambda x: x.abs() > 1, "its argument is not inside -1 to 1", _CLAMP))
 _EDGE = _at((lambda x: x.abs() >= 1, "its argument is not inside -1 to 1", _CLAMP))
 _POLES = _at(
-    (lambda x: (x <= 0) & (x == x.round()), "it is 0, or a whole number below", _WHOLE)
+    (lambda x: (x <= 0) & (x == x.round()), "it is 0, or a whole number below", _POLE)
 )
-_TESTS: dict[str, Callable[..., Flaw | None]] = {
+_TESTS: dict[str, Callable[..., DomainError | None]] = {
     "div": _divided,
     "true_divide": _divided,
     "fmod": _divided,
@@ -248,17 +252,19 @@ _TESTS: dict[str, Callable[..., Flaw | None]] = {
 _ROOTS = {"sqrt", "pow", "norm", "rsqrt", "hypot", "cdist"}
 
 
-def backward_flaw(word: str, found: Flaw) -> Flaw:
+def backward_domain_error(op_name: str, error: DomainError) -> DomainError:
     """Return what is wrong, said of the operation whose slope is computed.
 
     Args:
-        word: Of that operation.
-        found: Of the one that computes its slope.
+        op_name: Of that operation.
+        error: Of the one that computes its slope.
     """
-    if word in _ROOTS:
-        return Flaw("zero", f"its slope is infinite: {_ZERO}", _ROOT)
-    if word.startswith("log"):
-        return Flaw("zero", f"its slope is infinite: {_ZERO}", _LOG)
-    if word in {"acos", "asin", "atanh"}:
-        return Flaw("zero", "its slope is infinite: its argument is -1 or 1", _CLAMP)
-    return found
+    if op_name in _ROOTS:
+        return DomainError("zero", f"its slope is infinite: {_ZERO}", _ROOT)
+    if op_name.startswith("log"):
+        return DomainError("zero", f"its slope is infinite: {_ZERO}", _LOG)
+    if op_name in {"acos", "asin", "atanh"}:
+        return DomainError(
+            "zero", "its slope is infinite: its argument is -1 or 1", _CLAMP
+        )
+    return error

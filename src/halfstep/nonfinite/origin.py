@@ -70,7 +70,7 @@ class BadOp:
     """Format of its result, such as "float16"."""
     inputs: float | None = None
     """Largest finite magnitude that it took in; None if that was not seen."""
-    made: str = ""
+    nonfinite_kind: str = ""
     """"inf" or "NaN"; "" where it is not known which, or there was none: then the
     phase is "none", or the dtype "int64", of an index that points nowhere."""
     wide: str = "not run"
@@ -108,10 +108,12 @@ class BadOp:
         # Whole numbers hold neither inf nor NaN: an index points nowhere.
         if self.phase == "none" or self.dtype == "int64":
             return f"{self.place}{at}: {self.evidence}. {self.advice}"
-        held = self.phase in {"input", "weight"}
-        says = "took in" if self.phase == "input" else "holds" if held else "produced"
+        is_stored = self.phase in {"input", "weight"}
+        verb = (
+            "took in" if self.phase == "input" else "holds" if is_stored else "produced"
+        )
         passed = " in the backward pass" if self.phase == "backward" else ""
-        head = f"{self.place} {says} {self.made or 'inf or NaN'}{passed}{at}"
+        head = f"{self.place} {verb} {self.nonfinite_kind or 'inf or NaN'}{passed}{at}"
         return f"{head}: {self.evidence}. {self.advice}"
 
     def data(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def plain(value: Tensor) -> Tensor:
+def local_data(value: Tensor) -> Tensor:
     """Return the numbers that lie here, without asking another process."""
     local: Tensor = value.to_local() if hasattr(value, "to_local") else value
     if local.layout == torch.sparse_coo:
@@ -27,25 +27,27 @@ def plain(value: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Flaw:
+class DomainCheck:
     """At which values operations, or their slopes, are infinite or undefined."""
 
-    kinds: str
-    names: str
+    node_kinds: str
+    saved_names: str
     test: Callable[..., Tensor]
-    spoils: str
-    says: str
+    affects: str
+    evidence: str
     advice: str
-    makes: str = ""
+    nonfinite_kind: str = ""
     """"inf" or "NaN" on the way forward; "" where either may be, or neither is."""
     cause: str = "zero"
 
-    def places(self, saved: dict[str, Any]) -> Tensor:
+    def mask(self, saved: dict[str, Any]) -> Tensor:
         """Say where such values lie; nothing, if they were not saved."""
-        values = [saved.get(name) for name in self.names.split()]
-        known = [plain(torch.as_tensor(v)) for v in values if v is not None]
-        seen = len(known) == len(values) and not any(map(torch.is_complex, known))
-        return self.test(*known) if seen else torch.zeros(0)
+        values = [saved.get(name) for name in self.saved_names.split()]
+        tensors = [local_data(torch.as_tensor(v)) for v in values if v is not None]
+        is_complete = len(tensors) == len(values) and not any(
+            map(torch.is_complex, tensors)
+        )
+        return self.test(*tensors) if is_complete else torch.zeros(0)
 
 
 _AT_0, _BELOW_0 = "its argument is 0", "its argument is negative"
@@ -80,11 +82,15 @@ def _both_0(first: Tensor, second: Tensor) -> Tensor:
 
 
 # Norms, std, prod and cdist are not here: torch gives them a finite slope at 0.
-FLAWS = (
-    Flaw("Log Log2 Log10", "self", lambda x: x == 0, "both", _AT_0, _LOG, "inf"),
-    Flaw("Log Log2 Log10", "self", lambda x: x < 0, "forward", _BELOW_0, _CLAMP, "NaN"),
-    Flaw("Log1P", "self", lambda x: x == -1, "both", "its argument is -1", _LOG, "inf"),
-    Flaw(
+DOMAIN_CHECKS = (
+    DomainCheck("Log Log2 Log10", "self", lambda x: x == 0, "both", _AT_0, _LOG, "inf"),
+    DomainCheck(
+        "Log Log2 Log10", "self", lambda x: x < 0, "forward", _BELOW_0, _CLAMP, "NaN"
+    ),
+    DomainCheck(
+        "Log1P", "self", lambda x: x == -1, "both", "its argument is -1", _LOG, "inf"
+    ),
+    DomainCheck(
         "Logsumexp",
         "result",
         torch.isneginf,
@@ -93,10 +99,10 @@ FLAWS = (
         MASK,
         "inf",
     ),
-    Flaw("Sqrt Hypot", "result", lambda x: x == 0, "backward", _AT_0, _ROOT),
-    Flaw("Sqrt Rsqrt", "result", torch.isnan, "both", _BELOW_0, _CLAMP, "NaN"),
-    Flaw("Rsqrt Reciprocal", "result", torch.isinf, "both", _AT_0, _DIV, "inf"),
-    Flaw(
+    DomainCheck("Sqrt Hypot", "result", lambda x: x == 0, "backward", _AT_0, _ROOT),
+    DomainCheck("Sqrt Rsqrt", "result", torch.isnan, "both", _BELOW_0, _CLAMP, "NaN"),
+    DomainCheck("Rsqrt Reciprocal", "result", torch.isinf, "both", _AT_0, _DIV, "inf"),
+    DomainCheck(
         "Pow",
         "self exponent",
         lambda x, n: (x == 0) & (n < 0),
@@ -105,19 +111,25 @@ FLAWS = (
         _DIV,
         "inf",
     ),
-    Flaw(
+    DomainCheck(
         *("Pow", "self exponent", lambda x, n: (x == 0) & (n > 0) & (n < 1)),
         *("backward", _AT_0, _ROOT),
     ),
-    Flaw("Atan2", "self other", _both_0, "backward", "both arguments are 0", _ANGLE),
-    Flaw("Div", "other", lambda x: x == 0, "both", "its divisor is 0", _DIV),
-    Flaw("Acos Asin Erfinv", "self", lambda x: x.abs() >= 1, "both", _AT_1, _CLAMP),
-    Flaw("Atanh", "self", lambda x: x.abs() == 1, "both", _AT_1, _CLAMP, "inf"),
-    Flaw(
+    DomainCheck(
+        "Atan2", "self other", _both_0, "backward", "both arguments are 0", _ANGLE
+    ),
+    DomainCheck("Div", "other", lambda x: x == 0, "both", "its divisor is 0", _DIV),
+    DomainCheck(
+        "Acos Asin Erfinv", "self", lambda x: x.abs() >= 1, "both", _AT_1, _CLAMP
+    ),
+    DomainCheck("Atanh", "self", lambda x: x.abs() == 1, "both", _AT_1, _CLAMP, "inf"),
+    DomainCheck(
         "Exp Expm1", "result", torch.isposinf, "both", "it is inf", _EXP, "inf", "range"
     ),
-    Flaw("Mean", "self_sym_numel", lambda n: n == 0, "forward", _NONE, _SKIP, "NaN"),
-    Flaw(
+    DomainCheck(
+        "Mean", "self_sym_numel", lambda n: n == 0, "forward", _NONE, _SKIP, "NaN"
+    ),
+    DomainCheck(
         "NllLoss NllLoss2D",
         "total_weight",
         torch.logical_not,

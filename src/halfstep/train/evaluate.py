@@ -48,7 +48,7 @@ def collect_outputs(
         The filled `task.empty_outputs`, on the CPU; and the mean cross-entropy of
         all targets in nats, without weights and smoothing.
     """
-    model: Any = ddp.bare(session.model)
+    model: Any = ddp.unwrap(session.model)
     outputs = task.empty_outputs(encoded, model.config.num_labels)
     sums = torch.zeros(2, dtype=torch.float64)
     batches = ordered(encoded.lengths, EVAL_BATCH)
@@ -69,8 +69,8 @@ def collect_outputs(
             sums += torch.tensor([float(loss), num_targets], dtype=torch.float64)
             task.write_outputs(outputs, encoded, indices, logits)
     model.train()
-    all_outputs = process_group.total(outputs.to(world.device)).cpu()
-    summed, count = process_group.total(sums.to(world.device)).tolist()
+    all_outputs = process_group.all_reduce_sum(outputs.to(world.device)).cpu()
+    summed, count = process_group.all_reduce_sum(sums.to(world.device)).tolist()
     return all_outputs, summed / max(1.0, count)  # texts may be without any token
 
 

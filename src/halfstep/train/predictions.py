@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import Cell, Table, count
+from halfstep.reporting.table import Cell, Table, format_count
 from halfstep.train.data.text_lines import decode_lines
 from halfstep.train.predict import Label
 
@@ -185,5 +185,5 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _progress(number: int, seconds: float) -> None:
     rate = number / seconds if seconds else 0.0
-    message = f"{count(number, 'text')}, {rate:.0f} a second"
+    message = f"{format_count(number, 'text')}, {rate:.0f} a second"
     print(message, file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import count
+from halfstep.reporting.table import format_count
 from halfstep.train.data import entity_tags
 from halfstep.train.data.entity_tags import IGNORED
 from halfstep.train.metrics import entities
@@ -280,7 +280,8 @@ def check_class_weights(weights: Sequence[float], labels: Sequence[str]) -> Tens
     """
     if len(weights) != len(labels):
         message = (
-            f"--class-weights holds {count(len(weights), 'number')} for {len(labels)} "
+            f"--class-weights holds {format_count(len(weights), 'number')} "
+            f"for {len(labels)} "
             f"classes; give one each, in the order {', '.join(labels)}."
         )
         raise UserError(message)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep._torch.dispatch_mode import DispatchMode
 from halfstep.diagnostics.preflight.module_ranges import LOSS
 from halfstep.numerics.formats import tensors_in
 
@@ -40,7 +40,7 @@ class Hidden:
     """Its largest result in fp32; NaN where fp32 has no such operation."""
 
 
-class OpPeaks(TorchDispatchMode):
+class OpPeaks(DispatchMode):
     """Takes down the largest result of each operation; waits for nothing until read.
 
     The largest, not the largest magnitude: a mask of -inf is meant.
@@ -58,11 +58,11 @@ class OpPeaks(TorchDispatchMode):
             enter, leave = self._entering(path), self._leaving
             self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        super().__exit__(*args)
         while self._handles:
             self._handles.pop().remove()
 

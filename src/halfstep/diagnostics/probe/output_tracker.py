@@ -261,5 +261,5 @@ class OutputTracker:
 
     def _can_defer(self, tensor: Tensor) -> bool:
         """Say whether its flag is a bool on the host, so that reading can wait."""
-        flags_on_host = not self._records.full and async_read.on_host(tensor.device)
+        flags_on_host = not self._records.full and async_read.is_cpu(tensor.device)
         return flags_on_host and tensor.numel() > 0

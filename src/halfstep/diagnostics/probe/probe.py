@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 import torch.distributed as dist
 
-from halfstep._torch.async_read import Parcels, moved
+from halfstep._torch.async_read import DelayedTensors, to_device_async
 from halfstep.diagnostics.probe.compiled import UNSEEN
 from halfstep.diagnostics.probe.hooks import Hooks
 from halfstep.diagnostics.probe.step_records import Key, label
@@ -26,7 +26,7 @@ from halfstep.distributed import ddp, process_group
 from halfstep.errors import UserError, require
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_counts import CASTS, Counts
-from halfstep.numerics.tensor_stats import TensorStats, counts_over
+from halfstep.numerics.tensor_stats import TensorStats, all_reduce_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator
@@ -123,9 +123,13 @@ class Probe:
         """What should have been seen, and was not."""
         self._log = _writer(log)
         self._over_ranks, self._group = over_ranks, group
-        self._flags_coming: Parcels[tuple[int, list[int], list[int]]] = Parcels()
-        self._stats_coming: Parcels[tuple[Event, list[str], list[str]]] = Parcels()
-        self._hooks = Hooks(ddp.bare(model), self._casts, full=mode != "flags")
+        self._flags_coming: DelayedTensors[tuple[int, list[int], list[int]]] = (
+            DelayedTensors()
+        )
+        self._stats_coming: DelayedTensors[tuple[Event, list[str], list[str]]] = (
+            DelayedTensors()
+        )
+        self._hooks = Hooks(ddp.unwrap(model), self._casts, full=mode != "flags")
         self._begin()
 
     @property
@@ -216,7 +220,7 @@ class Probe:
             return
         order, rows = records.flags()
         came = list(records.order)
-        rows = [moved(row, hooks.device).float() for row in rows]
+        rows = [to_device_async(row, hooks.device).float() for row in rows]
         if hooks.traced:
             count = len(hooks.modules)
             # Gradients of parameters come last.
@@ -228,7 +232,7 @@ class Probe:
         if not rows:
             rows = [torch.empty(0)]
         note = self.steps, order, came
-        for (step, numbers, first), tensors in self._flags_coming.send(note, rows):
+        for (step, numbers, first), tensors in self._flags_coming.submit(note, rows):
             self._flags_arrived(step, numbers, first, tensors)
 
     def _reduced_over_ranks(
@@ -240,7 +244,9 @@ class Probe:
         if order:
             indices = torch.tensor(order).to(hooks.device, non_blocking=True)
             every.scatter_reduce_(0, indices, torch.cat(rows), "amax")
-        return list(range(len(every))), [process_group.highest(every, self._group)]
+        return list(range(len(every))), [
+            process_group.all_reduce_max(every, self._group)
+        ]
 
     def _flags_arrived(
         self, step: int, order: list[int], came: list[int], tensors: list[Tensor]
@@ -279,7 +285,7 @@ class Probe:
             for name, dtype, row in zip(names, dtypes, rows.values(), strict=True)
         }
         stacked = Counts.stacked(list(rows.values()))
-        for (which, labels, kinds), tensors in self._stats_coming.send(
+        for (which, labels, kinds), tensors in self._stats_coming.submit(
             ({"step": self.steps, **extra}, names, dtypes), list(vars(stacked).values())
         ):
             self._stats_arrived(which, labels, kinds, tensors)
@@ -292,13 +298,13 @@ class Probe:
         dist.all_gather_object(keys_per_rank, list(rows), group=self._group)
         # Every process must send them in one order: that of the first.
         keys = list(dict.fromkeys(key for keys in keys_per_rank for key in keys))
-        none = Counts.none(len(self._casts), self._hooks.device)
+        none = Counts.zeros(len(self._casts), self._hooks.device)
         own = [rows.get(key, none) for key in keys]
         return (
             dict(
                 zip(
                     keys,
-                    counts_over(Counts.stacked(own), self._group).rows(),
+                    all_reduce_counts(Counts.stacked(own), self._group).rows(),
                     strict=True,
                 )
             )
@@ -310,7 +316,7 @@ class Probe:
         self, which: Event, names: list[str], dtypes: list[str], tensors: list[Tensor]
     ) -> None:
         counts = Counts(*tensors)
-        flags = counts.bad().tolist()
+        flags = counts.has_nonfinite().tolist()
         bad = [name for name, flag in zip(names, flags, strict=True) if flag]
         if self._log is not None:
             stats = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep._torch import async_read
 from halfstep.numerics import formats
-from halfstep.numerics.local_tensor import dense
+from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.tensor_counts import DTYPES, Counts, add_
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def numbers(tensor: Tensor) -> Tensor | None:
     # A nested tensor may call itself strided, and has no shape.
     plain = type(values) is Tensor and values.layout is torch.strided
     if not plain or values.is_nested:
-        values = dense(values)
+        values = dense_values(values)
         values = values.values() if values.is_nested else values
     if values.dtype in DTYPES:
         return values if values.numel() else None
@@ -51,7 +51,7 @@ def _is_plain(tensor: Tensor) -> bool:
     """Say whether `numbers` would return a tensor on a CPU as it is."""
     return (
         type(tensor) is Tensor
-        and async_read.on_host(tensor.device)
+        and async_read.is_cpu(tensor.device)
         and tensor.dtype in _SUMS
         and tensor.layout is torch.strided
         and not tensor.is_nested
@@ -104,10 +104,10 @@ class StepRecords:
             return None
         with torch._C._DisableAutocast():  # noqa: SLF001 -- it would cast first
             if self.full:
-                counted = Counts.none(len(self._casts), values.device)
+                counted = Counts.zeros(len(self._casts), values.device)
                 add_(counted, values, self._casts)
                 return counted, _WORDS[values.dtype]
-            if async_read.on_host(values.device):
+            if async_read.is_cpu(values.device):
                 return non_finite(values)
             # A GPU has one kernel for it, which is inf or NaN if one is there.
             peak: Tensor = torch.linalg.vector_norm(values, torch.inf)
@@ -131,7 +131,7 @@ class StepRecords:
         elif flag_or_stats is not None:
             counts, dtype = flag_or_stats
             before = None if anew else self.rows.get((number, dtype))
-            self.rows[number, dtype] = counts if before is None else before.plus(counts)
+            self.rows[number, dtype] = counts if before is None else before.add(counts)
 
     @torch.no_grad()
     def measure_all(self, named: Sequence[tuple[int, Tensor]]) -> None:
@@ -151,7 +151,7 @@ class StepRecords:
                 groups.setdefault(at, []).append((number, values))
         for group in groups.values():
             order, tensors = zip(*group, strict=True)
-            if async_read.on_host(tensors[0].device):
+            if async_read.is_cpu(tensors[0].device):
                 for number, flag in zip(order, _each(tensors), strict=True):
                     self.record(number, flag)
             else:

@@ -7,6 +7,6 @@ afterwards as they were before.
 
 from __future__ import annotations
 
-from halfstep.diagnostics.replay.search import first_bad, not_reproduced
+from halfstep.diagnostics.replay.search import find_nonfinite, not_reproduced
 
-__all__ = ["first_bad", "not_reproduced"]
+__all__ = ["find_nonfinite", "not_reproduced"]

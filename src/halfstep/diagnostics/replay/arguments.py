@@ -27,14 +27,16 @@ def steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
     """
     if not isinstance(model, nn.Module):
         message = (
-            f"model={_repr(model)} of first_bad is not a torch module: give the "
+            f"model={_repr(model)} of find_nonfinite is not a torch module: "
+            "give the "
             "nn.Module whose forward pass step() runs."
         )
         raise UserError(message)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             message = (
-                f"{name!r} of the model of first_bad has no shape yet, for its module "
+                f"{name!r} of the model of find_nonfinite has no shape yet, "
+                "for its module "
                 "is lazy and has not run: run the model once before."
             )
             raise UserError(message)
@@ -43,7 +45,8 @@ def steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
     for one in given or [step]:
         if not callable(one):
             message = (
-                f"step={_repr(one)} of first_bad cannot be called: give a function "
+                f"step={_repr(one)} of find_nonfinite cannot be called: "
+                "give a function "
                 f"that computes the loss, {_EXAMPLE}, or a list with one for each "
                 "micro-batch."
             )
@@ -73,7 +76,8 @@ def check_loss(step: Step, loss: object) -> None:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return
     message = (
-        f"step {_name(step)!r} of first_bad returned {_repr(loss)}: it must return "
+        f"step {_name(step)!r} of find_nonfinite returned {_repr(loss)}: "
+        "it must return "
         f"the loss, a floating tensor of one number, {_EXAMPLE}."
     )
     raise UserError(message)
@@ -93,7 +97,8 @@ def check_graph(step: Step, loss: Tensor, learning: Sequence[Tensor]) -> None:
     if loss.requires_grad or not learning:
         return
     message = (
-        f"step {_name(step)!r} of first_bad returned a finite loss without a graph, so "
+        f"step {_name(step)!r} of find_nonfinite returned a finite loss "
+        "without a graph, so "
         "no gradient can be looked at: compute it without torch.no_grad and detach."
     )
     raise UserError(message)

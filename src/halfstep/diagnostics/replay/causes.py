@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.diagnostics.replay import op_names
-from halfstep.nonfinite.domains import MASK, backward_flaw
+from halfstep.nonfinite.domains import MASK, backward_domain_error
 from halfstep.nonfinite.origin import BadOp, module_rule
 from halfstep.nonfinite.saved_values import EPSILON
 
@@ -46,7 +46,8 @@ _NOT_REPRODUCED = (
     "alone, test its memory."
 )
 _OTHERS = (
-    "Call first_bad on every process: the one that made it names the operation. If "
+    "Call find_nonfinite on every process: the one that made it names the "
+    "operation. If "
     "none does,"
 )
 _ONE_PART = (
@@ -106,7 +107,7 @@ def bad_op(event: NonFiniteEvent, context: ReplayContext) -> BadOp:
         scale=context.scale,
         dtype=_word(event.dtype),
         inputs=event.inputs,
-        made=event.nonfinite.kind,
+        nonfinite_kind=event.nonfinite.kind,
         wide=event.fp32_result[0],
         cause=explanation.cause,
         evidence=explanation.evidence + _which(context),
@@ -164,7 +165,7 @@ def unseen(context: ReplayContext, nonfinite_kind: str, watched: int) -> BadOp:
         phase="forward",
         step=context.step,
         scale=context.scale,
-        made=nonfinite_kind,
+        nonfinite_kind=nonfinite_kind,
         cause="loss function",
         evidence=f"none of the {watched} operations of torch's that were seen made it",
         advice="Look at custom kernels and at what is computed outside of torch.",
@@ -317,10 +318,10 @@ def _undefined(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | 
         and domain_error.cause == "zero"
         and not event.is_executed_op
     ):
-        domain_error = backward_flaw(event.word, domain_error)
+        domain_error = backward_domain_error(event.word, domain_error)
     phase = "weight" if domain_error.cause == "weight" else event.phase
     return _Explanation(
-        domain_error.cause, domain_error.says, domain_error.advice, phase
+        domain_error.cause, domain_error.evidence, domain_error.advice, phase
     )
 
 

@@ -31,7 +31,7 @@ class GradSums:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        self._root = ddp.bare(model)
+        self._root = ddp.unwrap(model)
         named = self._root.named_parameters()
         self._names = [name for name, param in named if param.requires_grad]
         self._dtype = dtype

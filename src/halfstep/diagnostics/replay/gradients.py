@@ -31,7 +31,7 @@ def gradients(
         scale: To multiply it by.
         shards: The model's parameters, as they were before the forward pass.
     """
-    params = [p for p in ddp.bare(model).parameters() if p.requires_grad]
+    params = [p for p in ddp.unwrap(model).parameters() if p.requires_grad]
     if not params or not loss.requires_grad:
         return []
     scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale

@@ -22,7 +22,7 @@ from halfstep.diagnostics.probe.hooks import all_paused
 from halfstep.diagnostics.replay import tensor_facts
 from halfstep.diagnostics.replay.gradients import is_sharded
 from halfstep.distributed import ddp
-from halfstep.nonfinite.saved_values import plain
+from halfstep.nonfinite.saved_values import local_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +51,7 @@ def restored_after(
         numbers = RandomState({param.device for param in model.parameters()})
         stack.callback(numbers.restore)
         stack.enter_context(all_paused())
-        stack.enter_context(module_rules.forgotten_after())
+        stack.enter_context(module_rules.restore_registry())
         snapshot = ModelSnapshot(model)
         stack.callback(snapshot.restore)
         if generator_state is not None:
@@ -60,7 +60,7 @@ def restored_after(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
-                stack.enter_context(ddp.silenced(module))
+                stack.enter_context(ddp.bypassed(module))
         stack.enter_context(warnings.catch_warnings())
         # That hooks fire for a wrapper too: they are ours, and know wrappers.
         warnings.filterwarnings(
@@ -97,7 +97,7 @@ class ModelSnapshot:
             self._numbers.append((buffer, buffer.detach().clone()))
         seen = {id(buffer) for buffer in buffers}
         sharded = is_sharded(model)
-        for module in ddp.bare(model).modules():
+        for module in ddp.unwrap(model).modules():
             own = vars(module)
             # FSDP2 swaps pieces for wholes in there, and takes note of it elsewhere.
             self._scan(own, seen, *([own.get("_parameters")] * sharded))
@@ -146,7 +146,7 @@ class ModelSnapshot:
                     tensor.resize_(numbers.shape)
                 # Not without need: a graph may wait for this very version of it.
                 if not tensor.is_meta and not torch.equal(
-                    plain(tensor), plain(numbers)
+                    local_data(tensor), local_data(numbers)
                 ):
                     tensor.copy_(numbers)
 
@@ -156,7 +156,7 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor_facts.storage_key(plain(tensor))
+    return tensor_facts.storage_key(local_data(tensor))
 
 
 def _restore_container(container: Any, before: Any) -> None:  # noqa: ANN401

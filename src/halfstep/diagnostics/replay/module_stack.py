@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from halfstep.diagnostics.replay import op_names, tensor_facts
-from halfstep.distributed.ddp import bare, is_silenced
+from halfstep.distributed.ddp import is_bypassed, unwrap
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class ModuleStack:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.root = bare(model)
+        self.root = unwrap(model)
         self._paths = {id(m): path or ROOT for path, m in self.root.named_modules()}
         self._owners = {
             id(param): Place(path or ROOT, type(module).__name__)
@@ -134,9 +134,10 @@ class ModuleStack:
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         del args
         ddp = isinstance(module, nn.parallel.DistributedDataParallel)
-        if ddp and not is_silenced(module):
+        if ddp and not is_bypassed(module):
             message = (
-                "step() of first_bad runs a DistributedDataParallel that is not in the "
+                "step() of find_nonfinite runs a DistributedDataParallel "
+                "that is not in the "
                 "model it was given, and would wait for other processes: give that "
                 "wrapper as the model."
             )

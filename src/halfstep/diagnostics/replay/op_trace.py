@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep._torch.dispatch_mode import DispatchMode
 from halfstep.diagnostics.replay import index_checks, op_names, tensor_facts
 from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.diagnostics.replay.torch_calls import Calls, Cast
-from halfstep.nonfinite.domains import Flaw, flaw
+from halfstep.nonfinite.domains import DomainError, find_domain_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,7 @@ class NonFiniteEvent:
     inputs: float | None = None
     """Largest finite magnitude that it took in."""
     fp32_result: tuple[str, float] = ("not run", 0.0)
-    domain_error: Flaw | None = None
+    domain_error: DomainError | None = None
     constant: bool = False
     """The program itself gave the operation a number that is not finite."""
     is_intended: bool = False
@@ -91,7 +91,7 @@ _SUMS = {"addmm", "mm", "bmm", "baddbmm", "convolution", "add", "sum", "mean"}
 """They give +inf where they take -inf alone only by an overflow of their own."""
 
 
-class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
     """Watches operations while it is entered; waits for the device at each.
 
     Args:
@@ -301,7 +301,7 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = "" if node is None else self.places.forward_word()
         scalars = [v for v in _pytree.tree_leaves((args, kwargs)) if type(v) is float]
         constant = not all(map(math.isfinite, scalars))
-        domain_error = flaw(call.name, args, kwargs, call.outs)
+        domain_error = find_domain_error(call.name, args, kwargs, call.outs)
         event = NonFiniteEvent(
             number=len(self.events),
             place=self.places.current(),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from halfstep.nonfinite.origin import BadOp
 
 
-def first_bad(
+def find_nonfinite(
     model: nn.Module,
     step: Step | Sequence[Step],
     *,
@@ -89,7 +89,7 @@ def first_bad(
     arguments.check_numbers(scale, summed_in)
     history = losses if isinstance(losses, LossHistory) else _history(losses)
     context = ReplayContext(
-        number, scale, history, len(steps), processes=process_group.size()
+        number, scale, history, len(steps), processes=process_group.world_size()
     )
 
     def replay(scale: float) -> _ReplayResult:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from halfstep.nonfinite.saved_values import plain
+from halfstep.nonfinite.saved_values import local_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,7 +52,7 @@ def floats(value: object) -> list[Tensor]:
     tensors = []
     for leaf in _pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-            part = plain(leaf)
+            part = local_data(leaf)
             if part.is_complex():
                 # Of a conjugate view there is none, and what it views is as finite.
                 part = torch.view_as_real(part.conj() if part.is_conj() else part)

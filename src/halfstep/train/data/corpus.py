@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import count
+from halfstep.reporting.table import format_count
 from halfstep.train.data.example_store import MAX_LABELS, READERS, Store, open_store
 from halfstep.train.data.labelled_text import (
     DEFAULT_COLUMNS,
@@ -129,7 +129,7 @@ class Corpus:
     @property
     def sizes(self) -> str:
         """How many texts each split holds, in words."""
-        tests = count(len(self.test), "test text")
+        tests = format_count(len(self.test), "test text")
         return f"{len(self.train)} train, {len(self.dev)} dev, {tests}"
 
     @property
