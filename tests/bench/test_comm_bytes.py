@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import pytest
 import torch
 import torch.distributed as dist
-from bench_runs import flags, run
+from bench_runs import flags
 from processes import group_of_one
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -76,16 +76,6 @@ def test_sockets_sent_the_payload(table: Table) -> None:
         assert payload < sent < payload + 1024
         base.setdefault(micros, sent)
         assert ratio == pytest.approx(sent / base[micros], rel=1e-3), name
-
-
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: the command runs what it was told, and says how it was measured."""
-    words = "--width 4 --layers 1 --steps 1 --accumulate 1 --contenders O2"
-    assert run("wire", words) == 0
-    out, err = capsys.readouterr()
-    assert "TCP_INFO" in out
-    assert f"{2 * (4 * 4 + 4)}" in out
-    assert err == "O2, 1 micro-batches: done\n"
 
 
 @pytest.mark.skipif(not LINUX, reason="Linux tells what a socket sent")
