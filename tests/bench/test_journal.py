@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.bench import journal, measure, scale_traces
+from halfstep.bench import journal, measure
 from halfstep.bench.commands import BENCHES, Bench
 from halfstep.errors import UserError
 
@@ -126,13 +125,3 @@ def test_each_bench_records(bench: Bench) -> None:
     module = bench.function.partition(".")[0]
     source = Path(str(journal.__file__)).with_name(f"{module}.py")
     assert any(call in source.read_text(encoding="utf-8") for call in RECORDS)
-
-
-def test_traces_are_recorded(tmp_path: Path) -> None:
-    """Law: a replay of each trace under each rule is recorded, nan and all."""
-    with journal.open_journal(tmp_path / "f"):
-        tables = scale_traces.tables(argparse.Namespace(steps=40))
-        names = [each["name"] for each in lines(tmp_path / "f.part")]
-    assert names == [
-        f"{table.title}: {name}" for table in tables for name in scale_traces.CONTENDERS
-    ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.bench import loops, training_step
 from halfstep.bench.contenders import ACCUMULATE, RECIPE, StepContender
-from halfstep.bench.loops import ManualLoop, PlainLoop, SessionLoop, draw_batches
+from halfstep.bench.loops import ManualLoop, PlainLoop, draw_batches
 from halfstep.bench.training_step import StepServer, Workload, make_loop
 from halfstep.errors import UserError
 
@@ -275,34 +275,6 @@ def test_contenders_begin_alike() -> None:
         assert torch.equal(b, d)
 
 
-def change(contender: StepContender) -> Tensor:
-    """Return by what two steps move the weights, masters if any."""
-    work = replace(WORK, lr=1e-3)
-    loop, batches = make_loop(contender, work), draw_batches(work)
-
-    def weights() -> Tensor:
-        if isinstance(loop, SessionLoop):
-            values = list(loop.session.weights().values())
-        else:
-            values = list(loop.model.parameters())
-        return torch.cat([weight.detach().flatten() for weight in values])
-
-    before = weights()
-    for _ in range(2):
-        loop.step(batches)
-    return weights() - before
-
-
-@pytest.mark.parametrize("name", [*ACCUMULATE][1:])
-def test_steps_are_alike(name: str) -> None:
-    """Law: steps take weights the same way: bf16 has 8 bits, and a few are lost.
-
-    A gradient that is summed instead of averaged, or not cleared, would be off by 1.
-    """
-    theirs, ours = change(ACCUMULATE["torch.amp"]), change(ACCUMULATE[name])
-    assert (ours - theirs).norm() < 2**-5 * theirs.norm()
-
-
 @pytest.mark.parametrize("optimizer", training_step.MOMENTUM)
 def test_the_loss_falls(optimizer: str) -> None:
     """Law: each optimizer, as it is set, learns at any size.
@@ -319,34 +291,27 @@ def test_the_loss_falls(optimizer: str) -> None:
 
 def trained(name: str, work: Workload = WORK) -> list[float]:
     """Return the losses of a contender's first steps."""
-    loop, batches = make_loop(RECIPE[name], work), draw_batches(work)
+    loop, batches = make_loop((ACCUMULATE | RECIPE)[name], work), draw_batches(work)
     return [loop.step(batches).item() for _ in range(4)]
 
 
 _LOST = 2 * 2 * 2**-9
 
 
-@pytest.mark.parametrize("name", ["torch.amp", "naive-O2", "pure", "O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "name", ["torch.amp", "naive-O2", "pure", "O1", "O1 torch", "O2", "O3"]
+)
 def test_contenders_learn_alike(name: str) -> None:
     """Law: losses are those of fp32, but for what bf16 loses.
 
     That is 2**-9 in weights and in activations of each of two layers, at worst all one
-    way: less than the way that the loss has come.
+    way: less than the way that the loss has come. A gradient summed over micro-batches
+    instead of averaged, or not cleared, would take the loss twice as far.
     """
     work = replace(WORK, width=64, optimizer="sgd-momentum")
     theirs, ours = trained("fp32", work), trained(name, work)
     assert theirs[0] - theirs[-1] > _LOST
     assert ours == pytest.approx(theirs, rel=_LOST)
-
-
-def test_micro_batches_are_averaged() -> None:
-    """Law: by hand too, a step on two equal micro-batches is a step on one."""
-    one, two = replace(WORK, accumulate=1), replace(WORK, accumulate=2)
-    (batch,) = draw_batches(one)
-    for name in ("naive-O2", "pure"):
-        alone, twice = make_loop(RECIPE[name], one), make_loop(RECIPE[name], two)
-        for _ in range(3):
-            assert torch.equal(alone.step([batch]), twice.step([batch, batch]))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

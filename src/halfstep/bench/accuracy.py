@@ -77,27 +77,27 @@ def ner(arguments: argparse.Namespace) -> list[Table]:
 
 
 def learning_rates(
-    words: Sequence[str], names: Sequence[str]
+    rates: Sequence[str], names: Sequence[str]
 ) -> dict[str, float | None]:
     """Return the learning rate of each contender; None: as `halfstep train` chooses.
 
     Args:
-        words: Numbers for all, and NAME=number for one, as `--lr` reads them.
+        rates: Numbers for all, and NAME=number for one, as `--lr` reads them.
         names: The contenders that run.
 
     Raises:
         UserError: If one is named that does not run.
     """
-    parts = (word.rpartition("=") for word in words)
-    rates = {name: float(rate) for name, _, rate in parts}
-    for name, rate in rates.items():
+    parts = (word.rpartition("=") for word in rates)
+    by_name = {name: float(rate) for name, _, rate in parts}
+    for name, rate in by_name.items():
         if name and name not in names:
             message = (
                 f"--lr {name}={rate:g}: {name} is not among --contenders; "
                 "add it there, or leave its rate out."
             )
             raise UserError(message)
-    return {name: rates.get(name, rates.get("")) for name in names}
+    return {name: by_name.get(name, by_name.get("")) for name in names}
 
 
 def _train(
@@ -285,7 +285,7 @@ def _table(
         f"seeds: {seeds}, the same for all; contenders in turn",
         "+-: half of Student's 95 % interval for the mean over seeds",
         f"to {BASELINE}: mean of the differences, seed by seed, in points",
-        "a difference below its +- is none that these seeds can tell from 0",
+        "a difference below its +- cannot be distinguished from 0 by these seeds",
         "peak: the whole process with its libraries, or the GPU; median",
     )
     diverged = (

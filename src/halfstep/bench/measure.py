@@ -117,7 +117,7 @@ def take_turns(
 def order(names: Iterable[str], number: int) -> list[str]:
     """Return the order of a round: every second one runs backwards.
 
-    Why: whoever comes second finds warm caches, or a hot processor.
+    Why: the second contender finds warm caches, or a hot processor.
     """
     ordered = list(names)
     return ordered[::-1] if number % 2 else ordered

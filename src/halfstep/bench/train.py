@@ -49,7 +49,7 @@ PADDED = 128
 """Tokens of each text in the plain loop."""
 
 Runs = dict[str, list[dict[str, Any]]]
-"""Contender -> what each run came to."""
+"""Contender -> the result of each run."""
 
 
 def train(arguments: argparse.Namespace) -> list[Table]:
@@ -191,7 +191,7 @@ def _plain(
 ) -> tuple[list[float], dict[str, Any]]:
     """Train and evaluate as tutorials do; return the losses, and what was measured.
 
-    The loop is not tuned and not spoiled: every text is padded to 128 and tokenised in
+    The loop is neither tuned nor slowed: every text is padded to 128 and tokenised in
     the collate function, the optimizer is AdamW as torch has it (not fused, everything
     decays), mixed precision is torch.autocast with torch.amp.GradScaler, on a GPU in
     fp16. Model, vocabulary, split, schedule and clipping are those of `halfstep train`.

@@ -51,7 +51,7 @@ class WorkerProcess:
         environment: Mapping[str, str] = PASSIVE_WAIT,
     ) -> None:
         self.name = name
-        # A file: a pipe that nobody reads while it works would fill up and block it.
+        # A file: a pipe that is not read while it works would fill up and block it.
         self._stderr = tempfile.TemporaryFile(  # noqa: SIM115 -- closed by __exit__
             "w+", encoding="utf-8", errors="replace"
         )
@@ -124,7 +124,7 @@ def main(module: str, task: str) -> None:
     """
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
-        # Python's own buffer would be emptied last, behind the words of an error.
+        # Python's own buffer would be emptied last, behind an error's traceback.
         with contextlib.redirect_stdout(sys.stderr):
             answer = import_module(module).worker(**json.loads(task))
             for line in sys.stdin:
