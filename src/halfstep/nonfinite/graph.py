@@ -200,7 +200,9 @@ class _Op:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.kind = re.sub(r"Backward\d*$", "", node.name()).replace("_Cast", "ToCopy")
+        self.kind = re.sub(r"Backward\d*$", "", node.name()).replace(
+            "_CachedCast", "ToCopy"
+        )
         self.leaf: Tensor | None = getattr(node, "variable", None)
         self.edges = _edges(node)
         self.outputs = node._input_metadata  # noqa: SLF001 -- backward takes what it gave
