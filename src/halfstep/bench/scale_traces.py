@@ -336,7 +336,7 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         for name, contender in CONTENDERS.items():
             cells = replay(trace, contender)
             journal.record(f"{trace.name}: {name}", **cells)
-            rows.append({"rule": name} | cells)
+            rows.append({"rule": name, **cells})
         more = notes if trace is traces[-1] else ()
         trace_tables.append(measure.table(trace.name, rows, more, digits=2))
         measure.progress(f"{trace.name}: done")
