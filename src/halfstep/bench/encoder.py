@@ -315,7 +315,7 @@ def saved_for_backward(loop: Loop, batch: Batch) -> tuple[int, int]:
 
 
 _RESHAPES_OR_CASTS = {
-    *("ToCopyBackward0", "_CastBackward", "TBackward0", "TransposeBackward0"),
+    *("ToCopyBackward0", "_CachedCastBackward", "TBackward0", "TransposeBackward0"),
     *("PermuteBackward0", "ExpandBackward0", "ViewBackward0"),
     *("UnsafeViewBackward0", "ReshapeAliasBackward0"),
 }
