@@ -139,19 +139,15 @@ def test_logmax_goes_on() -> None:
 def test_words(word: str) -> None:
     """Law: each word of a rule makes its strategy, new each time; {} begins anew."""
     made = make_strategy(word)
+    if word == "backoff":
+        assert made is None
+        return
+    assert made is not None
     assert made.name == word
     assert made is not make_strategy(word)
     fresh = made.state_dict()
     made.load_state_dict({})
     assert made.state_dict() == fresh
-
-
-def test_backoff_asks_for_nothing() -> None:
-    """Law: the null object never proposes."""
-    own, state = None, ScaleState.first(RULE)
-    assert own.on_loss(torch.ones((), requires_grad=True) * 2, state) is None  # type: ignore[func-returns-value]
-    assert own.propose([torch.ones(2)], state, BAD) is None  # type: ignore[func-returns-value]
-    assert own.state_dict() == {}
 
 
 @pytest.mark.parametrize(

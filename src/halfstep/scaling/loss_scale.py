@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from halfstep.errors import UserError, format_value, require, to_float
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_N: TypeAlias = Any
-"""A number, or a tensor of shape ()."""
 
 REFILLS = ("growth", "clean")
 STRATEGIES = ("backoff", "measured", "logmax")

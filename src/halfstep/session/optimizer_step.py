@@ -177,7 +177,7 @@ class OptimizerStep:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor, *, on_device: bool) -> None:
-        """Clip gradients, update the weights and publish them, unless one is inf or NaN.
+        """Clip, update the weights and publish them, unless `found_inf` is 1.
 
         Args:
             found_inf: As `unscale` returned it.
