@@ -395,3 +395,16 @@ def test_epsilon_in_fp16(level: str, more: dict[str, Any]) -> None:
     adam = torch.optim.AdamW(model.parameters(), eps=1e-8)
     with pytest.warns(UserWarning, match="eps=1e-08 rounds to 0 in fp16"):
         hs.prepare(model, adam, level, dtype="fp16", **more)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_gradients_that_no_kernel_reads(*, bad: bool) -> None:
+    """Law: without a loss scale, a float64 and an expanded gradient are checked too."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = hs.prepare(model, optimizer, "O1", dtype="bf16")
+    loss = model[0].weight.sum() + model[1].weight.sum()
+    if bad:
+        loss.register_hook(lambda gradient: gradient * torch.inf)
+    session.backward(loss)
+    assert session.step().skipped == bad

@@ -262,7 +262,7 @@ class CollapseMonitor:
         self._loss = loss.detach()
         value = 0.0
         if loss.numel() == 1 and not loss.is_complex():
-            if loss.device.type == "cpu":
+            if async_read.is_cpu(loss.device):
                 value = float(self._loss)
             else:
                 # Of several micro-batches, one that is not finite shows in the sum.

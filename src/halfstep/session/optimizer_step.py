@@ -144,7 +144,7 @@ class OptimizerStep:
         self._inverse = torch.ones((), device=self._device)
         if self._per_pass_found_inf is not None:
             found_inf = self._per_pass_found_inf
-        elif self._needs_no_unscaling:
+        elif self._needs_no_unscaling(gradients):
             # torch's kernel writes what it reads, also where the scale is 1.
             found_inf = _check_finite(gradients)
             passes.reduce_found_inf(found_inf, gradients)
@@ -154,13 +154,13 @@ class OptimizerStep:
         self.norm = total_norm(gradients) if norm and gradients else None
         return found_inf
 
-    @property
-    def _needs_no_unscaling(self) -> bool:
+    def _needs_no_unscaling(self, gradients: list[Tensor]) -> bool:
         """Say whether gradients were never scaled, and may be read where they are."""
         return (
             self._device.type == "cpu"
             and not self._passes.loss_scalers.rule.scales
             and self._passes.needs_only_found_inf
+            and {*map(type, gradients)} <= {Tensor, nn.Parameter}
         )
 
     @property
@@ -225,14 +225,14 @@ def _check_finite(gradients: list[Tensor]) -> Tensor:
     """Return 1.0 if a gradient on the CPU is inf or NaN, else 0.0; write to none."""
     found_inf = torch.zeros((), dtype=torch.float32)
     readable = gradients
+    if not fused_step.can_read(gradients):
+        readable = [g for g in gradients if fused_step.can_read((g,))]
     if not cpu_kernels.available():
         readable = []
-    elif not fused_step.can_read(gradients):
-        readable = [g for g in gradients if fused_step.can_read((g,))]
     if readable:
         found_inf, _ = cpu_kernels.check_finite(readable, norm=False)
     if len(readable) < len(gradients):
-        # Of other dtypes, lazily negated, sparse or sharded.
+        # Of other dtypes, lazily negated, or sparse.
         read = set(map(id, readable))
         others = [dense_values(g) for g in gradients if id(g) not in read]
         all_finite = all(bool(values.isfinite().all()) for values in others)
