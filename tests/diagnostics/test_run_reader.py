@@ -26,10 +26,10 @@ from halfstep.diagnostics.doctor.rule import Examination, NotEvaluated
 from halfstep.diagnostics.doctor.run_record import (
     Config,
     MachineFacts,
-    ProfileFacts,
     RunFacts,
     Step,
 )
+from halfstep.diagnostics.profiling import Profile
 from halfstep.errors import UserError
 from halfstep.reporting.finding import Finding
 
@@ -399,12 +399,11 @@ def test_a_file_that_cannot_be_written(
 
 def test_profile_and_machine_by_hand() -> None:
     """Law: what may be missing is 0 or None, and what is there keeps its unit."""
-    bare = ProfileFacts.from_data({"wall_s": 0.5})
+    bare = Profile.from_data({"wall_s": 0.5})
     assert (bare.rows, bare.casts_s, bare.device) == ((), 0.0, None)
     assert bare.share(0.25) == 0.5
     assert replace(bare, wall_s=0.0).share(1.0) == 0.0
-    told = ProfileFacts.from_data(profile())
-    assert told.rows[1].module is None
+    told = Profile.from_data(profile())
     assert told.rows[0].flops == 1e9
     assert MachineFacts.from_data({}) == MachineFacts()
 

@@ -1,9 +1,4 @@
-"""What is wrong with this training step: are its numbers finite, and is it fast?
-
-In: what makes a step, and the session, model, optimizer and scaler that it uses, as far
-as there are any. Out: a `Diagnosis`: findings, worst first, numbers before speed, and
-where the time goes.
-"""
+"""What is wrong with this training step: are its numbers finite, and is it fast?"""
 
 from __future__ import annotations
 
@@ -15,12 +10,7 @@ import torch
 from torch import nn
 
 from halfstep.diagnostics.doctor import RunFacts, environment, examination, text
-from halfstep.diagnostics.doctor.run_record import (
-    Config,
-    LostUpdates,
-    MachineFacts,
-    ProfileFacts,
-)
+from halfstep.diagnostics.doctor.run_record import Config, LostUpdates, MachineFacts
 from halfstep.diagnostics.profiling import profile
 from halfstep.diagnostics.step_numerics import CheckedSteps
 from halfstep.distributed import ddp
@@ -225,8 +215,10 @@ def diagnose(
         name="this program",
         config=config,
         lost=tuple(lost),
-        profile=ProfileFacts.from_data(profile_result.data()),
-        machine=MachineFacts.from_data(environment.machine_data(profile_result.device)),
+        profile=profile_result,
+        machine=MachineFacts.from_data(
+            environment.machine_data(profile_result.device or "cpu")
+        ),
         weights=weights,
     )
     hints = _HINTS if session is None else _SESSION_HINTS

@@ -1,9 +1,5 @@
 """Are the numbers of a program's steps finite, and if not, which operation made them?
 
-In: a function that makes steps, and the parts that it uses, as far as they are known.
-Out: `Numerics`: which losses, gradients, updates and weights were not finite, and what
-a replay of the first such step has shown.
-
 Why `torch.autograd.backward` is replaced meanwhile: only there the loss of a program is
 known whose code is not ours. It calls on, and other threads go straight through.
 """

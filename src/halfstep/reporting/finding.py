@@ -1,7 +1,4 @@
-"""One thing worth knowing about a run, with what was measured and what to do about it.
-
-In: plain values from a rule. Out: a `Finding` that sorts, prints and becomes JSON.
-"""
+"""One thing worth knowing about a run, with what was measured and what to do about it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A page of HTML that is one file: tables, charts, bars and heat-maps.
-
-In: tables, curves and words that others have measured. Out: a document that refers to
-nothing outside itself. matplotlib and jinja2 are imported by what needs them.
-"""
+"""A page of HTML that is one file: tables, charts, bars and heat-maps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules on what a run learns: its losses, its evaluations, clipping, and its texts.
-
-In: records of steps and evaluations, counts of equal texts. Out: rows.
-"""
+"""Rules on what a run learns: its losses, its evaluations, clipping, and its texts."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
+from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -86,7 +83,30 @@ def _lower(facts: RunFacts) -> str:
     return f"Lower --lr, which reaches {rate:.2g}, to a tenth or less"
 
 
-def _diverged(facts: RunFacts) -> Iterator[Observation]:
+def _train_loss(facts: RunFacts, after: int, until: int) -> float | None:
+    losses = [loss for step, loss in _losses(facts) if after < step <= until]
+    return statistics.median(losses) if losses else None
+
+
+def _largest(counts: Sequence[ClassCount]) -> list[ClassCount]:
+    return sorted(counts, key=lambda c: -c.true)
+
+
+def _round(value: float) -> str:
+    return f"{float(f'{value:.1g}'):g}"
+
+
+RULES: Rules[RunFacts] = Rules()
+
+
+@RULES.add(
+    OURS + "; a loss above that of the untrained model has unlearned",
+    needs=("losses",),
+    severity="error",
+    limit=Limit(_ENDED, "{:g} times the beginning"),
+)
+def divergence(facts: RunFacts) -> Iterator[Observation]:
+    """Training loss at the end, or at its highest, over that at the beginning."""
     losses = _losses(facts)
     if len(losses) < _FIRST:
         return
@@ -105,7 +125,9 @@ def _diverged(facts: RunFacts) -> Iterator[Observation]:
     yield Observation("training loss", measured, advice, worst, 1.0, severity)
 
 
-def _rising(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(OURS, needs=("losses",), severity="error", limit=Limit(0.5, "{:.0%}"))
+def loss_rises_again(facts: RunFacts) -> Iterator[Observation]:
+    """Share of what the training loss had fallen by that it rose again."""
     losses = _losses(facts)
     if len(losses) < 2 * _FIRST:
         return
@@ -124,7 +146,9 @@ def _rising(facts: RunFacts) -> Iterator[Observation]:
     )
 
 
-def _flat(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(OURS, needs=("losses",), limit=Limit(_FLAT, "{:g} of the beginning"))
+def loss_does_not_fall(facts: RunFacts) -> Iterator[Observation]:
+    """Training loss at the end over that at the beginning, from 50 steps on."""
     losses = _losses(facts)
     if len(losses) < _FEW:
         return
@@ -146,12 +170,13 @@ def _flat(facts: RunFacts) -> Iterator[Observation]:
     yield Observation("training loss", measured, advice, ended / begun, 1.0)
 
 
-def _train_loss(facts: RunFacts, after: int, until: int) -> float | None:
-    losses = [loss for step, loss in _losses(facts) if after < step <= until]
-    return statistics.median(losses) if losses else None
-
-
-def _overfit(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS + "; a note below 1.3",
+    needs=("evaluations",),
+    limit=Limit(1.1, "{:g} times the lowest"),
+)
+def overfitting(facts: RunFacts) -> Iterator[Observation]:
+    """Last dev loss over the lowest one, while the training loss falls."""
     evals = [one for one in facts.evaluations if one.loss is not None]
     evals = [one for one in evals if math.isfinite(one.loss or 0.0)]
     if len(evals) < 3:  # noqa: PLR2004 -- two points show no turn
@@ -183,7 +208,13 @@ def _overfit(facts: RunFacts) -> Iterator[Observation]:
     )
 
 
-def _never(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS + "; an error where all texts get one class",
+    needs=("classes",),
+    limit=Limit(_TRUE - 1, "{:g} of a class"),
+)
+def class_never_predicted(facts: RunFacts) -> Iterator[Observation]:
+    """Dev texts of a class that the model never predicts, entities of a type."""
     evaluations = [one for one in facts.evaluations if one.classes]
     if not evaluations:
         return
@@ -219,11 +250,13 @@ def _never(facts: RunFacts) -> Iterator[Observation]:
     yield Observation("classes", measured, advice, most.true, share, severity)
 
 
-def _largest(counts: Sequence[ClassCount]) -> list[ClassCount]:
-    return sorted(counts, key=lambda c: -c.true)
-
-
-def _clipped(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS + "; a note where the median norm is below 10 times the limit",
+    needs=("clip", "norms"),
+    limit=Limit(0.9, "{:.0%} of the steps"),
+)
+def clipping(facts: RunFacts) -> Iterator[Observation]:
+    """Share of the applied steps whose gradients were clipped."""
     limit = facts.config.clip
     norms = [
         step.grad_norm
@@ -246,11 +279,9 @@ def _clipped(facts: RunFacts) -> Iterator[Observation]:
     yield Observation("gradients", measured, advice, share, share, severity)
 
 
-def _round(value: float) -> str:
-    return f"{float(f'{value:.1g}'):g}"
-
-
-def _repeated(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(OURS + "; a note below 10%", needs=("texts",), limit=Limit(0.02, "{:.0%}"))
+def repeated_texts(facts: RunFacts) -> Iterator[Observation]:
+    """Share of the training texts that equal an earlier one, label included."""
     train = facts.splits.get("train")
     if train is not None and train.texts:
         share = train.repeated / train.texts
@@ -263,7 +294,9 @@ def _repeated(facts: RunFacts) -> Iterator[Observation]:
         yield Observation("train texts", measured, advice, share, share, severity)
 
 
-def _contradicting(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(OURS + "; a note below 1%", needs=("texts",), limit=Limit(0.002, "{:.1%}"))
+def contradicting_labels(facts: RunFacts) -> Iterator[Observation]:
+    """Share of the training texts that are there with another label, too."""
     train = facts.splits.get("train")
     if train is not None and train.texts:
         share = train.contradicting / train.texts
@@ -276,7 +309,13 @@ def _contradicting(facts: RunFacts) -> Iterator[Observation]:
         yield Observation("train texts", measured, advice, share, share, severity)
 
 
-def _leaks(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS + "; a note below 2%",
+    needs=("texts",),
+    limit=Limit(0.005, "{:.1%}", severe=_LEAKED_MOST),
+)
+def leak(facts: RunFacts) -> Iterator[Observation]:
+    """Share of the dev or test texts that train holds too."""
     for name, split in facts.splits.items():
         if name == "train" or not split.texts:
             continue
@@ -289,98 +328,3 @@ def _leaks(facts: RunFacts) -> Iterator[Observation]:
         advice += "once before a file is split."
         severity = _NOTE if share < _LEAKED else None
         yield Observation(f"{name} texts", measured, advice, share, share, severity)
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "divergence",
-        "training loss at the end, or at its highest, over that at the beginning",
-        ("losses",),
-        _diverged,
-        "error",
-        OURS + "; a loss above that of the untrained model has unlearned",
-        limit=_ENDED,
-        limit_format="{:g} times the beginning",
-    ),
-    Rule(
-        "loss rises again",
-        "share of what the training loss had fallen by that it rose again",
-        ("losses",),
-        _rising,
-        "error",
-        OURS,
-        limit=0.5,
-        limit_format="{:.0%}",
-    ),
-    Rule(
-        "loss does not fall",
-        "training loss at the end over that at the beginning, from 50 steps on",
-        ("losses",),
-        _flat,
-        "warning",
-        OURS,
-        limit=_FLAT,
-        limit_format="{:g} of the beginning",
-    ),
-    Rule(
-        "overfitting",
-        "last dev loss over the lowest one, while the training loss falls",
-        ("evaluations",),
-        _overfit,
-        "warning",
-        OURS + "; a note below 1.3",
-        limit=1.1,
-        limit_format="{:g} times the lowest",
-    ),
-    Rule(
-        "class never predicted",
-        "dev texts of a class that the model never predicts, entities of a type",
-        ("classes",),
-        _never,
-        "warning",
-        OURS + "; an error where all texts get one class",
-        limit=_TRUE - 1,
-        limit_format="{:g} of a class",
-    ),
-    Rule(
-        "clipping",
-        "share of the applied steps whose gradients were clipped",
-        ("clip", "norms"),
-        _clipped,
-        "warning",
-        OURS + "; a note where the median norm is below 10 times the limit",
-        limit=0.9,
-        limit_format="{:.0%} of the steps",
-    ),
-    Rule(
-        "repeated texts",
-        "share of the training texts that equal an earlier one, label included",
-        ("texts",),
-        _repeated,
-        "warning",
-        OURS + "; a note below 10%",
-        limit=0.02,
-        limit_format="{:.0%}",
-    ),
-    Rule(
-        "contradicting labels",
-        "share of the training texts that are there with another label, too",
-        ("texts",),
-        _contradicting,
-        "warning",
-        OURS + "; a note below 1%",
-        limit=0.002,
-        limit_format="{:.1%}",
-    ),
-    Rule(
-        "leak",
-        "share of the dev or test texts that train holds too",
-        ("texts",),
-        _leaks,
-        "warning",
-        OURS + "; a note below 2%",
-        limit=0.005,
-        severe=_LEAKED_MOST,
-        limit_format="{:.1%}",
-    ),
-)

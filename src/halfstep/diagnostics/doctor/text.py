@@ -1,7 +1,4 @@
-"""What the doctor says, for a terminal and as data.
-
-In: facts and an examination. Out: text that fits 80 columns, and plain values.
-"""
+"""What the doctor says, for a terminal and as data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Passes at a level until they are finite: other loss scales, and modules in fp32.
-
-In: a way to copy a model, batches, a level. Out: the reference in fp32, and a trial at
-the level with the largest safe loss scale and the rules that overflow asks for.
-"""
+"""Passes at a level until they are finite: other loss scales, and modules in fp32."""
 
 from __future__ import annotations
 
@@ -16,10 +12,11 @@ from halfstep.diagnostics.preflight import gradient_similarity
 from halfstep.diagnostics.preflight.measurements import Fault
 from halfstep.diagnostics.preflight.module_ranges import (
     LOSS,
+    OpPeaks,
     first_backward,
     first_forward,
+    first_hidden,
 )
-from halfstep.diagnostics.preflight.nonfinite_ops import OpPeaks, first_hidden
 from halfstep.diagnostics.preflight.rules import COSINE_WARN
 from halfstep.diagnostics.preflight.validation import misplaced, raised
 from halfstep.errors import UserError

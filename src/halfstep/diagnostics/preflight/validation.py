@@ -1,7 +1,4 @@
-"""What a check before training cannot be made of, and what to say of it.
-
-In: a model, a batch, a loss. Out: nothing, or one sentence in a `UserError`.
-"""
+"""What a check before training cannot be made of, and what to say of it."""
 
 from __future__ import annotations
 
