@@ -86,10 +86,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"fault": FAULT, "gradients": None},
         "fails: a.b (Linear) overflows fp16 and no rule on modules fixes it",
     ),
-    (
-        {"finite_fp32": False},
-        "fails: loss or gradients are not finite in fp32 either",
-    ),
+    ({"finite_fp32": False}, "fails: loss or gradients are not finite in fp32 either"),
     (
         {"learns": False},
         "fails: no parameter gets a gradient other than zero, in fp32 either",

@@ -9,26 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sick_run import (
-    data,
-    environment,
-    evaluation,
-    profile,
-    sick,
-    step,
-    tally,
-    write,
-)
+from sick_run import data, environment, evaluation, profile, sick, step, tally, write
 
 from halfstep import cli
 from halfstep.diagnostics.doctor import examination, examine, run_reader, text
 from halfstep.diagnostics.doctor.rule import Examination, NotEvaluated
-from halfstep.diagnostics.doctor.run_record import (
-    Config,
-    MachineFacts,
-    RunFacts,
-    Step,
-)
+from halfstep.diagnostics.doctor.run_record import Config, MachineFacts, RunFacts, Step
 from halfstep.diagnostics.profiling import Profile
 from halfstep.errors import UserError
 from halfstep.reporting.finding import Finding

@@ -1,4 +1,4 @@
-"""One thing worth knowing about a run, with what was measured and what to do about it."""
+"""One result of a rule: what was measured, the limit, and what to do about it."""
 
 from __future__ import annotations
 

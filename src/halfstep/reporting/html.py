@@ -220,7 +220,7 @@ class Chart:
             drawstyle = "steps-post" if self.step else "default"
             lines = []
             for curve, colour in zip(self.curves, cycle(_COLOURS), strict=False):
-                x, y = _points(curve, lowest)
+                x, y = thinned(curve, lowest)
                 lines += axes.plot(
                     x, y, color=colour, drawstyle=drawstyle, linewidth=1.3
                 )
@@ -384,7 +384,7 @@ def _with_unbroken_flags(words: str) -> str:
     return _FLAG.sub(r'<span class="flag">\g<0></span>', escape(words))
 
 
-def _points(curve: Curve, lowest: float) -> tuple[list[float], list[float]]:
+def thinned(curve: Curve, lowest: float) -> tuple[list[float], list[float]]:
     """Return x and y to draw: nan for a gap, long curves thinned with their spikes."""
     y = [value if lowest <= value <= _LARGEST else math.nan for value in curve.y]
     places = range(len(y))

@@ -130,9 +130,7 @@ def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
     return tuple(drawings)
 
 
-def _extremes(
-    rows: list[tuple[str, Counter[int]]],
-) -> list[tuple[str, Counter[int]]]:
+def _extremes(rows: list[tuple[str, Counter[int]]]) -> list[tuple[str, Counter[int]]]:
     """Return the rows with the largest and the smallest numbers, in their order."""
     if len(rows) <= _MOST_ROWS:
         return rows

@@ -114,10 +114,8 @@ def divergence(facts: RunFacts) -> Iterator[Observation]:
     peak_at, peak = max(_medians(losses, _SHORTEST), key=lambda each: each[1])
     if begun <= 0 or peak <= begun:
         return
-    measured = (
-        f"it begins at {begun:.3g}, reaches {peak:.3g} about step {peak_at}, and "
-    )
-    measured += f"ends at {ended:.3g} (medians)"
+    measured = f"it begins at {begun:.3g}, reaches {peak:.3g} about step {peak_at}, "
+    measured += f"and ends at {ended:.3g} (medians)"
     advice = f"{_lower(facts)}; raise --warmup."
     worst, severity = ended / begun, _ERROR
     if peak >= _PEAK * begun and worst <= _ENDED:
@@ -136,10 +134,8 @@ def loss_rises_again(facts: RunFacts) -> Iterator[Observation]:
     ended = medians[-1][1]
     if begun - best < _WORTH * begun or ended > _ENDED * begun:
         return  # which is for another rule
-    measured = (
-        f"it fell from {begun:.3g} to {best:.3g} about step {best_at}, and is back "
-    )
-    measured += f"at {ended:.3g} in the end (medians)"
+    measured = f"it fell from {begun:.3g} to {best:.3g} about step {best_at}, and is "
+    measured += f"back at {ended:.3g} in the end (medians)"
     advice = f"{_lower(facts)}; raise --warmup. Keep the checkpoint from before."
     yield Observation(
         "training loss", measured, advice, (ended - best) / (begun - best), 1.0
@@ -159,10 +155,8 @@ def loss_does_not_fall(facts: RunFacts) -> Iterator[Observation]:
         return
     if len(dev) > 1 and dev[-1] < _FLAT * dev[0]:
         return
-    measured = (
-        f"it is {begun:.3g} at the beginning and {ended:.3g} after {len(losses):,} "
-    )
-    measured += "steps that were applied (medians)"
+    measured = f"it is {begun:.3g} at the beginning and {ended:.3g} after "
+    measured += f"{len(losses):,} steps that were applied (medians)"
     rate = _rate(facts)
     try_ = f", which is {rate:.2g} at most" if rate else ""
     advice = f"Raise --lr{try_}; look whether labels belong to their texts, and "
@@ -196,10 +190,8 @@ def overfitting(facts: RunFacts) -> Iterator[Observation]:
     measured = (
         f"it is lowest at step {step}, {losses[best]:.3g}, and {losses[-1]:.3g} at "
     )
-    measured += (
-        f"step {evals[-1].step}, while the training loss went from {before:.3g} to "
-    )
-    measured += f"{after:.3g}: the model memorizes its texts"
+    measured += f"step {evals[-1].step}, while the training loss went from "
+    measured += f"{before:.3g} to {after:.3g}: the model memorizes its texts"
     advice = "Stop earlier (--epochs, or --patience 3); or more texts, --dropout, "
     advice += "--mask-tokens, --label-smoothing."
     severity = None if share >= _STEEP else _NOTE
@@ -269,10 +261,8 @@ def clipping(facts: RunFacts) -> Iterator[Observation]:
         return
     over = sum(norm > limit for norm in norms)
     share, middle = over / len(norms), statistics.median(norms)
-    measured = (
-        f"{over:,} of {len(norms):,} steps, {percent(share)}, were clipped to norm "
-    )
-    measured += f"{limit:g}; the median norm before that is {middle:.3g}"
+    measured = f"{over:,} of {len(norms):,} steps, {percent(share)}, were clipped to "
+    measured += f"norm {limit:g}; the median norm before that is {middle:.3g}"
     advice = "Lower --lr if the loss is unsteady; if it falls well, --clip "
     advice += f"{_round(2 * middle)} clips only what stands out."
     severity = None if middle >= _STRONG * limit else _NOTE
@@ -285,10 +275,8 @@ def repeated_texts(facts: RunFacts) -> Iterator[Observation]:
     train = facts.splits.get("train")
     if train is not None and train.texts:
         share = train.repeated / train.texts
-        measured = (
-            f"{train.repeated:,} of {train.texts:,} texts, {percent(share)}, equal "
-        )
-        measured += "an earlier one"
+        measured = f"{train.repeated:,} of {train.texts:,} texts, {percent(share)}, "
+        measured += "equal an earlier one"
         advice = "Drop them, unless they are meant to count more often."
         severity = None if share >= _REPEATED else _NOTE
         yield Observation("train texts", measured, advice, share, share, severity)
@@ -300,10 +288,8 @@ def contradicting_labels(facts: RunFacts) -> Iterator[Observation]:
     train = facts.splits.get("train")
     if train is not None and train.texts:
         share = train.contradicting / train.texts
-        measured = (
-            f"{train.contradicting:,} of {train.texts:,} texts, {percent(share)}, "
-        )
-        measured += "are there with another label, too"
+        measured = f"{train.contradicting:,} of {train.texts:,} texts, "
+        measured += f"{percent(share)}, are there with another label, too"
         advice = "Decide which label is right; no model can learn both."
         severity = None if share >= _CONTRADICTING else _NOTE
         yield Observation("train texts", measured, advice, share, share, severity)
@@ -320,10 +306,8 @@ def leak(facts: RunFacts) -> Iterator[Observation]:
         if name == "train" or not split.texts:
             continue
         share = split.in_train / split.texts
-        measured = (
-            f"{split.in_train:,} of {split.texts:,} texts, {percent(share)}, are in "
-        )
-        measured += f"train too: scores on {name} are too good"
+        measured = f"{split.in_train:,} of {split.texts:,} texts, {percent(share)}, "
+        measured += f"are in train too: scores on {name} are too good"
         advice = f"Take them out of train or {name}; drop texts that come more than "
         advice += "once before a file is split."
         severity = _NOTE if share < _LEAKED else None

@@ -279,10 +279,8 @@ def loss_not_finite(facts: RunFacts) -> Iterator[Observation]:
     if not nonfinite:
         return
     count = "1 step" if len(nonfinite) == 1 else f"{len(nonfinite)} steps"
-    measured = (
-        f"it was not finite in {count}{' with an update' * bool(applied)}, first in "
-    )
-    measured += f"step {nonfinite[0].step}"
+    measured = f"it was not finite in {count}{' with an update' * bool(applied)}, "
+    measured += f"first in step {nonfinite[0].step}"
     measured += "" if applied else "; nothing tells whether there was an update"
     advice = (
         "Ask halfstep.find_nonfinite(model, step) which operation made it; lower --lr."

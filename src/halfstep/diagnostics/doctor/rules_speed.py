@@ -106,10 +106,8 @@ def _cross_entropy(facts: RunFacts) -> Iterator[Observation]:
     rows += [(str(r.get("op")), str(r.get("module") or "loss")) for r in named]
     for op, where in rows:
         if name_of(op) in {_BCE, f"{_BCE}_backward"}:
-            measured = (
-                "it takes logarithms of probabilities, which 16 bits round to 0 and "
-            )
-            measured += "1; torch.amp refuses it on GPUs"
+            measured = "it takes logarithms of probabilities, which 16 bits round to 0 "
+            measured += "and 1; torch.amp refuses it on GPUs"
             advice = f"Use {_BCE}_with_logits, and drop the sigmoid before it."
             yield Observation(where, measured, advice)
             return
@@ -277,10 +275,8 @@ def data_loading(facts: RunFacts) -> Iterator[Observation]:
         spent = sum(step.input_s or 0.0 for step in timed)
         total_seconds = sum(step.total_s or 0.0 for step in timed)
         share = spent / total_seconds
-        measured = (
-            f"{percent(share)} of the time in training steps went into waiting for "
-        )
-        measured += "batches"
+        measured = f"{percent(share)} of the time in training steps went into waiting "
+        measured += "for batches"
     else:
         profile = _profile(facts)
         share = profile.share(profile.input_s)
@@ -293,10 +289,8 @@ def data_loading(facts: RunFacts) -> Iterator[Observation]:
 def padding(facts: RunFacts) -> Iterator[Observation]:
     """Share of what was computed that was padding."""
     share = facts.padding or 0.0
-    measured = (
-        f"{percent(share)} of what was computed was padding: the texts of a batch "
-    )
-    measured += "differ much in length"
+    measured = f"{percent(share)} of what was computed was padding: the texts of a "
+    measured += "batch differ much in length"
     yield Observation(
         "batches", measured, "--max-length cuts the longest.", share, share
     )

@@ -104,10 +104,8 @@ def weights_already_low(facts: RunFacts) -> Iterator[Observation]:
         names = ", ".join(low[:_NAMED])
         more = f" and {len(low) - _NAMED} more" if len(low) > _NAMED else ""
         word = facts.weights[low[0]]
-        measured = (
-            f"{len(low)} of {len(facts.weights)} parameters came in {word}, which "
-        )
-        measured += f"level {level} updates without masters: {names}{more}"
+        measured = f"{len(low)} of {len(facts.weights)} parameters came in {word}, "
+        measured += f"which level {level} updates without masters: {names}{more}"
         advice = "Call model.float() before prepare; or store them low on purpose, "
         advice += "with masters: --level O2."
         share = len(low) / len(facts.weights)
