@@ -82,7 +82,7 @@ def test_a_sound_run_is_sound(tmp_path: Path) -> None:
     assert "nothing found by the" in text.text(facts, found)
     facts = replace(facts, profile=None)
     told = text.text(facts, examination(facts))
-    assert "Not looked at:" in told
+    assert "Not checked:" in told
 
 
 def test_an_event_may_name_its_scale(tmp_path: Path) -> None:

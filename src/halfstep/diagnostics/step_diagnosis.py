@@ -38,7 +38,7 @@ _FLAGS = (
     "num_workers of the data loader."
 )
 _SAMPLE_SIZE = 1 << 16
-"""Numbers of a parameter group that are looked at: the share of lost updates is then
+"""Numbers of a parameter group that are compared: the share of lost updates is then
 known to some 0.4 points."""
 
 
@@ -87,7 +87,7 @@ class Diagnosis:
             for finding in self.findings
         )
         notes = tuple(
-            f"not looked at: {reason}"
+            f"not checked: {reason}"
             for reason in text.not_evaluated_lines(self.examination)
         )
         notes = (_FLAGS, *notes) if self._flagged else notes

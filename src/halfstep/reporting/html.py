@@ -298,7 +298,7 @@ class ConfusionMatrix:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture that somebody else has drawn."""
+    """A picture drawn elsewhere."""
 
     title: str
     "Its caption."

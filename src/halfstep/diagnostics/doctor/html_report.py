@@ -58,7 +58,7 @@ def page(facts: RunFacts, examination: Examination) -> str:
         ),
         _scale(facts.steps),
         _profile(facts),
-        Section("Not looked at", points=tuple(silent)),
+        Section("Not checked", points=tuple(silent)),
         Section("Could not be read", points=facts.problems),
     ]
     empty = {Section(each.heading) for each in sections}

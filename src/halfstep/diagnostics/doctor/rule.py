@@ -222,7 +222,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
     ),
     "loss scale": (
         lambda f: f.config.loss_scale is not None or any(s.scale for s in f.steps),
-        "neither a setting nor a record tells of a loss scale",
+        "neither settings nor records hold a loss scale",
     ),
     "steps": (
         _recorded("skipped"),

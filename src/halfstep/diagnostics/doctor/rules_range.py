@@ -29,7 +29,9 @@ _FINE = 0.001  # share of gradients that may be lost without harm: 1710.03740
 _LOST = 0.01  # share of a tensor's gradients beyond which a scale is too low
 _MARGIN = 1  # powers of two between the largest gradient and overflow
 _HIGHEST = 24  # power of two at which a moving scale stops by default
-_GUIDE = "our choice; 1710.03740: at 5 % masters were needed, at 31 % SSD diverged"
+_GUIDE = (
+    "our choice; 1710.03740: at 5 % master weights were needed, at 31 % SSD diverged"
+)
 _FORMAT = "format fact: fp16 holds numbers up to 65504"
 
 

@@ -241,7 +241,7 @@ def not_finite_forward(facts: RunFacts) -> Iterator[Observation]:
         return
     module = where.removesuffix(":output")
     advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', or train "
-    advice += "in bf16; no loss scale mends a forward pass."
+    advice += "in bf16; no loss scale fixes a forward pass."
     if facts.dtype != "fp16":
         advice = "Look at its inputs at that step; lower --lr."
     yield Observation(where, _nonfinite_text(steps), advice, len(steps), weight)

@@ -34,10 +34,11 @@ def _without_masters(facts: RunFacts) -> bool:
 
 def _masters_advice(facts: RunFacts) -> str:
     if facts.dtype == "fp16":
-        return "Keep fp32 masters: --level O2 --master fp32."
+        return "Keep fp32 master weights: --level O2 --master fp32."
     return (
-        "Keep masters: --level O2 with --master split (exact, 16 bits a weight), kahan "
-        "(as lean, bf16 moments too) or stochastic (nothing kept, right on average)."
+        "Keep master weights: --level O2 with --master split (exact, 16 bits a weight),"
+        " kahan (as lean, bf16 moments too) or stochastic (nothing kept, right on "
+        "average)."
     )
 
 
@@ -61,7 +62,7 @@ RULES: Rules[RunFacts] = Rules()
     concerns=lambda facts: bool(facts.lost) or _low_and_alone(facts),
 )
 def swamped_updates(facts: RunFacts) -> Iterator[Observation]:
-    """Share of a parameter group's updates that rounding swallowed."""
+    """Share of a parameter group's updates lost to rounding."""
     groups: dict[int, list[float]] = {}
     for lost in facts.lost:
         groups.setdefault(lost.group, []).append(lost.share)
@@ -80,10 +81,10 @@ def swamped_updates(facts: RunFacts) -> Iterator[Observation]:
     concerns=_low_and_alone,
 )
 def no_masters(facts: RunFacts) -> Iterator[Observation]:
-    """16-bit weights without masters, and lost updates were not counted."""
+    """16-bit weights without master weights, and lost updates were not counted."""
     if not facts.lost:
-        measured = f"{facts.dtype} weights without masters, and nobody counted what "
-        measured += "rounding swallows"
+        measured = f"{facts.dtype} weights without master weights, and updates lost to "
+        measured += "rounding were not counted"
         advice = _masters_advice(facts)
         advice += " prepare(..., lost_updates_every=100) counts."
         yield Observation("weights", measured, advice)
@@ -105,9 +106,9 @@ def weights_already_low(facts: RunFacts) -> Iterator[Observation]:
         more = f" and {len(low) - _NAMED} more" if len(low) > _NAMED else ""
         word = facts.weights[low[0]]
         measured = f"{len(low)} of {len(facts.weights)} parameters came in {word}, "
-        measured += f"which level {level} updates without masters: {names}{more}"
+        measured += f"which level {level} updates without master weights: {names}{more}"
         advice = "Call model.float() before prepare; or store them low on purpose, "
-        advice += "with masters: --level O2."
+        advice += "with master weights: --level O2."
         share = len(low) / len(facts.weights)
         yield Observation("weights", measured, advice, len(low), share)
 
@@ -136,5 +137,5 @@ def gradients_summed_low(facts: RunFacts) -> Iterator[Observation]:
     """micro-batches whose gradients are added up in 16 bits."""
     count = facts.config.accumulate or 1
     measured = f"{count} micro-batches are added up in {facts.dtype}"
-    advice = "Keep masters, which add them up in fp32: --level O2."
+    advice = "Keep master weights, which add them up in fp32: --level O2."
     yield Observation("gradients", measured, advice, count)

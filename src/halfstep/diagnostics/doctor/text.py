@@ -45,7 +45,7 @@ def counted(examination: Examination) -> str:
 
 
 def not_evaluated_lines(examination: Examination) -> list[str]:
-    """Return what was not looked at, a line for each reason."""
+    """Return what was not checked, a line for each reason."""
     return [
         f"{each.why}: {', '.join(each.rules)}" for each in examination.not_evaluated
     ]
@@ -64,7 +64,7 @@ def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
         "\n".join(_finding_lines(finding, width)) for finding in examination.findings
     ]
     lists = (
-        ("Not looked at:", not_evaluated_lines(examination)),
+        ("Not checked:", not_evaluated_lines(examination)),
         ("Could not be read:", facts.problems),
     )
     parts += [

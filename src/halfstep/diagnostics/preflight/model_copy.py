@@ -61,7 +61,7 @@ class Pass:
     saved_bytes: int
     """What the forward pass kept for the backward pass, weights and buffers apart."""
     seconds: float
-    """It took, with all that was looked at."""
+    """It took, with all that was measured."""
 
     @property
     def finite(self) -> bool:

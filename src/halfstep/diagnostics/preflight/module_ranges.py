@@ -78,7 +78,7 @@ class Boundaries:
 
     Hooks on tensors, not backward hooks of modules: those put a function of their own
     into the graph, and what changes in place then fails. What is computed again for the
-    backward pass, as under activation checkpointing, is not looked at twice.
+    backward pass, as under activation checkpointing, is not read twice.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.ReLU())

@@ -149,7 +149,7 @@ def fp32(facts: Facts) -> Iterator[Observation]:
             "loss",
             f"loss {facts.loss_fp32:g} of {facts.bad_batch}, or its gradients, are not "
             "finite in fp32",
-            "No format can mend that: look at the batch, its labels, the weights and "
+            "No format can fix that: check the batch, its labels, the weights and "
             "the loss function; halfstep.find_nonfinite names the operation "
             "that made it.",
             weight=1.0,
@@ -173,9 +173,7 @@ def no_gradient(facts: Facts) -> Iterator[Observation]:
 def level(facts: Facts) -> Iterator[Observation]:
     """Passes and steps run at the level."""
     if facts.failed:
-        advice = (
-            "Use level O1, where operations are cast one by one, or mend the model."
-        )
+        advice = "Use level O1, where operations are cast one by one, or fix the model."
         yield Observation(facts.words, facts.failed, advice, weight=1.0)
 
 

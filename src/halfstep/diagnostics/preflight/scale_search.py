@@ -43,7 +43,7 @@ _RULES = 8  # modules kept in fp32 before the format is held to be the wrong one
 _LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried; fp32 must hold the loss
 _LEAP = 2.0**12  # from a scale at which all is zero to the next
 _COMPARED = 2
-_FIX_ADVICE = "No level was tried: mend it, the model or the batch."
+_FIX_ADVICE = "No level was tried: fix it, the model or the batch."
 _WIDENED = (
     "fp16 products of passes were computed in fp32 and rounded, as hardware with such "
     "products does: this CPU has none, and takes many times as long; steps are timed "

@@ -105,7 +105,12 @@ def check_words(
     _need("dtype", dtype, a_dtype, "'bf16', 'fp16', 'auto' or a torch.dtype")
     a_policy = policy is None or isinstance(policy, str | Policy)
     _need("policy", policy, a_policy, "'lean', 'torch', either with rules, or a Policy")
-    _need("master", master, isinstance(master, str), "the word for a form of masters")
+    _need(
+        "master",
+        master,
+        isinstance(master, str),
+        "the name of a form of master weights",
+    )
     forms.parse(str(master))
     for name, value in counts.items():
         is_int = isinstance(value, int) and not isinstance(value, bool)
