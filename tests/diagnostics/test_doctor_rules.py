@@ -311,7 +311,7 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         "weights already low",
         weights("fp32", "fp32"),
         weights("fp32", "bf16"),
-        "1 of 2 parameters came in bf16, which level O1 updates without masters",
+        "1 of 2 parameters came in bf16, which level O1 updates without master weights",
     ),
     (
         "fp16 sums",

@@ -263,8 +263,8 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
         "no profile of a step (profile.json, or halfstep.diagnose on your own step)",
     ),
     "operations": (
-        lambda f: bool(f.plan or f.bad_ops or (f.profile and f.profile.rows)),
-        "no profile (profile.json) or plan tells which operations ran",
+        lambda f: bool(f.bad_ops or (f.profile and f.profile.rows)),
+        "no profile (profile.json) tells which operations ran",
     ),
     "input time": (
         lambda f: (

@@ -269,30 +269,32 @@ def clipping(facts: RunFacts) -> Iterator[Observation]:
     yield Observation("gradients", measured, advice, share, share, severity)
 
 
+def _share_of_train(
+    facts: RunFacts, field: str, what: str, advice: str, warn: float
+) -> Iterator[Observation]:
+    train = facts.splits.get("train")
+    if train is not None and train.texts:
+        count = getattr(train, field)
+        share = count / train.texts
+        measured = f"{count:,} of {train.texts:,} texts, {percent(share)}, {what}"
+        severity = None if share >= warn else _NOTE
+        yield Observation("train texts", measured, advice, share, share, severity)
+
+
 @RULES.add(OURS + "; a note below 10%", needs=("texts",), limit=Limit(0.02, "{:.0%}"))
 def repeated_texts(facts: RunFacts) -> Iterator[Observation]:
     """Share of the training texts that equal an earlier one, label included."""
-    train = facts.splits.get("train")
-    if train is not None and train.texts:
-        share = train.repeated / train.texts
-        measured = f"{train.repeated:,} of {train.texts:,} texts, {percent(share)}, "
-        measured += "equal an earlier one"
-        advice = "Drop them, unless they are meant to count more often."
-        severity = None if share >= _REPEATED else _NOTE
-        yield Observation("train texts", measured, advice, share, share, severity)
+    advice = "Drop them, unless they are meant to count more often."
+    what = "equal an earlier one"
+    return _share_of_train(facts, "repeated", what, advice, _REPEATED)
 
 
 @RULES.add(OURS + "; a note below 1%", needs=("texts",), limit=Limit(0.002, "{:.1%}"))
 def contradicting_labels(facts: RunFacts) -> Iterator[Observation]:
     """Share of the training texts that are there with another label, too."""
-    train = facts.splits.get("train")
-    if train is not None and train.texts:
-        share = train.contradicting / train.texts
-        measured = f"{train.contradicting:,} of {train.texts:,} texts, "
-        measured += f"{percent(share)}, are there with another label, too"
-        advice = "Decide which label is right; no model can learn both."
-        severity = None if share >= _CONTRADICTING else _NOTE
-        yield Observation("train texts", measured, advice, share, share, severity)
+    advice = "Decide which label is right; no model can learn both."
+    what = "are there with another label, too"
+    return _share_of_train(facts, "contradicting", what, advice, _CONTRADICTING)
 
 
 @RULES.add(

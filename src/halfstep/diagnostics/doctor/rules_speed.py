@@ -102,8 +102,8 @@ def emulated(facts: RunFacts) -> Iterator[Observation]:
 def _cross_entropy(facts: RunFacts) -> Iterator[Observation]:
     """A loss on probabilities."""
     rows = [(r.op, name_of(r.op)) for r in _profile(facts).rows]
-    named = [*facts.plan, *facts.bad_ops]
-    rows += [(str(r.get("op")), str(r.get("module") or "loss")) for r in named]
+    events = facts.bad_ops
+    rows += [(str(r.get("op")), str(r.get("module") or "loss")) for r in events]
     for op, where in rows:
         if name_of(op) in {_BCE, f"{_BCE}_backward"}:
             measured = "it takes logarithms of probabilities, which 16 bits round to 0 "

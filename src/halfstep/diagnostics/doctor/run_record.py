@@ -251,8 +251,6 @@ class RunFacts:
     """In the order of the run."""
     splits: Mapping[str, SplitFacts] = field(default_factory=dict)
     """"train", "dev" and "test", those that were counted."""
-    plan: tuple[Mapping[str, Any], ...] = ()
-    """Rows of a precision plan: "op", "module", "dtype", "reason"."""
     problems: tuple[str, ...] = ()
     """What could not be read, a line each."""
 
