@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from required import required
 from torch import Tensor, nn
 
 import halfstep as hs
 
 if TYPE_CHECKING:
-    from halfstep.diagnostics.replay.arguments import Step
+    from halfstep.diagnostics.replay.search import Step
 
 PARTS = 4
 
@@ -55,8 +56,7 @@ def test_a_sum_that_overflows_is_no_fault_of_hardware() -> None:
     given = steps(model, 3e4)
     assert added_up(model, given[:1], 1.0)
     assert not added_up(model, given, 1.0)
-    bad = hs.find_nonfinite(model, given, failed=True)
-    assert bad is not None
+    bad = required(hs.find_nonfinite(model, given, failed=True))
     assert (bad.cause, bad.phase) == ("backward range", "backward")
     assert (bad.module, bad.kind, bad.op) == ("outer", "Linear", "add")
     assert (bad.dtype, bad.inputs, bad.nonfinite_kind) == ("float16", 3e4, "inf")
@@ -106,8 +106,7 @@ def test_a_smaller_scale_cures_a_sum() -> None:
     given = steps(model, 30.0)
     assert added_up(model, given, 1.0)
     assert not added_up(model, given, 2.0**10)
-    bad = hs.find_nonfinite(model, given, scale=2.0**10, failed=True)
-    assert bad is not None
+    bad = required(hs.find_nonfinite(model, given, scale=2.0**10, failed=True))
     assert (bad.cause, bad.normal) == ("backward range", True)
     assert "at loss scale 1024; at scale 1 the sum is finite" in bad.evidence
     assert added_up(model, given, 2.0**9)
@@ -119,8 +118,7 @@ def test_the_micro_batch_is_named() -> None:
     given = steps(model, 1.0)
     spoilt = X * float("nan")
     given[2] = lambda: model(spoilt).sum()
-    bad = hs.find_nonfinite(model, given)
-    assert bad is not None
+    bad = required(hs.find_nonfinite(model, given))
     assert (bad.module, bad.cause) == ("inner", "data")
     assert bad.evidence.endswith("(micro-batch 3 of 4)")
     assert hs.find_nonfinite(model, steps(model, 1.0)) is None
@@ -161,8 +159,7 @@ def test_sparse_gradients_are_added_up() -> None:
         return (table(ids).float() * 1.5e38).sum()  # type: ignore[no-any-return]
 
     assert hs.find_nonfinite(table, [step] * 2) is None
-    bad = hs.find_nonfinite(table, [step] * 3)
-    assert bad is not None
+    bad = required(hs.find_nonfinite(table, [step] * 3))
     assert (bad.module, bad.op) == ("model", "add")
 
 
@@ -193,6 +190,7 @@ def test_all_processes_run_as_many(
 def test_a_sum_beyond_float32_is_not_cured_by_bfloat16() -> None:
     """Law: bfloat16 reaches no further than float32, and is no remedy there."""
     model = nn.Linear(1, 1, bias=False)
-    bad = hs.find_nonfinite(model, [lambda: 3e38 * model(torch.ones(1, 1)).sum()] * 2)
-    assert bad is not None
+    bad = required(
+        hs.find_nonfinite(model, [lambda: 3e38 * model(torch.ones(1, 1)).sum()] * 2)
+    )
     assert (bad.dtype, bad.advice) == ("float32", "Divide each loss by 2.")

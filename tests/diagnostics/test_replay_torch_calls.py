@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from required import required
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -44,9 +45,7 @@ def loss(model: nn.Module, x: Tensor, dtype: torch.dtype, rule: str = "") -> Ten
 
 def found(model: nn.Module, x: Tensor) -> BadOp:
     """Return what is named in float16."""
-    bad = hs.find_nonfinite(model, lambda: loss(model, x, FP16))
-    assert bad is not None
-    return bad
+    return required(hs.find_nonfinite(model, lambda: loss(model, x, FP16)))
 
 
 SQUARE, ROWS = (8, 8), torch.full((4, 8), 100.0)
@@ -185,8 +184,9 @@ def test_a_cast_outside_of_the_module() -> None:
 def test_an_argument_that_the_code_casts() -> None:
     """Law: of data that the model itself casts, no format is said to hold it."""
     model = Root((8,), lambda x, w: x.half() + w)
-    bad = hs.find_nonfinite(model, lambda: model(torch.full((4, 8), 1e5)).mean())
-    assert bad is not None
+    bad = required(
+        hs.find_nonfinite(model, lambda: model(torch.full((4, 8), 1e5)).mean())
+    )
     assert bad.cause == "data"
     assert bad.advice.startswith("Normalise the data, or leave out the cast at test_")
 
@@ -224,9 +224,8 @@ def test_a_weight_of_nan_is_no_conversion() -> None:
     model = nn.Linear(4, 4).half()
     with torch.no_grad():
         model.weight[0, 0] = math.nan
-    bad = hs.find_nonfinite(
-        model, lambda: model(torch.ones(2, 4).half()).float().mean()
+    bad = required(
+        hs.find_nonfinite(model, lambda: model(torch.ones(2, 4).half()).float().mean())
     )
-    assert bad is not None
     assert (bad.cause, bad.rule) == ("weight", "")
     assert bad.advice.startswith("Go back to the last good checkpoint")

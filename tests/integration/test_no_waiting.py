@@ -52,7 +52,7 @@ def _gpu(
     monkeypatch.setattr(async_read.DelayedScalars, "submit", lambda *_: None)
     # The kernels of a CPU read memory, which fake tensors have none of.
     monkeypatch.setattr(OptimizerStep, "_has_kernel", False)
-    monkeypatch.setattr(factory, "cautions", lambda *_, **__: ())
+    monkeypatch.setattr(factory, "warnings_for", lambda *_, **__: ())
     with FakeTensorMode():
         yield
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.nonfinite import graph_origin
 from halfstep.nonfinite.graph import GraphCause
 from halfstep.scaling import ScaleRule
 from halfstep.scaling.collapse import find_cause
@@ -229,7 +228,7 @@ def test_a_finding_becomes_a_value(
     found: GraphCause, module: str, op: str, phase: str
 ) -> None:
     """Law: a module is named only where an operation takes its parameters itself."""
-    bad = graph_origin.to_origin(found, 8.0, finite=found.cause == "loss")
+    bad = found.to_origin(8.0, finite=found.cause == "loss")
     assert (bad.module, bad.op, bad.phase) == (module, op, phase)
     assert bad.nonfinite_kind == ""
     assert "inf or NaN" in str(bad)
@@ -238,9 +237,7 @@ def test_a_finding_becomes_a_value(
 @pytest.mark.parametrize("kind", ["inf", "NaN"])
 def test_what_was_made_is_told_on(kind: str) -> None:
     """Law: the value says what was made only where the graph showed it."""
-    bad = graph_origin.to_origin(
-        GraphCause("range", "exp", "", "", kind), 8.0, finite=True
-    )
+    bad = GraphCause("range", "exp", "", "", kind).to_origin(8.0, finite=True)
     assert bad.nonfinite_kind == kind
     assert f"exp produced {kind}" in str(bad).replace("model", "exp")
 
@@ -287,9 +284,7 @@ def test_which_of_the_two_was_made(
 )
 def test_behind_a_finite_loss(cause: str, phase: str) -> None:
     """Law: there a result overflowed on the way forward, a slope on the way back."""
-    bad = graph_origin.to_origin(
-        GraphCause(cause, "exp", "it is inf", ""), 8.0, finite=True
-    )
+    bad = GraphCause(cause, "exp", "it is inf", "").to_origin(8.0, finite=True)
     assert bad.phase == phase
     assert ("in the backward pass" in str(bad)) == (phase == "backward")
 

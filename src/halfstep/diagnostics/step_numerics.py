@@ -27,7 +27,7 @@ from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.replay import find_nonfinite
 from halfstep.diagnostics.replay.gradients import exchanges
 from halfstep.errors import UserError
-from halfstep.nonfinite.saved_values import local_data
+from halfstep.nonfinite.domains import local_data
 from halfstep.reporting.finding import Finding
 from halfstep.scaling import LossScaleCollapse
 from halfstep.scaling.step_report import StepReport

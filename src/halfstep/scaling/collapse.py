@@ -17,9 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from halfstep._torch import async_read
 from halfstep._torch.async_read import DelayedScalars
-from halfstep.nonfinite import graph_origin
+from halfstep.nonfinite.domains import EPSILON
 from halfstep.nonfinite.graph import GraphCause, find_in_graph
-from halfstep.nonfinite.saved_values import EPSILON
 from halfstep.scaling.skip_log import SkipLog
 from halfstep.scaling.step_history import StepHistory
 from halfstep.scaling.step_report import Constant, GradAbsmax
@@ -50,7 +49,7 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
         loss_finite: Whether the last loss was; None if nobody showed it.
         inf_in: Parameters whose gradients held inf.
         nan_in: Parameters whose gradients held NaN.
-        cause: "data", "weights", "zero", "range", "learning rate" or "loss".
+        cause: "data", "label", "weights", "zero", "range", "learning rate" or "loss".
         advice: What to do next.
         bad_op: The same as a value, and what a replay has found, once there was one.
     """
@@ -331,7 +330,7 @@ class CollapseMonitor:
             nan_in=nan_in,
             cause=verdict.cause,
             advice=verdict.advice,
-            bad_op=graph_origin.to_origin(verdict, last, finite=finite),
+            bad_op=verdict.to_origin(last, finite=finite),
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from halfstep.train.data.length_batches import ordered
 from halfstep.train.tasks import Objective
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from halfstep.distributed.process_group import World
     from halfstep.session.session import Session
     from halfstep.train.data.corpus import Split
@@ -87,9 +85,5 @@ def baseline_accuracy(train: Split, test: Split) -> float:
         CountVectorizer(analyzer="char", ngram_range=(1, 2)),
         LogisticRegression(max_iter=1000),
     )
-    pipeline.fit(_read(train), train.labels())
-    return float(pipeline.score(_read(test), test.labels()))
-
-
-def _read(split: Split) -> Sequence[str]:
-    return list(split.texts())
+    pipeline.fit(list(train.texts()), train.labels())
+    return float(pipeline.score(list(test.texts()), test.labels()))
