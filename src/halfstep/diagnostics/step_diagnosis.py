@@ -163,6 +163,16 @@ def diagnose(
         UserError: If an argument is of the wrong kind or out of range, or `batches` run
             out.
         LossScaleCollapse: If the step does; with what the replay has found.
+
+    Example:
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> def step():
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        >>> print(diagnose(step, model=model, optimizer=optimizer).numerics)
+        Losses of 9 steps, gradients of the first 3 and weights are finite.
     """
     require_type("step", step, callable(step), "a function that makes one step")
     _require_kinds(session, model, optimizer, scaler)
