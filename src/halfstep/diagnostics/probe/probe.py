@@ -11,6 +11,7 @@ import json
 import math
 import warnings
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -123,12 +124,7 @@ class Probe:
         """What should have been observed, and was not."""
         self._log = _writer(log)
         self._over_ranks, self._group = over_ranks, group
-        self._pending_flags: DelayedTensors[tuple[int, list[int], list[int]]] = (
-            DelayedTensors()
-        )
-        self._pending_stats: DelayedTensors[tuple[Event, list[str], list[str]]] = (
-            DelayedTensors()
-        )
+        self._pending: DelayedTensors[Callable[[list[Tensor]], None]] = DelayedTensors()
         self._hooks = Hooks(ddp.unwrap(model), self._casts, full=mode != "flags")
         self._begin()
 
@@ -181,10 +177,8 @@ class Probe:
 
     def flush(self) -> None:
         """Report all steps that have not arrived yet. Synchronizes."""
-        for (step, order, first_seen), tensors in self._pending_flags.flush():
-            self._flags_arrived(step, order, first_seen, tensors)
-        for (event, names, dtypes), tensors in self._pending_stats.flush():
-            self._stats_arrived(event, names, dtypes, tensors)
+        for arrived, tensors in self._pending.flush():
+            arrived(tensors)
 
     def detach(self) -> None:
         """Remove all hooks; results can still be read. Synchronizes."""
@@ -231,9 +225,7 @@ class Probe:
             order, rows = self._reduced_over_ranks(order, rows)
         if not rows:
             rows = [torch.empty(0)]
-        note = self.steps, order, first_seen
-        for (step, numbers, first), tensors in self._pending_flags.submit(note, rows):
-            self._flags_arrived(step, numbers, first, tensors)
+        self._submit(partial(self._flags_arrived, self.steps, order, first_seen), rows)
 
     def _reduced_over_ranks(
         self, order: list[int], rows: list[Tensor]
@@ -244,9 +236,8 @@ class Probe:
         if order:
             indices = torch.tensor(order).to(hooks.device, non_blocking=True)
             every.scatter_reduce_(0, indices, torch.cat(rows), "amax")
-        return list(range(len(every))), [
-            process_group.all_reduce_max(every, self._group)
-        ]
+        total = process_group.all_reduce_max(every, self._group)
+        return list(range(len(total))), [total]
 
     def _flags_arrived(
         self, step: int, order: list[int], first_seen: list[int], tensors: list[Tensor]
@@ -285,10 +276,9 @@ class Probe:
             for name, dtype, row in zip(names, dtypes, rows.values(), strict=True)
         }
         stacked = Counts.stacked(list(rows.values()))
-        for (event, labels, kinds), tensors in self._pending_stats.submit(
-            ({"step": self.steps, **extra}, names, dtypes), list(vars(stacked).values())
-        ):
-            self._stats_arrived(event, labels, kinds, tensors)
+        event = {"step": self.steps, **extra}
+        arrived = partial(self._stats_arrived, event, names, dtypes)
+        self._submit(arrived, [*vars(stacked).values()])
 
     def _stats_over_ranks(self, rows: dict[Key, Counts]) -> dict[Key, Counts]:
         """Return the statistics of all processes; blocks until each has sent keys."""
@@ -322,6 +312,13 @@ class Probe:
         self._arrive(event["step"], observed, bad)
 
     # Both
+
+    def _submit(
+        self, arrived: Callable[[list[Tensor]], None], tensors: list[Tensor]
+    ) -> None:
+        """Send tensors to the host; report the steps that have arrived."""
+        for report, values in self._pending.submit(arrived, tensors):
+            report(values)
 
     def _arrive(self, step: int, observed: Container[int], bad: list[str]) -> None:
         """Report a step."""
