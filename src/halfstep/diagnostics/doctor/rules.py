@@ -1,7 +1,4 @@
-"""All rules of the doctor, and what they find.
-
-In: `RunFacts`. Out: findings, worst first.
-"""
+"""All rules of the doctor, and what they find."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.doctor.run_record import RunFacts
     from halfstep.reporting.finding import Finding
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule[RunFacts], ...] = (
     *rules_learning.RULES,
     *rules_scale.RULES,
     *rules_range.RULES,
@@ -37,7 +34,7 @@ def examination(facts: RunFacts, hints: Mapping[str, str] | None = None) -> Exam
 
     Args:
         facts: Of the run.
-        hints: As for `examined`.
+        hints: As for `evaluate`.
     """
     return evaluate(RULES, facts, hints)
 
@@ -58,10 +55,11 @@ def markdown() -> str:
     """Return the rules as a table for the docs."""
     lines = ["| rule | worst | looks at | limit | source |", "|---|---|---|---|---|"]
     for rule in RULES:
-        worst = "error" if rule.severe is not None else rule.severity
-        limit = rule.limit_text()
-        if rule.severe is not None:
-            limit += f"; error: {rule.limit_format.format(rule.severe)}"
-        cells = (rule.name, worst, rule.about, limit or "-", rule.source)
+        worst: str = rule.severity
+        limit = "-" if rule.limit is None else str(rule.limit)
+        if rule.limit is not None and rule.limit.severe is not None:
+            worst = "error"
+            limit += f"; error: {rule.limit.unit.format(rule.limit.severe)}"
+        cells = (rule.name, worst, rule.about, limit, rule.source)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
