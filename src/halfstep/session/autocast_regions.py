@@ -6,7 +6,6 @@ and one record, from one optimizer step to the next.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +17,6 @@ from halfstep.casting.policy_autocast import PolicyAutocast
 from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
     from halfstep.machine.recommendation import Choice
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
@@ -35,6 +30,8 @@ class AutocastContexts:
 
     Attributes:
         cache: The casts of the weights.
+        grad_accumulator: Of 16-bit gradients of fp32 weights; None where there are
+            none.
     """
 
     def __init__(self, choice: Choice, policy: Policy, device: str) -> None:
@@ -48,11 +45,9 @@ class AutocastContexts:
         Raises:
             UserError: If the device has no table, and the policy needs one.
         """
-        self._grad_accumulator = Fp32GradAccumulator()
         fp32 = choice.level.autocast and not choice.level.low_weights
-        self.cache = CastCache(
-            self._grad_accumulator if fp32 else None, for_training=True
-        )
+        self.grad_accumulator = Fp32GradAccumulator() if fp32 else None
+        self.cache = CastCache(self.grad_accumulator, for_training=True)
         self._policy = policy
         self._matched: set[int] = set()
         self._needs_refresh = False
@@ -97,19 +92,6 @@ class AutocastContexts:
         if record and self._recording_context is not None:
             return self._recording_context
         return self._context
-
-    @contextlib.contextmanager
-    def accumulate_grads(self, loss: Tensor) -> Iterator[None]:
-        """Take in 16-bit gradients during the backward pass of a loss.
-
-        Not those of another one inside it, as `torch.autograd.grad` in a hook is: its
-        gradients are its caller's.
-        """
-        self._grad_accumulator.start(loss)
-        try:
-            yield
-        finally:
-            self._grad_accumulator.stop()
 
     def after_microbatch(self) -> None:
         """Keep the casts for the next micro-batch, if this had one context alone."""
