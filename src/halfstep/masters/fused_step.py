@@ -15,7 +15,7 @@ import torch
 from halfstep._torch import optimizer_hooks
 from halfstep.masters import cpu_kernels, eager_kernels, triton_kernels
 from halfstep.masters.encoding import PLAIN
-from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd, as_number
+from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -117,7 +117,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
     """Return the arithmetic of a parameter group; None if it cannot be said."""
-    lr = as_number(group["lr"])
+    lr = _as_number(group["lr"])
     if lr is None or group.get("differentiable"):
         return None
     if isinstance(optimizer, torch.optim.SGD):
@@ -129,7 +129,7 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
             group["weight_decay"],
             group["maximize"],
         )
-    beta1, beta2 = (as_number(beta) for beta in group["betas"])
+    beta1, beta2 = (_as_number(beta) for beta in group["betas"])
     if beta1 is None or beta2 is None:
         return None
     plain_adamw = isinstance(optimizer, torch.optim.AdamW)
@@ -143,6 +143,13 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
         group["amsgrad"],
         group["maximize"],
     )
+
+
+def _as_number(value: Any) -> float | None:  # noqa: ANN401
+    """Return a hyper-parameter as a number; None if it is a tensor on a device."""
+    if isinstance(value, int | float):
+        return float(value)
+    return float(value) if getattr(value, "is_cpu", False) else None
 
 
 class FusedStep:
