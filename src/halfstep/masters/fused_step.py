@@ -117,7 +117,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
     """Return the arithmetic of a parameter group; None if it cannot be said."""
-    lr = _as_number(group["lr"])
+    lr = as_number(group["lr"])
     if lr is None or group.get("differentiable"):
         return None
     if isinstance(optimizer, torch.optim.SGD):
@@ -129,7 +129,7 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
             group["weight_decay"],
             group["maximize"],
         )
-    beta1, beta2 = (_as_number(beta) for beta in group["betas"])
+    beta1, beta2 = (as_number(beta) for beta in group["betas"])
     if beta1 is None or beta2 is None:
         return None
     plain_adamw = isinstance(optimizer, torch.optim.AdamW)
@@ -145,7 +145,7 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
     )
 
 
-def _as_number(value: Any) -> float | None:  # noqa: ANN401
+def as_number(value: Any) -> float | None:  # noqa: ANN401
     """Return a hyper-parameter as a number; None if it is a tensor on a device."""
     if isinstance(value, int | float):
         return float(value)
