@@ -168,7 +168,7 @@ def test_env(
 ) -> None:
     """Law: rates and advice are printed, and are in the data as numbers."""
     measured = GemmRates(RATES, dict.fromkeys(RATES, 0.0), 0.0)
-    monkeypatch.setattr(hardware, "measured", lambda *_, **__: measured)
+    monkeypatch.setattr(hardware, "measured_rates", lambda *_, **__: measured)
     assert leave("env", "--json", "env.json") == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -482,7 +482,7 @@ def test_output_on_60_columns(
 
 BARE = """
 import sys
-for name in ("jinja2", "matplotlib", "nervaluate", "rich", "sklearn", "tomli_w"):
+for name in ("jinja2", "matplotlib", "rich", "sklearn", "tomli_w"):
     sys.modules[name] = None
 from halfstep import cli
 sys.exit(cli.run(sys.argv[1:]))
@@ -507,6 +507,6 @@ def test_what_each_command_needs(here: Path) -> None:
     status, err = bare("train", "--out", "new")
     assert status == 2
     assert complaint(err) == (
-        "halfstep train needs jinja2, matplotlib, nervaluate, rich, scikit-learn, "
+        "halfstep train needs jinja2, matplotlib, rich, scikit-learn, "
         "tomli-w: install with pip install 'halfstep[train,report]'."
     )

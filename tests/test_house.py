@@ -48,7 +48,7 @@ def test_face() -> None:
     assert dir(halfstep) == names
     for name in names:
         assert getattr(halfstep, name).__doc__, name
-        room = halfstep._ROOM_OF.get(name)
+        room = halfstep._MODULE_OF_NAME.get(name)
         if room:
             assert getattr(halfstep, name) is getattr(
                 import_module(f"halfstep.{room}"), name
@@ -68,7 +68,7 @@ def test_face_says_the_same_to_type_checkers() -> None:
             is_module = path in FILES or f"{path}.__init__" in FILES
             where[alias.asname or alias.name] = path if is_module else package
     assert sorted(where) == halfstep.__all__
-    assert where == halfstep._ROOM_OF | halfstep._ROOMS
+    assert where == halfstep._MODULE_OF_NAME | halfstep._MODULES
 
 
 def test_unknown_name() -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from halfstep.casting.weight_cache import CastCache
     from halfstep.diagnostics.preflight import check
     from halfstep.diagnostics.probe import Probe
-    from halfstep.diagnostics.replay import first_bad
+    from halfstep.diagnostics.replay import find_nonfinite
     from halfstep.diagnostics.step_diagnosis import diagnose
     from halfstep.errors import UserError
     from halfstep.masters import MasterWeights
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOM_OF = {
+_MODULE_OF_NAME = {
     "CastCache": "casting.weight_cache",
     "Decision": "policy",
     "DtypeMismatch": "casting.dtype_mismatch",
@@ -60,13 +60,13 @@ _ROOM_OF = {
     "custom_bwd": "casting.custom_functions",
     "custom_fwd": "casting.custom_functions",
     "diagnose": "diagnostics.step_diagnosis",
-    "first_bad": "diagnostics.replay",
+    "find_nonfinite": "diagnostics.replay",
     "full_precision": "casting.custom_functions",
     "low_precision": "casting.custom_functions",
     "prepare": "session.factory",
     "promote": "casting.custom_functions",
 }
-_ROOMS = {
+_MODULES = {
     "checkpoint": "checkpoint",
     "formats": "numerics.formats",
     "levels": "policy.levels",
@@ -96,7 +96,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "diagnose",
-    "first_bad",
+    "find_nonfinite",
     "formats",
     "full_precision",
     "levels",
@@ -114,11 +114,11 @@ if not TYPE_CHECKING:  # a type checker must still see a misspelt name
 
     def __getattr__(name: str) -> object:
         """Load a public name on first use."""
-        if name in _ROOM_OF:
-            room = import_module(f"halfstep.{_ROOM_OF[name]}")
-            value: object = getattr(room, name)
-        elif name in _ROOMS:
-            value = import_module(f"halfstep.{_ROOMS[name]}")
+        if name in _MODULE_OF_NAME:
+            module = import_module(f"halfstep.{_MODULE_OF_NAME[name]}")
+            value: object = getattr(module, name)
+        elif name in _MODULES:
+            value = import_module(f"halfstep.{_MODULES[name]}")
         else:
             message = f"module 'halfstep' has no attribute {name!r}"
             raise AttributeError(message)

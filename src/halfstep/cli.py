@@ -1,4 +1,4 @@
-"""The command line: one function a command, each importing its room inside.
+"""The command line: one function a command, each importing what it needs inside.
 
 In: words. Out: text on standard output, files where asked for, exit status 0; or one
 line on standard error and status 2 for what cannot be used, 1 for a run that failed.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
-from halfstep.reporting.argument_parser import Parser, complain
+from halfstep.reporting.argument_parser import Parser, print_error
 
 if TYPE_CHECKING:
     import argparse
@@ -61,15 +61,15 @@ def run(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0  # whoever read our output has seen enough; the work is done
     except (UserError, OSError) as error:
-        return complain(error, 2)
+        return print_error(error, 2)
     except KeyboardInterrupt:
         saved = "what `train` had saved can be gone on with by --resume"
-        return complain(f"interrupted; {saved}", 130)
+        return print_error(f"interrupted; {saved}", 130)
     except Exception as error:
         status = _outcome(error)
         if status is None:
             raise
-        return complain(error, status)
+        return print_error(error, status)
     return 0
 
 
@@ -255,15 +255,15 @@ def _predict(arguments: argparse.Namespace) -> None:
     predictor = Predictor(arguments.run)
     notes: tuple[str, ...] = ()
     if arguments.texts == ["-"]:
-        found = predictor.predict(predictions.lines(sys.stdin.buffer))
+        results = predictor.predict(predictions.lines(sys.stdin.buffer))
     else:
         texts, notes = predictions.drop_blank(arguments.texts)
-        found = predictor.predict(texts)
+        results = predictor.predict(texts)
     if arguments.json:
         direct = arguments.json == _STANDARD_OUTPUT
-        predictions.write(found, None if direct else arguments.json, notes)
+        predictions.write(results, None if direct else arguments.json, notes)
     else:
-        _show(predictions.tables(found, predictor.outputs, notes), None)
+        _show(predictions.tables(results, predictor.outputs, notes), None)
 
 
 def _add_doctor(commands: Any) -> None:  # noqa: ANN401
@@ -289,14 +289,14 @@ def _doctor(arguments: argparse.Namespace) -> None:
     from halfstep.diagnostics.doctor import examination, html_report, run_reader, text
 
     facts = run_reader.read(arguments.run)
-    found = examination(facts)
+    result = examination(facts)
     _print_and_write(
-        lambda width: text.text(facts, found, width or text.WIDTH),
-        lambda: text.data(facts, found),
+        lambda width: text.text(facts, result, width or text.WIDTH),
+        lambda: text.data(facts, result),
         arguments.json,
     )
     if arguments.html:
-        _write(html_report.page(facts, found), arguments.html, "--html")
+        _write(html_report.page(facts, result), arguments.html, "--html")
 
 
 def _add_bench(commands: Any) -> None:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""The one exception that means "what you gave cannot be used", and warnings.
+"""`UserError` for arguments that cannot be used, checks that raise it, and warnings.
 
 In: values that a caller gave. Out: `UserError`, which the command line prints as one
 line, or the value as the number it stands for; or a warning that points at the line of
@@ -13,9 +13,9 @@ import sys
 import warnings
 from numbers import Real
 
-_OURS = ("halfstep", "torch", "contextlib")
-_SHOWN = 60
-_MOST = 2**63 - 1
+_INTERNAL_PACKAGES = ("halfstep", "torch", "contextlib")
+_MAX_CHARS = 60
+_MAX_INT = 2**63 - 1
 
 
 class UserError(ValueError):
@@ -27,40 +27,40 @@ class UserError(ValueError):
     """
 
 
-def require(name: str, value: object, good: bool, right: str) -> None:
+def require(name: str, value: object, valid: bool, expected: str) -> None:
     """Refuse a value that is out of its range.
 
     Args:
         name: Of the argument.
         value: What was given.
-        good: Whether it will do.
-        right: What would, in words.
+        valid: Whether it will do.
+        expected: What would, in words.
 
     Raises:
         UserError: If it will not.
     """
-    if not good:
-        message = f"{name}={shown(value)} must be {right}."
+    if not valid:
+        message = f"{name}={format_value(value)} must be {expected}."
         raise UserError(message)
 
 
-def require_kind(name: str, value: object, good: bool, right: str) -> None:
+def require_type(name: str, value: object, valid: bool, expected: str) -> None:
     """Refuse a value of another kind, whose text may fill pages.
 
     Args:
         name: Of the argument.
         value: What was given.
-        good: Whether it is of the kind.
-        right: The kind, in words.
+        valid: Whether it is of the kind.
+        expected: The kind, in words.
 
     Raises:
         UserError: If it is not.
     """
-    if not good:
+    if not valid:
         kind = f"of type {type(value).__name__}"
         if isinstance(value, type):
             kind = f"the class {value.__name__}"
-        message = f"{name} is {kind}; it must be {right}."
+        message = f"{name} is {kind}; it must be {expected}."
         raise UserError(message)
 
 
@@ -69,13 +69,13 @@ def warn_caller(message: str) -> None:
     level, frame = 2, sys._getframe(1)  # noqa: SLF001 -- the only way before 3.12
     while (
         frame.f_back is not None
-        and str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS
+        and str(frame.f_globals.get("__name__")).partition(".")[0] in _INTERNAL_PACKAGES
     ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as a message shows it: numbers and words, others by their type.
 
     Why: the text of an array fills pages, that of a function is an address.
@@ -90,37 +90,37 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # Python writes no integers of more than 4300 digits
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."
 
 
-def count(name: str, value: object, least: int) -> int:
+def require_int(name: str, value: object, minimum: int) -> int:
     """Return an integer, of any type that is one.
 
     Raises:
         UserError: If it is none, too small, or a bool, which is an answer, not a count.
     """
-    right = f"a whole number of at least {least}"
+    expected = f"a whole number of at least {minimum}"
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = -1
-    require(name, value, number >= least, right)
-    require(name, value, number <= _MOST, "a whole number below 2**63")
+    require(name, value, number >= minimum, expected)
+    require(name, value, number <= _MAX_INT, "a whole number below 2**63")
     return number
 
 
-def positive(name: str, value: object, right: str) -> float:
+def require_positive(name: str, value: object, expected: str) -> float:
     """Return a number above 0, inf included.
 
     Raises:
         UserError: If it is none, NaN, too large for a float, or a bool.
     """
-    number = real(value)
-    require(name, value, number > 0, right)
+    number = to_float(value)
+    require(name, value, number > 0, expected)
     return number
 
 
-def real(value: object) -> float:
+def to_float(value: object) -> float:
     """Return a number as a float; NaN for a bool, and for what no float can hold."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
@@ -130,7 +130,7 @@ def real(value: object) -> float:
         return math.nan
 
 
-def flag(name: str, value: object) -> bool:
+def require_bool(name: str, value: object) -> bool:
     """Return a bool; numpy's too.
 
     Raises:

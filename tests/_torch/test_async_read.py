@@ -11,28 +11,28 @@ from torch import nn
 
 import halfstep as hs
 from halfstep._torch import async_read
-from halfstep._torch.async_read import LAG, Late, on_host
+from halfstep._torch.async_read import DELAY_STEPS, DelayedScalars, is_cpu
 from halfstep.scaling import LossScaler, ScaleRule
 from halfstep.session.lr_schedule import LRSchedule
 
 
-class Slow(Late):
-    """What a GPU does: numbers come `LAG` sendings late."""
+class Slow(DelayedScalars):
+    """What a GPU does: numbers come `DELAY_STEPS` submits late."""
 
     def __init__(self) -> None:
         self.queue: list[list[float]] = []
 
     @property
-    def behind(self) -> int:
+    def num_pending(self) -> int:
         """How many have not come."""
         return len(self.queue)
 
-    def send(self, values: Any) -> list[float] | None:
+    def submit(self, values: Any) -> list[float] | None:
         """Queue them."""
         self.queue.append([float(value) for value in values])
-        return self.queue.pop(0) if len(self.queue) > LAG else None
+        return self.queue.pop(0) if len(self.queue) > DELAY_STEPS else None
 
-    def coming(self) -> list[list[float]]:
+    def read_pending(self) -> list[list[float]]:
         """Return what is in the queue."""
         return self.queue
 
@@ -40,8 +40,8 @@ class Slow(Late):
 @pytest.fixture(name="slow")
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything that is sent come late."""
-    monkeypatch.setattr("halfstep.scaling.collapse.Late", Slow)
-    monkeypatch.setattr("halfstep.session.lr_schedule.Late", Slow)
+    monkeypatch.setattr("halfstep.scaling.collapse.DelayedScalars", Slow)
+    monkeypatch.setattr("halfstep.session.lr_schedule.DelayedScalars", Slow)
 
 
 def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
@@ -55,17 +55,17 @@ def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
 def test_on_a_cpu_at_once() -> None:
     """Law: where nobody waits, numbers come at once, of any dtype and shape."""
     sent = (torch.tensor(2.5), torch.tensor([3]), torch.tensor([[1]]).bool())
-    assert Late().send(sent) == [2.5, 3.0, 1.0]
-    assert Late().behind == 0
-    assert on_host(torch.device("cpu"))
-    assert not on_host(torch.device("cuda"))
+    assert DelayedScalars().submit(sent) == [2.5, 3.0, 1.0]
+    assert DelayedScalars().num_pending == 0
+    assert is_cpu(torch.device("cpu"))
+    assert not is_cpu(torch.device("cuda"))
 
 
 @pytest.mark.usefixtures("slow")
 def test_collapse_comes_late_but_comes() -> None:
     """Law: a limit of 5 skips ends the run in the step that the fifth arrives in."""
     scaler = LossScaler(ScaleRule(max_consecutive_skips=5))
-    for _ in range(5 + LAG - 1):
+    for _ in range(5 + DELAY_STEPS - 1):
         scaler.observe_loss(torch.tensor(1.0))
         scaler.update(torch.tensor(1.0))
     with pytest.raises(hs.LossScaleCollapse) as caught:
@@ -79,12 +79,12 @@ def test_collapse_comes_late_but_comes() -> None:
 def test_a_state_holds_what_is_under_way() -> None:
     """Law: the steps before a state was saved are in it, arrived or not."""
     scaler = LossScaler(ScaleRule())
-    for number in range(LAG + 2):
+    for number in range(DELAY_STEPS + 2):
         scaler.observe_loss(torch.tensor(8.0 - number))
-        scaler.update(torch.tensor(float(number == LAG)))
+        scaler.update(torch.tensor(float(number == DELAY_STEPS)))
         told = scaler.state_dict()["watch"]
-        assert told["applied"] == number + (number < LAG)
-        assert told["history"] == [2.0**16] * (number == LAG)
+        assert told["applied"] == number + (number < DELAY_STEPS)
+        assert told["history"] == [2.0**16] * (number == DELAY_STEPS)
 
 
 @pytest.mark.usefixtures("slow")
@@ -107,7 +107,7 @@ def test_a_scale_that_may_be_below_one() -> None:
 
 @pytest.mark.usefixtures("slow")
 def test_a_schedule_follows() -> None:
-    """Law: a schedule makes as many steps as were applied, `LAG` steps late."""
+    """Law: a schedule makes as many steps as were applied, `DELAY_STEPS` steps late."""
     schedule = LRSchedule(scheduler())
     assert schedule.scheduler is not None
     seen = []
@@ -178,13 +178,15 @@ def test_a_schedule_set_later_begins_then() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_late_and_in_order() -> None:
-    """Law: on a GPU, too, exactly those of `LAG` sendings ago arrive."""
-    sender = Late()
-    arrived = [sender.send((torch.tensor(n, device="cuda"),)) for n in range(6)]
-    assert arrived == [None] * LAG + [[float(n)] for n in range(6 - LAG)]
-    assert sender.behind == LAG
-    assert sender.coming() == [[float(n)] for n in range(6 - LAG, 6)]
-    assert not async_read.on_host(torch.device("cuda"))
+    """Law: on a GPU, too, exactly those of `DELAY_STEPS` submits ago arrive."""
+    sender = DelayedScalars()
+    arrived = [sender.submit((torch.tensor(n, device="cuda"),)) for n in range(6)]
+    assert arrived == [None] * DELAY_STEPS + [
+        [float(n)] for n in range(6 - DELAY_STEPS)
+    ]
+    assert sender.num_pending == DELAY_STEPS
+    assert sender.read_pending() == [[float(n)] for n in range(6 - DELAY_STEPS, 6)]
+    assert not async_read.is_cpu(torch.device("cuda"))
 
 
 def test_which_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,5 +200,5 @@ def test_which_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     second = torch.device("cuda", 1)
-    async_read._mark(second)
+    async_read._record_event(second)
     assert marked == [second]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
 import struct
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Self
 import pytest
 import torch
 import torch.distributed as dist
+from bench_runs import flags
 from processes import group_of_one
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep import cli
-from halfstep.bench import comm_bytes, comm_worker, commands
+from halfstep.bench import comm_bytes
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,41 +30,25 @@ SIZES = {"O0": 4, "O1": 4, "O2": 2, "O2-split": 2, "torch.amp": 4, "torch.amp-ho
 """Contender -> bytes of a gradient's number on the wire."""
 
 
-def flags_of(*words: str) -> argparse.Namespace:
-    """Return what the command line would give."""
-    parser = argparse.ArgumentParser()
-    commands.BENCHES["wire"].add_flags(parser)
-    small = ("--layers", str(LAYERS), "--width", str(WIDTH), "--batch", "2")
-    return parser.parse_args([*small, "--steps", "2", *words])
+SMALL = f"--layers {LAYERS} --width {WIDTH} --batch 2 --steps 2"
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp16"])
 def table(request: pytest.FixtureRequest) -> Table:
     """Return the table of a small run."""
-    words = ("--accumulate", "1,2", "--dtype", request.param)
-    (found,) = comm_bytes.tables(flags_of(*words))
-    return found
+    words = f"{SMALL} --accumulate 1,2 --dtype {request.param}"
+    (table,) = comm_bytes.tables(flags("wire", words))
+    return table
 
 
-def test_names() -> None:
-    """Law: the command line knows all contenders, and the baseline is one."""
-    assert tuple(comm_worker.CONTENDERS) == commands.WIRES == tuple(SIZES)
-    assert comm_bytes.BASELINE in commands.WIRES
-
-
-def test_columns_have_names_of_their_own(table: Table) -> None:
-    """Law: no two columns are called the same but for spaces; ratios say of what."""
-    assert len({name.strip() for name in table.columns}) == len(table.columns)
+def test_payload_by_hand(table: Table) -> None:
+    """Law: a step sends each gradient once, in 4 bytes at O0 and O1 and in 2 at O2."""
     assert table.columns[2:6] == (
         "bytes sent",
         "sent x O0",
         "in collectives",
         "collectives x O0",
     )
-
-
-def test_payload_by_hand(table: Table) -> None:
-    """Law: a step sends each gradient once, in 4 bytes at O0 and O1 and in 2 at O2."""
     rows = {(row[0], row[1]): row for row in table.rows}
     assert set(rows) == {(name, micros) for name in SIZES for micros in (1, 2)}
     for (name, micros), row in rows.items():
@@ -95,16 +78,6 @@ def test_sockets_sent_the_payload(table: Table) -> None:
         assert ratio == pytest.approx(sent / base[micros], rel=1e-3), name
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: the command runs what it was told, and says how it was measured."""
-    words = ["--width", "4", "--layers", "1", "--steps", "1", "--accumulate", "1"]
-    assert cli.run(["bench", "wire", *words, "--contenders", "O2"]) == 0
-    out, err = capsys.readouterr()
-    assert "TCP_INFO" in out
-    assert f"{2 * (4 * 4 + 4)}" in out
-    assert err == "O2, 1 micro-batches: done\n"
-
-
 @pytest.mark.skipif(not LINUX, reason="Linux tells what a socket sent")
 def test_what_sockets_sent() -> None:
     """Law: bytes count once, on the side that sent them, in this process."""
@@ -112,7 +85,7 @@ def test_what_sockets_sent() -> None:
         caller = socket.create_connection(server.getsockname())
         other, _ = server.accept()
         with caller, other:
-            before = comm_worker.bytes_sent()
+            before = comm_bytes.bytes_sent()
             assert before is not None
             caller.sendall(bytes(100_000))
             other.sendall(bytes(7))
@@ -120,7 +93,7 @@ def test_what_sockets_sent() -> None:
             while left:
                 left -= len(other.recv(left))
             assert len(caller.recv(7)) == 7
-            after = comm_worker.bytes_sent()
+            after = comm_bytes.bytes_sent()
             assert after == before + 100_007
 
 
@@ -142,13 +115,13 @@ def test_bytes_sent_again_are_taken_off(monkeypatch: pytest.MonkeyPatch) -> None
             return info
 
     files = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(comm_worker, "_socket", lambda _: Known())
-    counted = comm_worker.bytes_sent()
+    monkeypatch.setattr(comm_bytes, "duplicate_socket", lambda _: Known())
+    counted = comm_bytes.bytes_sent()
     assert counted is not None
     assert counted % 700 == 0
     assert abs(counted // 700 - files) <= 2
     info = bytes(104)
-    assert comm_worker.bytes_sent() is None
+    assert comm_bytes.bytes_sent() is None
 
 
 def test_collectives_are_counted() -> None:
@@ -157,7 +130,7 @@ def test_collectives_are_counted() -> None:
         model = DistributedDataParallel(nn.Linear(3, 2))
         for _ in range(2):
             model(torch.ones(1, 3)).sum().backward()
-        with comm_worker.Collectives() as seen:
+        with comm_bytes.Collectives() as seen:
             dist.all_reduce(torch.ones(5, dtype=torch.bfloat16))
             model(torch.ones(1, 3)).sum().backward()
     assert (seen.calls, seen.payload) == (2, 5 * 2 + (3 * 2 + 2) * 4)
@@ -166,34 +139,33 @@ def test_collectives_are_counted() -> None:
 def test_digest() -> None:
     """Law: a hash sees every bit, and takes any dtype and shape."""
     zero = torch.zeros(3)
-    assert comm_worker.digest([zero]) == comm_worker.digest([torch.zeros(3)])
-    assert comm_worker.digest([zero]) != comm_worker.digest([-zero])
+    assert comm_bytes.digest([zero]) == comm_bytes.digest([torch.zeros(3)])
+    assert comm_bytes.digest([zero]) != comm_bytes.digest([-zero])
     kinds = [torch.ones((), dtype=torch.bfloat16), torch.ones(2, 3).t()]
-    assert comm_worker.digest(kinds) != comm_worker.digest(kinds[:1])
+    assert comm_bytes.digest(kinds) != comm_bytes.digest(kinds[:1])
 
 
 def test_a_system_that_tells_nothing() -> None:
     """Law: without figures of sockets cells are empty; payloads are there."""
-    silent = comm_worker.RankResult(None, 10.0, 1.0, "a")
-    other = comm_worker.RankResult(None, 5.0, 1.0, "b")
-    row = comm_bytes.cells("O2", 1, [other, silent], [silent, silent])
-    assert row == ("O2", 1, None, None, 5, 0.5, 1, False)
-    assert comm_bytes.cells("O2", 1, [other, other], None)[5] is None
-    assert comm_bytes.cells("O2", 1, [], [silent]) == ("O2", 1, *[None] * 6)
+    silent = comm_bytes.RankResult(None, 10.0, 1.0, "a")
+    other = comm_bytes.RankResult(None, 5.0, 1.0, "b")
+    row = comm_bytes.table_row("O2", 1, [other, silent], [silent, silent])
+    assert (*row.values(),) == ("O2", 1, None, None, 5, 0.5, 1, False)
+    alone = comm_bytes.table_row("O2", 1, [other, other], None)
+    assert alone["collectives x O0"] is None
+    refused = comm_bytes.table_row("O2", 1, [], [silent])
+    assert (*refused.values(),) == ("O2", 1, *[None] * 6)
 
 
 def test_a_rank_that_fails(tmp_path: Path) -> None:
-    """Law: if one rank falls, the run ends with its last words."""
+    """Law: if one rank fails, the run ends with its last line of errors."""
+    work = {"device": "cpu", "dtype": "bf16", "layers": 1, "width": 4, "batch": 1}
+    task = {"name": "nobody", "steps": 1, "work": work | {"accumulate": 1}}
+
+    def ask() -> None:
+        store = tmp_path / "store"
+        with comm_bytes.start(0, store) as one, comm_bytes.start(1, store) as other:
+            comm_bytes.request_all([one, other], task)
+
     with pytest.raises(UserError, match=r"contender rank .* ended with status 1"):
-        fall(tmp_path)
-
-
-def fall(folder: Path) -> None:
-    """Ask both ranks for a contender that there is not."""
-    task = {"device": "cpu", "dtype": "bf16", "layers": 1, "width": 4, "batch": 1}
-    task |= {"accumulate": 1, "contender": "nobody", "steps": 1}
-    with (
-        comm_bytes.start(0, folder / "s") as one,
-        comm_bytes.start(1, folder / "s") as other,
-    ):
-        comm_bytes.request_all([one, other], task)
+        ask()

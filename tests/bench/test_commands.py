@@ -1,50 +1,61 @@
-"""`halfstep bench` on the command line: help, data, and what is refused."""
+"""`halfstep bench` on the command line: help, data, and what is rejected."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from bench_runs import flags, rejected, run
 
 from halfstep import cli
-from halfstep.bench import commands
+from halfstep.bench import commands, contenders, measure
+from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-AUTOCAST = ("bench", "autocast", "--sizes", "2", "--calls", "1", "--rounds", "1")
-
-
-def leave(*words: str) -> int:
-    """Run a command; return its exit status, however it leaves."""
-    try:
-        return cli.run(words)
-    except SystemExit as left:
-        return int(str(left.code))
-
 
 def test_benches_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     """Law: every bench stands in the help of `bench`, with what it is for."""
-    assert leave("bench", "--help") == 0
+    with pytest.raises(SystemExit):
+        cli.run(["bench", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    for word, bench in commands.BENCHES.items():
-        assert f"{word} {bench.summary}" in out
+    for name, bench in commands.BENCHES.items():
+        assert f"{name} {bench.summary}" in out
+
+
+def test_help_describes_the_contenders(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: the help of recipe has a line for each contender, and wraps."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("recipe", "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("contenders:")
+    named = [line.split(maxsplit=1)[0] for line in lines[start + 1 :]]
+    assert named == list(contenders.RECIPE)
+    assert max(len(line) for line in lines) <= 80
+    assert "--steps N steps in one turn (default 3)" in " ".join(
+        " ".join(lines).split()
+    )
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: what is printed is in the data too, numbers as numbers."""
-    place = tmp_path / "found.json"
-    assert leave(*AUTOCAST, "--device", "cpu", "--json", str(place)) == 0
+    file = tmp_path / "result.json"
+    words = f"--sizes 2 --calls 1 --rounds 1 --device cpu --json {file}"
+    assert run("autocast", words) == 0
     out, err = capsys.readouterr()
     assert err.splitlines() == [
         "stock operations, size 2: done",
         "operations under rules, size 2: done",
     ]
-    tables: list[Any] = json.loads(place.read_text(encoding="utf-8"))
+    tables: list[Any] = json.loads(file.read_text(encoding="utf-8"))
     assert len(tables) == 4
     for table in tables:
         assert f"{table['title']}\n" in out
@@ -53,41 +64,87 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 WHOLE = "must be a whole number of at least 1"
 SHARE = "must be a number from 0 to below 1"
-REFUSALS = {
-    "autocast --rounds 0": f"--rounds: '0' {WHOLE}",
-    "autocast --calls -5": f"--calls: '-5' {WHOLE}",
-    "autocast --sizes 8,x": f"--sizes: 'x' {WHOLE}",
-    "accumulate --width 1.5": f"--width: '1.5' {WHOLE}",
-    "accumulate --dtype x": "--dtype: 'x' is not one of bf16, fp16",
-    "encoder --device x": "--device: 'x' is not one of cpu, cuda",
-    "encoder --dropout 1": f"--dropout: '1' {SHARE}",
-    "encoder --lr quick": f"--lr: 'quick' {SHARE}",
+SHAPE = "must be a number of tensors x a size, such as 3x4096"
+RATE = "must be a number above 0, or NAME=number with a name of fp32, O1-fp16-unscaled"
+STEPPED = "must be all or of none, sgd, adamw, sgd-fused, adamw-fused"
+REJECTED = {
+    "autocast --rounds 0": f"'0' {WHOLE}",
+    "autocast --calls -5": f"'-5' {WHOLE}",
+    "autocast --sizes 8,x": f"'x' {WHOLE}",
+    "accumulate --width 1.5": f"'1.5' {WHOLE}",
+    "traces --steps many": f"'many' {WHOLE}",
+    "accumulate --dtype x": "'x' is not one of bf16, fp16",
+    "recipe --optimizer lbfgs": "'lbfgs' is not one of sgd, sgd-momentum, adamw",
+    "encoder --device x": "'x' is not one of cpu, cuda",
+    "encoder --dropout 1": f"'1' {SHARE}",
+    "encoder --lr quick": f"'quick' {SHARE}",
+    "recipe --contenders apex": "'apex' must be all or of fp32, torch.amp,",
+    "recipe --contenders O2,O2": "'O2' must stand there once",
+    "optimizer --forms apex": "'apex' must be all or of fp32, split,",
+    "scaler --optimizer sgd,": f"'' {STEPPED}",
+    "scaler --shapes 3": f"'3' {SHAPE}",
+    "scaler --shapes 3x0": f"'3x0' {SHAPE}",
+    "scaler --shapes 3x4x5": f"'3x4x5' {SHAPE}",
+    "scaler --shapes 3x4,x4": f"'x4' {SHAPE}",
+    "ner --lr O4=1e-3": f"'O4=1e-3' {RATE}",
+    "ner --lr 0": f"'0' {RATE}",
+    "ner --lr O1-bf16=quick": f"'O1-bf16=quick' {RATE}",
+    "ner --lr 1,2": "'2' is the second rate of all others",
 }
-"""Words after `halfstep bench` -> what is said of them."""
+"""Words after `halfstep bench` -> how the value is rejected."""
 
 
-@pytest.mark.parametrize("words", REFUSALS)
-def test_refusals(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: a flag that cannot be used is refused in one line that names it."""
-    bench, *flags = words.split()
-    assert leave("bench", bench, *flags) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    more = f"see halfstep bench {bench} --help"
-    assert err == f"halfstep: error: argument {REFUSALS[words]}; {more}\n"
+@pytest.mark.parametrize("words", REJECTED)
+def test_bad_flags(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: a flag that cannot be used is rejected in one line that names it."""
+    bench, _, more = words.partition(" ")
+    line = rejected(bench, more, capsys)
+    assert line.startswith(f"argument {more.split()[0]}: {REJECTED[words]}")
+    assert line.endswith(f"; see halfstep bench {bench} --help")
 
 
-@pytest.mark.parametrize("bench", ["autocast", "accumulate", "encoder"])
+def test_names() -> None:
+    """Law: "all" are all contenders, in the order of the help, as is the default."""
+    assert flags("ner", "").contenders == [*contenders.NER]
+    assert flags("scaler", "--optimizer all").optimizer == [
+        *contenders.SCALER_OPTIMIZERS
+    ]
+    assert flags("recipe", "--contenders O2,fp32").contenders == ["O2", "fp32"]
+
+
+@pytest.mark.parametrize(
+    "bench", ["autocast", "accumulate", "encoder", "scaler", "optimizer", "recipe"]
+)
 def test_no_cuda(
     bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Law: --device cuda without CUDA is refused by each."""
+    """Law: --device cuda without CUDA is rejected by each."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert leave("bench", bench, "--device", "cuda") == 2
-    assert capsys.readouterr().err == (
-        "halfstep: error: --device cuda: torch sees no CUDA device here; use --device "
-        "cpu.\n"
-    )
+    line = rejected(bench, "--device cuda", capsys)
+    assert line == "--device cuda: torch sees no CUDA device here; use --device cpu."
+
+
+REPEATED = {
+    "autocast": "--sizes 3,5 --dtype fp16 --device cpu",
+    "accumulate": "--layers 2 --rounds 4 --device cpu",
+    "encoder": "--dropout 0.25 --heads 1 --device cpu",
+    "recipe": "--contenders O2,pure --optimizer adamw --accumulate 4 --device cpu",
+    "optimizer": "--forms split,torch-fused --optimizer adam --width 8 --device cpu",
+    "quality": "--data x --share 0.5 --contenders O2-split,fp32 --device cpu",
+    "ner": "--lr 1e-3,O1-bf16=5e-4 --mask-tokens 0.1 --batch-size 8 --device cpu",
+}
+
+
+@pytest.mark.parametrize("bench", REPEATED)
+def test_the_command_repeats_the_run(bench: str) -> None:
+    """Law: the command in the notes, read again, gives the very same settings."""
+    given = flags(bench, REPEATED[bench])
+    when_where, command = measure.conditions(bench, "cpu", given)
+    assert flags(bench, command.removeprefix(f"halfstep bench {bench} ")) == given
+    facts = hardware.capabilities()
+    for text in (time.strftime("%Y-"), f"torch {torch.__version__}", facts.cpu):
+        assert text in when_where
+    assert when_where.endswith(f", threads: {torch.get_num_threads()}")
 
 
 def test_flags_load_no_torch() -> None:

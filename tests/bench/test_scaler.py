@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 import torch
+from bench_runs import flags, run
 
-from halfstep import cli
-from halfstep.bench import commands, measure, scaler
+from halfstep.bench import measure, scaler
+from halfstep.bench.contenders import SCALER_OPTIMIZERS
 from halfstep.scaling.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PLACE = scaler.Setup("cpu", calls=2, rounds=3)
 SCALERS = {"torch": torch.amp.GradScaler, "halfstep": GradScaler}
 
 
@@ -41,10 +40,10 @@ def test_gradients() -> None:
 
 
 def test_optimizers() -> None:
-    """Law: the flag's words are those that can be made; the fused ones are fused."""
-    assert tuple(scaler.OPTIMIZERS) == commands.OPTIMIZERS
-    for name, make in scaler.OPTIMIZERS.items():
-        optimizer = make(scaler.Gradients.draw("2x3", "cpu").parameters)
+    """Law: each optimizer can be made; the fused ones are fused."""
+    for name in SCALER_OPTIMIZERS:
+        parameters = scaler.Gradients.draw("2x3", "cpu").parameters
+        optimizer = scaler.make_optimizer(name, parameters)
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         assert fused == name.endswith("-fused"), name
 
@@ -61,7 +60,7 @@ def test_idle() -> None:
     assert set(idle.state) == set(gradients.parameters)
 
 
-@pytest.mark.parametrize("name", scaler.OPTIMIZERS)
+@pytest.mark.parametrize("name", SCALER_OPTIMIZERS)
 def test_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: each timed step finds the gradients as drawn and no two steps share a clock.
 
@@ -83,10 +82,10 @@ def test_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return result, 2**-10
 
     monkeypatch.setattr(measure, "timed", timed)
-    make: scaler.Maker = scaler.OPTIMIZERS[name]
     if name.startswith("adamw"):  # its state would tell the steps apart
-        make = scaler.OPTIMIZERS["sgd-fused" if name.endswith("fused") else "sgd"]
-    times = scaler.take_times(gradients, make(gradients.parameters), PLACE)
+        name = name.replace("adamw", "sgd")
+    optimizer = scaler.make_optimizer(name, gradients.parameters)
+    times = scaler.take_times(gradients, optimizer, "cpu", 2, 3)
     assert dict(times.rounds) == dict.fromkeys(
         ("bare", "torch", "halfstep"), [2**-10] * 3
     )
@@ -117,7 +116,8 @@ def test_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", theirs)
     monkeypatch.setattr(measure, "timed", lambda step, _: (step(), 2.0**-10))
     gradients = scaler.Gradients.draw("2x2", "cpu")
-    scaler.take_times(gradients, scaler.NoOpOptimizer(gradients.parameters), PLACE)
+    idle = scaler.NoOpOptimizer(gradients.parameters)
+    scaler.take_times(gradients, idle, "cpu", 2, 3)
     assert seen[:5] == ["torch", "halfstep", "torch", "torch", "torch"]
     both = ["torch"] * 2 + ["halfstep"] * 2
     assert seen[5:] == both + both[::-1] + both
@@ -130,14 +130,9 @@ def test_table(
     rounds = {"bare": [1e-3] * 3, "torch": [3e-3] * 3, "halfstep": [2e-3] * 3}
     monkeypatch.setattr(scaler, "take_times", lambda *_: measure.Times(rounds))
     monkeypatch.setitem(scaler.TARGETS, "2x1", 0.25)
-    flags = Namespace(
-        device="cpu",
-        calls=1,
-        rounds=3,
-        shapes=["2x1", "1x1"],
-        optimizer=["none", "sgd", "sgd-fused"],
-    )
-    (table,) = scaler.tables(flags)
+    words = "--shapes 2x1,1x1 --optimizer none,sgd,sgd-fused --calls 1"
+    words += " --device cpu --rounds 3"
+    (table,) = scaler.tables(flags("scaler", words))
     assert table.title == "GradScaler"
     numbers = tuple(map(pytest.approx, (1000.0, 2000.0, 1000.0, 0.5)))
     assert table.rows == (
@@ -149,8 +144,6 @@ def test_table(
         ("1x1", "sgd-fused", *numbers, None, None),
     )
     assert scaler.TARGETS.keys() == {"1000x16", "3x4096", "2x1"}
-    command = "halfstep bench scaler --calls 1 --rounds 3 --shapes 2x1,1x1"
-    assert f"{command} --optimizer none,sgd,sgd-fused --device cpu" in table.notes
     assert capsys.readouterr().err.splitlines()[0] == "2x1, none: done"
 
 
@@ -159,60 +152,18 @@ def test_noise(torchs: float, ours: float, monkeypatch: pytest.MonkeyPatch) -> N
     """Law: where a step with a scaler took no longer than one without, no ratio."""
     rounds = {"bare": [1.0], "torch": [torchs], "halfstep": [ours]}
     monkeypatch.setattr(scaler, "take_times", lambda *_: measure.Times(rounds))
-    flags = Namespace(
-        device="cpu", calls=1, rounds=1, shapes=["1000x16"], optimizer=["sgd-fused"]
-    )
+    words = "--shapes 1000x16 --optimizer sgd-fused --device cpu"
     monkeypatch.setattr(scaler.Gradients, "draw", lambda *_: scaler.Gradients([], []))
-    monkeypatch.setitem(scaler.OPTIMIZERS, "sgd-fused", lambda _: None)
-    (table,) = scaler.tables(flags)
+    monkeypatch.setattr(scaler, "make_optimizer", lambda *_: None)
+    (table,) = scaler.tables(flags("scaler", words))
     assert table.rows[0][-3:] == (None, 0.5, None)
-
-
-def leave(*words: str) -> int:
-    """Run a command; return its exit status, however it leaves."""
-    try:
-        return cli.run(words)
-    except SystemExit as left:
-        return int(str(left.code))
-
-
-SHAPE = "must be a number of tensors x a size, such as 3x4096"
-NAMES = "must be all or of none, sgd, adamw, sgd-fused, adamw-fused"
-REFUSALS = {
-    "--shapes 3": f"--shapes: '3' {SHAPE}",
-    "--shapes 3x0": f"--shapes: '3x0' {SHAPE}",
-    "--shapes 3x4x5": f"--shapes: '3x4x5' {SHAPE}",
-    "--shapes 3x4,x4": f"--shapes: 'x4' {SHAPE}",
-    "--optimizer adam": f"--optimizer: 'adam' {NAMES}",
-    "--optimizer sgd,": f"--optimizer: '' {NAMES}",
-    "--calls 0": "--calls: '0' must be a whole number of at least 1",
-}
-"""Words after `halfstep bench scaler` -> what is said of them."""
-
-
-@pytest.mark.parametrize("words", REFUSALS)
-def test_refusals(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: a flag that cannot be used is refused in one line that names it."""
-    assert leave("bench", "scaler", *words.split()) == 2
-    more = "see halfstep bench scaler --help"
-    expected = f"halfstep: error: argument {REFUSALS[words]}; {more}\n"
-    assert capsys.readouterr().err == expected
-
-
-def test_no_cuda(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Law: --device cuda without CUDA is refused."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert leave("bench", "scaler", "--device", "cuda") == 2
-    assert "torch sees no CUDA device here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "count"), [("all", 5), ("sgd,adamw", 2)])
 def test_run(words: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: the command prints a row for each shape and optimizer, and its own line."""
-    flags = f"--shapes 3x2,2x4 --calls 1 --rounds 1 --device cpu --optimizer {words}"
-    assert leave("bench", "scaler", *flags.split()) == 0
+    small = "--shapes 3x2,2x4 --calls 1 --rounds 1 --device cpu"
+    assert run("scaler", f"{small} --optimizer {words}") == 0
     out, err = capsys.readouterr()
     assert len(err.splitlines()) == 2 * count
     names = words.replace("all", "none,sgd,adamw,sgd-fused,adamw-fused")
@@ -224,7 +175,8 @@ def test_run(words: str, count: int, capsys: pytest.CaptureFixture[str]) -> None
 def test_cuda() -> None:
     """Law: on a GPU each turn waits for the device, and takes some time."""
     gradients = scaler.Gradients.draw("4x8", "cuda")
-    for make in scaler.OPTIMIZERS.values():
-        place = scaler.Setup("cuda", calls=2, rounds=2)
-        times = scaler.take_times(gradients, make(gradients.parameters), place)
-        assert times.median("torch") > times.median("bare") > 0
+    for name in SCALER_OPTIMIZERS:
+        optimizer = scaler.make_optimizer(name, gradients.parameters)
+        times = scaler.take_times(gradients, optimizer, "cuda", 2, 2)
+        seconds = [times.median(each) for each in ("bare", "torch")]
+        assert 0 < seconds[0] < seconds[1]  # type: ignore[operator]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
-from halfstep.bench import recipe, worker_process
+from halfstep.bench import training_step, worker_process
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
 ECHO = """
-import ctypes, json, os, signal, subprocess, sys
-from halfstep.bench import worker_process as living
+import ctypes, os, signal, subprocess, sys
 
 class Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in
@@ -31,83 +31,85 @@ def mapped():
     mallinfo.restype = Mallinfo
     return mallinfo().arena + mallinfo().hblkhd
 
-print("noise before")
-
-def answer(question):
-    print("noise of Python")
-    subprocess.run([sys.executable, "-c", "print('noise of another')"])
-    if question == "fall":
-        raise ValueError("fell over")
-    if question == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if question == "hold":
-        held = bytearray(2**26)
-        before = mapped()
-        del held
-        return {"freed": before - mapped()}
-    names = ("PLANTED", "OMP_WAIT_POLICY")
-    return {"asked": question, "set": [os.environ.get(name) for name in names],
-            "task": json.loads(sys.argv[1])}
-
-living.serve(answer)
+def worker(**task):
+    def answer(question):
+        print("noise of Python")
+        subprocess.run([sys.executable, "-c", "print('noise of another')"])
+        if question == "fail":
+            raise ValueError("failed")
+        if question == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if question == "hold":
+            held = bytearray(2**26)
+            before = mapped()
+            del held
+            return {"freed": before - mapped()}
+        names = ("PLANTED", "OMP_WAIT_POLICY")
+        return {"asked": question, "set": [os.environ.get(name) for name in names],
+                "task": task}
+    return answer
 """
 
-Start = "Callable[[Mapping[str, str]], living.WorkerProcess]"
+TASK = {"number": 1.5, "word": "\u00e9"}
+Start: TypeAlias = "Callable[..., worker_process.WorkerProcess]"
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Return what starts a process that echoes; it writes its first noise nowhere."""
-    program = ECHO.replace('print("noise before")\n', "")
-    (tmp_path / "echo_program.py").write_text(program, encoding="utf-8")
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Return what starts a process that echoes."""
+    (tmp_path / "echo_program.py").write_text(ECHO, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-
-    def starting(environment: Mapping[str, str]) -> worker_process.WorkerProcess:
-        task = {"number": 1.5, "word": "\u00e9"}
-        environment = {"PYTHONPATH": path} | dict(environment)
-        return worker_process.WorkerProcess("echo", "echo_program", task, environment)
-
-    return starting
+    monkeypatch.setenv("PYTHONPATH", path)
+    return partial(worker_process.WorkerProcess, "echo", "echo_program", TASK)
 
 
-def test_questions_and_answers(start: Start) -> None:
+def test_questions_and_answers(echo: Start) -> None:
     """Law: each question is answered, whatever is printed meanwhile by whomever.
 
-    The environment is as told, and threads that wait sleep.
+    The environment is as given; by default threads that wait sleep.
     """
-    with start({"PLANTED": "here"}) as process:
+    with echo({"PLANTED": "here"}) as process:
         for question in (3, "word", None, [1, {"a": 2.5}]):
             assert process.request(question) == {
                 "asked": question,
-                "set": ["here", "PASSIVE"],
-                "task": {"number": 1.5, "word": "\u00e9"},
+                "set": ["here", None],
+                "task": TASK,
             }
-    assert process._process.returncode == 0
+    assert process.process.returncode == 0
+    with echo() as process:
+        assert process.request()["set"] == [None, "PASSIVE"]
 
 
-def test_a_fall(start: Start) -> None:
-    """Law: a process that fails is told of with its name, status and last words."""
-    with start({}) as process:
+def test_run_once(echo: Start) -> None:
+    """Law: a process for one answer has no environment of its own, and ends."""
+    del echo
+    answer = worker_process.run_once("echo", "echo_program", TASK)
+    assert answer == {"asked": None, "set": [None, None], "task": TASK}
+
+
+def test_a_failure(echo: Start) -> None:
+    """Law: a process that fails is reported with its name, status and last line."""
+    with echo({}) as process:
         process.request(1)
         with pytest.raises(UserError) as caught:
-            process.request("fall")
-        expected = "contender echo ended with status 1: ValueError: fell over"
+            process.request("fail")
+        expected = "contender echo ended with status 1: ValueError: failed"
         assert str(caught.value) == expected
         with pytest.raises(UserError) as again:
             process.request(1)
         assert str(again.value) == expected
 
 
-def test_a_sudden_end(start: Start) -> None:
-    """Law: one that the system ends is told of too: the status is the signal."""
-    with start({}) as process, pytest.raises(UserError) as caught:
+def test_a_sudden_end(echo: Start) -> None:
+    """Law: one that the system ends is reported too: the status is the signal."""
+    with echo({}) as process, pytest.raises(UserError) as caught:
         process.request("kill")
     assert "contender echo ended with status -9: " in str(caught.value)
 
 
-def test_trouble_of_ours(start: Start) -> None:
-    """Law: where we fail, the process does not outlive us."""
-    process = start({})
+def test_an_error_of_ours(echo: Start) -> None:
+    """Law: where the caller fails, the process is killed."""
+    process = echo({})
 
     def fail() -> None:
         with process:
@@ -116,16 +118,16 @@ def test_trouble_of_ours(start: Start) -> None:
     process.request(1)
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert process._process.returncode == -9
+    assert process.process.returncode == -9
 
 
-def test_one_that_does_not_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_end(echo: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a process that does not end when nothing is left to ask is made to."""
-    monkeypatch.setattr(worker_process, "_TIMEOUT", 0)
-    with start({}) as process:
+    monkeypatch.setattr(worker_process, "TIMEOUT_S", 0)
+    with echo({}) as process:
         process.request(1)
         waits: list[float | None] = []
-        whole = process._process.communicate
+        whole = process.process.communicate
 
         def late(timeout: float | None = None) -> tuple[str, str]:
             waits.append(timeout)
@@ -133,17 +135,17 @@ def test_one_that_does_not_end(start: Start, monkeypatch: pytest.MonkeyPatch) ->
                 raise subprocess.TimeoutExpired([], timeout)
             return whole()
 
-        monkeypatch.setattr(process._process, "communicate", late)
+        monkeypatch.setattr(process.process, "communicate", late)
     assert waits == [0, None]
-    assert process._process.returncode == -9
+    assert process.process.returncode == -9
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunables are glibc's")
-def test_memory_is_kept(start: Start) -> None:
+def test_memory_is_kept(echo: Start) -> None:
     """Law: memory that was freed goes back to the system, unless it is to be kept."""
-    with start({}) as process:
+    with echo({}) as process:
         assert process.request("hold")["freed"] >= 2**26
-    with start({"GLIBC_TUNABLES": recipe.KEEP_MEMORY}) as process:
+    with echo({"GLIBC_TUNABLES": training_step.KEEP_MEMORY}) as process:
         assert process.request("hold")["freed"] == 0
 
 

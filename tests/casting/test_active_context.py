@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep import custom_bwd, custom_fwd
 from halfstep.casting import active_context, recompute
-from halfstep.casting.active_context import Frame, Row
+from halfstep.casting.active_context import CastContext, OpCast
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 from halfstep.policy import Policy
@@ -26,23 +26,25 @@ if TYPE_CHECKING:
 KINDS = pytest.mark.parametrize("reentrant", [True, False])
 
 
-def frame(name: str, cache: CastCache | None = None) -> Frame:
+def frame(name: str, cache: CastCache | None = None) -> CastContext:
     """Return a frame with a policy and a plan of its own."""
     policy = Policy.parse(f"torch + op:{name}=fp32")
-    return Frame(policy, {name: Row("fp32", 0, stock=False)}, cache, set())
+    return CastContext(
+        policy, {name: OpCast("fp32", 0, is_torch_default=False)}, cache, set()
+    )
 
 
 A, B, C = (frame(name) for name in ("softmax", "gelu", "exp"))
 NAMES = {id(A): "A", id(B): "B", id(C): "C", id(None): "-"}
 
 
-def name(found: Frame | None) -> str:
+def name(found: CastContext | None) -> str:
     """Return a short name of a frame."""
     return NAMES[id(found)]
 
 
 @contextmanager
-def region(opened: Frame | None, device: str = "cpu") -> Iterator[None]:
+def region(opened: CastContext | None, device: str = "cpu") -> Iterator[None]:
     """Be in a region."""
     pushed = recompute.push(device, opened)
     try:
@@ -57,14 +59,14 @@ class Ask(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[str]) -> Tensor:
         """Note, and pass on."""
-        seen.append(name(active_context.in_force("cpu")))
+        seen.append(name(active_context.active("cpu")))
         ctx.seen = seen
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Note, and pass on."""
-        ctx.seen.append(name(active_context.in_force("cpu")))
+        ctx.seen.append(name(active_context.active("cpu")))
         return grad, None
 
 
@@ -83,7 +85,7 @@ def ask(x: Tensor, seen: list[str], function: type[Ask] = Ask) -> Tensor:
 
 def look(x: Tensor, seen: list[str]) -> Tensor:
     """Note the frame in the forward pass, and make a node that saves something."""
-    seen.append(name(active_context.in_force("cpu")))
+    seen.append(name(active_context.active("cpu")))
     return x.sin()
 
 
@@ -107,45 +109,45 @@ def test_frames_nest() -> None:
         with region(A), region(opened):
             seen.append(
                 (
-                    name(active_context.current("cpu")),
-                    name(active_context.in_force("cpu")),
+                    name(active_context.innermost_context("cpu")),
+                    name(active_context.active("cpu")),
                 )
             )
-        assert active_context.current("cpu") is None
+        assert active_context.innermost_context("cpu") is None
     assert seen == [("A", "A"), ("B", "B"), ("-", "-"), ("C", "C")]
 
 
 def test_devices_have_their_own() -> None:
     """Law: a region on one device is none on another."""
     with region(A), region(B, "cuda"):
-        assert name(active_context.in_force("cpu")) == "A"
-        assert name(active_context.in_force("cuda")) == "B"
-        assert active_context.in_force("mps") is None
-    assert active_context.in_force("cuda") is None
+        assert name(active_context.active("cpu")) == "A"
+        assert name(active_context.active("cuda")) == "B"
+        assert active_context.active("mps") is None
+    assert active_context.active("cuda") is None
 
 
 def test_threads_have_their_own() -> None:
     """Law: a thread starts without a region; leaving one leaves others alone."""
     barrier = threading.Barrier(2, timeout=30)
 
-    def work(opened: Frame) -> list[str]:
-        seen = [name(active_context.in_force("cpu"))]
+    def work(opened: CastContext) -> list[str]:
+        seen = [name(active_context.active("cpu"))]
         with region(opened):
             barrier.wait()
-            seen.append(name(active_context.in_force("cpu")))
+            seen.append(name(active_context.active("cpu")))
             barrier.wait()
-        return [*seen, name(active_context.in_force("cpu"))]
+        return [*seen, name(active_context.active("cpu"))]
 
     with region(C), ThreadPoolExecutor(2) as pool:
         assert list(pool.map(work, (A, B))) == [["-", "A", "-"], ["-", "B", "-"]]
-        assert name(active_context.current("cpu")) == "C"
+        assert name(active_context.innermost_context("cpu")) == "C"
 
 
 # Backward passes
 
 
 @pytest.mark.parametrize("around", [None, C])
-def test_a_backward_pass(around: Frame | None) -> None:
+def test_a_backward_pass(around: CastContext | None) -> None:
     """Law: a backward pass runs under no frame, a decorated one under its forward's.
 
     The context around it has no say.
@@ -215,7 +217,7 @@ def test_recomputation_in_a_recomputation(reentrant: bool) -> None:
     seen: list[tuple[int, str]] = []
 
     def note(x: Tensor, place: int) -> Tensor:
-        seen.append((place, name(active_context.in_force("cpu"))))
+        seen.append((place, name(active_context.active("cpu"))))
         return x.sin()
 
     def inner(x: Tensor, place: int) -> Tensor:
@@ -244,7 +246,7 @@ def test_each_pass_in_another_thread(reentrant: bool) -> None:
     """Law: forward and backward passes may run in different threads, each time."""
     seen: list[str] = []
 
-    def forward(opened: Frame) -> Tensor:
+    def forward(opened: CastContext) -> Tensor:
         with region(opened):
             out: Tensor = checkpoint(look, start(), seen, use_reentrant=reentrant)
         return out
@@ -288,7 +290,7 @@ def test_a_failed_recomputation() -> None:
     fails[0] = True
     with pytest.raises(ValueError, match="on purpose"):
         backward(out)
-    assert active_context.current("cpu") is None
+    assert active_context.innermost_context("cpu") is None
     assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
 
 
@@ -299,13 +301,13 @@ def test_closed_in_another_thread() -> None:
     def close() -> str:
         with region(B):
             recompute.pop(pushed)
-            return name(active_context.in_force("cpu"))
+            return name(active_context.active("cpu"))
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(close).result() == "B"
-    assert active_context.current("cpu") is None
+    assert active_context.innermost_context("cpu") is None
     # As the next context does, or the next operation under a policy.
-    active_context.settle()
+    active_context.run_pending()
     assert recompute._patches._users == 0
     assert not torch._C._dispatch_tls_is_dispatch_key_included(active_context.KEY)
 
@@ -321,21 +323,21 @@ def test_casts_keep_their_history_while_a_context_is_open() -> None:
     cache = CastCache()
     outer, scope = frame("softmax", cache), frame("gelu", cache)
     NAMES.update({id(outer): "outer", id(scope): "scope"})
-    opened = [cache.open]
+    opened = [cache.is_open]
 
     def note(x: Tensor) -> Tensor:
-        opened.append(cache.open)
+        opened.append(cache.is_open)
         return x.sin()
 
     with region(outer):
-        opened.append(cache.open)
+        opened.append(cache.is_open)
         with region(scope), region(None):
-            opened.append(cache.open)
+            opened.append(cache.is_open)
         x = checkpoint(note, start(), use_reentrant=False)
-    opened.append(cache.open)
+    opened.append(cache.is_open)
     assert opened == [False, True, True, True, False]
     backward(x)
-    opened.append(cache.open)
+    opened.append(cache.is_open)
     assert opened[5:] == [True, False]
 
 

@@ -52,7 +52,9 @@ OFF = (False, torch.bfloat16, True, 0)
 @pytest.fixture(autouse=True)
 def _untold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no rule of these tests be missed: they run hardly an operation."""
-    monkeypatch.setattr("halfstep.casting.dispatch_table.unmatched", lambda _: "")
+    monkeypatch.setattr(
+        "halfstep.casting.dispatch_table.unmatched_rule_warning", lambda _: ""
+    )
 
 
 # What torch sees
@@ -71,7 +73,7 @@ def test_torch_sees_the_region(dtype: torch.dtype, kind: str) -> None:
             assert state() == (False, dtype, False, 2)
         assert state() == (True, dtype, False, 1)
     assert state() == OFF
-    assert active_context.current("cpu") is None
+    assert active_context.innermost_context("cpu") is None
 
 
 @BOTH
@@ -275,7 +277,7 @@ def test_entered_while_entered(
     """Law: one instance may be entered again, by itself and by other threads."""
     more: Any = KINDS[kind]
     assert way(lambda device: autocast(device, **more)) == OFF
-    assert active_context.current("cpu") is None
+    assert active_context.innermost_context("cpu") is None
 
 
 # Exceptions and copies
@@ -324,8 +326,8 @@ def test_rules_on_modules_need_the_model() -> None:
     with pytest.raises(UserError) as caught:
         autocast("cpu", policy="torch + op:mm=fp32 + type:LayerNorm=fp32")
     assert str(caught.value) == (
-        "rule 'type:LayerNorm=fp32' speaks of modules, and a bare region knows none: "
-        "pass autocast(..., model=model), or use prepare(model, ..., policy=...)."
+        "rule 'type:LayerNorm=fp32' names a module, and this context has no model: "
+        "pass autocast(..., model=model), or prepare(model, ..., policy=...)."
     )
 
 

@@ -21,7 +21,7 @@ from halfstep.casting.weight_cache import CastCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from halfstep.casting.active_context import Frame
+    from halfstep.casting.active_context import CastContext
 
 TYPES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")
 DEVICES = tuple(filter(torch.amp.is_autocast_available, TYPES))
@@ -36,7 +36,7 @@ def state() -> State:
         [torch.get_autocast_dtype(device) for device in DEVICES],
         torch.is_autocast_cache_enabled(),
         torch.autocast_decrement_nesting(),
-        id(active_context.current("cpu")),
+        id(active_context.innermost_context("cpu")),
         torch._C._len_torch_dispatch_stack(),
     )
 
@@ -205,9 +205,9 @@ def test_any_nest_is_left_as_it_was_entered(nest: Nest) -> None:
     with suppress(Stop):
         use(nest, shared)
     assert state() == FRESH
-    assert active_context.current("cpu") is None
-    assert not torch_cache.inside()
-    assert not torch_cache._open
+    assert active_context.innermost_context("cpu") is None
+    assert not torch_cache.in_context()
+    assert not torch_cache._entered
     assert not any(region._entries for region in shared)
     assert autocast_mode._patches._users == recompute._patches._users == 0
 
@@ -230,13 +230,13 @@ def test_a_broken_exit_is_seen() -> None:
         """Leaves the frame in force."""
 
         def __init__(self) -> None:
-            self.before: list[Frame | None] = []
+            self.before: list[CastContext | None] = []
             self.pushed: list[active_context.Pushed] = []
 
         def __enter__(self) -> None:
             self.region = autocast("cpu", policy="lean")
             self.region.__enter__()
-            self.before.append(active_context.current("cpu"))
+            self.before.append(active_context.innermost_context("cpu"))
 
         def __exit__(self, *_: object) -> None:
             self.region.__exit__(None, None, None)
@@ -249,5 +249,5 @@ def test_a_broken_exit_is_seen() -> None:
             use(Nest(0, shared=True), regions)
     finally:
         for pushed in reversed(forgetful.pushed):
-            active_context.pop(pushed, settled=lambda: None)
+            active_context.pop(pushed, on_popped=lambda: None)
     assert state() == FRESH

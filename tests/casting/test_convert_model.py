@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.casting.convert_model import Conversion, convert_
-from halfstep.casting.module_rules import Scope
+from halfstep.casting.module_rules import ModuleRuleHook
 from halfstep.errors import UserError
 from halfstep.policy import TORCH, Policy, levels
 
@@ -62,7 +62,9 @@ def rules(*words: str) -> Policy:
 
 def attach_island(module: nn.Module) -> None:
     """Keep a module in fp32, in regions and outside."""
-    Scope(rules("module:*=fp32"), 0, "", (), alone=True).hook(module, always=True)
+    ModuleRuleHook(rules("module:*=fp32"), 0, "", (), has_no_inner_rules=True).register(
+        module, always_fp32=True
+    )
 
 
 @pytest.mark.parametrize("low", [BF16, FP16])
@@ -179,7 +181,7 @@ def test_islands(level: levels.Level, rule: str) -> None:
     """Law: a rule's module is stored and run in fp32 without autocast; others low."""
     model = nn.Sequential(nn.Linear(4, 4), Watch(), nn.Linear(4, 4))
     conversion = convert_(model, level, BF16, rules(rule))
-    assert conversion.islands == ("1",)
+    assert conversion.fp32_modules == ("1",)
     low = BF16 if level.low_weights else FP32
     assert [p.dtype for p in model.parameters()] == [low, low, FP32, FP32, low, low]
     outputs: list[torch.dtype] = []
@@ -232,7 +234,7 @@ def test_nested_islands() -> None:
         BF16,
         rules("module:a=fp32", "type:Watch=fp32"),
     )
-    assert conversion.islands == ("a", "ab")
+    assert conversion.fp32_modules == ("a", "ab")
     attach_island(inner)
     with region():
         assert outer(torch.ones(1, 4)).dtype == FP32
@@ -382,7 +384,7 @@ def test_rules_in_force(level: levels.Level, base: str) -> None:
     spared = level.fp32_norms and base == "torch"
     expected = f"{given} + type:RMSNorm=fp32" if spared else str(given)
     assert str(conversion.policy) == expected
-    assert conversion.islands == (("0",) if level.low else ())
+    assert conversion.fp32_modules == (("0",) if level.low else ())
 
 
 @pytest.mark.parametrize("level", [levels.O1, levels.O2])
@@ -392,7 +394,7 @@ def test_other_rules_leave_weights(level: levels.Level, category: str) -> None:
     plain, ruled = (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
     convert_(plain, level, BF16, TORCH)
     words = rules(f"module:0={category}", "op:linear=fp32")
-    assert convert_(ruled, level, BF16, words).islands == ()
+    assert convert_(ruled, level, BF16, words).fp32_modules == ()
     dtypes = [[p.dtype for p in model.parameters()] for model in (plain, ruled)]
     assert dtypes[0] == dtypes[1]
 

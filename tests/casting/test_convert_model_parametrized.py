@@ -149,7 +149,7 @@ def test_an_island_keeps_its_weight_exact(level: str) -> None:
     model, twin = network(NEW["cayley"]), network(NEW["cayley"])
     rules = Policy.parse("lean + module:0=fp32")
     converted = convert_(model, levels.parse(level), BF16, rules)
-    assert converted.islands == ("0", "0.parametrizations.weight")
+    assert converted.fp32_modules == ("0", "0.parametrizations.weight")
     assert torch.equal(model[0].weight, twin[0].weight)
     assert model[2].weight.dtype == BF16
 

@@ -70,7 +70,7 @@ class Seen(nn.Module):
             "mv": self.weight.mv(x[0]),
             "island": island,
             "cache": torch.is_autocast_cache_enabled(),
-            "frame": active_context.current("cpu"),
+            "frame": active_context.innermost_context("cpu"),
             "thread": threading.current_thread(),
         }
 
@@ -135,7 +135,7 @@ def test_replicas_obey_the_policy(
     """Law: what the policy says of an operation holds in each replica."""
     with autocast("cpu", low, policy=policy):
         seen = apply([Seen(), Seen()])
-        here = active_context.current("cpu")
+        here = active_context.innermost_context("cpu")
     bits = {16: low, 32: torch.float32}
     for one in seen:
         assert (one["mm"].dtype, one["mv"].dtype) == (bits[mm], bits[mv])
@@ -174,23 +174,23 @@ def test_no_region_no_change() -> None:
 def test_errors_come_back() -> None:
     """Law: a replica's error is raised, and leaves the caller's region as it was."""
     with autocast("cpu", torch.float16, policy="lean"):
-        before = active_context.current("cpu")
+        before = active_context.innermost_context("cpu")
         with pytest.raises(ValueError, match="on purpose"):
             apply([Seen(), Seen()], fails=True)
-        assert active_context.current("cpu") is before
+        assert active_context.innermost_context("cpu") is before
         assert X.mm(X.T).dtype == torch.float16
 
 
 @cpu_only
 def test_a_callers_thread_is_left_as_it_was() -> None:
-    """Law: what `carried` opens it closes again, in this thread too, error or not."""
+    """Law: `in_caller_context` closes what it opens, in this thread too, or not."""
     with autocast("cpu", torch.float16, policy="lean"):
-        (run,) = data_parallel.carried([Seen()])
+        (run,) = data_parallel.in_caller_context([Seen()])
     assert run(X)["mm"].dtype == torch.float16
     with pytest.raises(ValueError, match="on purpose"):
         run(X, fails=True)
     assert not torch.is_autocast_enabled("cpu")
-    assert active_context.current("cpu") is None
+    assert active_context.innermost_context("cpu") is None
 
 
 def test_torch_is_wrapped_while_a_context_is_open() -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from versions import torch_has_lstm
 
 from halfstep.casting import active_context, dispatch_kernels, recompute
-from halfstep.casting.active_context import Frame, Row
+from halfstep.casting.active_context import CastContext, OpCast
 from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.dispatch_kernels import install, overload_of
 from halfstep.casting.weight_cache import CastCache
@@ -41,11 +41,14 @@ def steered(
     cache: CastCache | None = None,
     policy: Policy = TORCH,
     rule: int | None = None,
-) -> Iterator[Frame]:
+) -> Iterator[CastContext]:
     """Be in a region in which operations run as they are given a category."""
-    plan = {name: Row(category, rule, stock=False) for name, category in rows.items()}
+    plan = {
+        name: OpCast(category, rule, is_torch_default=False)
+        for name, category in rows.items()
+    }
     install(plan)
-    frame = Frame(policy, plan, cache, set())
+    frame = CastContext(policy, plan, cache, set())
     with torch.autocast("cpu", low):
         pushed = recompute.push("cpu", frame)
         try:
@@ -339,9 +342,9 @@ def test_banned() -> None:
 def test_rules_that_decided_are_noted() -> None:
     """Law: a rule is matched when an operation runs by it, not before."""
     with steered({"mm": "fp32"}, rule=3) as frame:
-        assert frame.matched == set()
+        assert frame.matched_rules == set()
         torch.mm(X, X)
-        assert frame.matched == {3}
+        assert frame.matched_rules == {3}
 
 
 def test_the_cache_serves_weights() -> None:
@@ -394,7 +397,7 @@ def test_in_front_of_another_kernel(library: str) -> None:
     try:
         with steered({library: "low"}) as frame:
             assert twice(X).dtype == BF16
-            frame.plan = {}
+            frame.op_casts = {}
             assert torch.equal(twice(X), X + 100)
         with torch.autocast("cpu"):
             assert torch.equal(twice(X), X + 100)
@@ -445,7 +448,8 @@ def test_devices_in_the_dispatchers_order() -> None:
     """Law: the device whose autocast key torch comes to first decides."""
     keys: Any = torch._C.DispatchKey.__members__
     numbers = [
-        int(keys[dispatch_kernels.KEYS[device]]) for device in dispatch_kernels._ORDER
+        int(keys[dispatch_kernels.KEYS[device]])
+        for device in dispatch_kernels._DEVICE_ORDER
     ]
     assert numbers == sorted(numbers, reverse=True)
     assert int(active_context.KEY) > numbers[0]  # type: ignore[call-overload]
@@ -456,7 +460,7 @@ def test_a_rule_bans_on_its_device() -> None:
     meta = torch.ones(4, 4, device="meta")
     with steered({"mm": "banned"}, rule=0) as frame:
         assert torch.mm(meta, meta).dtype == FP32
-        assert frame.matched == set()
+        assert frame.matched_rules == set()
 
 
 def test_devices_have_torchs_keys() -> None:

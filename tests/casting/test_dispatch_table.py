@@ -9,8 +9,12 @@ from torch import nn
 from torch.library import Library
 
 from halfstep.casting import dispatch_table
-from halfstep.casting.active_context import Row
-from halfstep.casting.dispatch_table import check, rows_for, unmatched
+from halfstep.casting.active_context import OpCast
+from halfstep.casting.dispatch_table import (
+    check_policy,
+    op_casts_for,
+    unmatched_rule_warning,
+)
 from halfstep.errors import UserError
 from halfstep.policy import CATEGORIES, KEEP, TORCH, Policy, decide, op_tables
 from halfstep.policy import LEAN as LEAN_ONLY
@@ -35,7 +39,7 @@ def word(table: dict[str, op_tables.Row], op: str) -> str:
 @DEVICES
 def test_torchs_table_steers_nothing(device: str) -> None:
     """Law: what torch does by itself it does without us."""
-    assert rows_for(TORCH, device) == {}
+    assert op_casts_for(TORCH, device) == {}
 
 
 @DEVICES
@@ -45,28 +49,30 @@ def test_lean_steers_what_differs(device: str) -> None:
     differ = {op for op in own.keys() | lean.keys() if word(own, op) != word(lean, op)}
     # torch refuses to promote a mix of 16-bit formats.
     differ |= {op for op in lean if word(lean, op) == PROMOTE}
-    rows = rows_for(LEAN_ONLY, device)
+    rows = op_casts_for(LEAN_ONLY, device)
     assert rows.keys() == differ
-    assert not any(row.stock or row.rule is not None for row in rows.values())
+    assert not any(
+        row.is_torch_default or row.rule_index is not None for row in rows.values()
+    )
 
 
 def test_by_hand() -> None:
     """Law: a few rows, as a pencil says."""
     policy = parse("lean", "op:mm=fp32", "op:einsum=keep", "op:softmax=promote")
-    rows = rows_for(policy, "cpu")
-    assert rows["mm"] == Row(FP32, 0, stock=False)
-    assert rows["einsum"] == Row(KEEP, 1, stock=False)
-    assert rows["softmax.int"] == Row(PROMOTE, 2, stock=False)
-    assert rows["layer_norm"] == Row(FOLLOW, None, stock=False)
+    rows = op_casts_for(policy, "cpu")
+    assert rows["mm"] == OpCast(FP32, 0, is_torch_default=False)
+    assert rows["einsum"] == OpCast(KEEP, 1, is_torch_default=False)
+    assert rows["softmax.int"] == OpCast(PROMOTE, 2, is_torch_default=False)
+    assert rows["layer_norm"] == OpCast(FOLLOW, None, is_torch_default=False)
     assert "linear" not in rows
     # As torch has them: its own kernel will do.
-    rows = rows_for(parse("torch", "op:linear=low", "op:mse_loss=fp32"), "cpu")
-    assert rows["linear"] == Row(LOW, 0, stock=True)
-    assert rows["mse_loss"] == Row(FP32, 1, stock=True)
+    rows = op_casts_for(parse("torch", "op:linear=low", "op:mse_loss=fp32"), "cpu")
+    assert rows["linear"] == OpCast(LOW, 0, is_torch_default=True)
+    assert rows["mse_loss"] == OpCast(FP32, 1, is_torch_default=True)
     # But torch's promotion refuses, and torch casts inside what it keeps.
-    rows = rows_for(parse("torch", "op:cat=promote", "op:einsum=keep"), "cpu")
-    assert rows["cat"] == Row(PROMOTE, 0, stock=False)
-    assert rows["einsum"] == Row(KEEP, 1, stock=False)
+    rows = op_casts_for(parse("torch", "op:cat=promote", "op:einsum=keep"), "cpu")
+    assert rows["cat"] == OpCast(PROMOTE, 0, is_torch_default=False)
+    assert rows["einsum"] == OpCast(KEEP, 1, is_torch_default=False)
 
 
 @DEVICES
@@ -77,11 +83,13 @@ def test_rows_are_decisions(device: str, base: str, category: str, module: str) 
     """Law: each row has the category and rule that `decide` gives, with all flags."""
     words = "op:mm=low", f"module:a={category}", "op:softmax=fp32"
     policy = parse(base, *words)
-    rows = rows_for(policy, device, module=module, weights=True, everything=True)
+    rows = op_casts_for(
+        policy, device, module=module, cache_weights=True, record_all=True
+    )
     for op, row in rows.items():
         found = decide(op, (), device, policy=policy, module=module)
         assert row.category == found.category, op
-        rule = None if row.rule is None else words[row.rule]
+        rule = None if row.rule_index is None else words[row.rule_index]
         assert rule == (found.row if found.row in words else None), op
     assert rows.keys() >= TABLES[device].keys() | NAMED[base][device].keys()
 
@@ -89,42 +97,42 @@ def test_rows_are_decisions(device: str, base: str, category: str, module: str) 
 def test_a_module_takes_in_all_rows() -> None:
     """Law: inside a module that a rule speaks of, every operation with a row is its."""
     policy = parse("torch", "op:mm=low", "module:head=fp32", "op:bmm=low")
-    inside = rows_for(policy, "cpu", module="head.0")
+    inside = op_casts_for(policy, "cpu", module="head.0")
     # A rule on mm speaks of its overload for another result, too.
     first, second = {"mm": 0, "mm.dtype": 0}, {"bmm": 2, "bmm.dtype": 2}
     everything = {*TABLES["cpu"], *first, *second}
-    rules = {op: row.rule for op, row in inside.items()}
+    rules = {op: row.rule_index for op, row in inside.items()}
     assert rules == dict.fromkeys(everything, 1) | first
-    outside = rows_for(policy, "cpu", module="body")
-    assert {op: row.rule for op, row in outside.items()} == first | second
+    outside = op_casts_for(policy, "cpu", module="body")
+    assert {op: row.rule_index for op, row in outside.items()} == first | second
 
 
 def test_types_decide_too() -> None:
     """Law: a rule on a type acts in a module with that class name."""
     policy = parse("torch", "type:Linear=fp32")
-    assert rows_for(policy, "cpu", module="x", types=("Conv1d",)) == {}
-    rows = rows_for(policy, "cpu", module="x", types=("Linear", "Module"))
+    assert op_casts_for(policy, "cpu", module="x", types=("Conv1d",)) == {}
+    rows = op_casts_for(policy, "cpu", module="x", types=("Linear", "Module"))
     assert {row.category for row in rows.values()} == {FP32}
 
 
 @DEVICES
 def test_weights_take_in_products(device: str) -> None:
     """Law: a cache of casts sees every product with weights, and no attention."""
-    rows = rows_for(TORCH, device, weights=True)
+    rows = op_casts_for(TORCH, device, cache_weights=True)
     low = {op for op, row in TABLES[device].items() if row.category == LOW}
     attention = "scaled_dot_product_attention", "_scaled_dot_product_flash_attention"
     assert rows.keys() == low.difference(attention)
     assert "linear" in rows
-    assert not any(row.stock for row in rows.values())
+    assert not any(row.is_torch_default for row in rows.values())
 
 
 @DEVICES
 def test_everything_takes_in_all_rows(device: str) -> None:
     """Law: to be observed, each operation with a row; those of torch run as torch's."""
-    rows = rows_for(TORCH, device, everything=True)
+    rows = op_casts_for(TORCH, device, record_all=True)
     assert rows.keys() == TABLES[device].keys()
-    assert all(row.stock for row in rows.values())
-    assert rows_for(LEAN_ONLY, device, everything=True).keys() == (
+    assert all(row.is_torch_default for row in rows.values())
+    assert op_casts_for(LEAN_ONLY, device, record_all=True).keys() == (
         TABLES[device].keys() | LEAN[device].keys()
     )
 
@@ -135,29 +143,31 @@ def test_everything_takes_in_all_rows(device: str) -> None:
 def test_what_matched_nothing() -> None:
     """Law: rules that decided nothing are named, all of them, in order."""
     policy = parse("torch", "op:mm=fp32", "module:head=low", "op:exp=low")
-    assert unmatched(policy, {0, 1, 2}) == ""
-    assert unmatched(policy, {0, 2}) == (
+    assert unmatched_rule_warning(policy, {0, 1, 2}) == ""
+    assert unmatched_rule_warning(policy, {0, 2}) == (
         "policy rule 'module:head=low' matched nothing: no such operation or module "
         "ran in the region. An operation inside another, as addmm in linear, follows "
         "the outer."
     )
-    assert "rule 'op:mm=fp32', 'op:exp=low' matched" in unmatched(policy, {1})
-    assert unmatched(TORCH, set()) == ""
+    assert "rule 'op:mm=fp32', 'op:exp=low' matched" in unmatched_rule_warning(
+        policy, {1}
+    )
+    assert unmatched_rule_warning(TORCH, set()) == ""
 
 
 def test_each_is_told_once() -> None:
     """Law: over all regions with a policy, a rule is told of once."""
     policy = parse("torch", "op:erfinv=low", "op:acosh=low")
-    dispatch_table.matches(policy).add(1)
-    assert "'op:erfinv=low' matched nothing" in unmatched(policy)
-    assert unmatched(policy) == ""
+    dispatch_table.matched_rules(policy).add(1)
+    assert "'op:erfinv=low' matched nothing" in unmatched_rule_warning(policy)
+    assert unmatched_rule_warning(policy) == ""
 
 
 def test_matches_are_the_policys() -> None:
     """Law: equal policies share what has matched; others do not."""
     first, second = parse("torch", "op:asinh=low"), parse("torch", "op:asinh=low")
-    assert dispatch_table.matches(first) is dispatch_table.matches(second)
-    assert dispatch_table.matches(first) is not dispatch_table.matches(
+    assert dispatch_table.matched_rules(first) is dispatch_table.matched_rules(second)
+    assert dispatch_table.matched_rules(first) is not dispatch_table.matched_rules(
         parse("torch", "op:mm=low")
     )
 
@@ -168,7 +178,7 @@ def test_matches_are_the_policys() -> None:
 def refusal(word: str, device: str = "cpu", model: nn.Module | None = None) -> str:
     """Return what is said to a policy."""
     with pytest.raises(UserError) as caught:
-        check(Policy.parse(word), device, model)
+        check_policy(Policy.parse(word), device, model)
     return str(caught.value)
 
 
@@ -182,11 +192,11 @@ def test_refusals() -> None:
         "cuda, mps, xpu, or leave the policy out."
     )
     assert refusal("torch + module:head=fp32") == (
-        "rule 'module:head=fp32' speaks of modules, and a bare region knows none: pass "
-        "autocast(..., model=model), or use prepare(model, ..., policy=...)."
+        "rule 'module:head=fp32' names a module, and this context has no model: pass "
+        "autocast(..., model=model), or prepare(model, ..., policy=...)."
     )
-    check(parse("torch", "module:head=fp32"), "cpu", nn.Linear(1, 1))
-    check(parse("lean", "op:softmax=fp32"), "cuda", None)
+    check_policy(parse("torch", "module:head=fp32"), "cpu", nn.Linear(1, 1))
+    check_policy(parse("lean", "op:softmax=fp32"), "cuda", None)
 
 
 def test_operators_that_come_later() -> None:
@@ -195,5 +205,5 @@ def test_operators_that_come_later() -> None:
     assert "matches no operation" in refusal(word)
     library: Any = Library("halfstep_test_steering", "DEF")  # type: ignore[no-untyped-call]
     library.define("late(Tensor x) -> Tensor")
-    check(Policy.parse(word), "cpu", None)
+    check_policy(Policy.parse(word), "cpu", None)
     library._destroy()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.casting.dtype_mismatch import DtypeMismatch, explained
+from halfstep.casting.dtype_mismatch import DtypeMismatch, explain
 from halfstep.policy import Policy, Rule, check_ops, decide, matching_ops
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def refusal(run: Callable[..., object], *args: object) -> RuntimeError:
 
 def found_in(error: BaseException) -> DtypeMismatch:
     """Return what is said about an error that must be recognised."""
-    found = explained(error)
+    found = explain(error)
     assert found is not None, error
     return found
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.casting.dtype_mismatch import DtypeMismatch, explained
+from halfstep.casting.dtype_mismatch import DtypeMismatch, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def found_in(run: Callable[..., object], *args: object) -> DtypeMismatch:
     """Return what is said about the error of a call."""
     with pytest.raises(RuntimeError) as caught:
         run(*args)
-    found = explained(caught.value)
+    found = explain(caught.value)
     assert found is not None, caught.value
     return found
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from halfstep.casting.dtype_mismatch import DtypeMismatch, explained
+from halfstep.casting.dtype_mismatch import DtypeMismatch, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ def error_of(run: Callable[[], object]) -> RuntimeError:
 
 def of(text: str) -> DtypeMismatch | None:
     """Return what is said about an error that was never raised."""
-    return explained(RuntimeError(text))
+    return explain(RuntimeError(text))
 
 
 class Refuses(nn.Module):
@@ -94,7 +94,7 @@ TEXTS = [
 @pytest.mark.parametrize(("text", "dtypes"), [(text, tuple(d)) for text, *d in TEXTS])
 def test_texts(text: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Law: texts of other devices and versions tell the dtypes, and no more."""
-    found = explained(error_of(Refuses(text)))
+    found = explain(error_of(Refuses(text)))
     assert found is not None
     assert (found.operation, found.rule, found.dtypes) == ("", "", dtypes)
     assert str(found).startswith(f"{text}\n-> an operation in the model (Refuses) got ")
@@ -127,7 +127,7 @@ LOOK_ALIKES = [
 def test_look_alikes(text: str) -> None:
     """Law: shapes, devices, indices, NaN and missing kernels are another matter."""
     assert of(text) is None
-    assert explained(NotImplementedError(text)) is None
+    assert explain(NotImplementedError(text)) is None
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_look_alikes(text: str) -> None:
 )
 def test_other_errors(run: Callable[[], object]) -> None:
     """Law: what torch raises about other things passes, as this torch words it."""
-    assert explained(error_of(run)) is None
+    assert explain(error_of(run)) is None
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, KeyError, KeyboardInterrupt])
 def test_other_exceptions(error: type[BaseException]) -> None:
     """Law: only RuntimeErrors are torch's refusals, whatever they say."""
-    assert explained(error(REFUSED)) is None
+    assert explain(error(REFUSED)) is None
     assert of(REFUSED) is not None
 
 
@@ -160,7 +160,7 @@ def test_not_twice() -> None:
     """Law: what has been explained passes through the regions around it."""
     found = of(REFUSED)
     assert found is not None
-    assert explained(found) is None
+    assert explain(found) is None
 
 
 def test_pickle() -> None:

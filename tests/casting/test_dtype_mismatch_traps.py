@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep.casting.dtype_mismatch import explained
+from halfstep.casting.dtype_mismatch import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ def test_nothing_is_run() -> None:
             model(matrix)
         asked = model.asked
         with Forbidding():
-            found = explained(caught.value)
+            found = explain(caught.value)
         assert model.asked == asked
         assert found is not None
         assert (found.operation, set(found.dtypes)) == ("mv", {BF16, FP32})
@@ -87,7 +87,7 @@ def test_nothing_is_kept() -> None:
     try:
         model(matrix)
     except RuntimeError as error:
-        found = explained(error)
+        found = explain(error)
         assert found is not None
         assert found.__traceback__ is None
     del model, matrix
@@ -239,7 +239,7 @@ def test_never_raises(
     if wild is not None:
         step = TracebackType(error.__traceback__, sys._getframe(), wild, wild)
         error.__traceback__ = step
-    found = explained(error)
+    found = explain(error)
     assert found is not None
     assert str(found).startswith(f"{TEXT} {around}".rstrip())
     assert (found.operation, found.rule) == ("", "")
@@ -269,7 +269,7 @@ def test_mapping_is_not_asked() -> None:
     namespace = Once(a=rows(), b=torch.rand(2))
     meta = type("meta", (type,), {"__prepare__": lambda *_: namespace})
     source = "class Odd(metaclass=meta):\n    torch.mv(a, b)"
-    found = explained(run_as(source, {"meta": meta, "torch": torch}))
+    found = explain(run_as(source, {"meta": meta, "torch": torch}))
     assert found is not None
     assert (found.operation, set(found.dtypes)) == ("mv", {BF16, FP32})
 
@@ -279,7 +279,7 @@ def test_long_chain() -> None:
     for length, operation in ((20, "mv"), (900, "")):
         source = f"torch.mv(a{'.t()' * length}, b)"
         names = {"torch": torch, "a": rows(), "b": torch.rand(2)}
-        found = explained(run_as(source, names))
+        found = explain(run_as(source, names))
         assert found is not None
         assert (found.operation, set(found.dtypes)) == (operation, {BF16, FP32})
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from halfstep.casting.grad_accumulation import Gradients
+from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 from halfstep.numerics import accumulate
 from halfstep.numerics.accumulate import add_
 
@@ -106,10 +106,10 @@ def test_a_sum_makes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 # Taking gradients
 
 
-def opened() -> Gradients:
+def opened() -> Fp32GradAccumulator:
     """Return one that takes gradients here, as in a backward pass that it has begun."""
-    gradients = Gradients()
-    gradients._task = torch._C._current_graph_task_id()
+    gradients = Fp32GradAccumulator()
+    gradients._graph_task = torch._C._current_graph_task_id()
     return gradients
 
 
@@ -119,9 +119,9 @@ def weight() -> nn.Parameter:
 
 
 @torch.no_grad()
-def take(gradients: Gradients, param: Tensor, part: Tensor) -> bool:
+def take(gradients: Fp32GradAccumulator, param: Tensor, part: Tensor) -> bool:
     """Offer a gradient as a backward pass does: grad mode is off."""
-    return gradients.take(param, part)
+    return gradients.accumulate(param, part)
 
 
 @LOW
@@ -139,27 +139,27 @@ def test_gradients_add_up(dtype: torch.dtype) -> None:
         assert not param.grad.requires_grad
 
 
-def closed(gradients: Gradients, _: Any) -> None:
+def closed(gradients: Fp32GradAccumulator, _: Any) -> None:
     """End the backward pass."""
-    gradients.end()
+    gradients.stop()
 
 
-def elsewhere(gradients: Gradients, _: Any) -> None:
+def elsewhere(gradients: Fp32GradAccumulator, _: Any) -> None:
     """Be in another backward pass."""
-    gradients._task = 7
+    gradients._graph_task = 7
 
 
-def hooked(_: Gradients, param: Any) -> None:
+def hooked(_: Fp32GradAccumulator, param: Any) -> None:
     """Attach what wants to see each gradient."""
     param.register_hook(lambda grad: grad)
 
 
-def hooked_after(_: Gradients, param: Any) -> None:
+def hooked_after(_: Fp32GradAccumulator, param: Any) -> None:
     """Attach what runs after each sum."""
     param.register_post_accumulate_grad_hook(lambda _: None)
 
 
-def sparse_sum(_: Gradients, param: Any) -> None:
+def sparse_sum(_: Fp32GradAccumulator, param: Any) -> None:
     """Leave a sparse gradient there."""
     param.grad = torch.zeros(4, 3).to_sparse()
 
@@ -190,7 +190,7 @@ def test_which_gradients_are_left_to_autograd() -> None:
     assert not take(gradients, param, ones.to_sparse())
     assert not take(gradients, param, ones.float())
     with torch.enable_grad():
-        assert not gradients.take(param, ones)
+        assert not gradients.accumulate(param, ones)
     assert param.grad is None
     assert take(gradients, param, ones)
 
@@ -209,13 +209,13 @@ def test_the_backward_pass_of_a_loss() -> None:
 
     Not those of a pass inside it, nor of one before or after.
     """
-    gradients, param = Gradients(), weight()
+    gradients, param = Fp32GradAccumulator(), weight()
     taken: dict[str, bool] = {}
 
     def offer(where: str) -> None:
         with torch.no_grad():
             one = torch.ones(4, 3, dtype=BF16)
-            taken[where] = gradients.take(param, one)
+            taken[where] = gradients.accumulate(param, one)
 
     def inside(grad: Tensor) -> Tensor:
         offer("in it")
@@ -232,10 +232,10 @@ def test_the_backward_pass_of_a_loss() -> None:
     middle.register_hook(inside)
     loss: Any = middle * 1
     offer("before")
-    gradients.begin(loss)
+    gradients.start(loss)
     offer("begun")
     loss.backward()
-    gradients.end()
+    gradients.stop()
     offer("after")
     assert taken == {
         "before": False,
@@ -245,8 +245,8 @@ def test_the_backward_pass_of_a_loss() -> None:
         "in it again": True,
         "after": False,
     }
-    gradients.begin(torch.ones(()))
-    gradients.end()
+    gradients.start(torch.ones(()))
+    gradients.stop()
 
 
 # Memory

@@ -40,7 +40,7 @@ def run(policy: str, low: torch.dtype = BF16) -> Seen:
     with autocast("cpu", low, policy=policy, model=model):
         model(X)
     assert not torch.is_autocast_enabled("cpu")
-    assert active_context.current("cpu") is None
+    assert active_context.innermost_context("cpu") is None
     return seen
 
 
@@ -303,8 +303,8 @@ def test_where_scopes_begin() -> None:
     model, _ = build()
 
     def begins(words: str) -> dict[str, int]:
-        found = module_rules.scopes_of(model, Policy.parse(f"torch + {words}"))
-        return {scope.path: scope.rule for scope in found}
+        found = module_rules.hooks_for(model, Policy.parse(f"torch + {words}"))
+        return {scope.path: scope.rule_index for scope in found}
 
     assert begins("module:a=fp32") == {"a": 0}
     assert begins("module:*=fp32") == {"": 0}

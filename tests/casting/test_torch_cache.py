@@ -233,7 +233,7 @@ def test_the_cache_is_for_one_dtype(others: list[ThreadPoolExecutor]) -> None:
         close_in(first, same)
         with autocast("cpu", FP16):
             assert flag()
-    assert not torch_cache._open
+    assert not torch_cache._entered
     assert flag()
 
 
@@ -282,4 +282,4 @@ def test_no_thread_gets_a_wrong_cast(steps: list[tuple[int, str]]) -> None:
         for number, stack in enumerate(opened):
             while stack:
                 threads[number].submit(do, number, "close").result()
-    assert not torch_cache._open
+    assert not torch_cache._entered

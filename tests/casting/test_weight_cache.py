@@ -126,12 +126,12 @@ def test_no_stale_value(edit: Callable[[nn.Parameter], object]) -> None:
 
 
 def test_an_edit_of_data_is_not_seen() -> None:
-    """Law: what the docstring says: an edit through `.data` counts after `renew`."""
+    """Law: what the docstring says: an edit through `.data` counts after `refresh`."""
     cache, param = CastCache(), weight()
     old = cache(param, BF16)
     param.data.zero_()
     assert torch.equal(cache(param, BF16), old)
-    cache.renew()
+    cache.refresh()
     assert not cache(param, BF16).any()
 
 
@@ -162,8 +162,8 @@ def test_what_is_a_weight() -> None:
         "low": nn.Parameter(torch.ones(2, dtype=BF16)),
         "whole": nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False),
     }
-    assert [cache.takes(tensor) for tensor in weights] == [True] * 3
-    assert [name for name, tensor in others.items() if cache.takes(tensor)] == []
+    assert [cache.is_weight(tensor) for tensor in weights] == [True] * 3
+    assert [name for name, tensor in others.items() if cache.is_weight(tensor)] == []
     for tensor in others.values():
         assert cache(tensor, BF16).dtype == BF16
     assert counts(cache) == (0, 0)
@@ -185,7 +185,7 @@ def test_counts_by_hand() -> None:
         large.zero_()
     cache(large, BF16)
     assert (counts(cache), cache.bytes, cache.bytes_cast) == ((1, 4), 80, 144)
-    cache.renew()
+    cache.refresh()
     cache(small, BF16)
     assert (counts(cache), cache.bytes, cache.bytes_cast) == ((1, 5), 80, 152)
     cache.clear()
@@ -291,13 +291,13 @@ def test_inference_mode() -> None:
 
 
 def test_renewal_writes_into_the_same_memory() -> None:
-    """Law: after `renew` a weight is cast once more, where its old cast was."""
+    """Law: after `refresh` a weight is cast once more, where its old cast was."""
     cache, param = CastCache(), weight()
     place = cache(param, BF16).data_ptr()
     for number in range(2, 5):
         with torch.no_grad():
             param.fill_(number)
-        cache.renew()
+        cache.refresh()
         low = cache(param, BF16)
         assert low.data_ptr() == place
         assert torch.equal(low, torch.full((4, 4), number, dtype=BF16))
@@ -311,7 +311,7 @@ def test_renewal_of_a_weight_that_has_another_shape() -> None:
     cache, param = CastCache(), weight()
     old = cache(param, BF16)
     param.data = torch.ones(2, 3)
-    cache.renew()
+    cache.refresh()
     assert torch.equal(cache(param, BF16), torch.ones(2, 3, dtype=BF16))
     assert old.shape == (4, 4)
 
@@ -324,7 +324,7 @@ def test_an_older_graph_is_refused() -> None:
         old = layer(x)
     with torch.no_grad():
         layer.weight.mul_(2)
-    cache.renew()
+    cache.refresh()
     with region(cache):
         layer(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -336,7 +336,7 @@ def test_an_older_graph_that_needs_no_cast_is_right() -> None:
     cache, layer = CastCache(), nn.Linear(4, 4, bias=False)
     with region(cache):
         old = layer(torch.full((2, 4), 3.0))
-    cache.renew()
+    cache.refresh()
     with region(cache):
         layer(torch.ones(2, 4))
     assert sums_up(old, layer.weight, 6.0)

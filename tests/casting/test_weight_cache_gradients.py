@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 import halfstep as hs
-from halfstep.casting.grad_accumulation import Gradients
+from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ class Net(nn.Module):
         return out.float()
 
 
-REGIONS = pytest.mark.parametrize("gradients", [None, Gradients], ids=["plain", "fold"])
+REGIONS = pytest.mark.parametrize(
+    "gradients", [None, Fp32GradAccumulator], ids=["plain", "fold"]
+)
 
 
 def pair(gradients: Any) -> list[tuple[Net, Callable[[], Any]]]:
@@ -187,7 +189,7 @@ def test_transforms_are_not_cached() -> None:
         out: Tensor = net(x).float().square().sum()
         return out
 
-    cache = CastCache(Gradients())
+    cache = CastCache(Fp32GradAccumulator())
     found = []
     for make in (lambda: torch.autocast("cpu", BF16), lambda: region(cache)):
         with make():
@@ -213,7 +215,7 @@ def test_two_threads() -> None:
         found: list[Tensor] = []
         for x in inputs[start::2]:
             if barrier.wait() == 0:
-                cache.renew()
+                cache.refresh()
             barrier.wait()
             with region(cache):
                 out = net(x)

@@ -338,11 +338,14 @@ def test_a_copy_that_cannot_be_restored(
         with pytest.raises(CheckpointError) as caught:
             save(path, {}, {"turn": 2}, {}, replace=True)
         assert str(caught.value) == said(path, errno.EIO)
-        for use in (atomic_directory.restore, atomic_directory.sweep):
+        for use in (
+            atomic_directory.restore_replaced,
+            atomic_directory.remove_leftovers,
+        ):
             with pytest.raises(OSError, match=os.strerror(errno.EIO)):
                 use(tmp_path)
     assert load(old).state == {"turn": 1}
-    atomic_directory.sweep(tmp_path)
+    atomic_directory.remove_leftovers(tmp_path)
     assert load(path).state == {"turn": 1}
 
 
@@ -360,7 +363,7 @@ def test_a_copy_that_another_restored(
         return original(self, target)
 
     monkeypatch.setattr(Path, "rename", twice)
-    atomic_directory.restore(tmp_path)
+    atomic_directory.restore_replaced(tmp_path)
     assert load(path).state == {"turn": 1}
 
 
@@ -379,13 +382,13 @@ def test_the_name_cannot_be_given(
     assert names(tmp_path) == ["c"]
 
 
-@pytest.mark.parametrize("before", ["put", "rename"])
+@pytest.mark.parametrize("before", ["rename_into_place", "rename"])
 def test_another_program_is_first(
     before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: what another finished meanwhile is not written over, at any moment."""
     path = tmp_path / "c"
-    owner: Any = {"put": atomic_directory, "rename": Path}[before]
+    owner: Any = {"rename_into_place": atomic_directory, "rename": Path}[before]
     original = getattr(owner, before)
 
     def late(*given: Any, **words: Any) -> Any:
@@ -412,14 +415,14 @@ def test_what_living_programs_write_is_theirs(tmp_path: Path) -> None:
         part.mkdir()
     save(tmp_path / "c", {}, {}, {})
     assert names(tmp_path) == sorted(["c", *(part.name for part in parts[:2])])
-    atomic_directory.sweep(tmp_path)
+    atomic_directory.remove_leftovers(tmp_path)
     assert names(tmp_path) == ["c"]
 
 
 def test_own_number_again(tmp_path: Path) -> None:
     """Law: what an earlier process of the same number left stands in no one's way."""
     for word in ("part", "old"):
-        rest = atomic_directory.beside(tmp_path / "c", word)
+        rest = atomic_directory.temporary_path(tmp_path / "c", word)
         rest.mkdir()
         (rest / "file").touch()
     (tmp_path / "c").mkdir()
@@ -467,7 +470,7 @@ def test_what_cannot_be_read_is_not_called_absent(
         return original(self, **words)
 
     monkeypatch.setattr(Path, "stat", silent)
-    with pytest.raises(atomic_directory.UnreadError) as caught:
+    with pytest.raises(atomic_directory.CheckpointReadError) as caught:
         load(path)
     assert str(caught.value) == (
         f"checkpoint file {path / name} cannot be read: {os.strerror(reason)}. Resume "

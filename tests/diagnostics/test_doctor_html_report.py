@@ -103,7 +103,7 @@ LINES = [exponent_plots.Line(-25, "zero"), exponent_plots.Line(16, "inf")]
 def test_cells_stand_where_their_powers_are() -> None:
     """Law: a strip has a cell for each power that has numbers, the borders beside."""
     root = ET.fromstring(  # noqa: S314
-        exponent_plots.over_layers(
+        exponent_plots.plot_layers(
             [("a & b", {-25: 1, 0: 9, 15: 1})], LINES, "t"
         ).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     )
@@ -122,7 +122,7 @@ def test_cells_stand_where_their_powers_are() -> None:
 def test_a_long_name_keeps_both_ends() -> None:
     """Law: what does not fit is cut in the middle, and told in full on pointing."""
     name = "encoder." * 20 + "query"
-    drawn = exponent_plots.over_layers([(name, {0: 1})], [], "t")
+    drawn = exponent_plots.plot_layers([(name, {0: 1})], [], "t")
     assert f"<title>{name}</title>encoder.encoder" in drawn
     assert "...der.encoder.encoder.query</text>" in drawn
 
@@ -136,8 +136,8 @@ def test_any_histograms_can_be_drawn(found: list[dict[int, int]], name: str) -> 
     """Law: whatever was counted, the picture is whole and inside its frame."""
     name = "".join(c for c in name if c.isprintable())
     pictures = (
-        exponent_plots.over_layers([(name, each) for each in found], LINES, name),
-        exponent_plots.over_steps(list(enumerate(found)), LINES, name),
+        exponent_plots.plot_layers([(name, each) for each in found], LINES, name),
+        exponent_plots.plot_steps(list(enumerate(found)), LINES, name),
     )
     for drawn in pictures:
         root = ET.fromstring(drawn)  # noqa: S314

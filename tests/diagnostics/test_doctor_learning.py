@@ -85,7 +85,7 @@ def test_a_fixed_scale_that_skips_every_step(tmp_path: Path) -> None:
         assert "stands at 1e+09 and never falls" in each.advice
         assert "--dtype bf16" in each.advice
         assert "module:NAME=fp32" in each.advice
-        assert "first_bad" in each.advice
+        assert "find_nonfinite" in each.advice
 
 
 def test_learning_by_heart(tmp_path: Path) -> None:
@@ -212,13 +212,15 @@ def test_one_run_has_one_loss_scale() -> None:
 
 def underflowing(low: int) -> dict[str, Any]:
     """Return a run with two tensors whose gradients are lost to unlike degrees."""
-    from halfstep.numerics.tensor_summary import Sample, Tally
+    from halfstep.numerics.tensor_summary import Sample, TensorSummary
 
     told = {
         "a:grad": counted({-24: low, 0: 7000}, zeros=low),
         "b:grad": counted({-24: 9000, -20: 500, -9: 900}, zeros=9000),
     }
-    stats = {n: (Sample(1, Tally.from_data(one), 1024.0),) for n, one in told.items()}
+    stats = {
+        n: (Sample(1, TensorSummary.from_data(one), 1024.0),) for n, one in told.items()
+    }
     return {"stats": stats, "steps": (Step.from_data(step(1)),)}
 
 

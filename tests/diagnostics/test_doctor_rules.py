@@ -33,7 +33,14 @@ from halfstep.diagnostics.doctor.run_record import (
 )
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_stats import measure
-from halfstep.numerics.tensor_summary import Sample, Tally, flushed, lowest, normal, top
+from halfstep.numerics.tensor_summary import (
+    Sample,
+    TensorSummary,
+    flushed_share,
+    max_exponent,
+    min_normal_exponent,
+    underflow_exponent,
+)
 from halfstep.reporting.finding import Finding
 from halfstep.train.config import SETTINGS, flag_of
 
@@ -54,7 +61,7 @@ def steps(records: Iterable[dict[str, Any]]) -> tuple[Step, ...]:
 
 def held(name: str, told: Any, at: int = 1, scale: float = 1.0) -> RunFacts:
     """Return a run in fp16 of whose tensor `name` there is one sample."""
-    sample = Sample(at, Tally.from_data(told), scale)
+    sample = Sample(at, TensorSummary.from_data(told), scale)
     records = steps([step(1, scale=scale)])
     return RunFacts(config=FP16, stats={name: (sample,)}, steps=records)
 
@@ -126,7 +133,7 @@ def bad(**more: Any) -> dict[str, Any]:
         "module": "decoder.wo",
         "kind": "Linear",
         "op": "linear",
-        "made": "inf",
+        "nonfinite_kind": "inf",
         "cause": "forward range",
         "evidence": "inputs reach 8.3e+04, float16 holds 65504",
         "advice": "Train in bfloat16.",
@@ -465,10 +472,10 @@ def test_flags_that_are_advised_exist() -> None:
 
 @pytest.mark.parametrize("config", [FP16, BF16, replace(FP16, loss_scale="65536")])
 def test_skips_that_go_on_are_told_what_ends_them(config: Config) -> None:
-    """Law: first_bad, an fp32 rule, and bf16 where the run is not in it, are named."""
+    """Law: find_nonfinite, an fp32 rule, and bf16 if not in use are named."""
     facts = replace(skipped(*range(20, 60), of=100), config=config)
     told = {each.rule: each.advice for each in examine(facts)}["skipped steps"]
-    assert "halfstep.first_bad(model, step)" in told
+    assert "halfstep.find_nonfinite(model, step)" in told
     assert "--policy 'lean + module:NAME=fp32'" in told
     assert ("--dtype bf16" in told) == (config.dtype == "fp16")
     assert ("never falls" in told) == (config.loss_scale == "65536")
@@ -584,16 +591,21 @@ def test_what_was_flushed_is_estimated(sigma: float, near: float) -> None:
         dict(zip(bins.tolist(), counts.tolist(), strict=True)),
         zeros=int((low == 0).sum()),
     )
-    share = flushed([Sample(1, Tally.from_data(told))], formats.FP16)
+    share = flushed_share([Sample(1, TensorSummary.from_data(told))], formats.FP16)
     assert share == pytest.approx(true, rel=near)
 
 
 def test_zeros_that_were_zeros_are_not_lost() -> None:
     """Law: padding and dropout make zeros; with nothing next to 0 none were lost."""
     told = counted({-20: 100, 0: 100}, zeros=10**6)
-    assert flushed([Sample(1, Tally.from_data(told))], formats.FP16) == 0.0
+    assert (
+        flushed_share([Sample(1, TensorSummary.from_data(told))], formats.FP16) == 0.0
+    )
     told = counted({-24: 100, 0: 100}, zeros=3)
-    assert flushed([Sample(1, Tally.from_data(told))], formats.FP16) == 3 / 203
+    assert (
+        flushed_share([Sample(1, TensorSummary.from_data(told))], formats.FP16)
+        == 3 / 203
+    )
 
 
 def test_gradients_in_fp32_lose_nothing() -> None:
@@ -607,7 +619,7 @@ def test_gradients_in_fp32_lose_nothing() -> None:
 
 def test_gradients_of_several_scales() -> None:
     """Law: the span is that of what is not scaled, and so is the largest."""
-    told = Tally.from_data(counted({0: 10}))
+    told = TensorSummary.from_data(counted({0: 10}))
     samples = (Sample(1, told, 1.0), Sample(2, told, 2.0**31))
     records = steps([step(1, scale=1.0), step(2, scale=2.0**31)])
     facts = RunFacts(config=FP16, stats={"a:grad": samples}, steps=records)
@@ -695,7 +707,11 @@ def test_masters_lose_no_updates() -> None:
 
 def test_an_unknown_scale_gives_no_advice_on_scales() -> None:
     """Law: gradients of a loop that told no loss scale are not taken for unscaled."""
-    told = {"a:grad": (Sample(1, Tally.from_data(counted({-24: 10, -20: 10})), 1.0),)}
+    told = {
+        "a:grad": (
+            Sample(1, TensorSummary.from_data(counted({-24: 10, -20: 10})), 1.0),
+        )
+    }
     facts = RunFacts(config=FP16, stats=told)
     rules = {"underflow", "subnormal", "scale too low"}
     assert not rules & {each.rule for each in examine(facts)}
@@ -733,7 +749,7 @@ def test_a_backward_overflow_of_a_moving_scale_is_a_note() -> None:
     events = (bad(cause="backward range", phase="backward", rule="module:a=fp32"),)
     (found,) = examine(RunFacts(config=FP16, bad_ops=events))
     assert found.severity == "error"
-    events = (bad(phase="none", cause="hardware", made=""),)
+    events = (bad(phase="none", cause="hardware", nonfinite_kind=""),)
     (found,) = examine(RunFacts(config=FP16, bad_ops=events))
     assert found.severity == "warning"
     assert "did not show" in found.measured
@@ -840,7 +856,7 @@ def test_what_fp16_cannot_hold_is_no_finding() -> None:
 
 def test_many_places_are_counted() -> None:
     """Law: of one rule the three worst places are named, the rest is counted."""
-    told = Tally.from_data(counted({-24: 10, 0: 10}, zeros=10))
+    told = TensorSummary.from_data(counted({-24: 10, 0: 10}, zeros=10))
     stats = {f"layer.{i}:grad": (Sample(1, told),) for i in range(9)}
     facts = RunFacts(config=FP16, stats=stats, steps=steps([step(1, scale=1.0)]))
     found = [each for each in examine(facts) if each.rule == "underflow"]
@@ -864,11 +880,11 @@ def test_borders_of_formats(format_: formats.FloatFormat) -> None:
         wide = torch.tensor(power, dtype=torch.float64)
         return wide.to(format_.dtype).double().item()
 
-    assert made(2.0 ** lowest(format_)) == 0.0
-    assert made(1.01 * 2.0 ** lowest(format_)) > 0.0
-    assert 2.0 ** normal(format_) == format_.min_normal
-    assert made(2.0 ** top(format_)) < float("inf")
-    assert made(2.0 ** (top(format_) + 1)) == float("inf")
+    assert made(2.0 ** underflow_exponent(format_)) == 0.0
+    assert made(1.01 * 2.0 ** underflow_exponent(format_)) > 0.0
+    assert 2.0 ** min_normal_exponent(format_) == format_.min_normal
+    assert made(2.0 ** max_exponent(format_)) < float("inf")
+    assert made(2.0 ** (max_exponent(format_) + 1)) == float("inf")
 
 
 words = st.text(max_size=8)
@@ -900,7 +916,7 @@ def test_any_facts_can_be_judged(
     seen = steps({"step": i, **each} for i, each in enumerate(records))
     stats: dict[str, tuple[Sample, ...]] = {}
     if powers:
-        told = Tally.from_data(counted(powers))
+        told = TensorSummary.from_data(counted(powers))
         stats = {"a:grad": (Sample(0, told),), "a:output": (Sample(0, told),)}
     facts = RunFacts(config=Config("O3", dtype), steps=seen, stats=stats)
     for found in examine(facts):

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.preflight.model_copy import ModelCopy
-from halfstep.machine.recommendation import choose
-from halfstep.numerics.exponents import count
+from halfstep.machine.recommendation import resolve
+from halfstep.numerics.exponents import count_exponents
 from halfstep.policy import LEAN
 
 
@@ -21,7 +21,7 @@ def twin(level: str, dtype: str) -> ModelCopy:
     """Return a copy with dropout, batch statistics and a power iteration."""
     model = Net()
     parametrizations.spectral_norm(model.head)
-    choice = choose(level, dtype, "cpu")
+    choice = resolve(level, dtype, "cpu")
     return ModelCopy(model, None, choice, LEAN, "fp32", RandomState([]))
 
 
@@ -63,14 +63,16 @@ def test_scales_leave_gradients_alone(level: str) -> None:
 def test_what_is_counted() -> None:
     """Law: of a product and a mean, its gradients are counted, each where it comes."""
     model = nn.Linear(4, 2, bias=False)
-    choice = choose("O0", "fp32", "cpu")
+    choice = resolve("O0", "fp32", "cpu")
     one = ModelCopy(model, None, choice, LEAN, "fp32", RandomState([]))
     x = torch.full((2, 4), 3.0)
     seen = one.run(lambda m, b: m(b).mean(), x)
     output = torch.full((2, 2), 0.25)
     weight = output.T @ x
     # The weight's gradient comes to the product's transpose, and is kept.
-    expected = count(torch.cat([output.flatten(), weight.flatten(), weight.flatten()]))
+    expected = count_exponents(
+        torch.cat([output.flatten(), weight.flatten(), weight.flatten()])
+    )
     assert torch.equal(seen.histogram, expected)
     assert seen.trace.gradient_peaks() == {"": 0.25}
     # The product keeps its input; the weight is not counted.

@@ -38,7 +38,7 @@ def test_products_in_fp32(
 ) -> None:
     """Law: with products in fp32 a check says what it says with fp16's, and says so."""
     own = checked(level=level, model=Net(gain))
-    monkeypatch.setattr(fp16_emulation, "needed", lambda _: True)
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: True)
     wide = checked(level=level, model=Net(gain))
     assert not notes_of(own)
     assert "computed in fp32 and rounded" in notes_of(wide)[0]
@@ -76,7 +76,7 @@ def test_steps_are_the_machines_own(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: passes take fp32 products where fp16's are slow; timed steps never do."""
-    monkeypatch.setattr(fp16_emulation, "needed", lambda _: True)
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: True)
     with Running() as running:
         checked(steps=steps)
     assert (torch.float16 in running.seen) is bool(steps)
@@ -100,7 +100,7 @@ class Sizes:
 @pytest.mark.parametrize("slow", [True, False])
 def test_steps_that_take_long(*, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: there are then fewer, on the fewest examples that run, and notes say so."""
-    monkeypatch.setattr(fp16_emulation, "needed", lambda _: slow)
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: slow)
     monkeypatch.setattr(step_cost, "_LONGEST", 0.0)
     sizes = Sizes()
     report = checked(sizes, steps=5)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from required import required
 from torch import Tensor, nn
 
 import halfstep as hs
 
 if TYPE_CHECKING:
-    from halfstep.diagnostics.replay.arguments import Step
+    from halfstep.diagnostics.replay.search import Step
 
 PARTS = 4
 
@@ -55,11 +56,10 @@ def test_a_sum_that_overflows_is_no_fault_of_hardware() -> None:
     given = steps(model, 3e4)
     assert added_up(model, given[:1], 1.0)
     assert not added_up(model, given, 1.0)
-    bad = hs.first_bad(model, given, failed=True)
-    assert bad is not None
+    bad = required(hs.find_nonfinite(model, given, failed=True))
     assert (bad.cause, bad.phase) == ("backward range", "backward")
     assert (bad.module, bad.kind, bad.op) == ("outer", "Linear", "add")
-    assert (bad.dtype, bad.inputs, bad.made) == ("float16", 3e4, "inf")
+    assert (bad.dtype, bad.inputs, bad.nonfinite_kind) == ("float16", 3e4, "inf")
     assert bad.reproduced
     assert not bad.normal
     assert "gradients of 4 micro-batches are finite, up to 3.0e+04" in bad.evidence
@@ -71,8 +71,8 @@ def test_a_sum_that_overflows_is_no_fault_of_hardware() -> None:
 def test_its_remedies_cure_it() -> None:
     """Law: a sum in fp32, a loss divided by the micro-batches: each makes it finite."""
     model = Half()
-    assert hs.first_bad(model, steps(model, 3e4), summed_in=torch.float32) is None
-    assert hs.first_bad(model, steps(model, 3e4 / PARTS)) is None
+    assert hs.find_nonfinite(model, steps(model, 3e4), summed_in=torch.float32) is None
+    assert hs.find_nonfinite(model, steps(model, 3e4 / PARTS)) is None
     assert added_up(model, steps(model, 3e4 / PARTS), 1.0)
 
 
@@ -106,8 +106,7 @@ def test_a_smaller_scale_cures_a_sum() -> None:
     given = steps(model, 30.0)
     assert added_up(model, given, 1.0)
     assert not added_up(model, given, 2.0**10)
-    bad = hs.first_bad(model, given, scale=2.0**10, failed=True)
-    assert bad is not None
+    bad = required(hs.find_nonfinite(model, given, scale=2.0**10, failed=True))
     assert (bad.cause, bad.normal) == ("backward range", True)
     assert "at loss scale 1024; at scale 1 the sum is finite" in bad.evidence
     assert added_up(model, given, 2.0**9)
@@ -119,11 +118,10 @@ def test_the_micro_batch_is_named() -> None:
     given = steps(model, 1.0)
     spoilt = X * float("nan")
     given[2] = lambda: model(spoilt).sum()
-    bad = hs.first_bad(model, given)
-    assert bad is not None
+    bad = required(hs.find_nonfinite(model, given))
     assert (bad.module, bad.cause) == ("inner", "data")
     assert bad.evidence.endswith("(micro-batch 3 of 4)")
-    assert hs.first_bad(model, steps(model, 1.0)) is None
+    assert hs.find_nonfinite(model, steps(model, 1.0)) is None
 
 
 def test_micro_batches_draw_on_from_each_other() -> None:
@@ -136,15 +134,15 @@ def test_micro_batches_draw_on_from_each_other() -> None:
 
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    assert hs.first_bad(model, [step, step], generator_state=state) is None
+    assert hs.find_nonfinite(model, [step, step], generator_state=state) is None
     assert drawn == torch.rand(2).tolist()
 
 
 def test_hardware_is_named_once_the_sum_was_looked_at() -> None:
     """Law: for one micro-batch the sum is a suspect; for all of them it is none."""
     model = Half()
-    alone = hs.first_bad(model, steps(model, 1.0, 1), failed=True)
-    together = hs.first_bad(model, steps(model, 1.0), failed=True)
+    alone = hs.find_nonfinite(model, steps(model, 1.0, 1), failed=True)
+    together = hs.find_nonfinite(model, steps(model, 1.0), failed=True)
     assert alone is not None
     assert together is not None
     assert alone.cause == together.cause == "hardware"
@@ -160,9 +158,8 @@ def test_sparse_gradients_are_added_up() -> None:
     def step() -> Tensor:
         return (table(ids).float() * 1.5e38).sum()  # type: ignore[no-any-return]
 
-    assert hs.first_bad(table, [step] * 2) is None
-    bad = hs.first_bad(table, [step] * 3)
-    assert bad is not None
+    assert hs.find_nonfinite(table, [step] * 2) is None
+    bad = required(hs.find_nonfinite(table, [step] * 3))
     assert (bad.module, bad.op) == ("model", "add")
 
 
@@ -186,13 +183,14 @@ def test_all_processes_run_as_many(
         count += 1
         return model(torch.eye(4)).square().sum() * factor  # type: ignore[no-any-return]
 
-    bad = hs.first_bad(model, [step] * 3, scale=2.0)
+    bad = hs.find_nonfinite(model, [step] * 3, scale=2.0)
     assert ((bad is None), count) == (factor == 1, runs)
 
 
 def test_a_sum_beyond_float32_is_not_cured_by_bfloat16() -> None:
     """Law: bfloat16 reaches no further than float32, and is no remedy there."""
     model = nn.Linear(1, 1, bias=False)
-    bad = hs.first_bad(model, [lambda: 3e38 * model(torch.ones(1, 1)).sum()] * 2)
-    assert bad is not None
+    bad = required(
+        hs.find_nonfinite(model, [lambda: 3e38 * model(torch.ones(1, 1)).sum()] * 2)
+    )
     assert (bad.dtype, bad.advice) == ("float32", "Divide each loss by 2.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from required import required
 from small_training import one_thread
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,42 +76,32 @@ class Vae(nn.Module):
         return miss + far.float().mean()
 
 
+_BERT = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2)
+_T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "decoder_start_token_id": 0}
+_GPT = {"n_positions": 8, "n_embd": 16, "bos_token_id": 0, "eos_token_id": 0}
+HUB: dict[str, tuple[str, str, dict[str, int]]] = {
+    "bert": (
+        *("BertConfig", "BertForSequenceClassification"),
+        _BERT | {"hidden_size": 16, "intermediate_size": 32, "num_labels": 3},
+    ),
+    "t5": (
+        *("T5Config", "T5ForConditionalGeneration"),
+        _T5 | {"num_layers": 2, "num_heads": 2},
+    ),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT | {"n_layer": 2, "n_head": 2}),
+}
+"""Class of the configuration and of the model, and sizes."""
+
+
 def hub(name: str, **more: Any) -> nn.Module:
     """Return a small model of transformers'."""
     transformers = pytest.importorskip("transformers")
-    small = {
-        "bert": ("BertConfig", "BertForSequenceClassification"),
-        "t5": ("T5Config", "T5ForConditionalGeneration"),
-        "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
-    }[name]
-    sizes = {
-        "bert": {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "num_labels": 3,
-        },
-        "t5": {
-            "d_model": 16,
-            "d_kv": 8,
-            "d_ff": 32,
-            "num_layers": 2,
-            "num_heads": 2,
-            "decoder_start_token_id": 0,
-        },
-        "gpt2": {
-            "n_positions": 8,
-            "n_embd": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
-    }[name]
-    config = getattr(transformers, small[0])(vocab_size=20, **sizes)
-    config._attn_implementation = more.get("attention", "eager")
-    model: nn.Module = getattr(transformers, small[1])(config)
+    config_name, model_name, sizes = HUB[name]
+    attention = more.get("attention", "eager")
+    config = getattr(transformers, config_name)(
+        vocab_size=20, attn_implementation=attention, **sizes
+    )
+    model: nn.Module = getattr(transformers, model_name)(config)
     if more.get("recompute"):
         config.use_cache = False
         # The older name is going, the newer one not yet everywhere.
@@ -160,7 +151,7 @@ def told(name: str, plant: Plant | None = None, **more: Any) -> BadOp | None:
         with torch.autocast("cpu", torch.float16):
             return loss_of(name, model, **more)
 
-    return hs.first_bad(model, step, scale=2.0**6)
+    return hs.find_nonfinite(model, step, scale=2.0**6)
 
 
 def wide(path: str) -> Plant:
@@ -248,8 +239,7 @@ for each, path in (
 def test_a_fault_is_told(name: str) -> None:
     """Law: module, operation and cause are right in models of other people's."""
     model, plant, module, ops, verdict = FAULTS[name]
-    bad = told(model, plant)
-    assert bad is not None
+    bad = required(told(model, plant))
     assert bad.module == module, str(bad)
     assert not ops or bad.op in ops.split(), str(bad)
     assert (bad.cause, bad.phase) == verdict, str(bad)
@@ -258,8 +248,7 @@ def test_a_fault_is_told(name: str) -> None:
 @pytest.mark.parametrize("name", ["gru", "bert", "bert sdpa"])
 def test_a_label_is_told(name: str) -> None:
     """Law: a label without a class is told, in the loss or where the model takes it."""
-    bad = told(name, labels=torch.tensor([0, 3]))
-    assert bad is not None
+    bad = required(told(name, labels=torch.tensor([0, 3])))
     assert (bad.cause, bad.op) == ("label", "cross_entropy"), str(bad)
     assert bad.module == ("loss" if name == "gru" else "model")
     assert "index 3 at 1 of 2 places, yet classes are 0 to 2" in str(bad)
@@ -276,7 +265,7 @@ def plain(function: Callable[[nn.Linear], Tensor]) -> BadOp | None:
     """Return what is said of a loss in float32."""
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
-    return hs.first_bad(model, lambda: function(model))
+    return hs.find_nonfinite(model, lambda: function(model))
 
 
 HEALTHY: dict[str, Callable[[nn.Linear], Tensor]] = {

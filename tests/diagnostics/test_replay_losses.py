@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from required import required
 from torch import Tensor, nn
+from torch.nn import functional
 
 import halfstep as hs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from halfstep.nonfinite.origin import BadOp
 
 X = torch.ones(4, 8)
@@ -87,9 +92,7 @@ def told(model: nn.Module) -> BadOp:
         with hs.autocast("cpu", torch.float16):
             return model(X).float().mean()  # type: ignore[no-any-return]
 
-    bad = hs.first_bad(model, step)
-    assert bad is not None
-    return bad
+    return required(hs.find_nonfinite(model, step))
 
 
 @pytest.mark.parametrize("kind", [Model, TrainingLoss])
@@ -170,16 +173,56 @@ def test_checkpoints_change_no_verdict() -> None:
     assert (bad.module, bad.cause, bad.phase) == ("end", "loss function", "backward")
 
 
-def test_a_masked_class_is_told_in_the_loss_too() -> None:
-    """Law: a mask that takes a target's class is the label's fault, wherever it is."""
-    model, x, y = nn.Linear(4, 3), torch.ones(2, 4), torch.tensor([0, 1])
-    gone = torch.tensor([True, False, False])
+def probability(out: Tensor) -> Tensor:
+    """Return a loss whose targets are not probabilities."""
+    return functional.binary_cross_entropy(out.sigmoid(), torch.full_like(out, 2.0))
 
-    def step() -> Tensor:
-        logits = model(x).masked_fill(gone, float("-inf"))
-        return nn.functional.cross_entropy(logits, y)
 
-    bad = hs.first_bad(model, step)
-    assert bad is not None
-    assert (bad.module, bad.op, bad.cause) == ("loss", "masked_fill", "label")
-    assert "a target names a masked class" in bad.evidence
+def refused(out: Tensor) -> Tensor:
+    """Return a loss that raises for NaN, which a logarithm made."""
+    odd = torch.log(out * 0 - 1)
+    return functional.binary_cross_entropy(torch.sigmoid(odd), out * 0)
+
+
+def too_long(out: Tensor) -> Tensor:
+    """Return a loss whose target no path leads to."""
+    logs = out[:3, None].log_softmax(-1)
+    return functional.ctc_loss(logs, torch.tensor([[1, 1, 2, 2]]), (3,), (4,))
+
+
+def weighted(out: Tensor) -> Tensor:
+    """Return a loss with class weights that are not finite."""
+    weight = torch.tensor([1.0, math.inf, 1.0])
+    return functional.cross_entropy(out, torch.tensor([0, 1, 2, 0]), weight=weight)
+
+
+def masked(out: Tensor) -> Tensor:
+    """Return a loss with a class masked that a target names."""
+    logits = out.masked_fill(torch.tensor([True, False, False]), -math.inf)
+    return functional.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "op", "cause", "evidence"),
+    [
+        (
+            *(probability, "binary_cross_entropy", "label"),
+            "12 of 12 targets are not inside 0 to 1",
+        ),
+        (refused, "log", "zero", "its argument is negative"),
+        (too_long, "ctc_loss", "label", "too short for its target"),
+        (
+            *(weighted, "nll_loss", "loss function"),
+            "the class weights hold inf at 1 of 3 places",
+        ),
+        (masked, "masked_fill", "label", "a target names a masked class"),
+    ],
+)
+def test_targets_and_weights_of_a_loss(
+    loss_of: Callable[[Tensor], Tensor], op: str, cause: str, evidence: str
+) -> None:
+    """Law: what a loss cannot use is reported as that, also if torch raises for it."""
+    model = nn.Linear(8, 3)
+    bad = required(hs.find_nonfinite(model, lambda: loss_of(model(X))))
+    assert (bad.module, bad.op, bad.cause) == ("loss", op, cause), str(bad)
+    assert evidence in bad.evidence

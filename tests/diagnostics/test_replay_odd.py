@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from required import required
 from small_training import one_thread
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,7 +76,7 @@ def found(
         with hs.autocast("cpu", dtype, policy=policy, model=model if rule else None):
             return model(x).float().square().mean()  # type: ignore[no-any-return]
 
-    return hs.first_bad(model, step)
+    return hs.find_nonfinite(model, step)
 
 
 class Reciprocal(torch.autograd.Function):
@@ -165,18 +166,18 @@ ODD = {
         *(lambda x: Reciprocal.apply(x, 1e-3), ADD),
     ),
     "number written in place": Odd(
-        *(assigned(math.inf), "fill", *ZERO, "that it puts in reaches the loss"),
+        *(assigned(math.inf), "fill", *ZERO, "that it fills in reaches the loss"),
         *(assigned(9.0), "Keep that infinity out"),
     ),
     "row of -inf in logsumexp": Odd(
         *(lambda x: x + masked(x).logsumexp(-1, keepdim=True), "logsumexp", *ZERO),
-        "a mask leaves a row nothing",
+        "a mask covers a whole row",
         lambda x: x + masked(x, CORNER).logsumexp(-1, keepdim=True),
         "Leave something in each row",
     ),
     "-inf in logaddexp": Odd(
         *(lambda x: torch.logaddexp(masked(x, CORNER), masked(x, CORNER)),),
-        *("masked_fill", *ZERO, "inf at 4 of 32 places that it puts in reaches"),
+        *("masked_fill", *ZERO, "inf at 4 of 32 places that it fills in reaches"),
         lambda x: torch.logaddexp(masked(x, CORNER, -9e3), masked(x, CORNER, -9e3)),
         "mask with a large finite number",
     ),
@@ -266,8 +267,7 @@ def test_a_row_for_a_layer_that_runs_twice() -> None:
 
     model = Twice(lambda x: x)
     nn.init.constant_(model.inner.weight, 100.0)
-    bad = found(model, X.abs() + 1, torch.float16)
-    assert bad is not None
+    bad = required(found(model, X.abs() + 1, torch.float16))
     assert (bad.module, bad.cause) == ("inner", "forward range")
     assert hs.Policy.parse(f"torch + {bad.rule}")
     assert found(model, X.abs() + 1, torch.float16, bad.rule) is None
@@ -287,13 +287,11 @@ def test_blocks_recomputed_in_blocks() -> None:
             return checkpoint(self.inside, y, use_reentrant=False)  # type: ignore[no-any-return]
 
     root = Mid(lambda x: (x * 0).sqrt() + x)
-    bad = found(Block(Block(root)))
-    assert bad is not None
+    bad = required(found(Block(Block(root))))
     assert (bad.module, bad.op, bad.phase) == ("inside.inside", "sqrt", "backward")
     wide = nn.Linear(8, 8)
     nn.init.constant_(wide.weight, 6e4)
-    bad = found(Block(Block(wide)), torch.ones(4, 8), torch.float16)
-    assert bad is not None
+    bad = required(found(Block(Block(wide)), torch.ones(4, 8), torch.float16))
     assert (bad.module, bad.op) == ("inside.inside", "linear")
 
 
@@ -301,13 +299,11 @@ def test_work_of_a_modules_hooks_is_its_own() -> None:
     """Law: what a hook makes of a module's result or gradient is told there."""
     model = Net(lambda x: x)
     model.inner.register_forward_hook(lambda _m, _i, out: torch.log(out * 0))
-    bad = found(model)
-    assert bad is not None
+    bad = required(found(model))
     assert (bad.module, bad.kind, bad.op) == ("inner", "Linear", "log")
     model = Net(lambda x: x)
     model.outer.register_full_backward_hook(lambda _m, g, _o: (g[0] * 1e30 * 1e30,))
-    bad = found(model)
-    assert bad is not None
+    bad = required(found(model))
     assert (bad.module, bad.op, bad.phase) == ("outer", "mul", "backward")
 
 
@@ -315,8 +311,7 @@ def test_a_running_variance_below_zero() -> None:
     """Law: a buffer that no variance can be is told as what is stored wrongly."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval()
     model[1].running_var[2] = -1.0  # type: ignore[operator, index]
-    bad = found(model)
-    assert bad is not None
+    bad = required(found(model))
     assert (bad.module, bad.op, bad.cause) == ("1", "batch_norm", "weight")
     assert (bad.phase, "negative at 1 of 8 places" in bad.evidence) == ("weight", True)
     model[1].reset_running_stats()  # type: ignore[operator]
@@ -335,8 +330,7 @@ def test_words_and_places_that_are_not_there() -> None:
             return self.out(self.bag(ids))  # type: ignore[no-any-return]
 
     model, ids = Bag(), torch.tensor([[1, 30], [2, 4]])
-    bad = found(model, ids)
-    assert bad is not None
+    bad = required(found(model, ids))
     assert (bad.module, bad.op, bad.cause) == ("bag", "embedding_bag", "data")
     assert "index 30 at 1 of 4 places, yet the table has rows 0 to 9" in bad.evidence
 
@@ -344,53 +338,46 @@ def test_words_and_places_that_are_not_there() -> None:
         logs = model(ids.clamp(max=9)).log_softmax(-1)
         return -logs.gather(1, torch.tensor([[0], [3]])).mean()
 
-    bad = hs.first_bad(model, step)
-    assert bad is not None
+    bad = required(hs.find_nonfinite(model, step))
     assert (bad.module, bad.op, bad.cause) == ("loss", "gather", "label")
 
 
-def test_class_weights_are_no_targets() -> None:
-    """Law: what is not finite in a loss's weights is told to be there."""
-    weight = torch.tensor([1.0, math.inf, 1.0])
-    model, labels = nn.Linear(8, 3), torch.tensor([0, 1, 2, 0])
+class Pair:
+    """A container of a user's own."""
 
-    def step() -> Tensor:
-        return functional.cross_entropy(model(X), labels, weight=weight)
-
-    bad = hs.first_bad(model, step)
-    assert bad is not None
-    assert (bad.module, bad.cause) == ("loss", "loss function")
-    assert "the class weights hold inf at 1 of 3 places" in bad.evidence
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
 
 
-def test_arguments_in_a_batch_have_names() -> None:
-    """Law: what lies in a dictionary is told by its key, too."""
-
-    class Keyed(Net):
-        def forward(self, batch: Any) -> Tensor:
-            return super().forward(batch["x"])
-
-    bad = found(Keyed(lambda x: x), {"x": X * math.nan})
-    assert bad is not None
-    assert (bad.module, bad.cause) == ("inner", "data")
-    assert "argument \"batch['x']\" of the model holds NaN at 32 of 32" in bad.evidence
+_pytree.register_pytree_node(Pair, lambda p: ([p.x], None), lambda x, _: Pair(*x))
 
 
-def test_arguments_of_kinds_of_ones_own() -> None:
-    """Law: what pytrees can open is looked into, and told by the argument's name."""
+class Arguments(Net):
+    """A model that takes any arguments, and adds what is in them."""
 
-    class Pair:
-        def __init__(self, x: Tensor) -> None:
-            self.x = x
+    def forward(self, pair: Any, *more: Tensor, **named: Tensor) -> Tensor:
+        """Return one number a row."""
+        first = pair["x"] if isinstance(pair, dict) else pair.x
+        return super().forward(first + sum((*more, *named.values())))
 
-    class Opened(Net):
-        def forward(self, pair: Any) -> Tensor:
-            return super().forward(pair.x)
 
-    _pytree.register_pytree_node(Pair, lambda p: ([p.x], None), lambda x, _: Pair(*x))
-    bad = found(Opened(lambda x: x), Pair(X * math.nan))
-    assert bad is not None
-    assert "argument 'pair' of the model holds NaN at 32 of 32" in bad.evidence
+NAN_X = X * math.nan
+ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Tensor]]] = {
+    "\"pair['x']\"": (({"x": NAN_X},), {}),
+    "'pair'": ((Pair(NAN_X),), {}),
+    "'argument 1'": ((Pair(X), NAN_X), {"bias": X}),
+    "'bias'": ((Pair(X), X), {"bias": NAN_X}),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_have_names(name: str) -> None:
+    """Law: an argument is named, also inside of containers; else by its position."""
+    args, kwargs = ARGUMENTS[name]
+    model = Arguments(lambda x: x)
+    bad = required(hs.find_nonfinite(model, lambda: model(*args, **kwargs).sum()))
+    assert bad.cause == "data"
+    assert f"argument {name} of the model holds NaN at 32 of 32" in bad.evidence
 
 
 def test_memory_that_is_given_out_again() -> None:
@@ -403,6 +390,5 @@ def test_memory_that_is_given_out_again() -> None:
         spoilt = torch.from_numpy(x.detach().numpy() * math.nan)
         return x + spoilt
 
-    bad = found(Net(change))
-    assert bad is not None
+    bad = required(found(Net(change)))
     assert (bad.module, bad.op, bad.cause) == ("mid", "add", "data")

@@ -51,7 +51,7 @@ def alone(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
         right, said = None, ""
         if dist.get_rank() == 1:
             fault.plant(run)
-            bad = hs.first_bad(model, lambda: run.step(model), scale=run.scale)
+            bad = hs.find_nonfinite(model, lambda: run.step(model), scale=run.scale)
             right = fault.judge(bad)
             said = str(bad)
         return {"right": right, "said": said}
@@ -80,7 +80,7 @@ def in_first_step(group: dist.ProcessGroup) -> dict[str, Any]:
     said = ""
     if dist.get_rank() == 1:
         run.batch["x"] = run.batch["x"] * math.nan
-        said = str(hs.first_bad(model, lambda: run.step(model)))
+        said = str(hs.find_nonfinite(model, lambda: run.step(model)))
     alone_until_done("in first step")
     seen = len(calls)
     run.step(model).backward()  # both go on, and meet
@@ -102,7 +102,7 @@ def before_first_step(group: dist.ProcessGroup) -> dict[str, Any]:
     said = ""
     if dist.get_rank() == 1:
         x = torch.full((3, 4), math.nan)
-        said = str(hs.first_bad(session.model, lambda: loss(x)))
+        said = str(hs.find_nonfinite(session.model, lambda: loss(x)))
     alone_until_done("before first step")
     session.backward(loss(torch.ones(3, 4)))
     skipped = session.step().skipped
@@ -116,7 +116,7 @@ def healthy(group: dist.ProcessGroup) -> dict[str, Any]:
     if dist.get_rank() == 1:
         run.batch["x"] = run.batch["x"] * math.nan
     run.step(model).backward()
-    bad = hs.first_bad(model, lambda: run.step(model), failed=True)
+    bad = hs.find_nonfinite(model, lambda: run.step(model), failed=True)
     assert bad is not None
     return {"cause": bad.cause, "said": str(bad), "reproduced": bad.reproduced}
 
@@ -145,7 +145,7 @@ def beside(group: dist.ProcessGroup) -> dict[str, Any]:
     run = Run("mlp")
     model = torch.nn.parallel.DistributedDataParallel(run.model, process_group=group)
     with pytest.raises(UserError) as caught:
-        hs.first_bad(run.model, lambda: run.step(model))
+        hs.find_nonfinite(run.model, lambda: run.step(model))
     return {"said": str(caught.value)}
 
 
@@ -159,8 +159,8 @@ def together(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
         if dist.get_rank() == 1 or "overflow" in name:
             fault.plant(run)
         model = wrapped(run, sharded=True)
-        bad = hs.first_bad(model, lambda: run.step(model), scale=run.scale)
-        first = process_group.first_given(bad)
+        bad = hs.find_nonfinite(model, lambda: run.step(model), scale=run.scale)
+        first = process_group.first_not_none(bad)
         left = sum(p.grad is not None for p in model.parameters())
         return {"right": fault.judge(first), "left": left, "said": str(bad)}
 
@@ -206,9 +206,11 @@ def test_a_healthy_process_blames_no_hardware() -> None:
 
 
 def test_a_wrapper_beside_the_model() -> None:
-    """Law: a DDP that first_bad was not given would exchange: it is refused by name."""
+    """Law: a DDP that find_nonfinite was not given is refused by name."""
     for rank in saw(start(2, ("tests.diagnostics.test_replay_ranks",)), "beside"):
-        assert rank["said"].startswith("step() of first_bad runs a DistributedData")
+        assert rank["said"].startswith(
+            "step() of find_nonfinite runs a DistributedData"
+        )
         assert rank["said"].endswith("give that wrapper as the model.")
 
 

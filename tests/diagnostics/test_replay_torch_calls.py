@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from required import required
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -44,9 +45,7 @@ def loss(model: nn.Module, x: Tensor, dtype: torch.dtype, rule: str = "") -> Ten
 
 def found(model: nn.Module, x: Tensor) -> BadOp:
     """Return what is named in float16."""
-    bad = hs.first_bad(model, lambda: loss(model, x, FP16))
-    assert bad is not None
-    return bad
+    return required(hs.find_nonfinite(model, lambda: loss(model, x, FP16)))
 
 
 SQUARE, ROWS = (8, 8), torch.full((4, 8), 100.0)
@@ -185,8 +184,9 @@ def test_a_cast_outside_of_the_module() -> None:
 def test_an_argument_that_the_code_casts() -> None:
     """Law: of data that the model itself casts, no format is said to hold it."""
     model = Root((8,), lambda x, w: x.half() + w)
-    bad = hs.first_bad(model, lambda: model(torch.full((4, 8), 1e5)).mean())
-    assert bad is not None
+    bad = required(
+        hs.find_nonfinite(model, lambda: model(torch.full((4, 8), 1e5)).mean())
+    )
     assert bad.cause == "data"
     assert bad.advice.startswith("Normalise the data, or leave out the cast at test_")
 
@@ -202,7 +202,7 @@ def test_a_weight_that_became_inf_in_a_conversion() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         policy = "lean" + f" + {rule}" * bool(rule)
         # Without it such a weight is rejected at once.
-        with convert_model.overflow_reported():
+        with convert_model.allow_overflow():
             session = hs.prepare(model, optimizer, "O2", dtype="fp16", policy=policy)
 
         def step(session: hs.Session = session) -> Tensor:
@@ -210,7 +210,7 @@ def test_a_weight_that_became_inf_in_a_conversion() -> None:
                 out: Tensor = session.model(torch.ones(4, 8))
                 return out.float().square().mean()
 
-        bad = hs.first_bad(session.model, step)
+        bad = hs.find_nonfinite(session.model, step)
         if rule:
             assert bad is None
         else:
@@ -224,7 +224,8 @@ def test_a_weight_of_nan_is_no_conversion() -> None:
     model = nn.Linear(4, 4).half()
     with torch.no_grad():
         model.weight[0, 0] = math.nan
-    bad = hs.first_bad(model, lambda: model(torch.ones(2, 4).half()).float().mean())
-    assert bad is not None
+    bad = required(
+        hs.find_nonfinite(model, lambda: model(torch.ones(2, 4).half()).float().mean())
+    )
     assert (bad.cause, bad.rule) == ("weight", "")
     assert bad.advice.startswith("Go back to the last good checkpoint")

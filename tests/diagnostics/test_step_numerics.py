@@ -141,7 +141,7 @@ def first(found: Diagnosis) -> tuple[Any, Any]:
     """Return the first two findings, which must be of numbers."""
     what, why = found.findings[:2]
     assert (what.rule, why.rule) == (RULE, "bad op")
-    assert "first_bad ran step" in what.advice
+    assert "find_nonfinite ran step" in what.advice
     return what, why
 
 

@@ -21,8 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import halfstep as hs
-from halfstep.distributed.ddp import data_parallel, unsynchronised
-from halfstep.distributed.process_group import World, highest, join, total, wait_for_all
+from halfstep.distributed.ddp import data_parallel, no_sync
+from halfstep.distributed.process_group import (
+    World,
+    all_reduce_max,
+    all_reduce_sum,
+    barrier,
+    join,
+)
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +90,7 @@ def train(kind: str, accumulate: int, world: World) -> dict[str, Any]:
             start = (world.rank * accumulate + part) * share
             seen += micro_batch(session, seed, slice(start, start + share))
             session.step()
-        losses.append(total(seen).item() / world.size / accumulate)
+        losses.append(all_reduce_sum(seen).item() / world.size / accumulate)
     weights = {name: tensor.clone() for name, tensor in session.weights().items()}
     stored = [param.detach().clone() for param in session.model.parameters()]
     return {
@@ -133,15 +139,15 @@ def process(folder: Path) -> None:
     """Do all of it in one of the processes that torchrun started."""
     with join("cpu") as world:
         found: dict[str, Any] = {
-            "world": (world.rank, world.size, world.leads),
-            "highest": highest(torch.tensor([float(world.rank), 5.0])),
-            "total": total(torch.tensor([float(world.rank), 5.0])),
+            "world": (world.rank, world.size, world.is_first),
+            "highest": all_reduce_max(torch.tensor([float(world.rank), 5.0])),
+            "total": all_reduce_sum(torch.tensor([float(world.rank), 5.0])),
             "runs": {run: train(*run, world) for run in RUNS},
             "skips": {wrapped: skip(world, wrapped) for wrapped in (True, False)},
             "refusal": refusal(world),
         }
-        wait_for_all()
-        if world.leads:
+        barrier()
+        if world.is_first:
             time.sleep(0.5)  # who leaves before has not waited
         torch.save(found, folder / f"{world.rank}.pt")
     assert not dist.is_initialized()
@@ -246,12 +252,12 @@ def test_one_process_is_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     model, value = nn.Linear(2, 2), torch.tensor([3.0])
     with join("cpu") as world:
         assert world == ALONE
-        assert world.leads
+        assert world.is_first
         assert data_parallel(model, world) is model
-        assert highest(value) is value
-        assert total(value) is value
-        wait_for_all()
-        with unsynchronised(model):
+        assert all_reduce_max(value) is value
+        assert all_reduce_sum(value) is value
+        barrier()
+        with no_sync(model):
             pass
     assert value.tolist() == [3.0]
     assert not dist.is_initialized()

@@ -112,7 +112,7 @@ def test_a_peer_lost_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> None:
         raise RuntimeError(LOST)
 
-    monkeypatch.setattr(process_group, "_PATIENCE", 0.0)
+    monkeypatch.setattr(process_group, "_REASON_TIMEOUT_S", 0.0)
     monkeypatch.setattr(dist, "barrier", lost)
     with pytest.raises(PeerLost, match="stopped, because another"), group_of_one():
         pass
@@ -128,7 +128,10 @@ def store() -> dist.Store:
 
 def fail_and_tell(store: dist.Store, rank: int, error: Exception) -> None:
     """Fail as a process does; its error must come through."""
-    with pytest.raises(type(error)) as caught, process_group._telling(store, rank):
+    with (
+        pytest.raises(type(error)) as caught,
+        process_group._share_failure(store, rank),
+    ):
         raise error
     assert caught.value is error
 
@@ -137,7 +140,7 @@ def test_the_first_reason(store: dist.Store) -> None:
     """Law: of several processes that fail, the first says why to those that wait."""
     fail_and_tell(store, 2, KeyError("first"))
     fail_and_tell(store, 1, UserError("second"))
-    with pytest.raises(PeerLost) as caught, process_group._telling(store, 0):
+    with pytest.raises(PeerLost) as caught, process_group._share_failure(store, 0):
         raise RuntimeError(LOST)
     assert str(caught.value) == (
         "stopped, because another process did: process 2: KeyError: 'first'."

@@ -48,11 +48,11 @@ def _gpu(
     if request.node.get_closest_marker("gpu"):
         yield
         return
-    monkeypatch.setattr(async_read, "on_host", lambda _: False)
-    monkeypatch.setattr(async_read.Late, "send", lambda *_: None)
+    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
+    monkeypatch.setattr(async_read.DelayedScalars, "submit", lambda *_: None)
     # The kernels of a CPU read memory, which fake tensors have none of.
     monkeypatch.setattr(OptimizerStep, "_has_kernel", False)
-    monkeypatch.setattr(factory, "cautions", lambda *_, **__: ())
+    monkeypatch.setattr(factory, "warnings_for", lambda *_, **__: ())
     with FakeTensorMode():
         yield
 
@@ -122,7 +122,7 @@ def test_session(level: str, options: dict[str, Any]) -> None:
     optimizer = FUSED["adamw"](model.parameters())
     name, _, dtype = level.partition(" ")
     # Weights beyond fp16 are looked for once, when the session is made.
-    with convert_model.overflow_reported():
+    with convert_model.allow_overflow():
         session = hs.prepare(model, optimizer, name, dtype=dtype or "auto", **options)
     for _ in range(STEPS):
         loss = torch.empty((), device=FAKE)

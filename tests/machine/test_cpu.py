@@ -72,10 +72,10 @@ def test_cgroup_limit(
 
 def test_waits_of_threads(system: Path) -> None:
     """Law: schedstat's second number is nanoseconds a thread waited; none is None."""
-    assert cpu.waits() is None
+    assert cpu.thread_wait_seconds() is None
     write(system / "proc" / "self" / "task", {"7/schedstat": "5 2000000000 9\n"})
     (system / "proc" / "self" / "task" / "8").mkdir()  # a thread that ends just now
-    assert cpu.waits() == {7: 2.0}
+    assert cpu.thread_wait_seconds() == {7: 2.0}
 
 
 def test_limits_of_instructions(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:

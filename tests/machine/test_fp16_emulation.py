@@ -104,7 +104,7 @@ def test_products(name: str) -> None:
     """Law: products of fp16 are the exact ones, rounded once; gradients are too."""
     call, given = PRODUCTS[name]
     way = drawn(*call(*(each.float() for each in given)).shape, seed=8)
-    with Running() as ran, fp16_emulation.Widened():  # type: ignore[no-untyped-call]
+    with Running() as ran, fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         mine = forward_backward(call, given, way)
     assert ran.products == {torch.float32}
     doubles = tuple(each.double() for each in given)
@@ -117,7 +117,7 @@ def test_products(name: str) -> None:
 
 def test_positive_products() -> None:
     """Law: where nothing cancels, they are within an ulp of the exact, rounded."""
-    with fp16_emulation.Widened():  # type: ignore[no-untyped-call]
+    with fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         mine = torch.mm(A.abs(), B.abs()).numpy()
     rounded = (A.abs().double() @ B.abs().double()).numpy().astype(np.float16)
     assert (np.abs(mine - rounded) <= np.spacing(rounded)).all()
@@ -129,14 +129,17 @@ def test_mixed_formats_are_refused(name: str) -> None:
     call, given = PRODUCTS[name]
     for place in range(len(given)):
         mixed = [one.float() if n == place else one for n, one in enumerate(given)]
-        with fp16_emulation.Widened(), pytest.raises(RuntimeError, match=r"type|Half"):  # type: ignore[no-untyped-call]
+        with (
+            fp16_emulation.Fp32Matmuls(),
+            pytest.raises(RuntimeError, match=r"type|Half"),
+        ):  # type: ignore[no-untyped-call]
             call(*mixed)
 
 
 def test_gradients_that_nobody_wants() -> None:
     """Law: of a convolution over a batch that does not learn, the weight's is right."""
     weight = drawn(5, 4, 3, seed=9).requires_grad_()
-    with fp16_emulation.Widened():  # type: ignore[no-untyped-call]
+    with fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         functional.conv1d(A.view(2, 4, 72), weight).sum().backward()  # type: ignore[no-untyped-call]
     exact = A.view(2, 4, 72).double().unfold(2, 3, 1).sum((0, 2)).expand(5, 4, 3)
     assert weight.grad is not None
@@ -151,7 +154,7 @@ def test_gradients_that_nobody_wants() -> None:
 
 def test_scaled_sums() -> None:
     """Law: factors of a sum and of a product hold, and are not rounded between."""
-    with fp16_emulation.Widened():  # type: ignore[no-untyped-call]
+    with fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         mine = torch.addmm(C, A, B, beta=2, alpha=0.5)
     exact = 2 * C.double() + A.double() @ B.double() / 2
     terms = 2 * C.double().abs() + A.double().abs() @ B.double().abs() / 2
@@ -169,7 +172,7 @@ def test_overflow(last: float, result: float) -> None:
     """
     left = torch.tensor([[300.0, 300.0]]).half()
     right = torch.tensor([[300.0], [last]]).half()
-    with fp16_emulation.Widened():  # type: ignore[no-untyped-call]
+    with fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         out = left @ right
     assert out.item() == np.float64(result).astype(np.float16)
 
@@ -195,7 +198,7 @@ def test_attention(*, masked: bool) -> None:
     mask = torch.zeros(2, 1, 7, 7, dtype=torch.float16) if masked else None
     if mask is not None:
         mask[1, :, :, 4:] = -math.inf
-    with Running() as ran, fp16_emulation.Widened():  # type: ignore[no-untyped-call]
+    with Running() as ran, fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         mine = attended(q, k, v, mask, way)
     assert ran.products == {torch.float32}
     wide = None if mask is None else mask.float()
@@ -217,7 +220,7 @@ def test_logarithms_stay_wide() -> None:
     """Law: of attention, the logarithm of the sums stays in fp32."""
     q = drawn(1, 1, 5, 8, seed=20)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with fp16_emulation.Widened():  # type: ignore[no-untyped-call]
+    with fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
         out, sums = attend(q, q, q)
     exact = (q.double() @ q.double().mT / math.sqrt(8)).logsumexp(-1)
     assert (out.dtype, sums.dtype) == (torch.float16, torch.float32)
@@ -230,7 +233,7 @@ def test_other_formats(dtype: torch.dtype) -> None:
     """Law: what is not fp16 runs as it does without, to the bit."""
     for call, given in PRODUCTS.values():
         others = tuple(each.to(dtype) for each in given)
-        with Running() as ran, fp16_emulation.Widened():  # type: ignore[no-untyped-call]
+        with Running() as ran, fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
             mine = call(*others)
         assert ran.products == {dtype}
         assert torch.equal(mine, call(*others))
@@ -241,7 +244,7 @@ def test_nothing_is_left_behind() -> None:
     kept = A.clone()
 
     def fail() -> None:
-        with fp16_emulation.Widened():  # type: ignore[no-untyped-call]
+        with fp16_emulation.Fp32Matmuls():  # type: ignore[no-untyped-call]
             torch.mm(A, B)
             torch.mm(A, A)
 
@@ -263,7 +266,7 @@ def test_needed(
     """Law: only a CPU whose fp16 is below half of fp32's rate needs it."""
     rates = {"fp32": 1.0, "bf16": 1.0, "fp16": rate}
     monkeypatch.setattr(hardware, "gemm_rates", lambda *_: rates)
-    assert fp16_emulation.needed(device) is needed
+    assert fp16_emulation.is_needed(device) is needed
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", None])
@@ -280,7 +283,7 @@ def test_where_it_is_used(
         raise accuracy.Diverged(message)
 
     monkeypatch.setattr(accuracy, "run", run)
-    monkeypatch.setattr(fp16_emulation, "needed", lambda _: slow)
+    monkeypatch.setattr(fp16_emulation, "is_needed", lambda _: slow)
     accuracy.train_once({"dtype": dtype, "device": "cpu"})
     assert inside == [int(slow and dtype == "fp16")]
     assert torch._C._len_torch_dispatch_stack() == 0

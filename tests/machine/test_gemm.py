@@ -130,13 +130,13 @@ def test_share_of_the_thread_that_waited_most(
     """Law: seconds a thread waited over those that passed; without them, the load."""
     monkeypatch.setattr(gemm.time, "perf_counter", iter([10.0, 14.0]).__next__)
     told = iter([{1: 5.0, 2: 0.0}, {1: 6.0, 3: 2.0}])
-    monkeypatch.setattr(cpu, "waits", lambda: next(told))
-    assert gemm.waiting()() == 0.5
+    monkeypatch.setattr(cpu, "thread_wait_seconds", lambda: next(told))
+    assert gemm.count_waiting()() == 0.5
     monkeypatch.undo()
-    monkeypatch.setattr(cpu, "waits", lambda: None)
+    monkeypatch.setattr(cpu, "thread_wait_seconds", lambda: None)
     monkeypatch.setattr(cpu, "affinity", lambda: (0, 1))
     for load, share in ((8.0, 0.75), (2.0, 0.0), (0.0, 0.0)):
         monkeypatch.setattr(
             gemm.os, "getloadavg", lambda load=load: (load, 0, 0), raising=False
         )
-        assert gemm.waiting()() == share
+        assert gemm.count_waiting()() == share

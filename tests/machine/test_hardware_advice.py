@@ -257,7 +257,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
         spread = dict(zip(RATES, (0.1, 0.2, 0.3), strict=True))
         return GemmRates(planted[where], spread, 0.0, time=1e9 - ages[where])
 
-    monkeypatch.setattr(hardware, "measured", measured)
+    monkeypatch.setattr(hardware, "measured_rates", measured)
     facts, shown, advice = hardware.tables(refresh=True)
     assert {row[0]: row[1] for row in facts.rows} == {
         "processor": "a processor",

@@ -52,7 +52,7 @@ class Machine:
 
 def new_process() -> None:
     """Forget what only the process knows."""
-    hardware._of_this_process.clear()
+    hardware._process_rates.clear()
     hardware._latest.clear()
 
 
@@ -69,17 +69,21 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(hardware, "capabilities", lambda: AMX)
     monkeypatch.setattr(gemm, "measure", planted.measure)
     monkeypatch.setattr(hardware, "time", planted)
-    monkeypatch.setattr(hardware, "_of_this_process", {})
+    monkeypatch.setattr(hardware, "_process_rates", {})
     monkeypatch.setattr(hardware, "_latest", {})
     return planted
 
 
 def test_measured_once(here: Machine) -> None:
     """Law: one measurement a machine; the process and the disk both remember."""
-    assert hardware.measured() == hardware.measured("cpu") == replace(QUIET, time=1e9)
+    assert (
+        hardware.measured_rates()
+        == hardware.measured_rates("cpu")
+        == replace(QUIET, time=1e9)
+    )
     new_process()
     here.now += DAY
-    assert hardware.measured() == replace(QUIET, time=1e9)
+    assert hardware.measured_rates() == replace(QUIET, time=1e9)
     assert here.count == 1
     assert [file.suffix for file in here.files()] == [".json"]
 
@@ -124,15 +128,15 @@ def test_other_conditions_are_measured_anew(
     change: Callable[[pytest.MonkeyPatch], None], here: Machine
 ) -> None:
     """Law: whatever decides the rates has an entry of its own, and none is lost."""
-    hardware.measured()
+    hardware.measured_rates()
     slow = {"fp32": 2.0, "bf16": 0.026, "fp16": 0.02}
     here.found = replace(QUIET, rates=slow)
     with pytest.MonkeyPatch.context() as patch:
         change(patch)
         for _ in range(2):
-            assert hardware.measured().rates == slow
+            assert hardware.measured_rates().rates == slow
             new_process()
-    assert hardware.measured().rates == RATES
+    assert hardware.measured_rates().rates == RATES
     assert here.count == 2
     assert len(here.files()) == 2
 
@@ -141,12 +145,12 @@ def test_limit_of_a_living_process_is_trusted_to_nothing(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: a limit set after the start may not be in force: nothing read, nor kept."""
-    hardware.measured()
+    hardware.measured_rates()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    why = hardware.measured().why_not_cached
+    why = hardware.measured_rates().why_not_cached
     assert why == "ONEDNN_MAX_CPU_ISA changed after this process began"
     new_process()
-    hardware.measured()
+    hardware.measured_rates()
     assert here.count == 3
     assert len(here.files()) == 1
 
@@ -155,11 +159,11 @@ def test_measured_under_load_is_for_this_process(here: Machine) -> None:
     """Law: rates in doubt are not cached, and what rests on them says so."""
     here.found = BUSY
     for _ in range(2):
-        assert hardware.measured().why_not_cached == BUSY.doubt
+        assert hardware.measured_rates().why_not_cached == BUSY.doubt
     assert here.count == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            hardware, "gemm_rates", lambda *_: dict(hardware.measured().rates)
+            hardware, "gemm_rates", lambda *_: dict(hardware.measured_rates().rates)
         )
         reason = hardware.recommend().reason
     assert reason.endswith(f" (AMX-BF16); measured under load: {BUSY.doubt}")
@@ -168,27 +172,27 @@ def test_measured_under_load_is_for_this_process(here: Machine) -> None:
     assert here.files() == []
     new_process()
     here.found = QUIET
-    assert hardware.measured().why_not_cached == ""
+    assert hardware.measured_rates().why_not_cached == ""
     assert len(here.files()) == 1
 
 
 def test_refresh_measures_each_time(here: Machine) -> None:
     """Law: `refresh` measures whenever it is asked to, and the new figures stay."""
-    hardware.measured()
+    hardware.measured_rates()
     here.found = replace(QUIET, rates={name: 2 * rate for name, rate in RATES.items()})
-    assert hardware.measured(refresh=True).rates == here.found.rates
+    assert hardware.measured_rates(refresh=True).rates == here.found.rates
     new_process()
-    assert hardware.measured().rates == here.found.rates
+    assert hardware.measured_rates().rates == here.found.rates
     assert here.count == 2
 
 
 @pytest.mark.parametrize(("later", "count"), [(29 * DAY, 1), (31 * DAY, 2), (-DAY, 2)])
 def test_old_rates_are_measured_again(later: float, count: int, here: Machine) -> None:
     """Law: rates serve 30 days; those from the future serve not at all."""
-    hardware.measured()
+    hardware.measured_rates()
     new_process()
     here.now += later
-    hardware.measured()
+    hardware.measured_rates()
     assert here.count == count
 
 
@@ -216,7 +220,7 @@ ALTERED: dict[str, Any] = {
 @pytest.mark.parametrize("case", [*BROKEN, *ALTERED])
 def test_broken_entry_is_replaced(case: str, here: Machine) -> None:
     """Law: a file that holds anything but rates of here counts as absent."""
-    hardware.measured()
+    hardware.measured_rates()
     (file,) = here.files()
     if case in BROKEN:
         file.write_bytes(BROKEN[case])
@@ -224,20 +228,20 @@ def test_broken_entry_is_replaced(case: str, here: Machine) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | ALTERED[case]))
     for _ in range(2):
         new_process()
-        assert hardware.measured() == replace(QUIET, time=1e9)
+        assert hardware.measured_rates() == replace(QUIET, time=1e9)
     assert here.count == 2
     assert here.files() == [file]
 
 
 def test_pipe_in_the_cache_is_not_waited_for(here: Machine) -> None:
     """Law: what is no file is not opened, and a process goes on without it."""
-    hardware.measured()
+    hardware.measured_rates()
     (file,) = here.files()
     file.unlink()
     file.mkdir()
     new_process()
-    assert hardware.measured().rates == RATES
-    assert "cannot be written" in hardware.measured().why_not_cached
+    assert hardware.measured_rates().rates == RATES
+    assert "cannot be written" in hardware.measured_rates().why_not_cached
 
 
 def test_unwritable_cache_is_told(
@@ -249,8 +253,8 @@ def test_unwritable_cache_is_told(
     monkeypatch.setenv("XDG_CACHE_HOME", str(here.folder / "file"))
     for processes in (1, 2):
         new_process()
-        assert hardware.measured() is hardware.measured()
-        assert "cannot be written" in hardware.measured().why_not_cached
+        assert hardware.measured_rates() is hardware.measured_rates()
+        assert "cannot be written" in hardware.measured_rates().why_not_cached
         assert here.count == processes
 
 
@@ -263,7 +267,7 @@ def test_user_without_a_home(here: Machine, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", home)
-    assert hardware.measured().why_not_cached == (
+    assert hardware.measured_rates().why_not_cached == (
         "the cache folder cannot be written: this user has no home folder; "
         "set XDG_CACHE_HOME"
     )
@@ -301,7 +305,7 @@ def test_writers_at_once_leave_whole_files(here: Machine) -> None:
 
 def test_threads_measure_one_after_the_other(here: Machine) -> None:
     """Law: threads that ask at once share one measurement."""
-    threads = [threading.Thread(target=hardware.measured) for _ in range(8)]
+    threads = [threading.Thread(target=hardware.measured_rates) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -311,7 +315,7 @@ def test_threads_measure_one_after_the_other(here: Machine) -> None:
 
 def test_oldest_files_go(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the folder does not grow: jobs on ever new processors leave few files."""
-    monkeypatch.setattr(rate_cache, "MOST_FILES", 3)
+    monkeypatch.setattr(rate_cache, "MAX_FILES", 3)
     for number in range(5):
         rate_cache.save({"host": number}, replace(QUIET, time=1e9))
         for file in here.files():  # a second passes
@@ -326,19 +330,19 @@ def test_children_are_given_the_rates(
 ) -> None:
     """Law: under load a process measures once, for its children too."""
     here.found = BUSY
-    assert hardware.environment() == {}
-    hardware.measured()
-    ((name, word),) = hardware.environment().items()
+    assert hardware.child_environment() == {}
+    hardware.measured_rates()
+    ((name, word),) = hardware.child_environment().items()
     new_process()
     monkeypatch.setenv(name, word)
-    told = hardware.measured("cpu")
+    told = hardware.measured_rates("cpu")
     assert (told.rates, told.doubt) == (RATES, "")
     assert told.why_not_cached == "HALFSTEP_RATES tells them"
     assert hardware.tables()[1].rows[0][5] == "-"  # nobody knows when
     assert hardware.recommend("cpu").level == "O2"
     assert here.count == 1
     monkeypatch.setenv(name, '{"cuda": {"fp32": 1}}')
-    hardware.measured("cpu")
+    hardware.measured_rates("cpu")
     assert here.count == 2
 
 
@@ -357,12 +361,12 @@ def test_bad_word_is_refused(word: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Law: an environment that tells no rates is refused, with what would be right."""
     monkeypatch.setenv("HALFSTEP_RATES", word)
     with pytest.raises(UserError, match=r"holds no rates; it must look like \{"):
-        hardware.measured("cpu")
+        hardware.measured_rates("cpu")
 
 
 @pytest.mark.gpu
 def test_gpu_is_measured() -> None:
     """Law: on a real GPU every format has a positive, finite rate."""
-    found = hardware.measured("cuda", refresh=True).rates
+    found = hardware.measured_rates("cuda", refresh=True).rates
     assert found.keys() == formats.FORMATS.keys()
     assert all(0 < rate < math.inf for rate in found.values())

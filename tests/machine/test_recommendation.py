@@ -10,7 +10,7 @@ import torch
 
 from halfstep.errors import UserError
 from halfstep.machine import Recommendation, hardware
-from halfstep.machine.recommendation import choose
+from halfstep.machine.recommendation import resolve
 from halfstep.numerics import formats
 from halfstep.numerics.formats import BF16, FP16, FP32
 from halfstep.policy.levels import LEVELS, O0, O1, O2, O3
@@ -37,7 +37,7 @@ def _planted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_all_auto_asks_the_machine(device: str) -> None:
     """Law: with nothing fixed, level, format and reason are the machine's."""
-    choice = choose("auto", "auto", device)
+    choice = resolve("auto", "auto", device)
     assert (choice.level, choice.format) == (O1, FP16)
     assert choice.reason == f"a coin was tossed on the {device}"
     assert str(choice) == "O1 fp16"
@@ -50,7 +50,7 @@ def test_level_follows_from_dtype(
     dtype: str | torch.dtype, level: levels.Level
 ) -> None:
     """Law: a 16-bit format asks for O2, fp32 for O0, whatever the machine says."""
-    choice = choose("auto", dtype, "cpu")
+    choice = resolve("auto", dtype, "cpu")
     assert (choice.level, choice.format) == (level, formats.parse(dtype))
     assert choice.reason == f"dtype {choice.format} was asked for"
 
@@ -60,10 +60,10 @@ def test_dtype_follows_from_level(
     level: levels.Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Law: bf16, unless the device is a GPU without it."""
-    assert choose(str(level), "auto", "cpu").format is BF16
-    assert choose(str(level), "auto", "cuda").format is FP16
+    assert resolve(str(level), "auto", "cpu").format is BF16
+    assert resolve(str(level), "auto", "cuda").format is FP16
     monkeypatch.setattr(hardware, "native", lambda _name, _where: "8.0")
-    choice = choose(str(level), "auto", "cuda")
+    choice = resolve(str(level), "auto", "cuda")
     assert (choice.level, choice.format) == (level, BF16)
     assert choice.reason == f"level {level} was asked for"
 
@@ -78,19 +78,19 @@ def test_both_given(
 ) -> None:
     """Law: what was asked for is taken; fp32 above O0 is refused; O0 takes any."""
     if level is O0:
-        choice = choose("O0", str(dtype), device)
+        choice = resolve("O0", str(dtype), device)
         assert (choice.level, choice.format) == (O0, FP32)
         no_effect = f"; dtype={dtype} has no effect: O0 is fp32 throughout"
         more = "" if dtype is FP32 else no_effect
         assert choice.reason == f"level O0 was asked for{more}"
         return
     if dtype is not FP32:
-        choice = choose(str(level), str(dtype), device)
+        choice = resolve(str(level), str(dtype), device)
         assert (choice.level, choice.format) == (level, dtype)
         assert str(choice) == f"{level} {dtype}"
         return
     with pytest.raises(UserError) as caught:
-        choose(str(level), str(dtype), device)
+        resolve(str(level), str(dtype), device)
     assert str(caught.value) == (
         f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
     )
@@ -98,7 +98,7 @@ def test_both_given(
 
 def test_o0_is_fp32() -> None:
     """Law: O0 needs no dtype."""
-    choice = choose("O0", "auto", "cuda")
+    choice = resolve("O0", "auto", "cuda")
     assert (choice.level, choice.format) == (O0, FP32)
     assert choice.reason == "level O0 was asked for"
 
@@ -124,5 +124,5 @@ def test_o0_is_fp32() -> None:
 def test_unknown_words(level: str, dtype: str | torch.dtype, complaint: str) -> None:
     """Law: an unknown word is refused as its own room refuses it."""
     with pytest.raises(UserError) as caught:
-        choose(level, dtype, "cpu")
+        resolve(level, dtype, "cpu")
     assert str(caught.value) == complaint

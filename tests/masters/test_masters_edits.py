@@ -78,7 +78,7 @@ def test_masters_follow(
     form: str, edit: Callable[[Session], None], *, kernel: bool, release: bool
 ) -> None:
     """Law: the next step starts from the edited weights; a loss of bits is told."""
-    session = trained(form, release_gradients=release)
+    session = trained(form, optimizer_in_backward=release)
     if not kernel:
         session._masters.kernel = None
     session.optimizer.param_groups[0]["lr"] = 0.0  # and so no weight decay
@@ -99,7 +99,7 @@ def test_masters_follow(
 @pytest.mark.parametrize("release", [True, False])
 def test_only_what_was_changed_follows(*, release: bool) -> None:
     """Law: with fp32 masters one edited number is one that is lost, and one is told."""
-    session = trained("fp32", release_gradients=release)
+    session = trained("fp32", optimizer_in_backward=release)
     masters = session._masters
     before = {n: v.clone() for n, v in session.weights().items()}
     session.optimizer.param_groups[0]["lr"] = 0.0
@@ -182,7 +182,7 @@ def test_no_false_alarm(
 @every_form
 def test_no_false_alarm_where_gradients_are_released(form: str) -> None:
     """Law: updates inside the backward pass are no edits, nor is a look in between."""
-    session = cases.start(cases.ADAMW, form, release_gradients=True)
+    session = cases.start(cases.ADAMW, form, optimizer_in_backward=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(4):

@@ -79,7 +79,7 @@ def test_nothing_moves_elsewhere(form: str, name: str) -> None:
 def test_a_guard_that_sleeps_is_noticed(
     monkeypatch: pytest.MonkeyPatch, *, kernel: bool
 ) -> None:
-    """Law: `everything` sees a step that was taken after all."""
+    """Law: `record_all` sees a step that was taken after all."""
     session = cases.start(cases.ADAMW, "kahan")
     if not kernel:
         session._masters.kernel = None

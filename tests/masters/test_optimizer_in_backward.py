@@ -86,7 +86,7 @@ def go(session: Session, seed: int) -> StepReport:
 def pair(make: Make, form: str, **more: Any) -> list[Session]:
     """Return a session that releases gradients, and an ordinary one."""
     return [
-        cases.start(make, form, Chain(**more), release_gradients=release)
+        cases.start(make, form, Chain(**more), optimizer_in_backward=release)
         for release in (True, False)
     ]
 
@@ -135,7 +135,7 @@ def test_reentrant_checkpoints_that_share_a_weight() -> None:
 @every_make
 def test_gradients_are_gone(make: Make, *, release: bool) -> None:
     """Law: after each parameter's update not one gradient is held, in any dtype."""
-    session = cases.start(make, "split", Chain(), release_gradients=release)
+    session = cases.start(make, "split", Chain(), optimizer_in_backward=release)
     go(session, 0)
     held: list[int] = []
 
@@ -189,7 +189,7 @@ def test_a_bad_gradient_leaves_its_parameter_alone(
 
 def test_a_guard_that_sleeps_is_noticed() -> None:
     """Law: a gradient that nobody looks at spoils its weight, and this sees it."""
-    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    session = cases.start(cases.SGD, "split", Chain(), optimizer_in_backward=True)
     kernel = session._masters.kernel
 
     class Blind:
@@ -212,7 +212,7 @@ def test_a_guard_that_sleeps_is_noticed() -> None:
 
 def test_fifty_in_a_row_end_the_run() -> None:
     """Law: a run whose gradients are never all finite ends after 50 steps."""
-    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    session = cases.start(cases.SGD, "split", Chain(), optimizer_in_backward=True)
     session.model.layers[3].bias.register_hook(lambda gradient: gradient * math.inf)
     for _ in range(49):
         assert go(session, 0).left_out == ("layers.3.bias",)
@@ -222,7 +222,7 @@ def test_fifty_in_a_row_end_the_run() -> None:
 
 def test_a_good_step_begins_a_new_count() -> None:
     """Law: 50 in all, but not in a row, do not end a run."""
-    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    session = cases.start(cases.SGD, "split", Chain(), optimizer_in_backward=True)
     weight = session.model.layers[3].bias
     for number in range(60):
         hook = weight.register_hook(lambda gradient: gradient * math.nan)
@@ -246,7 +246,7 @@ def test_norm(form: str, make: Make) -> None:
             make,
             form,
             Chain(),
-            release_gradients=release,
+            optimizer_in_backward=release,
             clip_grad_norm=math.inf,
         )
         for release in (True, False)
@@ -255,7 +255,7 @@ def test_norm(form: str, make: Make) -> None:
     for seed in range(2):
         ours, right = go(released, seed).grad_norm, go(plain, seed).grad_norm
         assert ours == pytest.approx(right, rel=(count + 4) * 2.0**-24)
-    silent = cases.start(make, form, Chain(), release_gradients=True)
+    silent = cases.start(make, form, Chain(), optimizer_in_backward=True)
     assert go(silent, 0).grad_norm is None
 
 
@@ -275,9 +275,9 @@ def test_exclusions(why: str) -> None:
     """Law: what needs all gradients at once is refused, and named."""
     with pytest.raises(UserError, match=why) as raised:
         cases.start(
-            cases.SGD, "split", Chain(), release_gradients=True, **EXCLUDED[why]
+            cases.SGD, "split", Chain(), optimizer_in_backward=True, **EXCLUDED[why]
         )
-    assert str(raised.value).startswith("release_gradients=True")
+    assert str(raised.value).startswith("optimizer_in_backward=True")
     assert len(str(raised.value).split()) <= 35
 
 
@@ -285,7 +285,7 @@ def test_dynamic_scales_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: fp16 as it comes has a loss scale; without one it may be released."""
     monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
     model = Chain()
-    make = partial(hs.prepare, level="O2", dtype="fp16", release_gradients=True)
+    make = partial(hs.prepare, level="O2", dtype="fp16", optimizer_in_backward=True)
     with pytest.raises(UserError, match="a loss scale: use dtype='bf16'"):
         make(model, cases.SGD(model.parameters()))
     session = make(model, cases.SGD(model.parameters()), loss_scale="none")
@@ -301,15 +301,15 @@ def test_optimizers_that_count_steps(*, late: bool) -> None:
     """Law: one that is not torch's, or is watched, is refused; later hooks too."""
     model = Chain()
     with pytest.raises(UserError, match="Own might count each as a step"):
-        cases.start(partial(Own, lr=0.1), "fp32", model, release_gradients=True)
+        cases.start(partial(Own, lr=0.1), "fp32", model, optimizer_in_backward=True)
     model = Chain()
     optimizer = cases.SGD(model.parameters())
     calls: list[int] = []
     if late:
-        session = cases.prepare(model, optimizer, release_gradients=True)
+        session = cases.prepare(model, optimizer, optimizer_in_backward=True)
         go(session, 0)
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    act = partial(cases.prepare, model, optimizer, release_gradients=True)
+    act = partial(cases.prepare, model, optimizer, optimizer_in_backward=True)
     if late:
         act = partial(go, session, 1)
     with pytest.raises(UserError, match="has step hooks"):
@@ -319,7 +319,7 @@ def test_optimizers_that_count_steps(*, late: bool) -> None:
 
 def test_a_second_backward_is_refused() -> None:
     """Law: weights have moved; another backward pass would see both old and new."""
-    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    session = cases.start(cases.SGD, "split", Chain(), optimizer_in_backward=True)
     with session.autocast():
         losses = [session.model(batch(seed)).float().mean() for seed in (0, 1)]
     session.backward(losses[0])
@@ -332,7 +332,7 @@ def test_a_second_backward_is_refused() -> None:
 
 def test_without_a_gradient() -> None:
     """Law: a loss that reaches no parameter is refused, as in the ordinary step."""
-    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    session = cases.start(cases.SGD, "split", Chain(), optimizer_in_backward=True)
     with session.autocast():
         loss = batch(0).sum()
     session.backward(loss)
@@ -351,7 +351,7 @@ def test_groups_frozen_and_unused(form: str) -> None:
         first = [p for p in model.parameters() if not any(p is q for q in later)]
         optimizer = cases.ADAMW(first)
         session = cases.prepare(
-            model, optimizer, master=form, release_gradients=release
+            model, optimizer, master=form, optimizer_in_backward=release
         )
         go(session, 0)
         model.zero_grad()
@@ -365,7 +365,7 @@ def test_groups_frozen_and_unused(form: str) -> None:
 
 def test_a_look_is_a_part_of_release() -> None:
     """Law: nothing is left of a step in a `OptimizerInBackward` once it has ended."""
-    session = cases.start(cases.SGD, "split", Chain(), release_gradients=True)
+    session = cases.start(cases.SGD, "split", Chain(), optimizer_in_backward=True)
     go(session, 0)
     release = session._in_backward
     assert isinstance(release, OptimizerInBackward)
@@ -376,7 +376,7 @@ def test_a_look_is_a_part_of_release() -> None:
 @pytest.mark.parametrize("kernel", [True, False])
 def test_rates_after_loading(*, kernel: bool) -> None:
     """Law: a state that was loaded brings new groups; their rates are what counts."""
-    session = cases.start(cases.ADAMW, "split", Chain(), release_gradients=True)
+    session = cases.start(cases.ADAMW, "split", Chain(), optimizer_in_backward=True)
     if not kernel:
         session._masters.kernel = None
     go(session, 0)

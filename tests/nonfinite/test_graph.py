@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from required import required
 from torch import Tensor, nn
 from torch.nn import functional
 from versions import torch_has_lstm
 
 import halfstep as hs
-from halfstep.nonfinite.graph import Finding, examine
+from halfstep.nonfinite.graph import GraphCause, find_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,22 +94,16 @@ EVERYWHERE = [
 
 def look(
     dtype: torch.dtype, model: nn.Module, loss_of: Callable[[], Tensor]
-) -> Finding | None:
+) -> GraphCause | None:
     """Return what is found in a loss, all under autocast."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     with torch.autocast("cpu", FP16 if dtype == FP32 else dtype, dtype != FP32):
-        return examine(loss_of(), lambda parameter: names[id(parameter)])
+        return find_in_graph(loss_of(), lambda parameter: names[id(parameter)])
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     """Return a loss on fixed targets."""
     return functional.cross_entropy(model(x), TARGETS)
-
-
-def found(finding: Finding | None) -> Finding:
-    """Return a finding that must be there."""
-    assert finding is not None
-    return finding
 
 
 @pytest.mark.parametrize(("place", "dtype"), EVERYWHERE)
@@ -117,7 +112,7 @@ def test_data_is_blamed_where_it_comes_in(place: str, dtype: torch.dtype) -> Non
     make, shape, first, _ = PLACES[place]
     model, x = make(), torch.randn(shape)
     x.view(-1)[5] = math.nan
-    finding = found(look(dtype, model, lambda: loss_of(model, x)))
+    finding = required(look(dtype, model, lambda: loss_of(model, x)))
     assert finding.cause == "data"
     assert finding.where == f"the input of {first}"
     assert finding.evidence == f"it holds NaN at 1 of {x.numel()} places"
@@ -134,7 +129,7 @@ def test_a_weight_is_named(place: str, dtype: torch.dtype, bad: float) -> None:
         parameter.view(-1)[1] = bad
     # Zeros would turn inf into NaN, which is as good; ReLU might hide what is negative.
     x = torch.rand(shape) + 0.5
-    finding = found(look(dtype, model, lambda: loss_of(model, x)))
+    finding = required(look(dtype, model, lambda: loss_of(model, x)))
     kind = "NaN" if math.isnan(bad) else "inf"
     assert (finding.cause, finding.where) == ("weights", name)
     assert finding.evidence == f"it holds {kind} at 1 of {parameter.numel()} places"
@@ -148,7 +143,7 @@ def test_a_log_of_zero_is_found_behind_any_model(
     make, shape, _, _ = PLACES[place]
     model, x = make(), torch.randn(shape)
     last = "(head.weight, head.bias)" if place in {"lstm", "attention"} else ""
-    finding = found(look(dtype, model, lambda: (model(x) * 0).log().mean()))
+    finding = required(look(dtype, model, lambda: (model(x) * 0).log().mean()))
     assert finding.cause == "zero"
     assert finding.where.startswith("log, after linear (")
     assert finding.where.endswith(last)
@@ -178,7 +173,7 @@ def test_range_is_blamed_to_the_number(
     if not overflows or weight < 32:
         assert finding is None
         return
-    assert finding == Finding(
+    assert finding == GraphCause(
         "range",
         "linear (2.weight, 2.bias)",
         "its result reaches 6.6e+04, float16 holds 65504",
@@ -235,7 +230,7 @@ def test_range_is_found_in_first_layers_and_casts(
     model, shape = make(), (4, 8) if make is mlp else (4, 1, 4, 4)
     with torch.no_grad():
         model.get_parameter(name).fill_(size)
-    finding = found(look(FP16, model, lambda: loss_of(model, torch.ones(shape))))
+    finding = required(look(FP16, model, lambda: loss_of(model, torch.ones(shape))))
     assert (finding.cause, finding.where) == ("range", where)
     assert finding.evidence == f"its {seen}, float16 holds 65504"
     assert finding.rule == rule
@@ -251,7 +246,7 @@ def test_range_in_scores_is_not_put_down_to_their_mask() -> None:
             model.get_parameter(f"{name}.bias").zero_()
     # Each score is a sum of 4 squares: 4 * 128 * 128 = 65536.
     x = torch.full((4, 4, 4), 128.0)
-    finding = found(look(FP16, model, lambda: loss_of(model, x)))
+    finding = required(look(FP16, model, lambda: loss_of(model, x)))
     assert finding.cause == "range"
     assert finding.where.startswith("matmul, after linear (")
     assert finding.evidence == "its result reaches 6.6e+04, float16 holds 65504"
@@ -261,7 +256,7 @@ def test_data_too_large_for_float16_is_told_apart() -> None:
     """Law: finite fp32 data that a cast makes inf is data, and the cast is named."""
     model, x = mlp(), torch.ones(4, 8)
     x[2, 3] = 7e4
-    finding = found(look(FP16, model, lambda: loss_of(model, x)))
+    finding = required(look(FP16, model, lambda: loss_of(model, x)))
     assert (finding.cause, finding.where) == (
         "data",
         "the input of linear (0.weight, 0.bias)",
@@ -278,14 +273,14 @@ def test_a_head_alone_is_not_confused_with_its_softmax() -> None:
     model = nn.Linear(8, 3)
     with torch.no_grad():
         model.weight[0].fill_(3e4)
-    finding = found(look(FP16, model, lambda: loss_of(model, torch.ones(4, 8))))
+    finding = required(look(FP16, model, lambda: loss_of(model, torch.ones(4, 8))))
     assert (finding.cause, finding.where) == ("range", "linear (weight, bias)")
 
 
 def test_several_operations_between_known_values_are_all_named() -> None:
     """Law: where no value tells two apart, both are named; what only views is not."""
     model = nn.Linear(8, 8)
-    finding = found(
+    finding = required(
         look(FP16, model, lambda: (model(FULL).view(-1) * 1e4).relu().sum().float())
     )
     assert (finding.cause, finding.where) == ("range", "linear (weight, bias) to mul")
@@ -309,14 +304,18 @@ def test_our_casts_and_torchs_are_one(
         model.weight.fill_(weight)
     with session.autocast() if session else torch.autocast("cpu", FP16):
         loss = loss_of(model, torch.ones(4, 8))
-    finding = found(examine(loss, lambda w: "weight" if w.ndim > 1 else "bias"))
+    finding = required(
+        find_in_graph(loss, lambda w: "weight" if w.ndim > 1 else "bias")
+    )
     assert (finding.cause, finding.where) == (cause, where)
 
 
 def test_a_product_that_fits_is_cleared() -> None:
     """Law: what is computed again and fits is not named with what comes after it."""
     model = mlp()
-    finding = found(look(FP16, model, lambda: (model(FULL) * 1e5).relu().sum().float()))
+    finding = required(
+        look(FP16, model, lambda: (model(FULL) * 1e5).relu().sum().float())
+    )
     assert finding.where == "mul, after linear (2.weight, 2.bias)"
     assert finding.evidence == "its inputs reach 1.0e+05, float16 holds 65504"
 
@@ -329,7 +328,7 @@ def test_a_bias_may_be_the_last_straw() -> None:
         model.get_parameter("0.bias").zero_()
         model.get_parameter("2.weight").fill_(20.0)  # 8 * 256 * 20
         model.get_parameter("2.bias").fill_(40960.0)
-    finding = found(look(FP16, model, lambda: loss_of(model, FULL)))
+    finding = required(look(FP16, model, lambda: loss_of(model, FULL)))
     assert (finding.cause, finding.where) == ("range", "linear (2.weight, 2.bias)")
 
 
@@ -343,18 +342,18 @@ def test_a_layer_on_three_dimensions_is_named_alone() -> None:
         result: Tensor = model(torch.ones(2, 2, 8))
         return (result * result).float().sum()
 
-    finding = found(look(FP16, model, loss))
+    finding = required(look(FP16, model, loss))
     assert (finding.cause, finding.where) == ("range", "linear (weight, bias)")
 
 
 def test_fp32_has_a_range_too() -> None:
     """Law: 1e30 times 1e30 is beyond float32, and is told as that."""
     leaf = nn.Parameter(torch.full((3,), 1e30))
-    assert found(examine((leaf * leaf).sum(), lambda _: "leaf")) == Finding(
+    assert required(find_in_graph((leaf * leaf).sum(), lambda _: "leaf")) == GraphCause(
         "range",
         "mul (leaf) to sum",
         "its inputs reach 1.0e+30, float32 holds 3.40282e+38",
-        "Scale down or normalise what flows in.",
+        "Scale down or normalise its inputs.",
         "inf",
     )
 
@@ -364,14 +363,16 @@ def test_a_frozen_parameter_is_a_weight() -> None:
     leaf = nn.Parameter(torch.ones(3))
     frozen = nn.Parameter(torch.full((3,), math.nan), requires_grad=False)
     names = {id(leaf): "leaf", id(frozen): "frozen"}
-    finding = found(examine((leaf * frozen).sum(), lambda given: names[id(given)]))
+    finding = required(
+        find_in_graph((leaf * frozen).sum(), lambda given: names[id(given)])
+    )
     assert (finding.cause, finding.where) == ("weights", "frozen")
 
 
 def test_complex_numbers_count() -> None:
     """Law: NaN in one part of a complex parameter is found, and 1e30 is none."""
     leaf = nn.Parameter(torch.tensor([complex(1, 2), complex(1, math.nan)]))
-    finding = found(examine((leaf * leaf).abs().sum(), lambda _: "leaf"))
+    finding = required(find_in_graph((leaf * leaf).abs().sum(), lambda _: "leaf"))
     assert (finding.cause, finding.where) == ("weights", "leaf")
     assert finding.evidence == "it holds NaN at 1 of 2 places"
 
@@ -381,7 +382,7 @@ def test_sparse_data_is_read(bad: float) -> None:
     """Law: what a sparse matrix holds is looked at as any other data."""
     leaf = nn.Parameter(torch.ones(3, 2))
     matrix = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, bad]]).to_sparse()
-    finding = examine(torch.sparse.mm(matrix, leaf).sum(), lambda _: "leaf")
+    finding = find_in_graph(torch.sparse.mm(matrix, leaf).sum(), lambda _: "leaf")
     assert (finding is None) == math.isfinite(bad)
     if finding is not None:
         assert finding.cause == "data"
@@ -394,7 +395,7 @@ def test_what_was_added_is_data(dtype: torch.dtype, bad: float) -> None:
     """Law: NaN or inf added to small numbers is put down to what is added."""
     leaf = nn.Parameter(torch.ones(3, dtype=dtype))
     loss = (leaf + torch.tensor([0.0, bad, 0.0], dtype=dtype)).relu().sum()
-    finding = found(examine(loss, lambda _: "leaf"))
+    finding = required(find_in_graph(loss, lambda _: "leaf"))
     kind = "NaN" if math.isnan(bad) else "inf"
     assert (finding.cause, finding.where) == ("data", "add (leaf)")
     assert finding.evidence == f"{kind} comes in, yet its inputs reach 1.0e+00"
@@ -404,6 +405,8 @@ def test_a_target_that_holds_nan_is_data() -> None:
     """Law: the role of what holds NaN is told."""
     leaf = nn.Parameter(torch.ones(3))
     target = torch.tensor([0.0, math.nan, 0.0])
-    finding = found(examine(functional.mse_loss(leaf, target), lambda _: "leaf"))
+    finding = required(
+        find_in_graph(functional.mse_loss(leaf, target), lambda _: "leaf")
+    )
     assert (finding.cause, finding.where) == ("data", "the target of mse_loss (leaf)")
     assert finding.evidence == "it holds NaN at 1 of 3 places"

@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from required import required
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.nonfinite.graph import Finding, examine
+from halfstep.nonfinite.graph import find_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def found(finding: Finding | None) -> Finding:
-    """Return a finding that must be there."""
-    assert finding is not None
-    return finding
 
 
 LEAF = [0.0, 0.25, 4.0]
@@ -39,7 +34,11 @@ LEAF = [0.0, 0.25, 4.0]
         (torch.reciprocal, "reciprocal", "its argument is 0 at 1 of 3 places"),
         (lambda x: x.exp() / x, "div", "its divisor is 0 at 1 of 3 places"),
         (lambda x: x.exp() / 0, "div", "its divisor is 0"),
-        (lambda x: x**-0.5, "pow", "its argument is 0 at 1 of 3 places"),
+        (
+            lambda x: x**-0.5,
+            "pow",
+            "it raises 0 to a power below 0 at 1 of 3 places",
+        ),
         (lambda x: x**0.5, "pow", "its argument is 0 at 1 of 3 places"),
         (
             lambda x: x ** torch.tensor([0.5, 2.0, -1.0]),
@@ -65,10 +64,36 @@ def test_a_singular_value_is_found_and_counted(
 ) -> None:
     """Law: a value where a function or its slope is infinite or undefined is told."""
     leaf = nn.Parameter(torch.tensor(LEAF))
-    finding = found(examine(operation(leaf).sum(), lambda _: "leaf"))
+    finding = required(find_in_graph(operation(leaf).sum(), lambda _: "leaf"))
     assert finding.cause == "zero"
     assert re.fullmatch(rf"{where}( \(leaf\)|, after \w+ \(leaf\))", finding.where)
     assert finding.evidence == evidence
+
+
+def test_complex_numbers_have_no_order() -> None:
+    """Law: a complex argument is 0 or not, and never negative or beyond a bound."""
+    leaf = nn.Parameter(torch.tensor([complex(-1, 0), complex(2, 1)]))
+    assert find_in_graph(leaf.log().abs().sum(), lambda _: "leaf") is None
+    finding = required(find_in_graph((leaf * 0).log().abs().sum(), lambda _: "leaf"))
+    assert finding.evidence == "its argument is 0 at 2 of 2 places"
+    finding = required(
+        find_in_graph((leaf.acos() * math.inf).abs().sum(), lambda _: "leaf")
+    )
+    assert "not inside" not in finding.evidence
+
+
+def test_a_running_variance_below_zero() -> None:
+    """Law: a negative running variance is reported as a stored value."""
+    norm = nn.BatchNorm1d(3).eval()
+    assert norm.running_var is not None
+    norm.running_var[1] = -1.0
+    finding = required(
+        find_in_graph(norm(torch.ones(2, 3)).sum(), lambda _: "n.weight")
+    )
+    assert finding.cause == "weights"
+    assert finding.evidence == "its running variance is negative at 1 of 3 places"
+    bad = finding.to_origin(1.0, finite=False)
+    assert (bad.cause, bad.phase, bad.op) == ("weight", "weight", "batch_norm")
 
 
 EXACT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -113,7 +138,7 @@ def test_a_finding_means_that_a_pass_is_spoilt(
     leaf = nn.Parameter(torch.tensor(numbers))
     result = EXACT[name](leaf)
     loss = torch.where(result.isfinite(), result, 0).sum() if guarded else result.sum()
-    finding = examine(loss, lambda _: "leaf")
+    finding = find_in_graph(loss, lambda _: "leaf")
     torch.autograd.backward(loss)
     assert leaf.grad is not None
     healthy = bool(loss.isfinite() and leaf.grad.isfinite().all())
@@ -125,7 +150,7 @@ def test_exp_that_overflows_behind_a_finite_result_is_found() -> None:
     leaf = nn.Parameter(torch.tensor([100.0, 0.0]))
     loss = (1 / (1 + leaf.exp())).sum()
     assert loss.item() == 0.5
-    finding = found(examine(loss, lambda _: "leaf"))
+    finding = required(find_in_graph(loss, lambda _: "leaf"))
     assert (finding.cause, finding.where) == ("range", "exp (leaf)")
     assert finding.evidence == "it is inf at 1 of 2 places"
     torch.autograd.backward(loss)
@@ -134,11 +159,11 @@ def test_exp_that_overflows_behind_a_finite_result_is_found() -> None:
 
 
 def test_a_target_that_is_too_long_is_found() -> None:
-    """Law: an infinite CTC loss is its own work, though it keeps -inf of its making."""
+    """Law: an infinite CTC loss is put down to its targets, though it keeps -inf."""
     leaf = nn.Parameter(torch.zeros(2, 1, 3))
     lengths = (torch.tensor([2]), torch.tensor([3]))
     loss = functional.ctc_loss(leaf.log_softmax(2), torch.tensor([[1, 2, 1]]), *lengths)
-    finding = found(examine(loss, lambda _: "leaf"))
-    assert finding.cause == "zero"
+    finding = required(find_in_graph(loss, lambda _: "leaf"))
+    assert finding.cause == "label"
     assert finding.where.startswith("ctc_loss, after log_softmax (leaf)")
-    assert finding.evidence.startswith("it makes inf")
+    assert finding.evidence == "an input is too short for its target"

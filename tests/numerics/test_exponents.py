@@ -17,11 +17,11 @@ from halfstep.numerics import exponents as room
 from halfstep.numerics.exponents import (
     BINS,
     exponents,
-    flushed,
-    largest,
+    flushed_share,
+    largest_magnitude,
     largest_safe_scale,
     power_of_two,
-    subnormal,
+    subnormal_share,
 )
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def test_several_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     where = torch.tensor([[0, 2]])
     sparse = torch.sparse_coo_tensor(where, torch.tensor([8.0, 8.0]), (4,), **CHECKED)
     complex_ = torch.tensor([2 - 8j]).conj()
-    monkeypatch.setattr(room, "_PIECE", 3)
+    monkeypatch.setattr(room, "_CHUNK_NUMEL", 3)
     histogram = exponents([dense.T, sparse, complex_, torch.empty(0)], ONE)
     assert by_us(histogram) == {0: 1, 1023: 4, 1024: 3, 1025: 1, 1026: 3}
 
@@ -179,8 +179,8 @@ def test_nothing_seen(numbers: list[float]) -> None:
     """Law: where no finite number other than zero was seen, no scale is named."""
     histogram = exponents([torch.tensor(numbers)], ONE)
     assert largest_safe_scale(histogram).isnan()
-    close(flushed(histogram, ONE), 0.0)
-    close(subnormal(histogram, ONE), 0.0)
+    close(flushed_share(histogram, ONE), 0.0)
+    close(subnormal_share(histogram, ONE), 0.0)
 
 
 def test_power_of_two() -> None:
@@ -214,7 +214,7 @@ def test_flushed_is_what_casting_loses(
     tie = info.smallest_normal * info.eps / 2
     scaled = seen * 2.0**shift
     zeros = int((scaled.to(low) == 0).sum() - (scaled.abs() == tie).sum())
-    share = flushed(exponents([numbers], ONE), torch.tensor(2.0**shift), low)
+    share = flushed_share(exponents([numbers], ONE), torch.tensor(2.0**shift), low)
     close(share, zeros / max(len(seen), 1))
 
 
@@ -225,7 +225,7 @@ def test_subnormal_by_numpy(drawn: list[float], shift: int, low: torch.dtype) ->
     at = np.frexp(seen.astype(np.float64))[1] - 1 + shift
     start, end = (-25, -14) if low == torch.float16 else (-134, -126)
     histogram = exponents([torch.tensor(drawn)], ONE)
-    share = subnormal(histogram, torch.tensor(2.0**shift), low)
+    share = subnormal_share(histogram, torch.tensor(2.0**shift), low)
     close(share, float(((at >= start) & (at < end)).sum()) / max(len(seen), 1))
 
 
@@ -237,8 +237,8 @@ def test_shares_by_hand() -> None:
     """
     histogram = exponents([torch.tensor([2.0**-30, 2.0**-20, 1.0, 0.0])], ONE)
     for scale, lost, blurred in (1.0, 1, 1), (2.0**8, 0, 1), (2.0**16, 0, 0):
-        close(flushed(histogram, torch.tensor(scale)), lost / 3)
-        close(subnormal(histogram, torch.tensor(scale)), blurred / 3)
+        close(flushed_share(histogram, torch.tensor(scale)), lost / 3)
+        close(subnormal_share(histogram, torch.tensor(scale)), blurred / 3)
 
 
 # The largest number
@@ -248,7 +248,7 @@ def test_shares_by_hand() -> None:
 def test_largest(drawn: list[tuple[Tensor, np.ndarray[Any, Any]]]) -> None:
     """Law: the largest absolute value of all; NaN if one is there; 0 of none."""
     like = torch.tensor(0.0, dtype=torch.float64)
-    found = largest([tensor for tensor, _ in drawn], like).numpy()
+    found = largest_magnitude([tensor for tensor, _ in drawn], like).numpy()
     values = np.concatenate([[0.0], *(values for _, values in drawn)])
     np.testing.assert_equal(found, np.abs(values).max())
 
@@ -258,7 +258,9 @@ def test_largest_of_sparse() -> None:
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[1]]), torch.tensor([-8.0]), (4,), **CHECKED
     )
-    found = largest([sparse, torch.ones(2, dtype=torch.float16)], torch.tensor(0.0))
+    found = largest_magnitude(
+        [sparse, torch.ones(2, dtype=torch.float16)], torch.tensor(0.0)
+    )
     assert (found.item(), found.dtype) == (8.0, torch.float32)
 
 
@@ -268,9 +270,9 @@ def test_nothing_waits() -> None:
     with NoWaiting():  # type: ignore[no-untyped-call]
         histogram = exponents(tensors, ONE)
         largest_safe_scale(histogram)
-        flushed(histogram, ONE)
-        subnormal(histogram, ONE)
-        largest(tensors, ONE)
+        flushed_share(histogram, ONE)
+        subnormal_share(histogram, ONE)
+        largest_magnitude(tensors, ONE)
         with pytest.raises(AssertionError):
             ONE.item()
 
@@ -290,12 +292,12 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     try:
         histogram = exponents([there], scale_there)
         safe = largest_safe_scale(histogram)
-        share = flushed(histogram, scale_there)
-        top = largest([there.nan_to_num(0, 0, 0)], scale_there.double())
+        share = flushed_share(histogram, scale_there)
+        top = largest_magnitude([there.nan_to_num(0, 0, 0)], scale_there.double())
     finally:
         torch.cuda.set_sync_debug_mode(before)
     expected = exponents([tensor], scale)
     assert torch.equal(histogram.cpu(), expected)
     assert torch.equal(safe.cpu(), largest_safe_scale(expected))
-    assert torch.equal(share.cpu(), flushed(expected, scale))
+    assert torch.equal(share.cpu(), flushed_share(expected, scale))
     assert torch.equal(top.cpu(), tensor.nan_to_num(0, 0, 0).abs().amax().double())

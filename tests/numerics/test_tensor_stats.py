@@ -20,7 +20,7 @@ from halfstep._torch import async_read
 from halfstep.errors import UserError
 from halfstep.numerics import tensor_counts
 from halfstep.numerics.formats import BF16, FP16, FP32, FloatFormat
-from halfstep.numerics.tensor_stats import TensorStats, measure, merged
+from halfstep.numerics.tensor_stats import TensorStats, measure, merge_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,8 +180,8 @@ def test_every_pattern(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a tensor of many pieces, the last one short, is one tensor."""
-    monkeypatch.setattr(tensor_counts, "_PIECES", {True: 64})
-    monkeypatch.setattr(tensor_counts, "_PATTERNS", 64)
+    monkeypatch.setattr(tensor_counts, "_CHUNK_NUMEL", {True: 64})
+    monkeypatch.setattr(tensor_counts, "_CHUNK_NUMEL_16BIT", 64)
     spread = torch.randn(1000, dtype=torch.float64) * 2.0 ** torch.randint(
         -40, 20, (1000,)
     )
@@ -204,14 +204,14 @@ def test_without_bincount(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: where reading the largest bin would wait, the same is counted."""
     drawn = torch.randn(999)
     found = [measure(drawn.to(dtype)).data() for dtype in WIDTHS]
-    monkeypatch.setattr(async_read, "on_host", lambda _: False)
+    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
     assert [measure(drawn.to(dtype)).data() for dtype in WIDTHS] == found
 
 
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_nothing_waits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: neither measuring nor merging reads a number; the first property does."""
-    monkeypatch.setattr(async_read, "on_host", lambda _: False)
+    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
     with NoWaiting():  # type: ignore[no-untyped-call]
         stats = measure(torch.randn(50).to(dtype))
         both = stats.merge(stats)
@@ -329,7 +329,7 @@ def test_refused(text: str) -> None:
 def test_merge(parts: list[Tensor]) -> None:
     """Law: the merged statistics of parts are those of all their numbers."""
     together = measure(torch.cat([part.flatten() for part in parts]))
-    assert_same(merged([measure(part) for part in parts]).data(), together.data())
+    assert_same(merge_all([measure(part) for part in parts]).data(), together.data())
 
 
 @given(tensors())

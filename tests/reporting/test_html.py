@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from halfstep.errors import UserError
 from halfstep.reporting import html as reporting_html
-from halfstep.reporting.html import Bar, Card, Chart, Curve, Heat, Section, page
+from halfstep.reporting.html import (
+    Bar,
+    Card,
+    Chart,
+    ConfusionMatrix,
+    Curve,
+    Section,
+    page,
+)
 from halfstep.reporting.table import Table
 
 NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
@@ -225,7 +233,7 @@ def test_page_shows_markup_as_text() -> None:
     mark = "<script>\"'&"
     table = Table(mark, (mark,), ((mark,),), (mark,))
     drawn = Chart(mark, mark, mark, (Curve(mark, (0.0, 1.0), (0.0, 1.0)),))
-    heat = Heat(Table(mark, (mark, "a"), ((mark, 1),), (mark,)), mark)
+    heat = ConfusionMatrix(Table(mark, (mark, "a"), ((mark, 1),), (mark,)), mark)
     bar = Bar(mark, ((mark, 1.0),))
     parts = Section(mark, mark, (mark,), (bar,), (table,), (heat,), (drawn,))
     html = page(mark, [parts], mark)
@@ -252,7 +260,12 @@ CONFUSION = Table("On dev", ("truth", "a", "b & c"), (("a", 3, 1), ("b & c", 0, 
 
 def test_heat_is_a_table_with_names_of_rows_and_columns() -> None:
     """Law: a reader of tables finds every count under its two names."""
-    root = parsed(page("t", [Section("s", heats=(Heat(CONFUSION, "guess"),))]))
+    root = parsed(
+        page(
+            "t",
+            [Section("s", confusion_matrices=(ConfusionMatrix(CONFUSION, "guess"),))],
+        )
+    )
     heat = root.find(".//table")
     assert heat is not None
     scopes = [(th.get("scope"), th.text) for th in heat.iter("th")]
@@ -266,7 +279,7 @@ def test_heat_is_a_table_with_names_of_rows_and_columns() -> None:
 
 def test_heat_is_shaded_by_the_share_of_a_row() -> None:
     """Law: full shade for a whole row, none for zero; agreement has its own colour."""
-    drawn = Heat(CONFUSION, "guess").drawn()
+    drawn = ConfusionMatrix(CONFUSION, "guess").shaded_rows()
     assert drawn == [
         ("a", [("3", "rgba(0,114,178,0.450)"), ("1", "rgba(213,94,0,0.150)")]),
         ("b & c", [("0", "rgba(213,94,0,0.000)"), ("0", "rgba(0,114,178,0.000)")]),
@@ -276,7 +289,7 @@ def test_heat_is_shaded_by_the_share_of_a_row() -> None:
 def test_heat_keeps_cells_that_are_no_count() -> None:
     """Law: a cell without a count has no shade and does not change the others."""
     table = Table("", ("truth", "a", "b"), (("a", None, 2),))
-    assert Heat(table, "guess").drawn() == [
+    assert ConfusionMatrix(table, "guess").shaded_rows() == [
         ("a", [("-", "rgba(0,114,178,0.000)"), ("2", "rgba(213,94,0,0.600)")])
     ]
 
@@ -284,7 +297,7 @@ def test_heat_keeps_cells_that_are_no_count() -> None:
 def test_bar_shows_shares_of_the_sum() -> None:
     """Law: widths are shares in percent, and the words below tell the same."""
     bar = Bar("Time", (("in", 1.0), ("out & back", 3.0), ("rest", 0.0)))
-    assert [part[:2] for part in bar.drawn()] == [
+    assert [part[:2] for part in bar.segments()] == [
         ("in", 25.0),
         ("out & back", 75.0),
         ("rest", 0.0),
@@ -298,7 +311,7 @@ def test_bar_shows_shares_of_the_sum() -> None:
 
 def test_bar_of_nothing() -> None:
     """Law: parts that are all zero take no room, and no division by zero."""
-    assert [share for _, share, _ in Bar("", (("a", 0.0),)).drawn()] == [0.0]
+    assert [share for _, share, _ in Bar("", (("a", 0.0),)).segments()] == [0.0]
 
 
 def test_long_words_break_and_short_ones_do_not() -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.nonfinite import graph_origin
-from halfstep.nonfinite.graph import Finding
+from halfstep.nonfinite.graph import GraphCause
 from halfstep.scaling import ScaleRule
 from halfstep.scaling.collapse import find_cause
 from halfstep.scaling.step_history import LossHistory
@@ -203,43 +202,43 @@ def test_the_error_holds_a_value(cause: str, train: Callable[..., None]) -> None
     ("found", "module", "op", "phase"),
     [
         (
-            Finding("range", "linear (a.b.weight, a.b.bias)", "", ""),
+            GraphCause("range", "linear (a.b.weight, a.b.bias)", "", ""),
             "a.b",
             "linear",
             "forward",
         ),
         (
-            Finding("zero", "log, after linear (a.weight)", "", ""),
+            GraphCause("zero", "log, after linear (a.weight)", "", ""),
             "model",
             "",
             "forward",
         ),
-        (Finding("weights", "a.b.weight", "it holds NaN", ""), "a.b", "", "weight"),
-        (Finding("weights", "weight", "it holds inf", ""), "model", "", "weight"),
+        (GraphCause("weights", "a.b.weight", "it holds NaN", ""), "a.b", "", "weight"),
+        (GraphCause("weights", "weight", "it holds inf", ""), "model", "", "weight"),
         (
-            Finding("data", "the input of linear (a.weight)", "", ""),
+            GraphCause("data", "the input of linear (a.weight)", "", ""),
             "model",
             "",
             "input",
         ),
-        (Finding("loss", "the backward pass", "", ""), "loss", "", "backward"),
+        (GraphCause("loss", "the backward pass", "", ""), "loss", "", "backward"),
     ],
 )
 def test_a_finding_becomes_a_value(
-    found: Finding, module: str, op: str, phase: str
+    found: GraphCause, module: str, op: str, phase: str
 ) -> None:
     """Law: a module is named only where an operation takes its parameters itself."""
-    bad = graph_origin.bad_op(found, 8.0, finite=found.cause == "loss")
+    bad = found.to_origin(8.0, finite=found.cause == "loss")
     assert (bad.module, bad.op, bad.phase) == (module, op, phase)
-    assert bad.made == ""
+    assert bad.nonfinite_kind == ""
     assert "inf or NaN" in str(bad)
 
 
 @pytest.mark.parametrize("kind", ["inf", "NaN"])
 def test_what_was_made_is_told_on(kind: str) -> None:
     """Law: the value says what was made only where the graph showed it."""
-    bad = graph_origin.bad_op(Finding("range", "exp", "", "", kind), 8.0, finite=True)
-    assert bad.made == kind
+    bad = GraphCause("range", "exp", "", "", kind).to_origin(8.0, finite=True)
+    assert bad.nonfinite_kind == kind
     assert f"exp produced {kind}" in str(bad).replace("model", "exp")
 
 
@@ -277,7 +276,7 @@ def test_which_of_the_two_was_made(
         step()
     bad = caught.value.bad_op
     assert bad is not None
-    assert bad.made == made, str(caught.value)
+    assert bad.nonfinite_kind == made, str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +284,7 @@ def test_which_of_the_two_was_made(
 )
 def test_behind_a_finite_loss(cause: str, phase: str) -> None:
     """Law: there a result overflowed on the way forward, a slope on the way back."""
-    bad = graph_origin.bad_op(Finding(cause, "exp", "it is inf", ""), 8.0, finite=True)
+    bad = GraphCause(cause, "exp", "it is inf", "").to_origin(8.0, finite=True)
     assert bad.phase == phase
     assert ("in the backward pass" in str(bad)) == (phase == "backward")
 
@@ -315,7 +314,7 @@ def test_a_run_that_recovers_is_left_alone() -> None:
         optimizer.zero_grad()
 
 
-FOUND = Finding("range", "linear", "its result reaches inf", "Use bf16.")
+FOUND = GraphCause("range", "linear", "its result reaches inf", "Use bf16.")
 
 
 @pytest.mark.parametrize(
@@ -400,7 +399,7 @@ def test_a_collapse_across_a_state(halt: int) -> None:
 
 def test_data_is_never_the_learning_rates() -> None:
     """Law: NaN in the data is that, however the loss went before."""
-    found = Finding("data", "an input", "it holds NaN", "Find the batch.")
+    found = GraphCause("data", "an input", "it holds NaN", "Find the batch.")
     for losses in (LossHistory(), LossHistory(1.0, 9.0, 3)):
         assert find_cause(found, losses, None, finite=None) is found
 
@@ -491,7 +490,7 @@ def at_o1(
             session.backward(loss())
             session.step()
     except hs.LossScaleCollapse as error:
-        bad = hs.first_bad(session.model, loss)
+        bad = hs.find_nonfinite(session.model, loss)
         assert bad is not None
         assert bad.rule == RULES[net]
         return error
@@ -531,7 +530,7 @@ def test_adams_eps_in_pure_fp16() -> None:
                 session.backward(loss())
                 session.step()
         except hs.LossScaleCollapse as error:
-            bad = hs.first_bad(session.model, loss)
+            bad = hs.find_nonfinite(session.model, loss)
             assert bad is not None
             assert bad.cause == "weight"
             assert "use eps=6.1e-05" in bad.advice

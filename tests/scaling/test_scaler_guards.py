@@ -144,7 +144,7 @@ def test_a_graph_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
         message = "no such layout"
         raise NotImplementedError(message)
 
-    monkeypatch.setattr("halfstep.scaling.collapse.examine", fail)
+    monkeypatch.setattr("halfstep.scaling.collapse.find_in_graph", fail)
     w = weight()
     optimizer = torch.optim.SGD([("w", w)], lr=0.1)
     scaler = hs.GradScaler("cpu", max_consecutive_skips=3)

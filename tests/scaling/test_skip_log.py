@@ -87,7 +87,7 @@ def test_five_of_five(
     assert warning.filename == __file__
     assert str(warning.message) == (
         "5 steps in a row were skipped: non-finite gradient of weight at loss scale "
-        "4096. halfstep.first_bad(model, step) finds the operation."
+        "4096. halfstep.find_nonfinite(model, step) finds the operation."
     )
     assert {record.levelname for record in caplog.records} == {"INFO"}
     assert [record.getMessage() for record in caplog.records] == [
@@ -174,28 +174,28 @@ def test_the_place_is_named() -> None:
         session.backward((out - out.detach()).log().mean())
 
 
-class Slow(async_read.Late):
-    """What a GPU does: numbers come `LAG` sendings late."""
+class Slow(async_read.DelayedScalars):
+    """What a GPU does: numbers come `DELAY_STEPS` submits late."""
 
     def __init__(self) -> None:
         self.queue: list[list[float]] = []
 
     @property
-    def behind(self) -> int:
+    def num_pending(self) -> int:
         """How many have not come."""
         return len(self.queue)
 
-    def send(self, values: Any) -> list[float] | None:
+    def submit(self, values: Any) -> list[float] | None:
         """Queue them."""
         self.queue.append([number for v in values for number in v.flatten().tolist()])
-        return self.queue.pop(0) if len(self.queue) > async_read.LAG else None
+        return self.queue.pop(0) if len(self.queue) > async_read.DELAY_STEPS else None
 
 
 @pytest.fixture(name="slow")
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let numbers come late, and nothing else be known of them."""
-    monkeypatch.setattr("halfstep.scaling.collapse.Late", Slow)
-    monkeypatch.setattr(async_read, "on_host", lambda _: False)
+    monkeypatch.setattr("halfstep.scaling.collapse.DelayedScalars", Slow)
+    monkeypatch.setattr(async_read, "is_cpu", lambda _: False)
 
 
 @pytest.mark.usefixtures("slow")
@@ -225,9 +225,9 @@ def test_late_losses(number: int) -> None:
     scaler = LossScaler(ScaleRule())
     for micro in range(3):
         scaler.observe_loss(torch.tensor(math.inf if micro == number else 1.0))
-    for _ in range(async_read.LAG):
+    for _ in range(async_read.DELAY_STEPS):
         scaler.update(torch.tensor(0.0))
-    with pytest.warns(UserWarning, match=r"^the loss is inf before .*first_bad"):
+    with pytest.warns(UserWarning, match=r"^the loss is inf before .*find_nonfinite"):
         scaler.update(torch.tensor(0.0))
 
 
@@ -240,7 +240,7 @@ def test_what_is_lost_is_called_by_its_name(
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     more: dict[str, Any] = {"accumulate": 2, "drop_bad_microbatch": True}
     if option == "released":
-        more = {"release_gradients": True}
+        more = {"optimizer_in_backward": True}
     session = hs.prepare(model, optimizer, "O0", **more)
     for factor in (math.inf, 1.0):
         loss = session.model(torch.ones(1, 2)).sum()

@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 import torch
 
-from halfstep.numerics.local_tensor import dense
+from halfstep.numerics.local_tensor import dense_values
 from halfstep.scaling.step_report import (
     NonFiniteParam,
     StepReport,
@@ -144,9 +144,9 @@ def test_dense_sums_what_a_sparse_tensor_holds_twice() -> None:
     twice = torch.sparse_coo_tensor(
         torch.tensor([[0, 0]]), torch.tensor([3e38, 3e38]), (2,), check_invariants=True
     )
-    assert dense(twice).tolist() == [math.inf]
+    assert dense_values(twice).tolist() == [math.inf]
     plain = torch.ones(2)
-    assert dense(plain) is plain
+    assert dense_values(plain) is plain
 
 
 def test_culprits_seen_later() -> None:

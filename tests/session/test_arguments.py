@@ -249,9 +249,9 @@ WRONG: dict[str, list[Any]] = {
     "retries": WRONG_COUNTS,
     "lost_updates_every": [value for value in WRONG_COUNTS if value is not None],
     "drop_bad_microbatch": WRONG_FLAGS,
-    "release_gradients": WRONG_FLAGS,
+    "optimizer_in_backward": WRONG_FLAGS,
     "scheduler": WRONG_SCHEDULERS,
-    "names": WRONG_NAMES,
+    "named_parameters": WRONG_NAMES,
     "process_group": [*("gloo", 0, True, False, [], object(), len, torch.ones(2))],
 }
 
@@ -294,7 +294,7 @@ RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"policy": LEAN}, {"policy": "lean"}),
     ({"level": levels.O2}, {"level": "O2"}),
     ({"dtype": BF16}, {"dtype": torch.bfloat16}),
-    ({"names": ()}, {}),
+    ({"named_parameters": ()}, {}),
 ]
 
 

@@ -46,7 +46,7 @@ def test_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             grads = [p.grad.data_ptr() for p in params if p.grad is not None]
             loop.step()
         entries = loop.session._contexts.cache._entries.values()
-        places.add((*grads, *(entry.bare.data_ptr() for entry in entries)))
+        places.add((*grads, *(entry.data.data_ptr() for entry in entries)))
     assert len(places) == 1
 
 

@@ -223,7 +223,7 @@ def kept_memory(group: Group) -> dict[str, Any]:
         with ranks.counted() as made:
             one_step(session, step, 2)
         calls.append(made)
-        kept = session._grad_sync._averager._memory.values()
+        kept = session._grad_sync._averager._buffers.values()
         places.append([tensor.data_ptr() for tensor in kept])
     return {"places": places, "calls": calls[1:]}
 

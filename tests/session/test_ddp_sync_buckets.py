@@ -46,7 +46,7 @@ def test_buckets(kinds: list[tuple[int, torch.dtype]]) -> None:
     size = 24
     wires = params_of(kinds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucketed_all_reduce, "SIZE", size)
+        patch.setattr(bucketed_all_reduce, "BUCKET_BYTES", size)
         found = list(bucketed_all_reduce._buckets(list(wires), wires.__getitem__))
     assert all(found)
     assert {id(p) for bucket in found for p in bucket} == {id(p) for p in wires}
@@ -67,18 +67,18 @@ def test_one_rank(
 ) -> None:
     """Law: over one rank a mean is the gradient, rounded to what it travels in."""
     monkeypatch.setattr(
-        bucketed_all_reduce, "SIZE", 40
+        bucketed_all_reduce, "BUCKET_BYTES", 40
     )  # many messages take turns in memory
     wires = params_of([(n, KINDS[n % 3]) for n in range(1, 20)])
     before = [p.grad.clone() for p in wires if p.grad is not None]
-    averager = bucketed_all_reduce.Averager()
-    averager.average(wires, group, headroom=headroom)
-    places = [t.data_ptr() for t in averager._memory.values()]
+    averager = bucketed_all_reduce.BucketedAllReduce()
+    averager.mean_(wires, group, predivide_factor=headroom)
+    places = [t.data_ptr() for t in averager._buffers.values()]
     for (param, wire), old in zip(wires.items(), before, strict=True):
         assert param.grad is not None
         assert torch.equal(param.grad, old.to(wire).float())
-    averager.average(wires, group, headroom=headroom)
-    assert [t.data_ptr() for t in averager._memory.values()] == places
+    averager.mean_(wires, group, predivide_factor=headroom)
+    assert [t.data_ptr() for t in averager._buffers.values()] == places
 
 
 def test_layouts(group: dist.ProcessGroup) -> None:
@@ -90,7 +90,7 @@ def test_layouts(group: dist.ProcessGroup) -> None:
     thin.grad = torch.eye(4, 2).to_sparse(1)
     lone = nn.Parameter(torch.zeros(3))
     wires: dict[Tensor, torch.dtype] = dict.fromkeys([param, thin, lone], torch.float32)
-    bucketed_all_reduce.Averager().average(wires, group)
+    bucketed_all_reduce.BucketedAllReduce().mean_(wires, group)
     assert torch.equal(param.grad, dense)
     assert thin.grad is not None
     assert torch.equal(thin.grad, torch.eye(4, 2))
@@ -103,7 +103,9 @@ def test_headroom_saves_a_sum(group: dist.ProcessGroup) -> None:
         param = nn.Parameter(torch.zeros(1))
         param.grad = torch.tensor([4 * 65504.0])
         wires: dict[Tensor, torch.dtype] = {param: torch.float16}
-        bucketed_all_reduce.Averager().average(wires, group, headroom=headroom)
+        bucketed_all_reduce.BucketedAllReduce().mean_(
+            wires, group, predivide_factor=headroom
+        )
         assert param.grad.item() == expected
 
 
@@ -117,7 +119,7 @@ def test_first_rank(group: dist.ProcessGroup) -> None:
         torch.empty(0),
     ]
     before = [tensor.clone() for tensor in held]
-    bucketed_all_reduce.first_rank(group, held)
+    bucketed_all_reduce.broadcast_(group, held)
     for tensor, old in zip(held, before, strict=True):
         assert torch.equal(
             tensor.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)
@@ -129,9 +131,9 @@ def test_first_rank(group: dist.ProcessGroup) -> None:
 def test_wrapper() -> None:
     """Law: DDP is found inside what torch.compile returns, and nowhere else."""
     plain = nn.Linear(2, 2)
-    assert ddp.wrapper(plain) is None
+    assert ddp.find_ddp(plain) is None
     inner = nn.parallel.DistributedDataParallel(plain)
-    assert ddp.wrapper(inner) is inner
-    assert ddp.wrapper(torch.compile(inner)) is inner
-    assert ddp.wrapper(nn.Sequential(inner)) is None
-    assert ddp.wrapper(torch.compile(plain)) is None
+    assert ddp.find_ddp(inner) is inner
+    assert ddp.find_ddp(torch.compile(inner)) is inner
+    assert ddp.find_ddp(nn.Sequential(inner)) is None
+    assert ddp.find_ddp(torch.compile(plain)) is None

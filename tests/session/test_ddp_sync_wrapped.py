@@ -202,7 +202,7 @@ def released(group: Group, form: str) -> dict[str, Any]:
     """Update inside the backward pass, or after it."""
     found = []
     for release in (True, False):
-        session = prepared(net(1), master=form, release_gradients=release)
+        session = prepared(net(1), master=form, optimizer_in_backward=release)
         wrap(session, group)
         for step in range(8):
             one_step(session, step)

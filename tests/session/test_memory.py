@@ -68,7 +68,7 @@ def backward(session: Session) -> None:
 def trained(word: str, *, release: bool) -> Session:
     """Return a session at the end of its second backward pass."""
     model = nn.Linear(SIDE, SIDE, bias=False)
-    session = cases.start(cases.ADAMW_PLAIN, word, model, release_gradients=release)
+    session = cases.start(cases.ADAMW_PLAIN, word, model, optimizer_in_backward=release)
     backward(session)
     session.step()
     backward(session)

@@ -311,7 +311,7 @@ def test_flush_takes_in_the_last_backward_pass() -> None:
 
 def test_flush_without_accumulation() -> None:
     """Law: where each backward pass is a step, flush ends the one under way."""
-    for more in ({}, {"release_gradients": True}):
+    for more in ({}, {"optimizer_in_backward": True}):
         session = build("O2 bf16", **more)
         session.backward(loss_of(session))
         assert session.flush().applied

@@ -141,7 +141,7 @@ def test_names() -> None:
     model = network()
     names = [("w", next(model.parameters()))]
     made = optimizer_of(model)
-    session = hs.prepare(model, made, "O2", dtype="bf16", names=names)
+    session = hs.prepare(model, made, "O2", dtype="bf16", named_parameters=names)
     spoil(session, "0.weight", "3.bias")
     assert go(session).found_inf_in == ("w", "a parameter of shape (3,)")
 

@@ -31,7 +31,7 @@ every_form = pytest.mark.parametrize("form", ["fp32", "split", "stochastic"])
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulate": {"accumulate": 2},
-    "release": {"release_gradients": True},
+    "release": {"optimizer_in_backward": True},
 }
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 RMSPROP: cases.Make = partial(torch.optim.RMSprop, lr=0.01, momentum=0.5)
@@ -56,7 +56,7 @@ def without(model: nn.Module, name: str) -> tuple[int, int]:
 def test_passes_of_others(form: str, *, others: bool) -> None:
     """Law: a gradient of another pass is not used, and stays where it was left."""
     ours, right = (
-        cases.start(cases.ADAMW, form, release_gradients=True) for _ in range(2)
+        cases.start(cases.ADAMW, form, optimizer_in_backward=True) for _ in range(2)
     )
     for session in (ours, right):
         step(session, 1)
@@ -191,7 +191,7 @@ def test_what_may_be_set() -> None:
 
 def test_clipping_is_refused_later_too() -> None:
     """Law: a finite norm is refused, for weights move before it is known."""
-    session = cases.start(cases.SGD, "split", release_gradients=True)
+    session = cases.start(cases.SGD, "split", optimizer_in_backward=True)
     for bad in (1.0, -1, 0.0):
         with pytest.raises(UserError, match="clip_grad_norm") as raised:
             session.clip_grad_norm = bad
@@ -207,7 +207,7 @@ def test_clipping_is_refused_later_too() -> None:
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_all_gradients_bad(form: str, value: float, *, kernel: bool) -> None:
     """Law: a step that moved nothing is a skipped one; one that moved some is not."""
-    session = cases.start(cases.ADAMW, form, release_gradients=True)
+    session = cases.start(cases.ADAMW, form, optimizer_in_backward=True)
     if not kernel:
         session._masters.kernel = None
     assert step(session, 1).applied
@@ -253,7 +253,7 @@ def test_sparse_gradients(form: str, *, kernel: bool) -> None:
     may round other weights otherwise than the ordinary step, which has none here.
     """
     sessions = [
-        cases.start(cases.SGD, form, Words(), release_gradients=release)
+        cases.start(cases.SGD, form, Words(), optimizer_in_backward=release)
         for release in (True, False)
     ]
     if not kernel:

@@ -235,9 +235,9 @@ WRONG = {
     "split": Wrong(f"master='split' {_MASTERS}", more={"master": "split"}),
     "none": Wrong(f"master='none' {_MASTERS}", more={"master": "none"}),
     "release": Wrong(
-        "release_gradients=True leaves out gradients that are not finite, and of one "
+        "optimizer_in_backward=True leaves out non-finite gradients, and of one "
         "parameter FSDP2 gives each rank a part: ranks would not agree.",
-        more={"release_gradients": True},
+        more={"optimizer_in_backward": True},
     ),
     "a rule": Wrong(
         "a rule keeps 'head' in fp32, and FSDP2 casts its weights to torch.bfloat16: "

@@ -128,14 +128,14 @@ def test_replaced(kept: Path) -> None:
 
 def test_another_program_is_first(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: what another finished meanwhile is not written over."""
-    path, original = kept.with_name("later"), atomic_directory.appear
+    path, original = kept.with_name("later"), atomic_directory.commit
 
     def late(*given: Any, **words: Any) -> None:
         path.mkdir()
         (path / "file").write_text("another's")
         original(*given, **words)
 
-    monkeypatch.setattr(atomic_directory, "appear", late)
+    monkeypatch.setattr(atomic_directory, "commit", late)
     with pytest.raises(CheckpointError, match="a checkpoint is never written over"):
         fsdp_checkpoint.save(trained(2), path)
     assert sorted(each.name for each in kept.parent.iterdir()) == ["c", "later"]
@@ -192,10 +192,16 @@ def damaged(name: str) -> dict[str, Any]:
 MOMENTS: dict[str, tuple[Any, str]] = {
     "torch": (FileSystemWriter, "write_data"),
     "digest": (atomic_directory, "digest"),
-    "make": (atomic_directory, "make"),
-    "appear": (atomic_directory, "appear"),
+    "make_temporary": (atomic_directory, "make_temporary"),
+    "commit": (atomic_directory, "commit"),
 }
-FAILS = [("torch", 0), ("torch", 1), ("digest", 1), ("make", 0), ("appear", 0)]
+FAILS = [
+    ("torch", 0),
+    ("torch", 1),
+    ("digest", 1),
+    ("make_temporary", 0),
+    ("commit", 0),
+]
 PARTS = (INDEX, PART, "__1_0.distcp")
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"fails {fail}": functools.partial(fails, *fail) for fail in FAILS},

@@ -218,7 +218,7 @@ def test_code_in_a_tensor(kept: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="torch.distributed is"):
         dcp.save({"rest": rest}, checkpoint_id=kept)
     files = {path.name: digest(path) for path in kept.iterdir()}
-    atomic_directory.appear(
+    atomic_directory.commit(
         kept,
         shutil.copytree(kept, tmp_path / "part"),
         {

@@ -30,7 +30,7 @@ from planted_models import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.diagnostics.replay import first_bad
+from halfstep.diagnostics.replay import find_nonfinite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,7 @@ class Run:
         """Return what a replay finds."""
         model = self.wrapped()
         more = {"failed": True, "scale": self.scale} | self.more
-        return first_bad(model, partial(self.step, model), **more)
+        return find_nonfinite(model, partial(self.step, model), **more)
 
 
 @dataclass(frozen=True)

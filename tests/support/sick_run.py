@@ -197,7 +197,7 @@ def sick(folder: Path, hostile: str = "") -> Path:
         "module": f"bert.encoder.layer.5.output{hostile}.dense",
         "kind": "Linear",
         "op": "linear",
-        "made": "inf",
+        "nonfinite_kind": "inf",
         "cause": "forward range",
         "evidence": "inputs reach 8.3e+04, float16 holds 65504; finite in float32",
         "advice": "Keep it in float32: --policy 'lean + module:*.output.dense=fp32'.",

@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from halfstep.train.data.tokenized import EncodedTexts
-from halfstep.train.data_checks import cut_texts, data_findings
+from halfstep.train.data_checks import data_findings
 
 
 def texts(*lengths: int, inexact: int = 0) -> EncodedTexts:
@@ -55,7 +54,7 @@ def test_nothing_to_say() -> None:
             {"task": "ner", "test_kinds": [set(), set()]},
             (
                 "The test texts hold no entity: whatever the model finds there, its F1 "
-                "is 0; mark some, or judge on other texts."
+                "is 0; annotate some, or evaluate on other texts."
             ),
         ),
         (
@@ -79,16 +78,16 @@ def test_nothing_to_say() -> None:
             {"encoded": {"train": texts(3), "dev": texts(3, inexact=4)}},
             {"encoded": {"train": texts(3, inexact=4), "dev": texts(3)}},
             (
-                "4 entities of the training file cannot be shown exactly by tokens: "
-                "they begin or end inside one, or lie beyond --max-length."
+                "4 entities of the training file cannot be shown exactly by tokens: an "
+                "edge is inside a token, or beyond --max-length."
             ),
         ),
         (
             {"encoded": {"train": texts(3), "dev": texts(3)}},
             {"encoded": {"train": texts(3, inexact=1), "dev": texts(3)}},
             (
-                "1 entity of the training file cannot be shown exactly by tokens: it "
-                "begins or ends inside one, or lies beyond --max-length."
+                "1 entity of the training file cannot be shown exactly by tokens: an "
+                "edge is inside a token, or beyond --max-length."
             ),
         ),
     ],
@@ -121,12 +120,3 @@ def test_left_out_sentences(count: int, more: str) -> None:
     shown = " ".join(faults[:20])
     sentences = "1 sentence is" if count == 1 else f"{count} sentences are"
     assert said == f"{sentences} left out for invalid tags: {shown}{more}"
-
-
-def test_cut_texts_by_hand() -> None:
-    """Law: a text as long as can be may have been cut; a shorter one was not."""
-    made = texts(1, 8, 7, 8, 0)
-    assert cut_texts(made, 8) == 2
-    assert cut_texts(made, 9) == 0
-    chosen = EncodedTexts(made.ids, made.starts, np.array([1, 1, 1, 0]))
-    assert cut_texts(chosen, 8) == 3

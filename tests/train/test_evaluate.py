@@ -150,7 +150,7 @@ def test_each_example_once(
     whole, loss = ask(model, "classify", encoded)
     parts: list[torch.Tensor] = []
     monkeypatch.setattr(
-        "halfstep.distributed.process_group.total",
+        "halfstep.distributed.process_group.all_reduce_sum",
         lambda part: parts.append(part) or part,
     )
     calls = []

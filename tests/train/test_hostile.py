@@ -283,12 +283,12 @@ def test_nul_in_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (here / "odd.json").write_text(f'[["abc", 1], {row}]', encoding="utf-8")
         line = refusal(capsys, "train", "--data", "odd.json", "--out", "new")
         assert line == (
-            "odd.json line 1 entry 2: a NUL character stands in it; remove it or drop "
+            "odd.json line 1 entry 2: it holds a NUL character; remove it or drop "
             "the row."
         )
     row = '{"text": "a\\u0000b", "entities": []}'
     (here / "odd.jsonl").write_text(f"{row}\n", encoding="utf-8")
     words = ("train", "--task", "ner", "--data", "odd.jsonl", "--out", "new")
     assert refusal(capsys, *words) == (
-        "odd.jsonl line 1: a NUL character stands in it; remove it or drop the row."
+        "odd.jsonl line 1: it holds a NUL character; remove it or drop the row."
     )

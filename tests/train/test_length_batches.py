@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import random
-from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.train.data.length_batches import POOL, Epoch, epoch, ordered, share
+from halfstep.train.data.length_batches import Epoch, epoch, ordered, share
 
 lengths_lists = st.lists(st.integers(0, 60), max_size=200)
 sizes = st.integers(1, 40)
@@ -22,26 +21,9 @@ def lists(made: Epoch) -> list[list[int]]:
     return [batch.tolist() for batch in made]
 
 
-def flat(parts: list[list[int]]) -> list[int]:
-    """Return all items, one list after another."""
-    return [item for part in parts for item in part]
-
-
 def array(numbers: list[int]) -> np.ndarray:
     """Return whole numbers, none included, as an array."""
     return np.array(numbers, np.int64)
-
-
-@given(lengths_lists, sizes, st.integers(), st.integers(0, 99), st.integers(1, 5))
-def test_an_epoch_holds_every_index_once(
-    lengths: list[int], size: int, seed: int, number: int, pool: int
-) -> None:
-    """Law: batches partition the indices; all are full but one at most."""
-    made = epoch(array(lengths), size, seed=seed, number=number, pool=pool)
-    assert sorted(flat(lists(made))) == list(range(len(lengths)))
-    full, rest = divmod(len(lengths), size)
-    assert Counter(map(len, made)) == Counter([size] * full + [rest] * (rest > 0))
-    assert len(made) == len(lists(made))
 
 
 @given(lengths_lists, sizes, st.integers(0, 99), st.integers(0, 99), st.integers(1, 5))
@@ -67,55 +49,12 @@ def test_an_epoch_is_its_slow_twin(
     assert lists(got) == [expected[turn] for turn in turns]
 
 
-def test_seed_and_number_make_the_order() -> None:
-    """Law: same arguments, same batches; another seed or number, others."""
-    lengths = array([index % 17 for index in range(500)])
-    base = lists(epoch(lengths, 8, seed=3, number=0))
-    assert base == lists(epoch(lengths, 8, seed=3, number=0))
-    assert base == lists(epoch(lengths, 8, seed=3, number=0, pool=POOL))
-    assert base != lists(epoch(lengths, 8, seed=3, number=0, pool=POOL - 1))
-    seen = [
-        sorted(map(tuple, epoch(lengths, 8, seed=seed, number=number)))
-        for seed, number in [(3, 0), (3, 1), (4, 0), (0, 3), (30, 0), (-3, 0)]
-    ]
-    assert all(seen.count(one) == 1 for one in seen)
-
-
-def test_an_epoch_leaves_no_trace() -> None:
-    """Law: nobody else's generator is read or moved, and lengths stay as they are."""
-    lengths = array([1, 2, 3] * 20)
-    states = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    first = lists(epoch(lengths, 4, seed=1, number=0))
-    assert random.getstate() == states[0]
-    assert np.random.get_state()[1].tolist() == states[1]  # noqa: NPY002
-    assert lengths.tolist() == [1, 2, 3] * 20
-    random.seed(6)
-    np.random.seed(6)  # noqa: NPY002
-    assert lists(epoch(lengths, 4, seed=1, number=0)) == first
-
-
-def test_batches_hold_like_lengths_in_random_order() -> None:
-    """Law: a pool of all rows pads least, and short batches do not come first."""
-    lengths = array([index % 64 for index in range(640)])
-    made = epoch(lengths, 10, seed=0, number=0, pool=64)
-    assert all(len({*lengths[batch].tolist()}) == 1 for batch in made)
-    order = [int(lengths[batch[0]]) for batch in made]
-    assert order != sorted(order)
-    assert order != sorted(order, reverse=True)
-
-
-def test_a_pool_bounds_what_is_sorted() -> None:
-    """Law: with a pool of one batch, batches are random in length."""
-    made = epoch(np.arange(1000), 10, seed=0, number=0, pool=1)
-    assert max(batch.max() - batch.min() for batch in made) > 500
-
-
 @given(lengths_lists, sizes)
 def test_evaluation_goes_from_long_to_short(lengths: list[int], size: int) -> None:
     """Law: ordered batches partition the indices, longest first, full but the last."""
     made = lists(ordered(array(lengths), size))
-    assert sorted(flat(made)) == list(range(len(lengths)))
-    along = [lengths[index] for index in flat(made)]
+    assert sorted(chain(*made)) == list(range(len(lengths)))
+    along = [lengths[index] for index in chain(*made)]
     assert along == sorted(lengths, reverse=True)
     assert all(len(batch) == size for batch in made[:-1])
     assert all(made)
@@ -139,7 +78,7 @@ def test_shares_part_a_batch_evenly(
     batch = batch[: data.draw(st.integers(0, len(batch)))]
     told = array(batch), array(lengths)
     parts = [share(*told, rank, world).tolist() for rank in range(world)]
-    assert sorted(flat(parts)) == sorted(batch)
+    assert sorted(chain(*parts)) == sorted(batch)
     counts = [len(part) for part in parts]
     assert max(counts) - min(counts) <= 1
     loads = [sum(lengths[index] for index in part) for part in parts]

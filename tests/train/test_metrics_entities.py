@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import pytest
-from calls import calls_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,23 +67,17 @@ def apart(draw: st.DrawFn) -> Entities:
     return [(*pair, draw(st.integers(0, 2))) for pair in pairs]
 
 
-@given(st.lists(st.tuples(apart(), apart()), max_size=6))
-def test_scores_are_those_of_sets(texts: list[tuple[Entities, Entities]]) -> None:
-    """Law: scores are those of sets of entities, overall and of each kind."""
-    truth, guess = [one for one, _ in texts], [two for _, two in texts]
-    agrees(compute_metrics(truth, guess, KINDS, 0.0), truth, guess)
-
-
 anywhere = st.lists(
     st.tuples(st.integers(0, 3), st.integers(4, 6), st.integers(0, 2)), max_size=6
 )
 
 
-@given(st.lists(st.tuples(anywhere, anywhere), max_size=4))
-def test_overlaps_and_twins(texts: list[tuple[Entities, Entities]]) -> None:
-    """Law: the same holds of entities that overlap, or are given twice, in any order.
+@given(st.lists(st.tuples(apart() | anywhere, apart() | anywhere), max_size=6))
+def test_scores_are_those_of_sets(texts: list[tuple[Entities, Entities]]) -> None:
+    """Law: scores are those of sets of entities, overall and of each kind.
 
-    A counter that lets a guess which only touches a true entity use it up fails here.
+    Also of entities that overlap, or are given twice, in any order. A counter that lets
+    a guess which only touches a true entity use it up fails here.
     """
     truth, guess = [one for one, _ in texts], [two for _, two in texts]
     agrees(compute_metrics(truth, guess, KINDS, 0.0), truth, guess)
@@ -142,15 +135,6 @@ def test_by_hand() -> None:
         ("not there", 0, 1, 0, None),
     )
     assert json.loads(json.dumps(judged.data()))["per_class"][1] == ["LOC", 0, 0, 0, 2]
-
-
-@pytest.mark.parametrize("texts", [[], [[]], [[], []]])
-def test_nothing_to_find(texts: Texts) -> None:
-    """Law: without entities every share is 0, and texts without mistakes are right."""
-    judged = compute_metrics(texts, texts, KINDS, 0.0)
-    agrees(judged, texts, texts)
-    assert judged.scores["accuracy"] == min(1, len(texts))
-    assert [row[1:] for row in judged.per_class] == [(0.0, 0.0, 0.0, 0)] * 3
 
 
 def test_many_kinds() -> None:
@@ -224,14 +208,3 @@ def test_long_texts_are_cut_round_the_mistake() -> None:
         [*(f"LOC {text[i]} at {i}" for i in range(1200, 1206)), "and 14 more"]
     )
     assert (start, cut) == (f"{text[:200]}...", f"ORG {text[5:42]}... at 5")
-
-
-def test_work_grows_with_the_texts() -> None:
-    """Law: twice the texts are about twice the work, and not much of it."""
-    truth = [[(6 * k, 6 * k + 5, k % 3) for k in range(8)] for _ in range(500)]
-    guess = [[(s, e - (s % 4 == 0), k) for s, e, k in row] for row in truth]
-    compute_metrics(truth[:1], guess[:1], KINDS, 0.0)  # loads the library
-    _, half = calls_of(lambda: compute_metrics(truth[:250], guess[:250], KINDS, 0.0))
-    _, whole = calls_of(lambda: compute_metrics(truth, guess, KINDS, 0.0))
-    assert whole < 2.1 * half
-    assert whole < 1000 * len(truth)

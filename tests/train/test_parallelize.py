@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from halfstep.distributed.process_group import World
 from halfstep.errors import UserError
-from halfstep.machine.recommendation import choose
+from halfstep.machine.recommendation import resolve
 from halfstep.train import parallelize
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def lay_out(model: nn.Module, world: World = TWO, **more: Any) -> None:
     """Lay a model out at O0."""
     settings = {"parallel": "ddp", "recompute": False, "compiled": False}
     parallelize.parallelize_model(
-        model, choose("O0", "auto", "cpu"), world, **(settings | more)
+        model, resolve("O0", "auto", "cpu"), world, **(settings | more)
     )
 
 

@@ -224,7 +224,7 @@ def test_a_replay_that_fails_ends_no_run(
         message = "out of memory"
         raise RuntimeError(message)
 
-    monkeypatch.setattr(replay_step, "first_bad", full)
+    monkeypatch.setattr(replay_step, "find_nonfinite", full)
     with pytest.warns(UserWarning, match="step 4 failed, and could not .* of memory"):
         result = run(settings | {"level": "O0", "epochs": 1})
     assert not events(settings)

@@ -619,7 +619,7 @@ def test_a_model_that_gets_no_name(
     folder.save_model(model_of("old"), model_of("old"))
     before = tree(folder.path)
     with monkeypatch.context() as patch:
-        refusing(patch, atomic_directory.beside(folder.model).name, once=True)
+        refusing(patch, atomic_directory.temporary_path(folder.model).name, once=True)
         with pytest.raises(UserError, match="model could not be written: Input/output"):
             folder.save_model(model_of("new"), model_of("new"))
     assert tree(folder.path) == before

@@ -118,18 +118,6 @@ def own(work: StepBatch) -> list[int]:
     return [index for part, real in pairs if real for index in indices(part)]
 
 
-def test_a_stand_in_by_hand() -> None:
-    """Law: with one text for two processes of two micro-batches, three stand in."""
-    encoded = EncodedTexts.build([example(0, 3)], [0])
-    order = Order(8, 1, 2, 0)
-    first, second = (steps(encoded, order, rank, 2)[1] for rank in range(2))
-    assert (first.is_real, second.is_real) == ([True, False], [False, False])
-    for work in (first, second):
-        assert [indices(part) for part in work.parts] == [[0], [0]]
-        assert (work.size, work.weight, work.padded_tokens) == (1, 1.0, 6)
-    assert (first.tokens, second.tokens) == (3, 0)
-
-
 def test_the_weight_is_that_of_the_whole_batch() -> None:
     """Law: every process divides by the weights of all targets, its own or not."""
     objective = Objective(torch.tensor([0.5, 3.0]), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -13,7 +14,6 @@ import pytest
 
 from halfstep.errors import UserError
 from halfstep.train import torchrun
-from halfstep.train.data import file_lock
 from halfstep.train.output.run_directory import RunFolder
 
 unix = pytest.mark.skipif(sys.platform == "win32", reason="no locks there")
@@ -27,20 +27,25 @@ HERE: dict[str, str | None] = {
 NAMED = HERE | {"run_id": "mine"}
 
 HOLD = """
+import os
 import sys
 from pathlib import Path
 from halfstep.train.torchrun import FolderLock
 claim = FolderLock(Path(sys.argv[1]))
-print("held", flush=True)
+child = os.fork() if sys.argv[2:] else 0
+if not child:
+    print("held", flush=True)
 sys.stdin.read()
+if sys.argv[2:]:
+    os._exit(0)
 claim.release()
 """
 
 
-def hold(path: Path) -> subprocess.Popen[str]:
-    """Start a program that works in a folder until its input ends."""
+def hold(path: Path, *fork: str) -> subprocess.Popen[str]:
+    """Start a program that works in a folder until its input ends; perhaps a child."""
     program = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)],
+        [sys.executable, "-c", HOLD, str(path), *fork],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -143,20 +148,6 @@ def test_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "expected"),
-    [(None, False), ("0", False), ("1", True), ("12", True), ("x", False)],
-)
-def test_restarted(
-    monkeypatch: pytest.MonkeyPatch, count: str | None, *, expected: bool
-) -> None:
-    """Law: only a count above zero tells of a restart."""
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    if count is not None:
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-    assert torchrun.is_restarted() is expected
-
-
-@pytest.mark.parametrize(
     ("count", "machines", "begun", "expected"),
     [
         # Processes of this machine have failed.
@@ -249,16 +240,6 @@ def test_a_second_program(tmp_path: Path) -> None:
 
 
 @unix
-def test_a_killed_program(tmp_path: Path) -> None:
-    """Law: a program that is killed keeps nobody out."""
-    first = hold(tmp_path)
-    first.kill()
-    first.communicate()
-    with RunFolder(tmp_path).locked():
-        pass
-
-
-@unix
 def test_released(tmp_path: Path) -> None:
     """Law: a folder is kept while it is held, and free after, by error too."""
     folder = RunFolder(tmp_path)
@@ -270,28 +251,14 @@ def test_released(tmp_path: Path) -> None:
 
 
 @unix
-def test_a_child_does_not_hold(tmp_path: Path) -> None:
-    """Law: a child that outlives the program keeps nobody out."""
-    ready, told = os.pipe()
-    wait, end = os.pipe()
-    claim = torchrun.FolderLock(tmp_path)
-    child = os.fork()
-    if child == 0:
-        os.close(end)
-        os.write(told, b"x")
-        os.read(wait, 1)
-        os._exit(0)
-    try:
-        os.read(ready, 1)
-        # What the end of the program would do, with no unlocking.
-        torchrun._close_in_child()
-        with RunFolder(tmp_path).locked():
-            pass
-    finally:
-        for handle in (ready, told, wait, end):
-            os.close(handle)
-        os.waitpid(child, 0)
-    claim.release()
+def test_a_killed_program(tmp_path: Path) -> None:
+    """Law: one that is killed locks nobody out, nor does a child that outlives it."""
+    first = hold(tmp_path, "fork")
+    first.kill()
+    first.wait()
+    with RunFolder(tmp_path).locked():
+        pass
+    first.communicate("")
 
 
 @unix
@@ -304,11 +271,10 @@ def test_without_locks(
     def no_lock(*_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(file_lock.fcntl, "flock", no_lock)
+    monkeypatch.setattr(fcntl, "flock", no_lock)
     path = tmp_path / "run"
     with RunFolder(path).locked(), RunFolder(path).locked():
         assert not list(path.iterdir())
-        assert not torchrun._handles
     assert not list(path.iterdir())
     (path / ".lock").write_text("of before")
     with RunFolder(path).locked():

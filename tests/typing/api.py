@@ -39,7 +39,7 @@ def two_lines(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
         assert_type(report.scale, float)
         assert_type(report.grad_norm, float | None)
         assert_type(report.found_inf_in, tuple[str, ...])
-    bad = hs.first_bad(session.model, lambda: model(x).mean(), losses=[1.0])
+    bad = hs.find_nonfinite(session.model, lambda: model(x).mean(), losses=[1.0])
     if bad is not None:
         assert_type(bad, BadOp)
         assert_type(bad.finding(), Finding)
@@ -78,7 +78,7 @@ def every_word(model: nn.Module, group: torch.distributed.ProcessGroup) -> hs.Se
         clip_grad_norm=1.0,
         accumulate=4,
         master="fp32",
-        names=model.named_parameters(),
+        named_parameters=model.named_parameters(),
         process_group=group,
     )
 
@@ -93,7 +93,7 @@ def words_as_well(model: nn.Module) -> str:
         policy="torch + module:head=fp32",
         loss_scale="dynamic",
         clip_grad_norm=None,
-        names=None,
+        named_parameters=None,
         process_group=None,
     )
     return session.explain().text()
@@ -175,7 +175,7 @@ def masters(model: nn.Module) -> None:
     assert_type([lost.share for lost in session.lost_updates()], list[float | None])
     assert_type(session.memory(), dict[str, int])
     assert_type(hs.machine.keep_memory(), bool)
-    hs.prepare(model, optimizer, "O2", master="split", release_gradients=True)
+    hs.prepare(model, optimizer, "O2", master="split", optimizer_in_backward=True)
 
 
 def refused(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Device values for the host, without waiting for the device.
+"""Device-to-host copies that are read some steps later, without synchronization.
 
 In: small tensors. Out: their numbers, at once where that costs nothing, otherwise a
 fixed number of steps late.
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 N = TypeVar("N")
 
-LAG = 2
+DELAY_STEPS = 2
 """Steps after which numbers of a GPU are read. By then they have arrived, unless the
 host has run ahead further than does any good; then it waits for them, once a step."""
 
 
-def on_host(device: torch.device) -> bool:
+def is_cpu(device: torch.device) -> bool:
     """Say whether the host can read a tensor there without waiting for anybody."""
     return device.type == "cpu"
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on another device, which is not waited for.
 
     Towards the host it is: nobody could know when the numbers have come.
     """
-    return tensor.to(device, non_blocking=not on_host(device))
+    return tensor.to(device, non_blocking=not is_cpu(device))
 
 
-def _mark(device: torch.device) -> torch.cuda.Event:
+def _record_event(device: torch.device) -> torch.cuda.Event:
     """Return what happens on a GPU once all that was asked of it so far is done.
 
     Why its own stream: the present one may be another GPU's, which copies nothing.
@@ -46,8 +46,8 @@ def _mark(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-class Late:
-    """Brings small device values to the host some steps late, so that nobody waits.
+class DelayedScalars:
+    """Brings small device values to the host some steps late, so that no step waits.
 
     Why a fixed number: what a rank does with them, such as ending the run or stepping
     a schedule, every rank must do in the same step. Which of the newest have arrived
@@ -58,15 +58,15 @@ class Late:
     """
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     @property
-    def behind(self) -> int:
-        """How many sendings have not arrived."""
-        return len(self._under_way)
+    def num_pending(self) -> int:
+        """Number of copies not read yet."""
+        return len(self._pending)
 
-    def send(self, values: Sequence[Tensor]) -> list[float] | None:
-        """Start to fetch numbers; return those of `LAG` sendings ago, or None.
+    def submit(self, values: Sequence[Tensor]) -> list[float] | None:
+        """Start to fetch numbers; return those of `DELAY_STEPS` submits ago, or None.
 
         Args:
             values: Tensors, mostly of one element; the first says where they are. Each
@@ -74,67 +74,69 @@ class Late:
         """
         device = values[0].device
         if device.type != "cuda":
-            there: list[float] = []
+            host_values: list[float] = []
             for v in values:
-                there += [float(v)] if v.numel() == 1 else v.flatten().tolist()
-            return there
-        here = [moved(v.reshape(-1), device).to(torch.float32) for v in values]
-        host = torch.empty(sum(v.numel() for v in here), pin_memory=True)
-        host.copy_(torch.cat(here), non_blocking=True)
-        self._under_way.append((host, _mark(device)))
-        if len(self._under_way) <= LAG:
+                host_values += [float(v)] if v.numel() == 1 else v.flatten().tolist()
+            return host_values
+        flat_values = [
+            to_device_async(v.reshape(-1), device).to(torch.float32) for v in values
+        ]
+        host = torch.empty(sum(v.numel() for v in flat_values), pin_memory=True)
+        host.copy_(torch.cat(flat_values), non_blocking=True)
+        self._pending.append((host, _record_event(device)))
+        if len(self._pending) <= DELAY_STEPS:
             return None
-        arrived, event = self._under_way.popleft()
+        arrived, event = self._pending.popleft()
         event.synchronize()
         numbers: list[float] = arrived.tolist()
         return numbers
 
-    def coming(self) -> list[list[float]]:
+    def read_pending(self) -> list[list[float]]:
         """Return what has not arrived, oldest first, and leave it there. Waits."""
-        found = []
-        for numbers, event in self._under_way:
+        pending_values = []
+        for numbers, event in self._pending:
             event.synchronize()
-            found.append(numbers.tolist())
-        return found
+            pending_values.append(numbers.tolist())
+        return pending_values
 
 
-class Parcels(Generic[N]):
+class DelayedTensors(Generic[N]):
     """Brings whole tensors to the host some steps late, each with a note of what it is.
 
-    As with `Late`, where there is nothing to wait for they arrive at once.
+    As with `DelayedScalars`, where there is nothing to wait for they arrive at once.
     """
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[N, list[Tensor], torch.cuda.Event | None]] = (
-            deque()
-        )
+        self._pending: deque[tuple[N, list[Tensor], torch.cuda.Event | None]] = deque()
 
-    def send(self, note: N, tensors: Sequence[Tensor]) -> list[tuple[N, list[Tensor]]]:
+    def submit(
+        self, note: N, tensors: Sequence[Tensor]
+    ) -> list[tuple[N, list[Tensor]]]:
         """Start to fetch tensors; return what has arrived, oldest first.
 
         Args:
             note: Comes back with them.
             tensors: On one device, and not written to after this.
         """
-        there = next((t.device for t in tensors if t.device.type == "cuda"), None)
-        if there is None:
-            self._under_way.append((note, [t.cpu() for t in tensors], None))
+        cuda_device = next((t.device for t in tensors if t.device.type == "cuda"), None)
+        if cuda_device is None:
+            self._pending.append((note, [t.cpu() for t in tensors], None))
             return self.flush()
         host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
-        for mine, theirs in zip(host, tensors, strict=True):
-            mine.copy_(theirs, non_blocking=True)
-        self._under_way.append((note, host, _mark(there)))
-        return self._taken(LAG)
+        for destination, source in zip(host, tensors, strict=True):
+            destination.copy_(source, non_blocking=True)
+        self._pending.append((note, host, _record_event(cuda_device)))
+        return self._pop_oldest(DELAY_STEPS)
 
     def flush(self) -> list[tuple[N, list[Tensor]]]:
         """Return all that is under way. Waits for it."""
-        return self._taken(0)
+        return self._pop_oldest(0)
 
-    def _taken(self, left: int) -> list[tuple[N, list[Tensor]]]:
-        found = []
-        while len(self._under_way) > left:
-            note, host, event = self._under_way.popleft()
+    def _pop_oldest(self, num_left: int) -> list[tuple[N, list[Tensor]]]:
+        arrived = []
+        while len(self._pending) > num_left:
+            note, host, event = self._pending.popleft()
             if event is not None:
                 event.synchronize()
-            found.append((note, host))
-        return found
+            arrived.append((note, host))
+        return arrived

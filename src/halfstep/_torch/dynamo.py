@@ -1,4 +1,4 @@
-"""Functions of ours that `torch.compile` leaves alone.
+"""Functions that `torch.compile` does not trace.
 
 In: a function. Out: the same, run as it is, with all that it calls.
 """
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
+def dynamo_disable(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function into which torch.compile does not look.
 
     Why: where it gives up on a function it still tries all that this calls, our own

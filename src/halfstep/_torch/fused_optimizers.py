@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep._torch.async_read import moved
+from halfstep._torch.async_read import to_device_async
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def skips_inside(optimizer: torch.optim.Optimizer) -> bool:
+def handles_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether an optimizer's kernel looks at `found_inf` itself."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -31,7 +31,7 @@ def step(
     """Step unless `found_inf` is 1; return what the optimizer's step returns.
 
     Args:
-        optimizer: One that `skips_inside`.
+        optimizer: One that `handles_found_inf`.
         found_inf: 0.0 or 1.0, shape (); kernels compare it with 1.
         grad_scale: What the kernel divides the gradients by; None if nothing.
         args: For the optimizer's step.
@@ -44,18 +44,18 @@ def step(
     finally:
         del optimizer.grad_scale, optimizer.found_inf
     if len(optimizer.state) > before:
-        _clear(list(optimizer.state.values())[before:], found_inf)
+        _zero_new_momentum(list(optimizer.state.values())[before:], found_inf)
     return result
 
 
-def _clear(new: list[dict[str, Any]], found_inf: Tensor) -> None:
+def _zero_new_momentum(new_states: list[dict[str, Any]], found_inf: Tensor) -> None:
     """Set momentum that a skipped step was the first to make to zero.
 
     Why: fused SGD allocates it without filling it, and a kernel that then skips leaves
     it so. The next step would add whatever lay in that memory. Dampening then counts
     from the step after: on a GPU nobody can know in time that there is no momentum.
     """
-    for state in new:
+    for state in new_states:
         buffer = state.get("momentum_buffer")
         if torch.is_tensor(buffer):
-            buffer.masked_fill_(moved(found_inf, buffer.device) > 0, 0)
+            buffer.masked_fill_(to_device_async(found_inf, buffer.device) > 0, 0)

@@ -1,4 +1,4 @@
-"""Who must know that an optimizer has stepped: caches of ours, and hooks of others.
+"""Callbacks after an optimizer's step: halfstep's caches, and hooks of other libraries.
 
 In: functions of ours. Out: they are called after each optimizer's step, while anybody
 asks for it, or by us where we update weights in the optimizer's place; and whether
@@ -13,78 +13,82 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from halfstep._torch.patches import SharedPatches, attribute
+from halfstep._torch.patches import SharedPatches, attribute_patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Guard:
+class PreStepHook:
     """Looks at each step of an optimizer before it is taken.
 
     Args:
         look: May raise.
     """
 
-    def __init__(self, look: Callable[[], None]) -> None:
-        self._look = look
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
 
     def __call__(self, *_: object) -> None:
         """Be the hook."""
-        self._look()
+        self._check()
 
 
-_own: list[Callable[[Optimizer], None]] = []
+_callbacks: list[Callable[[Optimizer], None]] = []
 
 
-def after_each_step(hook: Callable[[Optimizer], None]) -> None:
+def register_post_step_callback(hook: Callable[[Optimizer], None]) -> None:
     """Call a function of ours with each optimizer that has stepped.
 
     Only while `STEPS` has a user does it hear of steps that torch takes.
     """
-    _own.append(hook)
+    _callbacks.append(hook)
 
 
-def guard(optimizer: Optimizer, look: Callable[[], None]) -> None:
+def register_pre_step_check(optimizer: Optimizer, check: Callable[[], None]) -> None:
     """Call a function of ours before each step that an optimizer takes itself."""
-    optimizer.register_step_pre_hook(Guard(look))
+    optimizer.register_step_pre_hook(PreStepHook(check))
 
 
-def is_torchs_own(optimizer: Optimizer) -> bool:
+def runs_only_torch_code(optimizer: Optimizer) -> bool:
     """Say whether a step runs torch's code and no other: no subclass, patch or hook."""
-    own = type(optimizer).__module__.startswith("torch.optim.")
-    patched = "step" in vars(optimizer) and not is_counted(optimizer)
-    return own and not patched and not others(optimizer)
+    is_torch_class = type(optimizer).__module__.startswith("torch.optim.")
+    is_patched = "step" in vars(optimizer) and not is_wrapped_by_lr_scheduler(optimizer)
+    return is_torch_class and not is_patched and not has_foreign_hooks(optimizer)
 
 
-def is_counted(optimizer: Optimizer) -> bool:
+def is_wrapped_by_lr_scheduler(optimizer: Optimizer) -> bool:
     """Say whether a learning-rate scheduler, and nobody else, has wrapped its step."""
     step = vars(optimizer).get("step")
-    counted = getattr(step, "_wrapped_by_lr_sched", False)
-    return counted and getattr(step, "__wrapped__", None) is type(optimizer).step
+    is_wrapped = getattr(step, "_wrapped_by_lr_sched", False)
+    return is_wrapped and getattr(step, "__wrapped__", None) is type(optimizer).step
 
 
-def tell(optimizer: Optimizer) -> None:
+def notify(optimizer: Optimizer) -> None:
     """Tell our own that an optimizer's parameters were updated."""
-    for hook in _own:
+    for hook in _callbacks:
         hook(optimizer)
 
 
-def _telling(original: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+def _with_notification(
+    original: Callable[[Optimizer], None],
+) -> Callable[[Optimizer], None]:
     @functools.wraps(original)
     def step_code(self: Optimizer) -> None:
         original(self)
-        tell(self)
+        notify(self)
 
     return step_code
 
 
 # Not torch's table of hooks for all optimizers: a thread may be iterating over it.
-STEPS = SharedPatches(attribute(Optimizer, "_optimizer_step_code", _telling))
+STEP_PATCH = SharedPatches(
+    attribute_patch(Optimizer, "_optimizer_step_code", _with_notification)
+)
 """While it has a user, torch tells of the steps of all optimizers."""
 
 
-def others(optimizer: Optimizer) -> bool:
+def has_foreign_hooks(optimizer: Optimizer) -> bool:
     """Say whether anybody but us must be called when this optimizer steps."""
     tables: Any = (
         optimizer._optimizer_step_pre_hooks,  # noqa: SLF001
@@ -93,4 +97,4 @@ def others(optimizer: Optimizer) -> bool:
         torch_optimizer._global_optimizer_post_hooks,  # noqa: SLF001
     )
     hooks = [hook for table in tables for hook in table.values()]
-    return any(not isinstance(hook, Guard) for hook in hooks)
+    return any(not isinstance(hook, PreStepHook) for hook in hooks)

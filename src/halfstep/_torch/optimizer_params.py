@@ -32,7 +32,7 @@ def first_gradient(optimizer: Optimizer) -> Tensor | None:
     return next((gradient for gradient in every if gradient is not None), None)
 
 
-def named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, named as the optimizer was told, or by group and place."""
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
@@ -44,8 +44,8 @@ def named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 def name_of(param: Tensor, optimizers: Iterable[Optimizer]) -> str:
     """Return the name of a parameter in one of some optimizers."""
     for optimizer in optimizers:
-        for name, known in named(optimizer):
-            if known is param:
+        for name, candidate in named_parameters(optimizer):
+            if candidate is param:
                 return name
     return f"a parameter of shape {tuple(param.shape)}"
 

@@ -42,27 +42,27 @@ class SharedPatches:
         self._undo: list[Undo] = []
         self._users = 0
         self._busy = False
-        # A garbage collection inside `_settle` may close a context in this thread.
+        # A garbage collection inside `_update` may close a context in this thread.
         self._lock = threading.RLock()
 
     def acquire(self) -> None:
         """Add a user."""
         with self._lock:
             self._users += 1
-            self._settle()
+            self._update()
 
     def release(self) -> None:
         """Take a user away."""
         with self._lock:
             self._users -= 1
-            self._settle()
+            self._update()
 
     def apply(self) -> Undo:
         """Be one of the changes of another `SharedPatches`."""
         self.acquire()
         return self.release
 
-    def _settle(self) -> None:
+    def _update(self) -> None:
         if self._busy:
             return
         self._busy = True
@@ -77,7 +77,7 @@ class SharedPatches:
             self._busy = False
 
 
-def attribute(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Apply:  # noqa: ANN401
+def attribute_patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Apply:  # noqa: ANN401
     """Return a change for `SharedPatches`: another value of an attribute.
 
     Args:
@@ -87,16 +87,16 @@ def attribute(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Apply:  # no
             returns what replaces it. It must work like the original without a context,
             since who wraps it in turn may keep it for good.
     """
-    made: tuple[Any, Any] = None, None
+    last_wrapped: tuple[Any, Any] = None, None
     """The attribute that was wrapped last, and what it was wrapped in: contexts open
     and close in every step."""
 
     def apply() -> Undo:
-        nonlocal made
+        nonlocal last_wrapped
         original = vars(owner)[name]
-        if made[0] is not original:
-            made = original, wrap(original)
-        replacement = made[1]
+        if last_wrapped[0] is not original:
+            last_wrapped = original, wrap(original)
+        replacement = last_wrapped[1]
         setattr(owner, name, replacement)
 
         def undo() -> None:

@@ -1,4 +1,4 @@
-"""Regions of ours that torch's profiler is to show, for it cannot see into them.
+"""`record_function` labels for what torch's profiler cannot see into.
 
 In: a name. Out: a region, which costs nothing to speak of while nobody profiles.
 """
@@ -10,14 +10,14 @@ import contextlib
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
-OWN = "halfstep::"
+PREFIX = "halfstep::"
 """How their names begin."""
-UPDATE = f"{OWN}update"
+UPDATE = f"{PREFIX}update"
 """Reading gradients and updating weights in C."""
 
-_NOTHING = contextlib.nullcontext()
+_NULL_CONTEXT = contextlib.nullcontext()
 
 
-def marked(name: str) -> contextlib.AbstractContextManager[object]:
+def record_range(name: str) -> contextlib.AbstractContextManager[object]:
     """Return a region that the profiler shows under a name, if one is at work."""
-    return record_function(name) if _profiler_enabled() else _NOTHING
+    return record_function(name) if _profiler_enabled() else _NULL_CONTEXT

@@ -1,4 +1,4 @@
-"""The random numbers of torch, Python and numpy, which layers draw and drop by.
+"""A snapshot of the random number generators of torch, Python and numpy.
 
 In: devices. Out: a value that remembers where they stood, and puts them back.
 """
@@ -23,22 +23,22 @@ class RandomState:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = {
+        self._cpu_state = torch.get_rng_state()
+        self._cuda_states = {
             device: torch.cuda.get_rng_state(device)
             for device in devices
             if device.type == "cuda"
         }
-        self._python = random.getstate()
+        self._python_state = random.getstate()
         # Only if somebody uses it: the library does not.
         self._numpy = sys.modules.get("numpy")
-        self._numpys = self._numpy.random.get_state() if self._numpy else None
+        self._numpy_state = self._numpy.random.get_state() if self._numpy else None
 
     def restore(self) -> None:
         """Put all of it back."""
-        torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
+        torch.set_rng_state(self._cpu_state)
+        for device, state in self._cuda_states.items():
             torch.cuda.set_rng_state(state, device)
-        random.setstate(self._python)
+        random.setstate(self._python_state)
         if self._numpy is not None:
-            self._numpy.random.set_state(self._numpys)
+            self._numpy.random.set_state(self._numpy_state)

@@ -1,26 +1,26 @@
-"""`halfstep bench quality`: does a classifier learn as well with 16-bit weights?
+"""`halfstep bench quality` and `bench ner`: does a model learn as well in 16 bits?
 
-In: flags. Out: a table of accuracy and loss with their intervals over seeds, beside
-time and memory. Each run is `halfstep train` in a process of its own; contenders take
-turns on each seed, and are compared with fp32 seed by seed.
+In: flags. Out: a table of scores with their intervals over seeds, beside time and
+memory. Each run is `halfstep train` in a process of its own; contenders take turns on
+each seed, and are compared with fp32 seed by seed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.bench import journal, measure
+from scipy import stats
+
+from halfstep.bench import contenders, measure, worker_process
+from halfstep.bench.measure import MIB, median
+from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation, hardware
-from halfstep.reporting.table import Cell, Table
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train.config import TrainConfig
 from halfstep.train.data.corpus import load
@@ -29,97 +29,107 @@ from halfstep.train.signals import Diverged
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
+    from halfstep.reporting.table import Cell, Table
     from halfstep.train.data.corpus import Corpus
 
-CONTENDERS: dict[str, dict[str, str]] = {
-    "fp32": {"level": "O0"},
-    "O1": {"level": "O1", "dtype": "bf16"},
-    "O2": {"level": "O2", "dtype": "bf16", "master": "fp32"},
-    "O2-split": {"level": "O2", "dtype": "bf16", "master": "split"},
-    "O2-kahan": {"level": "O2", "dtype": "bf16", "master": "kahan"},
-    "O2-stochastic": {"level": "O2", "dtype": "bf16", "master": "stochastic"},
-    "O2-none": {"level": "O2", "dtype": "bf16", "master": "none"},
-    "O3": {"level": "O3", "dtype": "bf16"},
-}
-"""Name -> settings of `halfstep train`."""
-
 BASELINE = "fp32"
+EVAL_ONLY_AT_END = 2**31 - 1
+"""Steps between evaluations: the last weights are evaluated, and no dev text has
+chosen them."""
 
-_SHARED = {
-    "data": "data",
-    "limit": "limit",
-    "dev_share": "share",
-    "model": "model",
-    "epochs": "epochs",
-}
-"""Setting of `halfstep train`, the same for all contenders -> flag."""
-_LEVEL = 0.95
-"""Of confidence."""
-_PERCENT = 100
-_MIB = 2**20
+Run = Mapping[str, Any]
+Runs = Mapping[str, Sequence[Run]]
+"""Contender -> the result of each seed, in order; of one that diverged why."""
 
-_COLUMNS = (
-    "contender",
-    "accuracy %",
-    "+-",
-    f"to {BASELINE}",
-    f"+- to {BASELINE}",
-    "dev loss",
-    f"loss to {BASELINE}",
-    "+- of loss",
-    f"time x {BASELINE}",
-    "peak MiB",
-    "diverged",
+_EMULATED = (
+    "fp16: this CPU has no fp16 matmuls, so they are computed in fp32 and rounded: "
+    "scores and skipped steps are those of fp16; its speed is that of the emulation, "
+    "and its peak MiB holds the fp32 copies of the operands"
 )
 
-Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Contender -> what each seed came to, in order."""
+
+def quality(arguments: argparse.Namespace) -> list[Table]:
+    """Train every contender of `bench quality` from every seed."""
+    settings = {"dev_share": arguments.share}
+    settings |= {key: getattr(arguments, key) for key in ("data", "limit")}
+    settings |= {key: getattr(arguments, key) for key in ("model", "epochs")}
+    tasks = {name: settings | contenders.QUALITY[name] for name in arguments.contenders}
+    results, notes = _train("quality", "accuracy", tasks, arguments)
+    return [quality_table(results, notes)]
 
 
-def tables(arguments: argparse.Namespace) -> list[Table]:
-    """Train every contender from every seed; return what it came to.
-
-    Raises:
-        UserError: If a setting or the data cannot be used, or a run fails.
-    """
-    device = measure.pick_device(arguments.device)
-    shared = {key: getattr(arguments, flag) for key, flag in _SHARED.items()}
-    shared["device"] = device
-    note = evaluation_note("accuracy", TrainConfig(**shared))
-    hardware.gemm_rates(device)  # measured once, here, and not in some contender's time
-    results: dict[str, list[dict[str, Any]]] = {
-        name: [] for name in arguments.contenders
+def ner(arguments: argparse.Namespace) -> list[Table]:
+    """Train every contender of `bench ner` from every seed."""
+    keys = ("data", "limit", "model", "epochs", "batch_size", "max_length")
+    settings = {key: getattr(arguments, key) for key in (*keys, "mask_tokens")}
+    rates = learning_rates(arguments.lr or [], arguments.contenders)
+    tasks = {
+        name: settings | contenders.NER[name] | {"task": "ner", "lr": rates[name]}
+        for name in arguments.contenders
     }
-    for seed in range(arguments.seeds):
-        for name in measure.order(results, seed):
-            task = shared | CONTENDERS[name] | {"seed": seed}
-            result = measure.run_in_subprocess("halfstep.bench.accuracy", task)
-            journal.record(name, seed=seed, **result)
-            results[name].append(result)
-            text = _result_text(result)
-            measure.progress(f"seed {seed + 1}/{arguments.seeds} {name}: {text}")
-    conditions = measure.conditions("quality", device, arguments)
-    return [table(results, [note, *conditions])]
+    results, notes = _train("ner", "F1", tasks, arguments)
+    is_fp16 = any(task.get("dtype") == "fp16" for task in tasks.values())
+    if is_fp16 and fp16_emulation.is_needed(measure.pick_device(arguments.device)):
+        notes.append(_EMULATED)
+    return [ner_table(results, notes)]
 
 
-def evaluation_note(score: str, config: TrainConfig) -> str:
-    """Read the data once, so that what is wrong with it shows now; say who judges.
+def learning_rates(
+    rates: Sequence[str], names: Sequence[str]
+) -> dict[str, float | None]:
+    """Return the learning rate of each contender; None: as `halfstep train` chooses.
 
     Args:
-        score: What of the texts is told.
-        config: Of any of the runs.
+        rates: Numbers for all, and NAME=number for one, as `--lr` reads them.
+        names: The contenders that run.
 
     Raises:
-        UserError: If the data cannot be used.
+        UserError: If one is named that does not run.
     """
-    corpus = load_corpus(config)
-    split = "test" if corpus.test else "dev"
-    count = len(corpus.test or corpus.dev)
-    return (
-        f"{score}: of {count} {split} texts, by which nothing was chosen: the last "
-        f"weights are judged; trained on {len(corpus.train)}"
+    parts = (word.rpartition("=") for word in rates)
+    by_name = {name: float(rate) for name, _, rate in parts}
+    for name, rate in by_name.items():
+        if name and name not in names:
+            message = (
+                f"--lr {name}={rate:g}: {name} is not among --contenders; "
+                "add it there, or leave its rate out."
+            )
+            raise UserError(message)
+    return {name: by_name.get(name, by_name.get("")) for name in names}
+
+
+def _train(
+    bench: str,
+    score: str,
+    tasks: Mapping[str, dict[str, Any]],
+    arguments: argparse.Namespace,
+) -> tuple[Runs, list[str]]:
+    """Train each contender from each seed; return the results, and notes on them."""
+    device = measure.pick_device(arguments.device)
+    configs = [TrainConfig(**task, device=device) for task in tasks.values()]
+    corpus = load_corpus(configs[0])  # a fault of the data shows now
+    split, texts = ("test", corpus.test) if corpus.test else ("dev", corpus.dev)
+    evaluated = (
+        f"{score}: of {len(texts)} {split} texts, by which nothing was chosen: the "
+        f"last weights are evaluated; trained on {len(corpus.train)}"
     )
+    notes = [evaluated, *measure.conditions(bench, device, arguments)]
+    hardware.gemm_rates(device)  # measured once, here, and not in a contender's time
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
+    for seed in range(arguments.seeds):
+        for name in measure.order(tasks, seed):
+            task = tasks[name] | {"device": device, "seed": seed}
+            result = worker_process.run_once(name, __name__, {"task": task})
+            results[name].append(result)
+            text = result.get("diverged") or (
+                f"{score} {result['scores'][score.lower()]:.4f}, "
+                f"dev loss {result['dev_loss']:.4f}, "
+                f"{result['seconds']:.1f} s, {result['peak_bytes'] / MIB:.0f} MiB"
+            )
+            measure.progress(f"seed {seed + 1}/{arguments.seeds} {name}: {text}")
+    return results, notes
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
@@ -138,30 +148,27 @@ def load_corpus(config: TrainConfig) -> Corpus:
     )
 
 
-def _result_text(result: Mapping[str, Any]) -> str:
-    if "diverged" in result:
-        return str(result["diverged"])
-    return (
-        f"accuracy {result['accuracy']:.4f}, dev loss {result['dev_loss']:.4f}, "
-        f"{result['seconds']:.1f} s, {result['peak_bytes'] / _MIB:.0f} MiB"
-    )
+# One run, in a process of its own
 
 
-# One run
+def worker(task: dict[str, Any]) -> Callable[[object], dict[str, Any]]:
+    """Return what runs a task."""
+    return lambda _: {"seed": task["seed"]} | train_once(task)
 
 
 def train_once(task: dict[str, Any]) -> dict[str, Any]:
-    """Run `halfstep train` with some settings; return what it came to."""
+    """Run `halfstep train` with some settings; return its result."""
+    emulated = task.get("dtype") == "fp16" and fp16_emulation.is_needed(task["device"])
+    emulation: Any = fp16_emulation.Fp32Matmuls if emulated else contextlib.nullcontext
     with tempfile.TemporaryDirectory() as folder:
-        own = {"out": str(Path(folder) / "run"), "eval_every": measure.EVAL_ONLY_AT_END}
+        own = {"out": str(Path(folder) / "run"), "eval_every": EVAL_ONLY_AT_END}
         try:
-            with contextlib.redirect_stdout(sys.stderr), _fp16_emulation(task):
+            with emulation():
                 summary = run(task | own).summary
         except (Diverged, LossScaleCollapse) as error:
             return {"diverged": " ".join(str(error).split())}
     scores = summary.get("test", summary["dev"])
     return {
-        "accuracy": scores["accuracy"],
         "scores": {k: v for k, v in scores.items() if isinstance(v, float)},
         "dev_loss": summary["dev"]["loss"],
         "skipped": summary["skipped"],
@@ -170,153 +177,132 @@ def train_once(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fp16_emulation(
-    task: Mapping[str, Any],
-) -> contextlib.AbstractContextManager[object]:
-    """Return a region in which fp16 takes no hours, where a machine has none."""
-    if task.get("dtype") == "fp16" and fp16_emulation.needed(task["device"]):
-        return fp16_emulation.Widened()  # type: ignore[no-untyped-call]
-    return contextlib.nullcontext()
+# The tables
 
 
-# What seeds tell
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean, and how far from it the true one may lie."""
-
-    mean: float
-    half: float | None
-    """Half the width of the 95 % interval; None where one value tells no spread."""
-
-
-def interval(values: Sequence[float]) -> Interval | None:
-    """Return Student's interval for the mean of independent values; None of none."""
-    if not values:
-        return None
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return Interval(mean, None)
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(mean, student(len(values) - 1) * error)
-
-
-def student(freedom: int) -> float:
-    """Return below what |t| lies in 95 % of Student's distribution.
-
-    Formula: with tan(a) = t / sqrt(freedom), P(|T| < t) is sin(a) times a sum of even
-    powers of cos(a) if the degrees of freedom are even; if they are odd, 2 / pi times
-    a + sin(a) times a sum of odd powers.
-
-    Args:
-        freedom: Degrees of it, >= 1.
-
-    References:
-        Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
-    """
-    low, high = 0.0, math.pi / 2
-    while low < (middle := (low + high) / 2) < high:
-        if _within(middle, freedom) < _LEVEL:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(freedom) * math.tan(high)
-
-
-def _within(angle: float, freedom: int) -> float:
-    """Return P(|T| < t) for tan(angle) = t / sqrt(freedom)."""
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for power in range(odd, freedom - 1, 2):
-        total += term
-        term *= cosine**2 * (power + 1) / (power + 2)
-    return (angle + sine * total) * 2 / math.pi if odd else sine * total
-
-
-def table(results: Runs, more: Sequence[str]) -> Table:
-    """Return what contenders came to, each with its differences to the baseline.
+def quality_table(results: Runs, more: Sequence[str]) -> Table:
+    """Return accuracy and loss of contenders, and their differences to the baseline.
 
     Args:
         results: As many seeds of each; one that diverged has only "diverged".
         more: Notes on where and how.
     """
-    rows = tuple(_row(results, name) for name in results)
-    seeds = len(next(iter(results.values())))
+
+    def cells(runs: list[Run], pairs: list[tuple[Run, Run]]) -> dict[str, Cell]:
+        loss, _ = interval([run["dev_loss"] for run in runs])
+        more, half = interval([a["dev_loss"] - b["dev_loss"] for a, b in pairs])
+        return {
+            "dev loss": loss,
+            f"loss to {BASELINE}": more,
+            "+- of loss": half,
+            f"time x {BASELINE}": median(
+                [a["seconds"] / b["seconds"] for a, b in pairs]
+            ),
+            "peak MiB": median([run["peak_bytes"] / MIB for run in runs]),
+        }
+
     notes = (
-        f"seeds: {seeds}, the same for all; contenders in turn",
         "a seed draws first weights, order and dropout; of a single file, the split",
-        f"+-: half of Student's {_LEVEL:.0%} interval for the mean over seeds",
-        f"to {BASELINE}: mean of the differences, seed by seed, in points",
-        "a difference below its +- is none that these seeds can tell from 0",
-        "one such interval in twenty misses the truth by luck",
+        "one such interval in twenty misses the truth by chance",
         f"time: of training steps, median of the ratios to {BASELINE} seed by seed",
-        "peak: the whole process with its libraries, or the GPU; median",
-        *divergence_notes(results),
         *more,
     )
-    return Table("Quality over seeds", _COLUMNS, rows, notes)
+    rows = _rows(results, "accuracy", "accuracy %", cells)
+    return _table("Quality over seeds", results, rows, notes)
 
 
-def _row(results: Runs, name: str) -> tuple[Cell, ...]:
-    completed = finished(results[name])
-    both = pairs(results, name, BASELINE)
-    return (
-        name,
-        *cells([_PERCENT * each["accuracy"] for each in completed]),
-        *cells([_PERCENT * (a["accuracy"] - b["accuracy"]) for a, b in both]),
-        *cells([each["dev_loss"] for each in completed])[:1],
-        *cells([a["dev_loss"] - b["dev_loss"] for a, b in both]),
-        median([a["seconds"] / b["seconds"] for a, b in both]),
-        median([each["peak_bytes"] / _MIB for each in completed]),
-        len(results[name]) - len(completed),
+def ner_table(results: Runs, more: Sequence[str]) -> Table:
+    """Return F1, precision and recall of contenders; see `quality_table`."""
+
+    def cells(runs: list[Run], pairs: list[tuple[Run, Run]]) -> dict[str, Cell]:
+        scores = [run["scores"] for run in runs]
+        return {
+            "precision %": interval([100 * each["precision"] for each in scores])[0],
+            "recall %": interval([100 * each["recall"] for each in scores])[0],
+            f"speed x {BASELINE}": median(
+                [b["seconds"] / a["seconds"] for a, b in pairs]
+            ),
+            "peak MiB": median([run["peak_bytes"] / MIB for run in runs]),
+            "skipped": sum(run["skipped"] for run in runs) if runs else None,
+        }
+
+    notes = (
+        "a seed draws first weights, order and dropout",
+        "an entity counts as correct if its edges and its type are",
+        "speed: of training steps, median of the ratios seed by seed",
+        "skipped: steps of all seeds that ended",
+        *more,
     )
+    rows = _rows(results, "f1", "F1 %", cells)
+    return _table("Entities over seeds", results, rows, notes)
 
 
-# What every table over seeds is made of
+def _rows(
+    results: Runs,
+    score: str,
+    column: str,
+    cells: Callable[[list[Run], list[tuple[Run, Run]]], dict[str, Cell]],
+) -> list[dict[str, Cell]]:
+    """Return a row for each contender.
 
-
-def finished(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the runs that came to something."""
-    return [each for each in runs if "diverged" not in each]
-
-
-def pairs(
-    results: Runs, name: str, baseline: str
-) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Return a contender's run and the baseline's, of each seed that both finished.
-
-    The baseline itself has none: it is not compared with itself.
+    Args:
+        results: Of all contenders.
+        score: Its key.
+        column: Its column.
+        cells: More cells, of the runs that did not diverge, and of the pairs of runs
+            of the contender and the baseline from one seed where both did not.
     """
-    bases = () if name == baseline else results.get(baseline, ())
-    return [
-        (mine, base)
-        for mine, base in zip(results[name], bases, strict=False)  # perhaps no bases
-        if "diverged" not in mine and "diverged" not in base
-    ]
+    rows: list[dict[str, Cell]] = []
+    for name, all_runs in results.items():
+        runs = [run for run in all_runs if "diverged" not in run]
+        # The baseline is not compared with itself; and perhaps it did not run.
+        bases = () if name == BASELINE else results.get(BASELINE, ())
+        both = zip(all_runs, bases, strict=False)
+        pairs = [(a, b) for a, b in both if "diverged" not in {*a, *b}]
+        value, half = interval([100 * run["scores"][score] for run in runs])
+        difference, its_half = interval(
+            [100 * (a["scores"][score] - b["scores"][score]) for a, b in pairs]
+        )
+        rows.append(
+            {
+                "contender": name,
+                column: value,
+                "+-": half,
+                f"to {BASELINE}": difference,
+                f"+- to {BASELINE}": its_half,
+                **cells(runs, pairs),
+                "diverged": len(all_runs) - len(runs),
+            }
+        )
+    return rows
 
 
-def divergence_notes(results: Runs) -> list[str]:
-    """Return a note on each run that diverged."""
-    return [
-        f"{name}, seed {seed + 1}: {each['diverged']}"
+def _table(
+    title: str, results: Runs, rows: list[dict[str, Cell]], notes: Sequence[str]
+) -> Table:
+    seeds = len(next(iter(results.values())))
+    shared = (
+        f"seeds: {seeds}, the same for all; contenders in turn",
+        "+-: half of Student's 95 % interval for the mean over seeds",
+        f"to {BASELINE}: mean of the differences, seed by seed, in points",
+        "a difference below its +- cannot be distinguished from 0 by these seeds",
+        "peak: the whole process with its libraries, or the GPU; median",
+    )
+    diverged = (
+        f"{name}, seed {seed + 1}: {run['diverged']}"
         for name, runs in results.items()
-        for seed, each in enumerate(runs)
-        if "diverged" in each
-    ]
+        for seed, run in enumerate(runs)
+        if "diverged" in run
+    )
+    return measure.table(title, rows, (*shared, *diverged, *notes))
 
 
-def cells(values: Sequence[float]) -> tuple[Cell, Cell]:
-    """Return the mean of values and half its interval, None where there is none."""
-    estimate = interval(values)
-    return (None, None) if estimate is None else (estimate.mean, estimate.half)
+def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the mean of independent values, and half of its 95 % interval.
 
-
-def median(values: Sequence[float]) -> float | None:
-    """Return the median; None of none."""
-    return statistics.median(values) if values else None
-
-
-if __name__ == "__main__":
-    print(json.dumps(train_once(json.loads(sys.argv[1]))))
+    Of one value there is no interval, of none no mean.
+    """
+    if len(values) <= 1:
+        return (values[0] if values else None), None
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), stats.t.ppf(0.975, len(values) - 1).item() * error

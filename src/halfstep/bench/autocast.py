@@ -1,11 +1,11 @@
-"""`halfstep bench autocast`: what one operation and one region cost.
+"""`halfstep bench autocast`: what one operation and one autocast context cost.
 
-In: flags. Out: tables. The same operations run in a region of torch.autocast and in
-one of ours: as torch's table says, where both run torch's kernels; under a rule, where
-ours runs a kernel of ours; and outside, where that kernel passes them on.
+In: flags. Out: tables. The same operations run in torch.autocast and in ours: as
+torch's table says, where both run torch's kernels; under a rule, where ours runs a
+kernel of ours; and without a rule for them, where that kernel passes them on.
 
 A kernel serves the whole process, so stock operations are measured before the first is
-installed; after that, whoever is to run without it has it withdrawn before his turn.
+installed.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
 from halfstep.bench import measure
-from halfstep.bench.op_cases import Call, RuledOp, ruled_operations, stock_operations
 from halfstep.casting import dispatch_kernels, dispatch_table
 from halfstep.casting.autocast_mode import autocast
 from halfstep.numerics import formats
 from halfstep.policy.rules import Policy
-from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from halfstep.reporting.table import Cell, Table
+
 AutocastContext: TypeAlias = AbstractContextManager[Any]
 """An autocast context, torch's or halfstep's."""
+Call: TypeAlias = "Callable[[], object]"
 
 STOCK_TARGET = 1.05
-"""Time of a stock operation in our region, over torch's."""
+"""Time of a stock operation in our context, over torch's."""
 RULE_TARGET = 7.0
 """Microseconds that an operation under a rule may take longer than one cast by hand."""
 
-_TURN = 0.05
-"""Seconds after which a turn has lasted long enough, whatever --calls says."""
+_CHANNELS = 16
 _MICRO = 1e6
-_NESTED = "where torch would cast again, in a region with enabled=False, made each time"
-_RULE_POLICY = "torch + op:gelu=fp32"
-"""Policy of the steered regions that are entered and left."""
+_POLICY = "torch + op:gelu=fp32"
+"""Policy of the contexts with a rule that are entered and left."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Setup:
     device: str
     """"cpu" or "cuda"."""
     dtype: torch.dtype
-    """The regions' 16-bit dtype."""
+    """The contexts' 16-bit dtype."""
     calls: int
     """Calls in one turn, at most."""
     rounds: int
     """Turns of each contender."""
 
-    def torch_context(self) -> torch.autocast:
+    def torch_context(self) -> AutocastContext:
         """Return a context of torch.autocast."""
         return torch.autocast(self.device, self.dtype)
 
@@ -67,20 +67,45 @@ class Setup:
         """Return a context of halfstep's autocast."""
         return autocast(self.device, self.dtype, policy=policy)
 
+    def take_turns(
+        self,
+        what: str,
+        slowest: Call,
+        contenders: dict[str, tuple[AutocastContext, Call]],
+    ) -> measure.Times:
+        """Let contenders, each a call in a context, take turns.
+
+        Args:
+            what: They do, for the journal.
+            slowest: Says how many calls make a turn.
+            contenders: By name.
+        """
+        once = self._seconds_of_call(self.torch_context(), slowest, 3)
+        calls = measure.calls_per_turn(self.calls, once)
+        turns = {
+            name: partial(self._seconds_of_call, context, call, calls)
+            for name, (context, call) in contenders.items()
+        }
+        return measure.take_turns(turns, self.rounds, what)
+
+    def _seconds_of_call(
+        self, context: AutocastContext, call: Call, calls: int
+    ) -> float:
+        """Measure inside the context; to enter it is not counted."""
+        with context:
+            call()  # casts what stays cast in the context
+            return measure.per_call(call, calls, self.device)
+
 
 def tables(arguments: argparse.Namespace) -> list[Table]:
-    """Measure everything, stock operations first.
-
-    Raises:
-        UserError: If cuda is asked for and there is none.
-    """
+    """Measure everything, stock operations first."""
     device = measure.pick_device(arguments.device)
     dtype = formats.parse(arguments.dtype).dtype
     setup = Setup(device, dtype, arguments.calls, arguments.rounds)
     threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     try:
-        notes = tuple(measure.conditions("autocast", device, arguments))
+        notes = measure.conditions("autocast", device, arguments)
         return [
             _stock_table(setup, arguments.sizes, notes),
             _context_table(setup, notes),
@@ -90,206 +115,229 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         torch.set_num_threads(threads)
 
 
-# One turn of one contender
-
-
-def _inside(context: AutocastContext, call: Call, calls: int, setup: Setup) -> float:
-    """Return the seconds of a call inside a context; entering it is not counted."""
-    with context:
-        call()  # casts what stays cast for the region
-        return measure.per_call(call, calls, setup.device)
-
-
-def _calls(call: Call, setup: Setup) -> int:
-    """Return how many calls make a turn."""
-    once = _inside(setup.torch_context(), call, 3, setup)
-    return max(1, min(setup.calls, int(_TURN / once)))
-
-
-# As torch's table says
-
-
-def _stock_table(setup: Setup, sizes: list[int], notes: tuple[str, ...]) -> Table:
-    """Compare operations that both regions leave to torch's kernels."""
-    rows: list[tuple[Cell, ...]] = []
+def _stock_table(setup: Setup, sizes: list[int], notes: list[str]) -> Table:
+    """Compare operations that both contexts leave to torch's kernels."""
+    rows: list[dict[str, Cell]] = []
     for size in sizes:
         for name, call in stock_operations(size, setup.device).items():
-            calls = _calls(call, setup)
-            contenders = {
-                "torch": partial(_inside, setup.torch_context(), call, calls, setup),
-                "halfstep": partial(
-                    _inside, setup.halfstep_context(), call, calls, setup
-                ),
+            contexts = {
+                "torch": (setup.torch_context(), call),
+                "halfstep": (setup.halfstep_context(), call),
             }
-            times = measure.take_turns(contenders, setup.rounds, f"{name} {size}")
+            times = setup.take_turns(f"{name} {size}", call, contexts)
             ratio = times.ratio("halfstep", "torch")
             rows.append(
-                (
-                    name,
-                    size,
-                    times.median("torch") * _MICRO,
-                    times.median("halfstep") * _MICRO,
-                    ratio,
-                    times.spread("halfstep", "torch"),
-                    ratio <= STOCK_TARGET,
-                )
+                {
+                    "operation": name,
+                    "size": size,
+                    "torch.autocast us": times.median("torch", _MICRO),
+                    "hs.autocast us": times.median("halfstep", _MICRO),
+                    "x torch": ratio,
+                    "+-": times.spread("halfstep", "torch"),
+                    f"within {STOCK_TARGET}": measure.within(ratio, STOCK_TARGET),
+                }
             )
         measure.progress(f"stock operations, size {size}: done")
-    columns = (
-        "operation",
-        "size",
-        "torch.autocast us",
-        "hs.autocast us",
-        "x torch",
-        "+-",
-        f"within {STOCK_TARGET}",
-    )
     more = (
-        "us: microseconds of a forward call in an open region",
+        "us: microseconds of a forward call in an open context",
         f"{measure.in_turn(setup.rounds)}; {measure.SPREAD}",
-        "linear, conv2d and layer_norm have weights that learn, cast once a region",
+        "linear, conv2d and layer_norm have weights that learn, cast once a context",
     )
-    return Table("Stock operations", columns, tuple(rows), (*more, *notes))
+    return measure.table("Stock operations", rows, (*more, *notes))
 
 
-# Entering and leaving
-
-
-def _enter(context: AutocastContext) -> Call:
-    def call() -> None:
-        with context:
-            pass
-
-    return call
-
-
-def _construct_and_enter(make: Callable[[], AutocastContext]) -> Call:
-    def call() -> None:
-        with make():
-            pass
-
-    return call
-
-
-def _context_table(setup: Setup, notes: tuple[str, ...]) -> Table:
+def _context_table(setup: Setup, notes: list[str]) -> Table:
     """Compare what it costs to enter and leave an empty autocast context."""
-    with_rule = partial(setup.halfstep_context, _RULE_POLICY)
+    with_rule = partial(setup.halfstep_context, _POLICY)
     x = torch.ones(1, device=setup.device)
     with with_rule():
         F.gelu(x)  # a rule that had matched nothing would be warned of
-    contexts = {
-        "torch.autocast, reused": _enter(setup.torch_context()),
-        "torch.autocast, made each time": _construct_and_enter(setup.torch_context),
-        "hs.autocast, reused": _enter(setup.halfstep_context()),
-        "hs.autocast, made each time": _construct_and_enter(setup.halfstep_context),
-        "hs.autocast with a rule, reused": _enter(with_rule()),
-        "hs.autocast with a rule, made each time": _construct_and_enter(with_rule),
+
+    def enter(make: Callable[[], AutocastContext]) -> Call:
+        def call() -> None:
+            with make():
+                pass
+
+        return call
+
+    contexts: dict[str, Callable[[], AutocastContext]] = {
+        "torch.autocast": setup.torch_context,
+        "hs.autocast": setup.halfstep_context,
+        "hs.autocast with a rule": with_rule,
     }
+    calls: dict[str, Call] = {}
+    for name, make in contexts.items():
+        once = make()
+        calls[f"{name}, reused"] = enter(lambda once=once: once)  # type: ignore[misc]
+        calls[f"{name}, made each time"] = enter(make)
     turns = {
         name: partial(measure.per_call, call, setup.calls, setup.device)
-        for name, call in contexts.items()
+        for name, call in calls.items()
     }
     times = measure.take_turns(turns, setup.rounds)
-    baseline = next(iter(contexts))
-    rows = tuple(
-        (
-            name,
-            times.median(name) * _MICRO,
-            times.ratio(name, baseline),
-            times.excess(name, baseline) * _MICRO,
-        )
-        for name in contexts
-    )
-    columns = ("region", "us", "x torch reused", "us more")
+    baseline = next(iter(calls))
+    rows = [
+        {
+            "context": name,
+            "us": times.median(name, _MICRO),
+            "x torch reused": times.ratio(name, baseline),
+            "us more": times.excess(name, baseline, _MICRO),
+        }
+        for name in calls
+    ]
     more = (
-        f"us: to enter and leave, with nothing inside; the rule: {_RULE_POLICY!r}",
+        f"us: to enter and leave, with nothing inside; the rule: {_POLICY!r}",
         measure.in_turn(setup.rounds),
     )
-    return Table("Regions", columns, rows, (*more, *notes))
+    return measure.table("Autocast contexts", rows, (*more, *notes))
 
 
-# Under a rule
-
-
-def _ruled_times(ruled: RuledOp, setup: Setup, what: str) -> measure.Times:
-    """Let four contenders run one operation: see `_rule_tables`."""
-    policy = f"torch + {ruled.rule}"
-    dispatch_kernels.install(
-        dispatch_table.rows_for(Policy.parse(policy), setup.device)
-    )
-    calls = _calls(ruled.by_hand, setup)
-    stock = partial(_inside, setup.torch_context(), ruled.call, calls, setup)
-    by_hand = partial(_inside, setup.torch_context(), ruled.by_hand, calls, setup)
-    contenders = {
-        "torch": stock,
-        "by hand": by_hand,
-        "passed on": partial(
-            _inside, setup.halfstep_context(_RULE_POLICY), ruled.call, calls, setup
-        ),
-        "halfstep": partial(
-            _inside, setup.halfstep_context(policy), ruled.call, calls, setup
-        ),
-    }
-    return measure.take_turns(contenders, setup.rounds, what)
-
-
-def _rule_tables(
-    setup: Setup, sizes: list[int], notes: tuple[str, ...]
-) -> tuple[Table, Table]:
+def _rule_tables(setup: Setup, sizes: list[int], notes: list[str]) -> list[Table]:
     """Compare operations under a rule, and those that a kernel of ours passes on.
 
-    Small operands show the least price. Large ones drive the interpreter's code out of
+    Small operands show the least cost. Large ones drive the interpreter's code out of
     the processor's caches between calls, and a kernel in Python then costs several
     times as much: training pays something between the two.
     """
-    under: list[tuple[Cell, ...]] = []
-    passed: list[tuple[Cell, ...]] = []
+    ruled_rows: list[dict[str, Cell]] = []
+    passed_rows: list[dict[str, Cell]] = []
     for size in sizes:
-        for ruled in ruled_operations(size, setup.device, setup.dtype):
-            times = _ruled_times(ruled, setup, f"{ruled.rule} {size}")
-            price = times.excess("halfstep", "by hand") * _MICRO
-            under.append(
-                (
-                    ruled.rule,
-                    size,
-                    *(times.median(n) * _MICRO for n in ("torch", "by hand")),
-                    times.median("halfstep") * _MICRO,
-                    times.excess("halfstep", "torch") * _MICRO,
-                    price,
-                    price <= RULE_TARGET,
-                )
+        for rule, (call, by_hand) in ruled_operations(
+            size, setup.device, setup.dtype
+        ).items():
+            policy = f"torch + {rule}"
+            dispatch_kernels.install(
+                dispatch_table.op_casts_for(Policy.parse(policy), setup.device)
             )
-            passed.append(
-                (
-                    ruled.rule.partition(":")[2].partition("=")[0],
-                    size,
-                    *(times.median(n) * _MICRO for n in ("torch", "passed on")),
-                    times.excess("passed on", "torch") * _MICRO,
-                )
+            contenders = {
+                "torch": (setup.torch_context(), call),
+                "by hand": (setup.torch_context(), by_hand),
+                "passed on": (setup.halfstep_context(_POLICY), call),
+                "halfstep": (setup.halfstep_context(policy), call),
+            }
+            times = setup.take_turns(f"{rule} {size}", by_hand, contenders)
+            cost = times.excess("halfstep", "by hand", _MICRO)
+            ruled_rows.append(
+                {
+                    "rule": rule,
+                    "size": size,
+                    "torch us": times.median("torch", _MICRO),
+                    "by hand us": times.median("by hand", _MICRO),
+                    "halfstep us": times.median("halfstep", _MICRO),
+                    "over torch us": times.excess("halfstep", "torch", _MICRO),
+                    "over by hand us": cost,
+                    f"within {RULE_TARGET:g}": measure.within(cost, RULE_TARGET),
+                }
+            )
+            passed_rows.append(
+                {
+                    "operation": rule.partition(":")[2].partition("=")[0],
+                    "size": size,
+                    "torch us": times.median("torch", _MICRO),
+                    "passed on us": times.median("passed on", _MICRO),
+                    "us more": times.excess("passed on", "torch", _MICRO),
+                }
             )
         measure.progress(f"operations under rules, size {size}: done")
     rounds = measure.in_turn(setup.rounds)
-    columns = (
-        "rule",
-        "size",
-        "torch us",
-        "by hand us",
-        "halfstep us",
-        "over torch us",
-        "over by hand us",
-        f"within {RULE_TARGET:g}",
-    )
+    how = ".to() or .float(); where torch would cast again, with enabled=False"
     more = (
         "torch: as called, by torch's table; over: what ours costs",
-        "by hand: made to run as the rule says, by .to() or .float(); " + _NESTED,
+        f"by hand: made to run as the rule says, by {how}",
         rounds,
+        *notes,
     )
-    passed_notes = (
-        "passed on: under a policy that leaves the operation to torch",
-        rounds,
-    )
-    heads = ("operation", "size", "torch us", "passed on us", "us more")
-    return (
-        Table("Operations under a rule", columns, tuple(under), (*more, *notes)),
-        Table("Operations passed on", heads, tuple(passed), (*passed_notes, *notes)),
-    )
+    passed = "passed on: under a policy that leaves the operation to torch"
+    return [
+        measure.table("Operations under a rule", ruled_rows, more),
+        measure.table("Operations passed on", passed_rows, (passed, rounds, *notes)),
+    ]
+
+
+# The operations, on operands that are there already
+
+
+def stock_operations(size: int, device: str) -> dict[str, Call]:
+    """Return calls of all kinds that torch's table knows, and some that it does not.
+
+    Args:
+        size: Rows and columns; images are `size` pixels wide, in 16 channels.
+        device: "cpu" or "cuda".
+    """
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device)
+
+    x, y, overwritten = (draw(size, size) for _ in range(3))
+    weight, bias = nn.Parameter(draw(size, size)), nn.Parameter(draw(size))
+    gain = nn.Parameter(draw(size))
+    image = draw(1, _CHANNELS, size, size)
+    filters = nn.Parameter(draw(_CHANNELS, _CHANNELS, 3, 3))
+    labels = torch.randint(size, (size,), device=device)
+    return {
+        "linear": lambda: F.linear(x, weight, bias),
+        "conv2d": lambda: F.conv2d(image, filters, padding=1),
+        "mm": lambda: torch.mm(x, y),
+        "layer_norm": lambda: F.layer_norm(x, (size,), gain, bias),
+        "softmax": lambda: F.softmax(x, -1),
+        "cross_entropy": lambda: F.cross_entropy(x, labels),
+        "mse_loss": lambda: F.mse_loss(x, y),
+        "x + y": lambda: x + y,
+        "x * 2.0": lambda: x * 2.0,
+        "relu_": lambda: torch.relu_(overwritten),
+    }
+
+
+def ruled_operations(
+    size: int, device: str, low_dtype: torch.dtype
+) -> dict[str, tuple[Call, Call]]:
+    """Return operations under rules that change how they run on the device.
+
+    Nothing learns here: a cache of casts would spare ours what is cast by hand.
+
+    Args:
+        size: Rows and columns.
+        device: "cpu" or "cuda", whose tables differ.
+        low_dtype: The 16-bit dtype of the autocast context.
+
+    Returns:
+        Rule -> the operation as a model calls it; and the same under torch.autocast,
+        made to run as the rule says.
+    """
+    x, y, weight = (torch.randn(size, size, device=device) for _ in range(3))
+    vector = torch.randn(size, device=device)
+    low = x.to(low_dtype)
+    shape = (size,)
+
+    def without_autocast(call: Call) -> Call:
+        def run() -> object:
+            with torch.autocast(device, enabled=False):
+                return call()
+
+        return run
+
+    cases: dict[str, tuple[Call, Call]] = {
+        "op:gelu=fp32": (lambda: F.gelu(low), lambda: F.gelu(low.float())),
+        "op:add=low": (lambda: x + y, lambda: x.to(low_dtype) + y.to(low_dtype)),
+        "op:linear=fp32": (
+            lambda: F.linear(low, weight),
+            without_autocast(lambda: F.linear(low.float(), weight)),
+        ),
+    }
+    if device == "cuda":
+        return cases | {
+            "op:layer_norm=low": (
+                lambda: F.layer_norm(x, shape),
+                without_autocast(lambda: F.layer_norm(x.to(low_dtype), shape)),
+            )
+        }
+    return cases | {
+        "op:layer_norm=fp32": (
+            lambda: F.layer_norm(low, shape),
+            lambda: F.layer_norm(low.float(), shape),
+        ),
+        "op:mv=low": (
+            lambda: torch.mv(x, vector),
+            lambda: torch.mv(x.to(low_dtype), vector.to(low_dtype)),
+        ),
+    }

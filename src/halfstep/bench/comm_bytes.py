@@ -1,46 +1,74 @@
 """`halfstep bench wire`: bytes that data-parallel processes send in a step.
 
 In: flags. Out: a table. Two processes train the recipe's network over loopback, by
-gloo, at each level and with torch.amp, and count what they send.
+gloo, at each level and with torch.amp, and count what they send: in the kernel's
+figures of the process's own sockets, and as the size of the tensors that collectives
+are called with.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import hashlib
+import os
 import socket
+import struct
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.bench import measure, worker_process
-from halfstep.bench.comm_worker import RANKS, RankResult
-from halfstep.reporting.table import Cell, Table
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.bench import contenders, loops, measure
+from halfstep.bench.worker_process import PASSIVE_WAIT, WorkerProcess
+from halfstep.errors import UserError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from halfstep.bench.loops import Batches, PlainLoop, SessionLoop
+    from halfstep.reporting.table import Cell, Table
 
 BASELINE = "O0"
+RANKS = 2
+_WARM_UP = 2
+"""Steps that are not counted: DDP regroups gradients after its first."""
+_TIMEOUT = timedelta(seconds=60)
+_LR = 1e-3
+_SENT = 200
+"""Where Linux keeps `tcpi_bytes_sent` in its `tcp_info`, from 4.19 on; the bytes that
+were sent again come next, and both are 64 bits."""
 
-_COLUMNS = (
-    "contender",
-    "micro-batches",
-    "bytes sent",
-    f"sent x {BASELINE}",
-    "in collectives",
-    f"collectives x {BASELINE}",
-    "calls",
-    "ranks equal",
-)
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank sent with one contender, per step."""
+
+    sent: float | None
+    """Bytes that left its sockets; None where the system does not say."""
+    payload: float
+    """Bytes of the tensors in its collectives."""
+    calls: float
+    """Collectives."""
+    digest: str
+    """Of weights, masters and optimizer state at the end."""
 
 
 def tables(arguments: argparse.Namespace) -> list[Table]:
-    """Let two processes train with each contender; return what the first one sent.
-
-    Raises:
-        UserError: If one of them fails.
-    """
+    """Let two processes train with each contender; return what the first one sent."""
     results: dict[tuple[str, int], list[RankResult]] = {}
     refusals: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -48,27 +76,23 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
             stack.enter_context(start(rank, Path(folder) / "store"))
             for rank in range(RANKS)
         ]
-        for micros in arguments.accumulate:
+        for micro_batches in arguments.accumulate:
+            work = measure.from_flags(
+                loops.Workload, arguments, accumulate=micro_batches
+            )
             for name in arguments.contenders:
-                task = {
-                    key: getattr(arguments, key)
-                    for key in ("device", "dtype", "layers", "width", "batch", "steps")
-                }
-                task |= {"contender": name, "accumulate": micros}
+                task = {"name": name, "steps": arguments.steps, "work": asdict(work)}
                 answers = request_all(processes, task)
-                results[name, micros] = [
-                    RankResult(**answer["found"])
-                    for answer in answers
-                    if "found" in answer
+                if "refused" in answers[0]:
+                    refusals[name] = answers[0]["refused"]
+                results[name, micro_batches] = [
+                    RankResult(**a["result"]) for a in answers if "result" in a
                 ]
-                for answer in answers:
-                    if "refused" in answer:
-                        refusals[name] = answer["refused"]
-                measure.progress(f"{name}, {micros} micro-batches: done")
-    rows = tuple(
-        cells(name, micros, ranks, results.get((BASELINE, micros)))
-        for (name, micros), ranks in results.items()
-    )
+                measure.progress(f"{name}, {micro_batches} micro-batches: done")
+    rows = [
+        table_row(name, micro_batches, ranks, results.get((BASELINE, micro_batches)))
+        for (name, micro_batches), ranks in results.items()
+    ]
     notes = (
         f"bytes and calls of one rank of {RANKS} in a step, mean of {arguments.steps}",
         "sent: TCP_INFO of its own sockets (bytes sent, but not again), less a barrier",
@@ -80,53 +104,203 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         *(f"{name} refused: {text}" for name, text in refusals.items()),
         *measure.conditions("wire", "cpu", arguments),
     )
-    return [Table("Bytes on the wire", _COLUMNS, rows, notes, digits=4)]
+    return [measure.table("Bytes on the wire", rows, notes, digits=4)]
 
 
-def start(rank: int, store: Path) -> worker_process.WorkerProcess:
+def start(rank: int, store: Path) -> WorkerProcess:
     """Start one of the processes that train together."""
-    task = {"rank": rank, "store": str(store)}
-    environment = {"GLOO_SOCKET_IFNAME": loopback()}
-    return worker_process.WorkerProcess(
-        f"rank {rank}", "halfstep.bench.comm_worker", task, environment
-    )
-
-
-def loopback() -> str:
-    """Return the name of the interface that leads back to this machine."""
     names = {name for _, name in socket.if_nameindex()}
-    return "lo0" if "lo0" in names else "lo"
+    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if "lo0" in names else "lo"}
+    task = {"rank": rank, "store": str(store)}
+    return WorkerProcess(f"rank {rank}", __name__, task, PASSIVE_WAIT | loopback)
 
 
 def request_all(
-    processes: Sequence[worker_process.WorkerProcess], question: dict[str, Any]
+    processes: Sequence[WorkerProcess], task: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Put a question to all at once, for each waits for the others; in their order."""
+    """Send a task to all at once, for each waits for the others; answers in order."""
     with ThreadPoolExecutor(len(processes)) as pool:
-        return list(pool.map(lambda process: process.request(question), processes))
+        return list(pool.map(lambda process: process.request(task), processes))
 
 
-def cells(
+def table_row(
     name: str,
-    micros: int,
+    micro_batches: int,
     ranks: Sequence[RankResult],
     baseline: Sequence[RankResult] | None,
-) -> tuple[Cell, ...]:
-    """Return a row; only a name, if the ranks refused."""
-    if not ranks:
-        return (name, micros, *[None] * (len(_COLUMNS) - 2))
-    own, base = ranks[0], baseline[0] if baseline else None
-    return (
-        name,
-        micros,
-        None if own.sent is None else round(own.sent),
-        _over(own.sent, base.sent if base else None),
-        round(own.payload),
-        _over(own.payload, base.payload if base else None),
-        round(own.calls),
-        len({rank.digest for rank in ranks}) == 1,
+) -> dict[str, Cell]:
+    """Return a row; its cells are empty if the ranks cannot train so."""
+    own, base = ranks[0] if ranks else None, baseline[0] if baseline else None
+
+    def over(figure: Callable[[RankResult], float | None]) -> float | None:
+        mine, its = figure(own) if own else None, figure(base) if base else None
+        return None if mine is None or its is None else mine / its
+
+    return {
+        "contender": name,
+        "micro-batches": micro_batches,
+        "bytes sent": None if own is None or own.sent is None else round(own.sent),
+        f"sent x {BASELINE}": over(lambda rank: rank.sent),
+        "in collectives": round(own.payload) if own else None,
+        f"collectives x {BASELINE}": over(lambda rank: rank.payload),
+        "calls": round(own.calls) if own else None,
+        "ranks equal": len({rank.digest for rank in ranks}) == 1 if own else None,
+    }
+
+
+# In the process of a rank
+
+
+def worker(rank: int, store: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Join the other rank; return what answers the requests."""
+    place = f"file://{store}"
+    dist.init_process_group(
+        "gloo", init_method=place, rank=rank, world_size=RANKS, timeout=_TIMEOUT
     )
+    atexit.register(_leave)
+    return partial(_answer, rank)
 
 
-def _over(own: float | None, base: float | None) -> float | None:
-    return None if own is None or base is None else own / base
+def _leave() -> None:
+    # No barrier: the other rank may still be waiting for a request. But a thread of
+    # gloo's may want the GIL once more.
+    time.sleep(0.05)
+    dist.destroy_process_group()
+
+
+def _answer(rank: int, task: dict[str, Any]) -> dict[str, Any]:
+    """Train with one contender, on batches of this rank's own.
+
+    One that cannot do the work says so instead, in "refused", on every rank.
+    """
+    work = loops.Workload(**task["work"])
+    batches = [(inputs + rank, targets) for inputs, targets in loops.draw_batches(work)]
+    try:
+        loop = make_loop(contenders.WIRE[task["name"]], work, rank)
+    except UserError as error:
+        return {"refused": str(error)}
+    return {"result": asdict(count_communication(loop, batches, task["steps"]))}
+
+
+_HOOKS: dict[str, Callable[..., object]] = {
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
+
+
+def make_loop(
+    settings: dict[str, Any], work: loops.Workload, rank: int
+) -> PlainLoop | SessionLoop:
+    """Return a contender; every rank begins with weights of its own."""
+    model = loops.make_network(work, seed=rank)
+    optimizer = torch.optim.AdamW(model.parameters(), _LR)
+    if "level" in settings:
+        loop = loops.session(model, optimizer, work, **settings)
+        loop.model = loop.session.model = DistributedDataParallel(loop.model)
+        return loop
+    wrapper = DistributedDataParallel(model)
+    if settings.get("hook"):
+        # Under another name: by torch's own, DDP refuses the hook on a CPU.
+        hook = _HOOKS[work.dtype]
+        wrapper.register_comm_hook(None, lambda state, bucket: hook(state, bucket))  # noqa: PLW0108
+    return loops.plain(wrapper, optimizer, work)
+
+
+def count_communication(
+    loop: PlainLoop | SessionLoop, batches: Batches, steps: int
+) -> RankResult:
+    """Count what steps send; the ranks do this together."""
+    marks = []
+    # After a barrier nothing is left in a buffer; what it sends itself is taken off.
+    for due in (_WARM_UP, 0, steps):
+        for _ in range(due):
+            loop.step(batches)
+        dist.barrier()
+        marks.append(bytes_sent())
+    counters = [mark for mark in marks if mark is not None]
+    sent = None
+    if len(counters) == len(marks):
+        sent = (counters[2] - 2 * counters[1] + counters[0]) / steps
+    with Collectives() as collectives:
+        for _ in range(steps):
+            loop.step(batches)
+    payload, calls = collectives.payload / steps, collectives.calls / steps
+    return RankResult(sent, payload, calls, digest(_replicated_tensors(loop)))
+
+
+def _replicated_tensors(loop: PlainLoop | SessionLoop) -> Iterator[Tensor]:
+    """Yield all that must be the same on every rank."""
+    yield from loop.model.parameters()
+    if isinstance(loop, loops.SessionLoop):
+        yield from loop.session.weights().values()
+        optimizer = loop.session.optimizer
+    else:
+        optimizer = loop.optimizer
+    for state in optimizer.state_dict()["state"].values():
+        yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def bytes_sent() -> int | None:
+    """Return the bytes that this process's TCP sockets have sent, but not again.
+
+    None where the system does not say: Linux does.
+    """
+    folder = Path("/proc/self/fd")
+    if not (folder.exists() and hasattr(socket, "TCP_INFO")):
+        return None
+    total = 0
+    for entry in sorted(folder.iterdir()):
+        with contextlib.suppress(OSError), duplicate_socket(int(entry.name)) as one:
+            if one.type != socket.SOCK_STREAM or one.family == socket.AF_UNIX:
+                continue
+            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            if len(info) < _SENT + 16:
+                return None
+            total_sent, retransmitted = struct.unpack_from("=QQ", info, _SENT)
+            total += total_sent - retransmitted
+    return total
+
+
+def duplicate_socket(number: int) -> socket.socket:
+    """Return a socket that shares a file's connection.
+
+    Raises:
+        OSError: If it is no socket, or was closed meanwhile.
+    """
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what collectives are called with, DDP's own among them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = self.payload = 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Count, and go on."""
+        if func.namespace == "c10d":
+            tensors = [args[0]] if torch.is_tensor(args[0]) else args[0]
+            self.calls += 1
+            self.payload += sum(t.numel() * t.element_size() for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a hash of all bits."""
+    sha256 = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1).contiguous()
+        sha256.update(flat.view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()

@@ -1,217 +1,395 @@
-"""The words of `halfstep bench`: what there is to measure.
+"""The benches of `halfstep bench`: what each measures, and its flags.
 
-In: settings, checked. Out: the tables of the room that they lead to. Importing this
-loads no torch.
+Importing this loads no torch.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from halfstep.bench import flags
-from halfstep.bench.flags import FORMS, OPTIMIZERS, PEERS, RULES, WIRES
+from halfstep.bench import contenders
 from halfstep.train import dependencies
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from halfstep.reporting.table import Table
 
+Flags = dict[str, dict[str, Any]]
+"""Name of a flag -> arguments of `add_argument`."""
 
-__all__ = ["BENCHES", "FORMS", "OPTIMIZERS", "PEERS", "RULES", "WIRES", "Bench"]
+# What reads a flag's value; argparse prints the flag before the message.
+
+
+def _is_positive_int(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) > 0
+
+
+def _is_rate(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def _check(valid: object, text: str, expected: str) -> None:
+    if not valid:
+        message = f"{text!r} {expected}"
+        raise argparse.ArgumentTypeError(message)
+
+
+def positive_int(text: str) -> int:
+    """Return a whole number of at least 1."""
+    _check(_is_positive_int(text), text, "must be a whole number of at least 1")
+    return int(text)
+
+
+def positive_ints(text: str) -> list[int]:
+    """Return numbers with commas between them."""
+    return [positive_int(part) for part in text.split(",")]
+
+
+def share(text: str) -> float:
+    """Return a number from 0 to below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    _check(0 <= value < 1, text, "must be a number from 0 to below 1")
+    return value
+
+
+def shapes(text: str) -> list[str]:
+    """Return shapes with commas between them, each a number of tensors x their size."""
+    for part in text.split(","):
+        count, _, size = part.partition("x")
+        _check(
+            _is_positive_int(count) and _is_positive_int(size),
+            part,
+            "must be a number of tensors x a size, such as 3x4096",
+        )
+    return text.split(",")
+
+
+def name_list(choices: Collection[str]) -> Callable[[str], list[str]]:
+    """Return what reads names with commas between them; "all" are all."""
+
+    def read(text: str) -> list[str]:
+        names = list(choices) if text == "all" else text.split(",")
+        for name in names:
+            _check(name in choices, name, f"must be all or of {', '.join(choices)}")
+            _check(names.count(name) == 1, name, "must stand there once")
+        return names
+
+    return read
+
+
+def learning_rates(choices: Collection[str]) -> Callable[[str], list[str]]:
+    """Return what reads learning rates, each a number or NAME=number."""
+    expected = (
+        f"must be a number above 0, or NAME=number with a name of {', '.join(choices)}"
+    )
+
+    def read(text: str) -> list[str]:
+        names: list[str] = []
+        for part in text.split(","):
+            name, _, rate = part.rpartition("=")
+            _check(_is_rate(rate) and (not name or name in choices), part, expected)
+            _check(
+                name not in names, part, f"is the second rate of {name or 'all others'}"
+            )
+            names.append(name)
+        return text.split(",")
+
+    return read
+
+
+# Flags that several benches have
+
+
+def _flag(
+    text: str,
+    default: Any = None,  # noqa: ANN401 -- what the reader returns
+    read: Callable[[str], Any] = positive_int,
+    metavar: str = "N",
+) -> dict[str, Any]:
+    """Return a flag whose help ends with its default, if it has one."""
+    if default is not None:
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        text = f"{text} (default {shown})".lstrip()
+    return {"type": read, "default": default, "metavar": metavar, "help": text}
+
+
+def _choice(text: str, *choices: str, default: str | None = None) -> dict[str, Any]:
+    """Return a flag that takes one of some words, by default the first."""
+    default = default or choices[0]
+    text = f"{text} (default {default})"
+    return {"choices": choices, "default": default, "help": text}
+
+
+def _names(choices: Collection[str], *default: str) -> dict[str, Any]:
+    text = f"of {', '.join(choices)}"
+    if default:
+        return _flag(f"all, or {text}", [*default], name_list(choices), "NAME,NAME")
+    flag = _flag(f"{text} (default all)", None, name_list(choices), "NAME,NAME")
+    return flag | {"default": [*choices]}
+
+
+def _data(what: str) -> Flags:
+    return {
+        "data": _flag(f"{what} to train on (default built-in)", None, str, "PATH"),
+        "limit": _flag("first N rows only"),
+    }
+
+
+def _network(width: int, batch: int) -> Flags:
+    return {
+        "layers": _flag("linear layers, with ReLU between", 3),
+        "width": _flag("inputs and outputs of each layer", width),
+        "batch": _flag("examples of one micro-batch", batch),
+    }
+
+
+_DEVICE = {"choices": ("cpu", "cuda"), "help": "(default cuda if there is one)"}
+_DTYPE = _choice("16-bit format", "bf16", "fp16")
+_PLACE: Flags = {"dtype": _DTYPE, "device": _DEVICE}
+_ROUNDS = "turns of each contender"
+_RUNS = "runs of each contender"
+_MICRO_BATCHES = "micro-batches of one step"
+_MODEL: Flags = {
+    "model": _flag("", "tiny", str, "NAME"),
+    "epochs": _flag("passes over the data (default as halfstep train)"),
+}
+_ENCODER: Flags = {
+    "layers": _flag("layers (default 4; 12 on cuda)"),
+    "hidden": _flag("width of the residual stream (default 256; 768 on cuda)"),
+    "heads": _flag("attention heads (default 4; 12 on cuda)"),
+    "batch": _flag("texts of a step (default 16; 32 on cuda)"),
+    "length": _flag("tokens of a text", 128),
+    "steps": _flag("steps of each run", 150),
+    "seeds": _flag(_RUNS, 3),
+    "dropout": _flag("dropout everywhere", 0.1, share, "P"),
+    "lr": _flag(
+        "learning rate of AdamW (default 0.0003; 0.0001 on cuda)", None, share, "X"
+    ),
+    "attention": _choice("eager: softmax is an operation of its own", "eager", "sdpa"),
+    **_PLACE,
+}
 
 
 @dataclass(frozen=True)
 class Bench:
     """One thing to measure."""
 
+    function: str
+    """MODULE.FUNCTION in this package: from the settings to the tables."""
     summary: str
     """One line, for the list of benches."""
     description: str
     """What is compared with what."""
-    add_flags: Callable[[argparse.ArgumentParser], None]
-    """Gives a parser the flags of this bench."""
-    tables: Callable[[argparse.Namespace], list[Table]]
-    """Measures, and returns what to print."""
+    flags: Flags
+    epilog: str | None = None
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Give a parser the flags of this bench."""
+        parser.epilog = self.epilog
+        for name, settings in self.flags.items():
+            parser.add_argument(f"--{name}", **settings)
+
+    def tables(self, arguments: argparse.Namespace) -> list[Table]:
+        """Measure; return what to print.
+
+        Raises:
+            UserError: If a setting, the data or the machine cannot be used, or a
+                contender's process fails.
+        """
+        module, _, function = self.function.partition(".")
+        if module in {"train", "accuracy"}:
+            dependencies.check(f"halfstep bench {function}", dependencies.TO_TRAIN)
+        measured = getattr(import_module(f"halfstep.bench.{module}"), function)
+        tables: list[Table] = measured(arguments)
+        return tables
 
 
-def _train(arguments: argparse.Namespace) -> list[Table]:
-    dependencies.check("halfstep bench train", dependencies.TO_TRAIN)
-    from halfstep.bench import train
-
-    return train.tables(arguments)
-
-
-def _autocast(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import autocast
-
-    return autocast.tables(arguments)
-
-
-def _accumulate(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import accumulate
-
-    return accumulate.tables(arguments)
-
-
-def _encoder(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import encoder
-
-    return encoder.tables(arguments)
-
-
-def _scaler(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import scaler
-
-    return scaler.tables(arguments)
-
-
-def _traces(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import scale_traces
-
-    return scale_traces.tables(arguments)
-
-
-def _recipe(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import recipe
-
-    return recipe.tables(arguments)
-
-
-def _optimizer(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import optimizer
-
-    return optimizer.tables(arguments)
-
-
-def _ner(arguments: argparse.Namespace) -> list[Table]:
-    dependencies.check("halfstep bench ner", dependencies.TO_TRAIN)
-    from halfstep.bench import ner
-
-    return ner.tables(arguments)
-
-
-def _quality(arguments: argparse.Namespace) -> list[Table]:
-    dependencies.check("halfstep bench quality", dependencies.TO_TRAIN)
-    from halfstep.bench import accuracy
-
-    return accuracy.tables(arguments)
-
-
-def _wire(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import comm_bytes
-
-    return comm_bytes.tables(arguments)
-
-
-def _add_probe(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `bench probe`: the encoder's, and two more."""
-    flags.add_encoder(parser)
-    text = "steps from one sample of statistics to the next (default 100)"
-    parser.add_argument(
-        "--every", type=flags.positive_int, default=100, metavar="N", help=text
-    )
-    parser.add_argument(
-        "--loop",
-        choices=("fp32", "torch.amp", "O1 torch", "O1 lean"),
-        default="O1 lean",
-        help="how it trains (default O1 lean)",
-    )
-
-
-def _probe(arguments: argparse.Namespace) -> list[Table]:
-    from halfstep.bench import probe
-
-    return probe.tables(arguments)
-
+_RECIPE_LINES = (f"  {n:<16}{c.description}" for n, c in contenders.RECIPE.items())
 
 BENCHES = {
     "recipe": Bench(
+        "training_step.recipe",
         "torch's recipe network, beside torch.amp, Accelerate, Fabric and by hand",
         "Train a few large linear layers with every level and form of masters, and "
         "with what people use instead, a process each; print time, memory and loss.",
-        flags.add_recipe,
-        _recipe,
+        {
+            **_network(4096, 512),
+            "accumulate": _flag(_MICRO_BATCHES, 1),
+            "optimizer": _choice(
+                "what updates the weights", "sgd", "sgd-momentum", "adamw"
+            ),
+            "steps": _flag("steps in one turn", 3),
+            "contenders": _names(contenders.RECIPE),
+            **_PLACE,
+            "rounds": _flag(_ROUNDS, 9),
+        },
+        "\n".join(["contenders:", *_RECIPE_LINES]),
     ),
     "optimizer": Bench(
+        "optimizer_step.optimizer",
         "an update in each form of master weights, beside a copy of memory",
         "Time the update of weights in each form, as multiples of a copy that moves "
         "as many bytes, and count the bytes that a parameter takes.",
-        flags.add_optimizer,
-        _optimizer,
+        {
+            "layers": _flag("weights", 3),
+            "width": _flag("rows and columns of each weight", 4096),
+            "optimizer": _names(
+                contenders.UPDATE_RULES, "sgd", "sgd-momentum", "adamw"
+            ),
+            "forms": _names(contenders.FORMS),
+            **_PLACE,
+            "rounds": _flag(_ROUNDS, 15),
+        },
     ),
     "train": Bench(
+        "train.train",
         "the text classifier at each level, beside a plain torch.amp loop",
         "Train the same model on the same texts at each level and with the loop that "
         "most people write; print time, memory and quality.",
-        flags.add_train,
-        _train,
+        {
+            **_data("texts"),
+            "seed": _flag("", 123, int),
+            "epochs": _flag("", 1),
+            "model": _flag(
+                "tiny, small, or what transformers loads", "tiny", str, "NAME"
+            ),
+            "repeats": _flag("runs each", 1),
+            "contenders": _names(contenders.TRAIN),
+        },
     ),
     "quality": Bench(
+        "accuracy.quality",
         "accuracy at each level and form of masters, beside fp32, over seeds",
         "Train the same classifier from the same seeds in fp32, at each level, and "
         "with each form of master weights; print quality with its intervals.",
-        flags.add_quality,
-        _quality,
+        {
+            **_data("texts"),
+            "share": _flag("share of a single file for evaluation", 0.2, share, "P"),
+            **_MODEL,
+            "seeds": _flag(_RUNS, 5),
+            "contenders": _names(contenders.QUALITY),
+            "device": _DEVICE,
+        },
     ),
     "ner": Bench(
-        "entities found in fp32, and in mixed precision with and without loss scaling",
-        "Train the same finder of entities from the same seeds in fp32, fp16 and bf16; "
+        "accuracy.ner",
+        "entity recognition in fp32 and 16 bits, with and without loss scaling",
+        "Train the same entity tagger from the same seeds in fp32, fp16 and bf16; "
         "print F1, precision, recall, memory and speed.",
-        flags.add_ner,
-        _ner,
+        {
+            **_data("entities"),
+            **_MODEL,
+            "batch-size": _flag("", 32),
+            "lr": _flag(
+                "learning rate of all contenders, and of single ones, such as "
+                "1e-3,O1-fp16=5e-4 (default as halfstep train)",
+                None,
+                learning_rates(contenders.NER),
+                "X,NAME=X",
+            ),
+            "mask-tokens": _flag(
+                "share of tokens masked (default as halfstep train)", None, float, "P"
+            ),
+            "max-length": _flag("tokens after which a text is cut", 192),
+            "seeds": _flag(_RUNS, 3),
+            "contenders": _names(contenders.NER),
+            "device": _DEVICE,
+        },
     ),
     "autocast": Bench(
-        "what one operation and one region cost, beside torch.autocast",
-        "Time operations in a region of torch.autocast and in one of halfstep, under "
-        "torch's own table and under rules, and the regions themselves.",
-        flags.add_autocast,
-        _autocast,
+        "autocast.tables",
+        "what one operation and one autocast context cost, beside torch.autocast",
+        "Time operations in torch.autocast and in halfstep's, under torch's own table "
+        "and under rules, and the autocast contexts themselves.",
+        {
+            "sizes": _flag(
+                "rows and columns of the operands", [8, 512], positive_ints, "N,N"
+            ),
+            "calls": _flag("calls in one turn, fewer of slow ones", 2000),
+            "threads": _flag("threads inside an operation on a CPU", 1),
+            **_PLACE,
+            "rounds": _flag(_ROUNDS, 21),
+        },
     ),
     "accumulate": Bench(
+        "training_step.accumulate",
         "gradient accumulation, beside a plain torch.amp loop",
         "Train a few large linear layers, several micro-batches to a step; print time, "
         "memory, and how often weights are cast.",
-        flags.add_accumulate,
-        _accumulate,
+        {
+            **_network(4096, 512),
+            "accumulate": _flag(_MICRO_BATCHES, 8),
+            **_PLACE,
+            "rounds": _flag(_ROUNDS, 9),
+        },
     ),
     "encoder": Bench(
+        "encoder.tables",
         "a BERT encoder in fp32, torch.amp and O1: time, memory, loss",
-        "Train a BERT encoder from scratch on made-up texts, several seeds of each "
+        "Train a BERT encoder from scratch on synthetic texts, several seeds of each "
         "contender; print time, memory for activations, and losses.",
-        flags.add_encoder,
-        _encoder,
+        _ENCODER,
     ),
     "scaler": Bench(
+        "scaler.tables",
         "what a GradScaler adds to a step, beside torch.amp's",
-        "Time scaling, unscaling, the check and the move of the scale, by torch's "
+        "Time scaling, unscaling, the check and the update of the scale, by torch's "
         "GradScaler and by ours, in steps of several optimizers.",
-        flags.add_scaler,
-        _scaler,
+        {
+            "shapes": _flag(
+                "N gradients of M x M", ["1000x16", "3x4096"], shapes, "NxM,NxM"
+            ),
+            "optimizer": _names(
+                contenders.SCALER_OPTIMIZERS, "none", "sgd", "adamw-fused"
+            ),
+            "calls": _flag("steps in one turn, fewer of slow ones", 50),
+            "device": _DEVICE,
+            "rounds": _flag(_ROUNDS, 21),
+        },
     ),
     "probe": Bench(
+        "encoder.probe_tables",
         "what a probe adds to a step: flags, sampled and full statistics",
-        "Train a BERT encoder from scratch on made-up texts without a probe, and with "
-        "one in each mode, in turn; print what a step takes.",
-        _add_probe,
-        _probe,
+        "Train a BERT encoder from scratch on synthetic texts without a probe, and "
+        "with one in each mode, in turn; print what a step takes.",
+        {
+            **_ENCODER,
+            "every": _flag("steps from one sample of statistics to the next", 100),
+            "loop": _choice("how it trains", *contenders.ENCODER, default="O1 lean"),
+        },
     ),
     "wire": Bench(
+        "comm_bytes.tables",
         "bytes that two processes exchange in a step, at each level",
         "Train a few linear layers in two processes over loopback, at each level and "
         "with torch.amp; print the bytes their sockets sent, and the bytes of the "
         "tensors they all-reduced.",
-        flags.add_wire,
-        _wire,
+        {
+            **_network(1024, 32),
+            "accumulate": _flag(_MICRO_BATCHES, [1, 4], positive_ints, "N,N"),
+            "steps": _flag("steps counted", 5),
+            "contenders": _names(contenders.WIRE),
+            "dtype": _DTYPE,
+            "device": _choice("gloo runs on a CPU", "cpu"),
+        },
     ),
     "traces": Bench(
+        "scale_traces.tables",
         "steps lost to overflow under each library's rule for the scale",
-        "Replay recorded and made-up sizes of gradients through the rules of "
+        "Replay recorded and synthetic gradient maxima through the rules of "
         "torch.amp, Megatron, DeepSpeed and ours; print steps lost and final scales.",
-        flags.add_traces,
-        _traces,
+        {"steps": _flag("steps of each trace", 5000)},
     ),
 }
-"""Word on the command line -> what it measures."""
+"""Name on the command line -> what it measures."""

@@ -1,16 +1,19 @@
-"""`halfstep bench encoder`: a BERT encoder in fp32, under torch.amp, and at O1.
+"""`halfstep bench encoder` and `bench probe`: training steps of a BERT encoder.
 
-In: flags. Out: a table of step time, memory for activations and last losses, and one
-of losses over time. All contenders of a seed begin with the same weights, read the
-same batches and draw the same random numbers, and take turns step by step.
+In: flags. Out: tables of step time, memory for activations and losses: in fp32, under
+torch.amp and at O1; or of the time that a probe adds in each mode. All contenders of a
+seed begin with the same weights, read the same batches and draw the same random
+numbers, and take turns step by step.
 
-The texts are made up: of a few groups of tokens the label names the one that the text
-favours. Counting learns it, and a small encoder does within a hundred steps.
+The texts are synthetic: of a few groups of tokens the label names the one that the text
+favours. Counting solves it, and a small encoder learns it within a hundred steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -21,31 +24,33 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.bench import journal, measure
+from halfstep.bench.contenders import ENCODER
 from halfstep.bench.loops import Loop, PlainLoop, SessionLoop
+from halfstep.bench.measure import MIB
+from halfstep.diagnostics.probe import Probe
 from halfstep.errors import UserError
 from halfstep.numerics import formats
-from halfstep.reporting.table import Cell, Table
 from halfstep.session.factory import prepare
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
+
+    from halfstep.diagnostics.probe import Event
+    from halfstep.reporting.table import Cell, Table
 
 FULL, BASELINE = "fp32", "torch.amp"
-CONTENDERS = {FULL: None, BASELINE: None, "O1 torch": "torch", "O1 lean": "lean"}
-"""Name -> policy of a Session at O1; None: a plain loop."""
 
 DEFAULTS: dict[str, dict[str, float]] = {
     "cpu": {"layers": 4, "hidden": 256, "heads": 4, "batch": 16, "lr": 3e-4},
     "cuda": {"layers": 12, "hidden": 768, "heads": 12, "batch": 32, "lr": 1e-4},
 }
-"""Device -> what is not set by a flag; on cuda BERT base, which bears a lower rate."""
+"""Device -> what is not set by a flag; on cuda BERT base, which needs a lower rate."""
 
-_CLASSES, _GROUP = 4, 8  # labels, and tokens that each has for its own
-_FAVOURED = 0.2  # share of tokens drawn from the label's own group, on top of chance
+CLASSES, GROUP = 4, 8  # labels, and tokens that each has for its own
+FAVOURED = 0.2  # share of tokens drawn from the label's own group, on top of chance
 _WARM_UP = 3  # steps of each seed whose time does not count
 _POINTS = 10  # parts of a run whose mean losses are shown
-_MIB = 2**20
 
 Batch = dict[str, Tensor]
 
@@ -74,45 +79,81 @@ class Workload:
     """"eager" or "sdpa"."""
 
 
-@dataclass
-class TrainingResult:
-    """Times and losses of one contender."""
-
-    seconds: list[float] = field(default_factory=list)
-    """Of each step, seed after seed, without those that warm up."""
-    losses: list[list[float]] = field(default_factory=list)
-    """Of each seed, step by step."""
-
-    def last_losses(self) -> list[float]:
-        """Return each seed's mean loss over the last tenth of its steps."""
-        return [fmean(run[-max(1, len(run) // 10) :]) for run in self.losses]
+Losses = dict[str, list[list[float]]]
+"""Contender -> losses of each seed, step by step."""
 
 
 def tables(arguments: argparse.Namespace) -> list[Table]:
-    """Train every contender from every seed; return what it took and came to.
-
-    Raises:
-        UserError: If a flag contradicts another or the machine, or transformers is
-            not installed.
-    """
-    work = work_of(arguments)
+    """Train every contender from every seed; return times, memory and losses."""
+    work = workload_of(arguments)
     batch = next(draw_batches(work, 0))
     memory = {
         name: memory_of(make_loop(name, work, 0), batch, work.device)
-        for name in CONTENDERS
+        for name in ENCODER
     }
-    results = {name: TrainingResult() for name in CONTENDERS}
+    losses: Losses = {name: [] for name in ENCODER}
+    seconds: dict[str, list[float]] = defaultdict(list)
     for seed in range(work.seeds):
-        _train(work, seed, results)
-        last = ", ".join(
-            f"{name} {f.last_losses()[-1]:.3f}" for name, f in results.items()
-        )
+        loops = {name: make_loop(name, work, seed) for name in ENCODER}
+        for name, each in train_in_turn(loops, work, seed, seconds).items():
+            losses[name].append(each)
+        last = ", ".join(f"{n} {last_losses(losses[n])[-1]:.3f}" for n in losses)
         measure.progress(f"seed {seed + 1}/{work.seeds}: last losses {last}")
-    more = measure.conditions("encoder", work.device, arguments)
-    return [_table(work, results, memory, more), _curves(work, results)]
+    times = measure.Times(seconds)
+    full = last_losses(losses[FULL])
+    rows = [
+        {
+            "contender": name,
+            "ms a step": times.median(name, 1e3),
+            f"x {BASELINE}": times.ratio(name, BASELINE),
+            **memory[name],
+            "last loss": fmean(last_losses(losses[name])),
+            f"most off {FULL}": max(
+                abs(own - other)
+                for own, other in zip(last_losses(losses[name]), full, strict=True)
+            ),
+        }
+        for name in ENCODER
+    ]
+    spread = max(full) - min(full)
+    notes = (
+        measure.in_turn(len(seconds[FULL])),
+        f"{BASELINE} runs beside our dispatch kernels; see `bench autocast`",
+        "activations: bytes saved for the backward pass, exact, without weights",
+        "casts: weights saved in 16 bits for it; GPU peak: most allocated in a step",
+        "last loss: mean over the last tenth of the steps, and over seeds",
+        f"most off {FULL}: in last loss, of any seed",
+        f"{FULL}'s own last losses span {spread:.4f} over {work.seeds} seeds",
+        *measure.conditions("encoder", work.device, arguments),
+    )
+    return [
+        measure.table("Training an encoder", rows, notes, digits=4),
+        _curves(work, losses),
+    ]
 
 
-def work_of(arguments: argparse.Namespace) -> Workload:
+def _curves(work: Workload, losses: Losses) -> Table:
+    """Return mean losses of equal parts of each run."""
+    parts = min(_POINTS, work.steps)
+    bounds = [work.steps * part // parts for part in range(parts + 1)]
+    rows: list[dict[str, Cell]] = [
+        {
+            "seed": seed,
+            "steps": f"{start + 1} to {end}",
+            **{name: fmean(each[seed][start:end]) for name, each in losses.items()},
+        }
+        for seed in range(work.seeds)
+        for start, end in pairwise(bounds)
+    ]
+    return measure.table("Mean loss", rows, (), digits=4)
+
+
+def last_losses(losses: list[list[float]]) -> list[float]:
+    """Return each seed's mean loss over the last tenth of its steps."""
+    return [fmean(run[-max(1, len(run) // 10) :]) for run in losses]
+
+
+def workload_of(arguments: argparse.Namespace) -> Workload:
     """Fill in what no flag set, and check what flags set."""
     if find_spec("transformers") is None:
         message = (
@@ -136,24 +177,24 @@ def work_of(arguments: argparse.Namespace) -> Workload:
             f"{_WARM_UP} are not timed."
         )
         raise UserError(message)
-    names = [name for name in Workload.__dataclass_fields__ if name != "device"]
-    return Workload(device, **{name: getattr(arguments, name) for name in names})
+    return measure.from_flags(Workload, arguments, device=device)
 
 
 # Training
 
 
-def draw_batches(work: Workload, seed: int) -> Iterator[Batch]:
+def draw_batches(
+    work: Workload, seed: int, favoured_share: float = FAVOURED
+) -> Iterator[Batch]:
     """Yield the batch of each step."""
     draw = torch.Generator().manual_seed(seed)
     shape = work.batch, work.length
     for _ in range(work.steps):
-        labels = torch.randint(_CLASSES, (work.batch,), generator=draw)
-        any_group = torch.randint(_CLASSES * _GROUP, shape, generator=draw)
-        own_group = torch.randint(_GROUP, shape, generator=draw) + (
-            labels[:, None] * _GROUP
-        )
-        favoured = torch.rand(shape, generator=draw) < _FAVOURED
+        labels = torch.randint(CLASSES, (work.batch,), generator=draw)
+        any_group = torch.randint(CLASSES * GROUP, shape, generator=draw)
+        offsets = torch.randint(GROUP, shape, generator=draw)
+        own_group = offsets + labels[:, None] * GROUP
+        favoured = torch.rand(shape, generator=draw) < favoured_share
         ids = torch.where(favoured, own_group, any_group)
         yield {"input_ids": ids.to(work.device), "labels": labels.to(work.device)}
 
@@ -163,9 +204,9 @@ def make_loop(name: str, work: Workload, seed: int) -> Loop:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(seed)
-    words: dict[str, Any] = {
-        "vocab_size": _CLASSES * _GROUP,
-        "num_labels": _CLASSES,
+    settings: dict[str, Any] = {
+        "vocab_size": CLASSES * GROUP,
+        "num_labels": CLASSES,
         "num_hidden_layers": work.layers,
         "hidden_size": work.hidden,
         "intermediate_size": 4 * work.hidden,
@@ -175,10 +216,10 @@ def make_loop(name: str, work: Workload, seed: int) -> Loop:
         "attention_probs_dropout_prob": work.dropout,
         "attn_implementation": work.attention,
     }
-    model: nn.Module = BertForSequenceClassification(BertConfig(**words))
+    model: nn.Module = BertForSequenceClassification(BertConfig(**settings))
     model = model.to(work.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), work.lr)
-    policy = CONTENDERS[name]
+    policy = ENCODER[name]
     if policy is None:
         dtype = None if name == FULL else formats.parse(work.dtype).dtype
         return PlainLoop(model, optimizer, loss_of, work.device, dtype)
@@ -192,52 +233,63 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def _train(work: Workload, seed: int, results: dict[str, TrainingResult]) -> None:
-    """Train all contenders from one seed, in turn step by step."""
-    loops = {name: make_loop(name, work, seed) for name in results}
-    for each in results.values():
-        each.losses.append([])
+def train_in_turn(
+    loops: Mapping[str, Loop],
+    work: Workload,
+    seed: int,
+    seconds: Mapping[str, list[float]],
+    after_step: Callable[[str], None] = lambda _: None,
+) -> dict[str, list[float]]:
+    """Train contenders from one seed, in turn step by step; return their losses.
+
+    Args:
+        loops: The contenders.
+        work: Gives steps and batches.
+        seed: Of the batches, and of dropout.
+        seconds: Gets the time of each step, without those that warm up.
+        after_step: Called with the contender's name; its time counts too.
+    """
+    losses: dict[str, list[float]] = {name: [] for name in loops}
+
+    def step(name: str, batch: Batch) -> Tensor:
+        loss = loops[name].step([batch])
+        after_step(name)
+        return loss
+
     for number, batch in enumerate(draw_batches(work, seed)):
         for name in measure.order(loops, number):
             torch.manual_seed(seed * work.steps + number)  # the same dropout for all
-            step = partial(loops[name].step, [batch])
-            loss, took = measure.timed(step, work.device)
-            results[name].losses[-1].append(loss.item())
+            loss, took = measure.timed(partial(step, name, batch), work.device)
+            losses[name].append(loss.item())
             journal.record(name, seed=seed, step=number, loss=loss.item(), seconds=took)
             if number >= _WARM_UP:
-                results[name].seconds.append(took)
+                seconds[name].append(took)
+    return losses
 
 
 # Memory
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What a step takes, in bytes."""
-
-    activations: int
-    """Kept by the forward pass for the backward pass, without weights."""
-    casts: int
-    """Weights in 16 bits that are kept for it."""
-    peak: int | None
-    """Allocated on a GPU beyond what was there before the step; None on a CPU."""
-
-
-def memory_of(loop: Loop, batch: Batch, device: str) -> Memory:
-    """Measure a step, not the first: by then the optimizer has its state."""
+def memory_of(loop: Loop, batch: Batch, device: str) -> dict[str, float | None]:
+    """Measure the memory of a step, not the first: the optimizer has its state."""
     loop.step([batch])
     activations, casts = saved_for_backward(loop, batch)
-    if device == "cpu":
-        return Memory(activations, casts, None)
-    measure.synchronize(device)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    loop.step([batch])
-    return Memory(activations, casts, torch.cuda.max_memory_allocated() - before)
+    peak = None
+    if device == "cuda":
+        measure.synchronize(device)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loop.step([batch])
+        peak = (torch.cuda.max_memory_allocated() - before) / MIB
+    return {
+        "activations MiB": activations / MIB,
+        "casts MiB": casts / MIB,
+        "GPU peak MiB": peak,
+    }
 
 
 def saved_for_backward(loop: Loop, batch: Batch) -> tuple[int, int]:
-    """Return the bytes that a forward pass keeps, each piece of memory counted once.
+    """Return the bytes that a forward pass saves, each piece of memory counted once.
 
     Returns:
         Those of activations, and those of casts of weights; weights do not count.
@@ -247,31 +299,25 @@ def saved_for_backward(loop: Loop, batch: Batch) -> tuple[int, int]:
     weights = {w.untyped_storage().data_ptr() for w in loop.model.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in weights:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
             # Holding the tensor keeps its address from being given to another.
-            saved[place] = tensor
+            saved[address] = tensor
             if comes_from_weight(tensor):
-                casts.add(place)
+                casts.add(address)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loop.forward(batch)
-    sizes = {place: t.untyped_storage().nbytes() for place, t in saved.items()}
-    of_casts = sum(sizes[place] for place in casts)
+    sizes = {address: t.untyped_storage().nbytes() for address, t in saved.items()}
+    of_casts = sum(sizes[address] for address in casts)
     return sum(sizes.values()) - of_casts, of_casts
 
 
 _RESHAPES_OR_CASTS = {
-    "ToCopyBackward0",
-    "_CastBackward",
-    "TBackward0",
-    "TransposeBackward0",
-    "PermuteBackward0",
-    "ExpandBackward0",
-    "ViewBackward0",
-    "UnsafeViewBackward0",
-    "ReshapeAliasBackward0",
+    *("ToCopyBackward0", "_CachedCastBackward", "TBackward0", "TransposeBackward0"),
+    *("PermuteBackward0", "ExpandBackward0", "ViewBackward0"),
+    *("UnsafeViewBackward0", "ReshapeAliasBackward0"),
 }
 """Nodes of autograd behind which a weight is still a weight."""
 
@@ -281,65 +327,92 @@ def comes_from_weight(tensor: Tensor) -> bool:
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _RESHAPES_OR_CASTS:
         node = node.next_functions[0][0]
-    return node is not None and hasattr(node, "variable")  # it gathers a gradient
+    return node is not None and hasattr(node, "variable")  # it accumulates a gradient
 
 
-# What is told
+# Probes
+
+NONE, FLAGS, BETWEEN, STATISTICS = "none", "flags", "between samples", "full"
+SAMPLED = "sampled"
+"""Computed: of `every` steps one as `STATISTICS`, the others as `BETWEEN`."""
+
+PROBES: dict[str, dict[str, Any]] = {
+    NONE: {},
+    FLAGS: {"mode": "flags"},
+    BETWEEN: {"mode": "sampled", "every": 2**31 - 1},
+    STATISTICS: {"mode": "full"},
+}
+"""Contender of `bench probe` -> settings of its probe; none without."""
+
+TARGETS = {FLAGS: 1.03, SAMPLED: 1.03}
+"""Most that a step may take, over one without a probe, to be left on always. Statistics
+in every step are for an hour of debugging."""
 
 
-def _table(
-    work: Workload,
-    results: dict[str, TrainingResult],
-    memory: dict[str, Memory],
-    more: list[str],
-) -> Table:
-    times = measure.Times({name: each.seconds for name, each in results.items()})
-    full = results[FULL].last_losses()
-    rows: list[tuple[Cell, ...]] = []
-    for name, each in results.items():
-        last, took = each.last_losses(), memory[name]
-        rows.append(
-            (
-                name,
-                times.median(name) * 1e3,
-                times.ratio(name, BASELINE),
-                took.activations / _MIB,
-                took.casts / _MIB,
-                None if took.peak is None else took.peak / _MIB,
-                fmean(last),
-                max(abs(own - other) for own, other in zip(last, full, strict=True)),
-            )
-        )
-    columns = (
-        "contender",
-        "ms a step",
-        f"x {BASELINE}",
-        "activations MiB",
-        "casts MiB",
-        "GPU peak MiB",
-        "last loss",
-        f"most off {FULL}",
-    )
-    spread = max(full) - min(full)
-    notes = (
-        measure.in_turn(len(results[FULL].seconds)),
-        f"{BASELINE} runs beside kernels of ours, whose price `bench autocast` tells",
-        "activations: bytes kept for the backward pass, exact, without weights",
-        "casts: weights kept in 16 bits for it; GPU peak: allocated in a step, at most",
-        "last loss: mean over the last tenth of the steps, and over seeds",
-        f"most off {FULL}: in last loss, of any seed",
-        f"{FULL}'s own last losses span {spread:.4f} over {work.seeds} seeds",
-    )
-    return Table("Training an encoder", columns, tuple(rows), (*notes, *more), digits=4)
-
-
-def _curves(work: Workload, results: dict[str, TrainingResult]) -> Table:
-    """Return mean losses of equal parts of each run."""
-    parts = min(_POINTS, work.steps)
-    bounds = [work.steps * part // parts for part in range(parts + 1)]
-    rows: list[tuple[Cell, ...]] = []
+def probe_tables(arguments: argparse.Namespace) -> list[Table]:
+    """Let contenders train in turn, with a probe in each mode and without."""
+    work = workload_of(arguments)
+    seconds: dict[str, list[float]] = {name: [] for name in PROBES}
+    numbers = 0
     for seed in range(work.seeds):
-        for start, end in pairwise(bounds):
-            means = (fmean(each.losses[seed][start:end]) for each in results.values())
-            rows.append((seed, f"{start + 1} to {end}", *means))
-    return Table("Mean loss", ("seed", "steps", *results), tuple(rows), digits=4)
+        probes = train_probed(arguments.loop, work, seed, seconds)
+        numbers = sum(each.count for each in probes[STATISTICS].stats.values())
+        measure.progress(f"seed {seed + 1}/{work.seeds}: done")
+    seconds[SAMPLED] = amortised(seconds, arguments.every)
+    times = measure.Times(seconds)
+    rows = [
+        {
+            "probe": name,
+            "ms a step": times.median(name, 1e3),
+            f"x {NONE}": (ratio := times.ratio(name, NONE)),
+            "+-": times.spread(name, NONE),
+            "target": TARGETS.get(name),
+            "within": measure.within(ratio, TARGETS.get(name)),
+        }
+        for name in seconds
+    ]
+    mean = (
+        f"of {arguments.every} steps one as {STATISTICS!r}, the others as {BETWEEN!r}"
+    )
+    count = f"{numbers / 1e6:.1f}"
+    notes = (
+        measure.in_turn(len(seconds[NONE])),
+        f"x {NONE}: median of the ratios within a round; {measure.SPREAD}",
+        f"{SAMPLED}: computed; {mean}",
+        f"{STATISTICS}: {count} million numbers counted and cast twice a step",
+        f"trained: {arguments.loop}",
+        *measure.conditions("probe", work.device, arguments),
+    )
+    return [measure.table("A probe on an encoder", rows, notes)]
+
+
+def train_probed(
+    loop: str, work: Workload, seed: int, seconds: Mapping[str, list[float]]
+) -> dict[str, Probe]:
+    """Train all contenders of `bench probe` from one seed; return their probes.
+
+    Events become text, as in metrics.jsonl, and are then forgotten.
+    """
+    loops = {name: make_loop(loop, work, seed) for name in PROBES}
+    probes = {
+        name: Probe(loops[name].model, log=_to_text, **settings)
+        for name, settings in PROBES.items()
+        if settings
+    }
+
+    def after_step(name: str) -> None:
+        if name in probes:
+            probes[name].step()
+
+    train_in_turn(loops, work, seed, seconds, after_step)
+    return probes
+
+
+def _to_text(event: Event) -> None:
+    json.dumps(event, allow_nan=False)
+
+
+def amortised(seconds: Mapping[str, list[float]], every: int) -> list[float]:
+    """Return, round by round, the mean step of a probe that samples each `every`."""
+    pairs = zip(seconds[BETWEEN], seconds[STATISTICS], strict=True)
+    return [((every - 1) * between + full) / every for between, full in pairs]

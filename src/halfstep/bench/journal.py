@@ -1,4 +1,4 @@
-"""What a bench has measured so far: kept as it comes, whatever happens next.
+"""What a bench has measured so far, written as it is measured.
 
 In: names and figures, one measurement at a time. Out: lines of JSON beside the file of
 `--json` while the bench runs; and where it fails, a table of all that it had.
@@ -19,75 +19,45 @@ from halfstep.reporting.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from typing import TextIO
 
 
-class Journal:
-    """The measurements of one bench.
+class _Journal:
+    """The measurements of one bench; a file gets a line of JSON for each."""
 
-    Args:
-        path: Gets a line of JSON for each measurement; None writes nothing.
-
-    Raises:
-        UserError: If it cannot be written: before hours of measuring, not after.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.entries: list[tuple[str, dict[str, Any]]] = []
-        self._file = None
-        if path is not None:
-            try:
-                self._file = path.open("w", encoding="utf-8")
-            except OSError as error:
-                file = path.with_suffix("")  # without .part
-                message = f"--json {file} cannot be written: {error.strerror}."
-                raise UserError(message) from error
+    def __init__(self, file: TextIO | None) -> None:
+        self.file = file
+        self.values: dict[tuple[str, str], list[float]] = {}
 
     def record(self, name: str, figures: dict[str, Any]) -> None:
-        """Keep a measurement."""
-        # JSON has no nan and no infinity.
-        figures = {
-            key: str(value)
-            if isinstance(value, float) and not math.isfinite(value)
-            else value
-            for key, value in figures.items()
-        }
-        self.entries.append((name, figures))
-        if self._file is not None:
-            print(json.dumps({"name": name} | figures), file=self._file, flush=True)
-
-    def close(self, *, finished: bool) -> None:
-        """Close the file; delete it where the tables have been written."""
-        if self._file is not None and self.path is not None:
-            self._file.close()
-            if finished:
-                self.path.unlink(missing_ok=True)
+        """Write a measurement; keep its numbers by name and figure."""
+        for figure, value in figures.items():
+            if isinstance(value, int | float):
+                if math.isfinite(value):
+                    self.values.setdefault((name, figure), []).append(float(value))
+                else:  # JSON has no nan and no infinity
+                    figures = figures | {figure: str(value)}
+        if self.file is not None:
+            print(json.dumps({"name": name} | figures), file=self.file, flush=True)
 
     def table(self) -> Table:
-        """Return the medians of what was measured, by name and figure."""
-        values: dict[tuple[str, str], list[float]] = {}
-        for name, figures in self.entries:
-            for figure, value in figures.items():
-                if isinstance(value, int | float):
-                    values.setdefault((name, figure), []).append(float(value))
+        """Return the medians of what was measured."""
         rows = tuple(
             (name, figure, len(samples), statistics.median(samples))
-            for (name, figure), samples in values.items()
+            for (name, figure), samples in self.values.items()
         )
-        notes = (
-            "the bench did not finish",
-            *([f"each measurement: {self.path}"] if self.path else []),
-        )
+        more = [f"each measurement: {self.file.name}"] if self.file else []
         columns = ("what", "figure", "times", "median")
+        notes = ("the bench did not finish", *more)
         return Table("Measured so far", columns, rows, notes, digits=6)
 
 
-_open_journals: list[Journal] = []
+_open_journals: list[_Journal] = []
 
 
 @contextlib.contextmanager
 def open_journal(json_file: Path | None) -> Iterator[None]:
-    """Keep what is measured meanwhile.
+    """Write down what is measured meanwhile.
 
     A bench that fails, or is interrupted, prints it on standard error, and leaves the
     lines of JSON in `FILE.part`; one that ends has written its tables, and leaves none.
@@ -96,12 +66,19 @@ def open_journal(json_file: Path | None) -> Iterator[None]:
         json_file: Of `--json`. Of a pipe or standard output there is no part.
 
     Raises:
-        UserError: If the file cannot be written.
+        UserError: If the file cannot be written: before hours of measuring, not after.
     """
-    place = None
-    if json_file and str(json_file) != "-" and not _is_special(json_file):
-        place = json_file.with_name(f"{json_file.name}.part")
-    journal = Journal(place)
+    part = None
+    # Beside a device or a pipe no file can be made.
+    is_special = json_file and json_file.exists() and not json_file.is_file()
+    if json_file and str(json_file) != "-" and not is_special:
+        part = json_file.with_name(f"{json_file.name}.part")
+    try:
+        file = part.open("w", encoding="utf-8") if part else None
+    except OSError as error:
+        message = f"--json {json_file} cannot be written: {error.strerror}."
+        raise UserError(message) from error
+    journal = _Journal(file)
     _open_journals.append(journal)
     finished = False
     try:
@@ -109,22 +86,15 @@ def open_journal(json_file: Path | None) -> Iterator[None]:
         finished = True
     finally:
         _open_journals.remove(journal)
-        journal.close(finished=finished)
-        if not finished and journal.entries:
+        if file is not None:
+            file.close()
+        if part is not None and finished:
+            part.unlink(missing_ok=True)
+        if not finished and journal.values:
             print(journal.table().text(), file=sys.stderr, flush=True)
 
 
-def _is_special(file: Path) -> bool:
-    """Say whether a file is a device or a pipe, beside which none is to be made."""
-    return file.exists() and not file.is_file()
-
-
 def record(name: str, **figures: Any) -> None:  # noqa: ANN401 -- what JSON has
-    """Keep a measurement, where a bench is running.
-
-    Args:
-        name: What was measured.
-        figures: Plain values.
-    """
+    """Write down a measurement, plain values by name, where a bench is running."""
     for journal in _open_journals:
         journal.record(name, figures)

@@ -4,14 +4,14 @@ In: flags. Out: a table for each trace. A trace is the largest gradient of each 
 recorded from a training run or written down. Every rule is given the same trace: a step
 is lost if its largest gradient times the scale does not fit in fp16. Nothing is timed.
 
-The rules of other libraries are written here in their own words; ours is a LossScaler
+The rules of other libraries are written anew here; ours is a LossScaler
 at work on a graph whose one 16-bit gradient is the trace's.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
@@ -21,27 +21,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 -- torch's own name for it
 
 from halfstep.bench import journal, measure
-from halfstep.reporting.table import Cell, Table
 from halfstep.scaling import LossScaleCollapse, LossScaler, ScaleRule
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
+    from halfstep.reporting.table import Cell, Table
+
 LARGEST = 65520.0
 """Half a unit above fp16's largest number, 65504: from here on it rounds to inf."""
 
-_COLUMNS = (
-    "rule",
-    "steps lost",
-    "steps to recover",
-    "last scale",
-    "binades unused",
-)
 _PEAK = 3.0  # 2**14 is its largest safe scale
 _SAFE = 2.0**14
 _WINDOW = 50
-_STUCK = 10  # steps in a row lost at one scale: no hysteresis is that patient
+_STUCK = 10  # steps in a row lost at one scale: longer than any hysteresis
 
 
 def overflows(peak: float, scale: float) -> bool:
@@ -84,9 +78,9 @@ def torch_amp(state: ScalerState, found_inf: bool) -> ScalerState:
 
 
 def megatron(state: ScalerState, found_inf: bool) -> ScalerState:
-    """Bear one overflow, then halve at each, down to 1; double after 1,000 clean steps.
+    """Tolerate one overflow, then halve at each; double after 1,000 clean steps.
 
-    Only doubling makes it patient again.
+    The scale is at least 1. Only doubling resets the hysteresis.
     """
     if found_inf:
         overflows_left = state.overflows_left - 1
@@ -105,7 +99,7 @@ def deepspeed(
     Args:
         state: Before the step.
         found_inf: Whether it overflowed.
-        consecutive: Each clean step makes it patient again, not only doubling.
+        consecutive: Each clean step resets the hysteresis, not only doubling.
     """
     if found_inf and state.overflows_left > 1:
         return ScalerState(state.scale, overflows_left=state.overflows_left - 1)
@@ -279,50 +273,40 @@ def record_trace(steps: int, reduction: str) -> Trace:
     return Trace(f"recorded, loss: {reduction} of {batch}", peaks, level, first=None)
 
 
-# What became of a trace
+# The results
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a rule made of a trace."""
+def replay(trace: Trace, contender: Contender) -> dict[str, Cell]:
+    """Apply a rule to a trace; return the cells of its row.
 
-    lost: int
-    """Steps that overflowed."""
-    recovery: int | None
-    """Longest run of steps, lost or not, outside half to all of the largest safe
-    scale; None if it is there at the end."""
-    last: str
-    """The scale after the last step, or how it ended."""
-    unused: float
-    """Mean of the binades between the scale and the largest safe one, over the steps
-    that were not lost; NaN if all were, inf if the scale was 0."""
-
-
-def replay(trace: Trace, contender: Contender) -> Outcome:
-    """Let a rule live through a trace."""
+    A step is lost if it overflowed. Steps to recover: the longest run of steps, lost or
+    not, outside half to all of the largest safe scale; None if the trace ends there.
+    Binades unused: mean between the scale and the largest safe one, over the steps that
+    were not lost; NaN if all were, inf if the scale was 0.
+    """
     first = contender.first if trace.first is None else trace.first
     scales = list(contender.play(trace.peaks, first))
     used = scales[: len(trace.peaks)]
     raised = len(scales) == len(used)
     lost = [overflows(p, s) for p, s in zip(trace.peaks, used, strict=False)]
     safe = [largest_safe_scale(level) for level in trace.level]
-    right = [high / 2 <= s <= high for s, high in zip(used, safe, strict=False)]
-    off = [len(list(run)) for good, run in groupby(right) if not good]
+    near = [high / 2 <= s <= high for s, high in zip(used, safe, strict=False)]
+    off = [len(list(run)) for is_near, run in groupby(near) if not is_near]
     unused = [
         math.log2(high / s) if s else math.inf
-        for s, high, bad in zip(used, safe, lost, strict=False)
-        if not bad
+        for s, high, overflowed in zip(used, safe, lost, strict=False)
+        if not overflowed
     ]
-    return Outcome(
-        sum(lost),
-        None if raised or not right[-1] else max(off, default=0),
-        "raises" if raised else _scale_text(scales[-1], used, lost),
-        sum(unused) / len(unused) if unused else math.nan,
-    )
+    return {
+        "steps lost": sum(lost),
+        "steps to recover": None if raised or not near[-1] else max(off, default=0),
+        "last scale": "raises" if raised else _scale_text(scales[-1], used, lost),
+        "binades unused": sum(unused) / len(unused) if unused else math.nan,
+    }
 
 
 def _scale_text(last: float, used: list[float], lost: list[bool]) -> str:
-    """Return a scale in words, with what is wrong with it."""
+    """Return a scale as text: its power of two, 0.0, or that it is stuck."""
     if last == 0:
         return "0.0"
     if all(lost[-_STUCK:]) and set(used[-_STUCK:]) == {last}:
@@ -338,17 +322,6 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         record_trace(steps, "mean"),
         record_trace(steps, "sum"),
     ]
-    trace_tables = []
-    for trace in traces:
-        rows: list[tuple[Cell, ...]] = []
-        for name, contender in CONTENDERS.items():
-            outcome = replay(trace, contender)
-            journal.record(f"{trace.name}: {name}", **asdict(outcome))
-            rows.append(
-                (name, outcome.lost, outcome.recovery, outcome.last, outcome.unused)
-            )
-        trace_tables.append(Table(trace.name, _COLUMNS, tuple(rows), digits=2))
-        measure.progress(f"{trace.name}: done")
     notes = (
         "steps lost: the largest gradient times the scale does not fit in fp16",
         "steps to recover: longest stretch with the scale not right; -: it ends so",
@@ -357,4 +330,14 @@ def tables(arguments: argparse.Namespace) -> list[Table]:
         "first scale: 2**14, which is safe, but in cold starts; recorded: each its own",
         f"torch {torch.__version__}; halfstep bench traces --steps {steps}",
     )
-    return [*trace_tables[:-1], replace(trace_tables[-1], notes=notes)]
+    trace_tables = []
+    for trace in traces:
+        rows: list[dict[str, Cell]] = []
+        for name, contender in CONTENDERS.items():
+            cells = replay(trace, contender)
+            journal.record(f"{trace.name}: {name}", **cells)
+            rows.append({"rule": name, **cells})
+        more = notes if trace is traces[-1] else ()
+        trace_tables.append(measure.table(trace.name, rows, more, digits=2))
+        measure.progress(f"{trace.name}: done")
+    return trace_tables

@@ -5,26 +5,28 @@ same gradients; what a scaler adds is its step less the bare one of the same rou
 
 An optimizer's own step is long and noisy beside that. So the rows that count for
 optimizers that are not fused have one whose step does nothing: such a scaler unscales,
-decides on the host whether to step, and moves its scale, whatever the step is. A fused
-optimizer unscales in its kernel; there the difference is all that can be measured.
+decides on the host whether to step, and updates its scale, whatever the step is. A
+fused optimizer unscales in its kernel; there only the difference can be measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from halfstep.bench import measure
-from halfstep.reporting.table import Cell, Table
+from halfstep.bench.contenders import SCALER_OPTIMIZERS
 from halfstep.scaling.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
+
+    from halfstep.reporting.table import Cell, Table
 
 TARGETS = {"1000x16": 0.5, "3x4096": 1.0}
 """Shape -> most that ours may add, over what torch's adds: many small tensors cost
@@ -32,20 +34,7 @@ Python, which can be saved; a few large ones cost memory traffic, which cannot."
 
 _NOISY = ("sgd", "adamw")  # what a scaler adds is read in the row of "none"
 _LR = 1e-3
-_TURN = 0.05
-"""Seconds after which a turn has lasted long enough, whatever --calls says."""
 _MICRO = 1e6
-
-_COLUMNS = (
-    "gradients",
-    "optimizer",
-    "bare us",
-    "torch us",
-    "halfstep us",
-    "x torch",
-    "target",
-    "within",
-)
 
 
 class NoOpOptimizer(torch.optim.Optimizer):
@@ -60,28 +49,14 @@ class NoOpOptimizer(torch.optim.Optimizer):
         """Do nothing."""
 
 
-Maker: TypeAlias = "Callable[[list[Tensor]], torch.optim.Optimizer]"
-
-OPTIMIZERS: dict[str, Maker] = {
-    "none": NoOpOptimizer,
-    "sgd": partial(torch.optim.SGD, lr=_LR, foreach=True),
-    "adamw": partial(torch.optim.AdamW, lr=_LR, foreach=True),
-    "sgd-fused": partial(torch.optim.SGD, lr=_LR, fused=True),
-    "adamw-fused": partial(torch.optim.AdamW, lr=_LR, fused=True),
-}
-"""Word for the flag -> what makes it."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Where and how long to measure."""
-
-    device: str
-    """"cpu" or "cuda"."""
-    calls: int
-    """Steps in one turn, at most."""
-    rounds: int
-    """Turns of each contender."""
+def make_optimizer(name: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """Return one of `SCALER_OPTIMIZERS`."""
+    chosen = SCALER_OPTIMIZERS[name]
+    if chosen is None:
+        return NoOpOptimizer(parameters)
+    make = getattr(torch.optim, chosen.class_name)
+    optimizer: torch.optim.Optimizer = make(parameters, lr=_LR, **chosen.settings)
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -113,57 +88,56 @@ class Gradients:
 
 
 def tables(arguments: argparse.Namespace) -> list[Table]:
-    """Measure each optimizer on each shape.
-
-    Raises:
-        UserError: If cuda is asked for and there is none.
-    """
+    """Measure each optimizer on each shape."""
     device = measure.pick_device(arguments.device)
-    setup = Setup(device, arguments.calls, arguments.rounds)
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for shape in arguments.shapes:
         gradients = Gradients.draw(shape, device)
         for name in arguments.optimizer:
-            times = take_times(
-                gradients,
-                OPTIMIZERS[name](gradients.parameters),
-                setup,
-                f"{shape}, {name}",
-            )
+            optimizer = make_optimizer(name, gradients.parameters)
+            what = f"{shape}, {name}"
+            counts = arguments.calls, arguments.rounds
+            times = take_times(gradients, optimizer, device, *counts, what)
             target = None if name in _NOISY else TARGETS.get(shape)
-            rows.append((shape, name, *_cells(times, target)))
-            measure.progress(f"{shape}, {name}: done")
+            cells = _cells(times, target)
+            rows.append({"gradients": shape, "optimizer": name} | cells)
+            measure.progress(f"{what}: done")
     notes = (
         "bare us: microseconds of a step of the optimizer alone",
         "torch us, halfstep us: what scale, step and update add to it",
         "none: its step does nothing; this row counts for sgd and adamw, not fused",
         "x torch -: the difference is lost in the noise of the optimizer's own step",
-        "gradients: number x rows and columns, fp32, finite, refilled before each step",
-        f"{measure.in_turn(setup.rounds)}; x torch: of the medians",
+        "gradients: number x rows and columns, fp32, finite, reset before each step",
+        f"{measure.in_turn(arguments.rounds)}; x torch: of the medians",
         *measure.conditions("scaler", device, arguments),
     )
-    return [Table("GradScaler", _COLUMNS, tuple(rows), notes)]
+    return [measure.table("GradScaler", rows, notes)]
 
 
-def _cells(times: measure.Times, target: float | None) -> tuple[Cell, ...]:
-    """Return a row but for its first two cells."""
-    torchs, ours = (times.excess(name, "bare") for name in ("torch", "halfstep"))
-    ratio = ours / torchs if min(ours, torchs) > 0 else None
-    return (
-        times.median("bare") * _MICRO,
-        torchs * _MICRO,
-        ours * _MICRO,
-        ratio,
-        target,
-        None if target is None or ratio is None else ratio <= target,
-    )
+def _cells(times: measure.Times, target: float | None) -> dict[str, Cell]:
+    theirs = times.excess("torch", "bare", _MICRO) or 0.0
+    ours = times.excess("halfstep", "bare", _MICRO) or 0.0
+    ratio = ours / theirs if min(ours, theirs) > 0 else None
+    return {
+        "bare us": times.median("bare", _MICRO),
+        "torch us": theirs,
+        "halfstep us": ours,
+        "x torch": ratio,
+        "target": target,
+        "within": measure.within(ratio, target),
+    }
 
 
 def take_times(
-    gradients: Gradients, optimizer: torch.optim.Optimizer, setup: Setup, what: str = ""
+    gradients: Gradients,
+    optimizer: torch.optim.Optimizer,
+    device: str,
+    calls: int,
+    rounds: int,
+    what: str = "",
 ) -> measure.Times:
     """Let the bare optimizer and both scalers step in turn."""
-    loss = torch.ones((), device=setup.device)
+    loss = torch.ones((), device=device)
 
     def scaled(scaler: torch.amp.GradScaler) -> None:
         scaler.scale(loss)
@@ -173,26 +147,20 @@ def take_times(
     optimizer_step: Any = optimizer.step
     steps: dict[str, Callable[[], None]] = {
         "bare": optimizer_step,
-        "torch": partial(scaled, torch.amp.GradScaler(setup.device)),
-        "halfstep": partial(scaled, GradScaler(setup.device)),
+        "torch": partial(scaled, torch.amp.GradScaler(device)),
+        "halfstep": partial(scaled, GradScaler(device)),
     }
-    for step in steps.values():
-        turn(gradients, step, 1, setup.device)  # what is made once is made here
-    once = turn(gradients, steps["torch"], 3, setup.device)
-    calls = max(1, min(setup.calls, int(_TURN / once)))
-    turns = {
-        name: partial(turn, gradients, step, calls, setup.device)
-        for name, step in steps.items()
-    }
-    return measure.take_turns(turns, setup.rounds, what)
 
+    def turn(name: str, calls: int) -> float:
+        """Return the seconds of one step among some, each on gradients written anew."""
+        taken = 0.0
+        for _ in range(calls):
+            gradients.reset()
+            taken += measure.timed(steps[name], device)[1]
+        return taken / calls
 
-def turn(
-    gradients: Gradients, step: Callable[[], None], calls: int, device: str
-) -> float:
-    """Return the seconds of one step among some, each on gradients written anew."""
-    taken = 0.0
-    for _ in range(calls):
-        gradients.reset()
-        taken += measure.timed(step, device)[1]
-    return taken / calls
+    for name in steps:
+        turn(name, 1)  # what is made once is made here
+    calls = measure.calls_per_turn(calls, turn("torch", 3))
+    turns = {name: partial(turn, name, calls) for name in steps}
+    return measure.take_turns(turns, rounds, what)

@@ -1,140 +1,293 @@
 """`halfstep bench train`: the text classifier at each level beside a plain loop.
 
-In: flags. Out: a table of time, memory and quality. Each contender runs in a process
-of its own, so that its peak memory is its own, and contenders take turns, so that a
-slow minute of the machine meets them all.
+In: flags. Out: a table of time, memory and quality, and one of where the time went.
+Each contender runs in a process of its own, so that its peak memory is its own, and
+contenders take turns, so that a slow minute of the machine meets them all.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from halfstep.bench import contenders, measure, worker_process
+from halfstep.bench.accuracy import EVAL_ONLY_AT_END, load_corpus
+from halfstep.distributed.process_group import World
+from halfstep.machine import hardware
+from halfstep.train import model as train_model
+from halfstep.train.config import TrainConfig
+from halfstep.train.data import tokenized
+from halfstep.train.plan import lr_factor, resolve_plan
+from halfstep.train.run import run
+from halfstep.train.timers import Timers
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable, Mapping, Sequence
 
     from halfstep.reporting.table import Cell, Table
+    from halfstep.train.data.corpus import Split
 
-CONTENDERS: dict[str, dict[str, Any]] = {
-    "plain-fp32": {"loop": "plain", "amp": False},
-    "plain-amp": {"loop": "plain", "amp": True},
-    "O0": {"loop": "halfstep", "level": "O0"},
-    "O1-bf16": {"loop": "halfstep", "level": "O1", "dtype": "bf16"},
-    "O2-bf16": {"loop": "halfstep", "level": "O2", "dtype": "bf16"},
-    "O3-bf16": {"loop": "halfstep", "level": "O3", "dtype": "bf16"},
-    "O1-fp16": {"loop": "halfstep", "level": "O1", "dtype": "fp16"},
-    "O2-fp16": {"loop": "halfstep", "level": "O2", "dtype": "fp16"},
-}
-"""Name -> what runs. The plain loop pads to 128, tokenises in the collate function,
-and uses AdamW, torch.autocast and torch.amp.GradScaler as tutorials show them."""
+    Example = tuple[str, int]
+    """A text and its class."""
 
 BASELINES = ("plain-amp", "plain-fp32")
 """Contenders that the others' speed is compared with."""
 
-
-def tables(arguments: argparse.Namespace) -> list[Table]:
-    """Run the contenders in turn; return their medians, and where the time went.
-
-    Raises:
-        UserError: If a setting or the data cannot be used, or a contender fails.
-    """
-    from halfstep.bench import accuracy, journal, measure
-    from halfstep.train.config import TrainConfig
-
-    settings = {
-        key: getattr(arguments, key)
-        for key in ("data", "limit", "seed", "epochs", "model")
-    }
-    accuracy.load_corpus(TrainConfig(**settings))  # what is wrong with it shows now
-    results: dict[str, list[dict[str, Any]]] = {n: [] for n in arguments.contenders}
-    for repeat in range(arguments.repeats):
-        for name in measure.order(results, repeat):
-            task = CONTENDERS[name] | settings
-            measured = measure.run_in_subprocess("halfstep.bench.train_worker", task)
-            journal.record(name, **measured)
-            results[name].append(measured)
-            measure.progress(
-                f"run {repeat + 1}/{arguments.repeats} {name}: "
-                f"{measured['seconds']:.1f} s"
-            )
-    return [_table(results, settings), _step_time_table(results)]
-
-
 PARTS = ("tokenise", "input", "forward", "backward", "update", "rest")
 """What the time of a run goes to; the plain loop tokenises in its input."""
 
+PADDED = 128
+"""Tokens of each text in the plain loop."""
 
-def _step_time_table(results: dict[str, list[dict[str, Any]]]) -> Table:
-    """Return the milliseconds of a step, by what they went to."""
-    from halfstep.reporting.table import Table
+Runs = dict[str, list[dict[str, Any]]]
+"""Contender -> the result of each run."""
 
-    rows: list[tuple[Cell, ...]] = []
-    for name, runs in results.items():
-        steps = [
-            {part: 1000 * run["parts"].get(part, 0.0) / run["steps"] for part in PARTS}
-            for run in runs
-        ]
-        medians = [statistics.median(step[part] for step in steps) for part in PARTS]
-        rows.append((name, *medians, sum(medians)))
+
+def train(arguments: argparse.Namespace) -> list[Table]:
+    """Run the contenders in turn; return their medians, and where the time went."""
+    keys = ("data", "limit", "seed", "epochs", "model")
+    settings = {key: getattr(arguments, key) for key in keys}
+    load_corpus(TrainConfig(**settings))  # a fault of the data shows now
+    results: Runs = {name: [] for name in arguments.contenders}
+    for repeat in range(arguments.repeats):
+        for name in measure.order(results, repeat):
+            task = {"settings": contenders.TRAIN[name] | settings}
+            result = worker_process.run_once(name, __name__, task)
+            results[name].append(result)
+            seconds = f"{result['seconds']:.1f} s"
+            measure.progress(f"run {repeat + 1}/{arguments.repeats} {name}: {seconds}")
+    facts = hardware.capabilities()
     notes = (
+        ", ".join(f"{key} {value}" for key, value in settings.items())
+        + f"; median of {arguments.repeats} runs, contenders in turn",
+        f"{facts.cpu}, {facts.threads} threads, torch {facts.torch}",
+        "seconds: tokenising and training steps; no evaluation, no checkpoint",
+        "train loss: mean over the last tenth of the steps; dev: of the last weights",
+        "all: no masked tokens, which halfstep train has by default from scratch",
+        "peak: the whole process; halfstep's also evaluates, saves and reports",
+    )
+    part_notes = (
         "mean over a run's steps, median over runs",
         "tokenise: done once a run, spread over its steps",
         "input: the plain loop tokenises and pads there",
         "rest: reading the loss, seeds and rates; metrics.jsonl is not in it",
         "on a GPU: of the processor that gives it work",
     )
-    columns = ("contender", *PARTS, "sum")
     title = "Where the time of a step goes, ms"
-    return Table(title, columns, tuple(rows), notes, digits=1)
+    return [
+        measure.table("Training a text classifier", run_rows(results), notes),
+        measure.table(title, part_rows(results), part_notes, digits=1),
+    ]
 
 
-def _table(results: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> Table:
-    from halfstep.machine import hardware
-    from halfstep.reporting.table import Table
+def run_rows(results: Runs) -> list[dict[str, Cell]]:
+    """Return a row of medians for each contender."""
 
     def median(name: str, key: str) -> float:
-        return statistics.median(float(run[key]) for run in results[name])
+        return statistics.median(float(each[key]) for each in results[name])
 
-    rows: list[tuple[Cell, ...]] = []
-    for name in results:
-        rate = median(name, "examples_per_s")
-        ratios = [
-            rate / median(base, "examples_per_s") if base in results else None
-            for base in BASELINES
-        ]
-        rows.append(
-            (
-                name,
-                median(name, "seconds"),
-                rate,
-                *ratios,
-                median(name, "peak_memory_bytes") / 2**20,
-                median(name, "train_loss"),
-                median(name, "dev_loss"),
-                median(name, "dev_accuracy"),
-                int(median(name, "skipped")),
+    def speed(name: str, base: str) -> float | None:
+        rates = [median(each, "examples_per_s") for each in (name, base)]
+        return rates[0] / rates[1]
+
+    return [
+        {
+            "contender": name,
+            "seconds": median(name, "seconds"),
+            "examples/s": median(name, "examples_per_s"),
+            **{f"x {b}": speed(name, b) if b in results else None for b in BASELINES},
+            "peak MiB": median(name, "peak_memory_bytes") / measure.MIB,
+            "train loss": median(name, "train_loss"),
+            "dev loss": median(name, "dev_loss"),
+            "dev accuracy": median(name, "dev_accuracy"),
+            "skipped": int(median(name, "skipped")),
+        }
+        for name in results
+    ]
+
+
+def part_rows(results: Runs) -> list[dict[str, Cell]]:
+    """Return the milliseconds of a step, by what they went to."""
+    rows: list[dict[str, Cell]] = []
+    for name, runs in results.items():
+        medians = {
+            part: statistics.median(
+                1000 * each["parts"].get(part, 0.0) / each["steps"] for each in runs
             )
+            for part in PARTS
+        }
+        rows.append({"contender": name, **medians, "sum": sum(medians.values())})
+    return rows
+
+
+# One run, in a process of its own
+
+
+def worker(settings: dict[str, Any]) -> Callable[[object], dict[str, Any]]:
+    """Return what runs a contender."""
+    return lambda _: train_once(settings)
+
+
+def train_once(settings: dict[str, Any]) -> dict[str, Any]:
+    """Run one contender; return time, memory, losses and accuracy."""
+    losses, result = (_plain if "amp" in settings else _halfstep)(**settings)
+    last = losses[-max(1, len(losses) // 10) :]
+    return result | {
+        "train_loss": sum(last) / len(last),
+        "steps": len(losses),
+        "peak_memory_bytes": hardware.peak_memory(hardware.capabilities().device),
+    }
+
+
+def _halfstep(**settings: Any) -> tuple[list[float], dict[str, Any]]:  # noqa: ANN401
+    """Run `halfstep train` with the settings of the plain loop.
+
+    It masks no tokens, and its last weights are evaluated: no dev text has chosen them.
+    """
+    more = {"mask_tokens": 0.0, "eval_every": EVAL_ONLY_AT_END}
+    with tempfile.TemporaryDirectory() as folder:
+        # Tokens kept from another run would be time not counted.
+        os.environ["HALFSTEP_CACHE"] = str(Path(folder) / "cache")
+        result = run(settings | more | {"out": str(Path(folder) / "run")})
+        records = [r for r in result.folder.records() if "event" not in r]
+    summary = result.summary
+    seconds = summary["tokenise_seconds"] + summary["train_seconds"]
+    return [record["loss"] for record in records], {
+        "seconds": seconds,
+        "examples_per_s": result.examples / seconds,
+        "dev_loss": summary["dev"]["loss"],
+        "dev_accuracy": summary["dev"]["accuracy"],
+        "skipped": summary["skipped"],
+        "parts": sum_parts([record["seconds"] for record in records])
+        | {"tokenise": summary["tokenise_seconds"]},
+    }
+
+
+def sum_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the seconds that all steps took, by what they went to."""
+    return {
+        part: sum(step.get(part, 0.0) for step in steps)
+        for part in dict.fromkeys(part for step in steps for part in step)
+    }
+
+
+def _plain(
+    *,
+    data: str | None,
+    limit: int | None,
+    seed: int,
+    epochs: int,
+    model: str,
+    amp: bool,
+) -> tuple[list[float], dict[str, Any]]:
+    """Train and evaluate as tutorials do; return the losses, and what was measured.
+
+    The loop is neither tuned nor slowed: every text is padded to 128 and tokenised in
+    the collate function, the optimizer is AdamW as torch has it (not fused, everything
+    decays), mixed precision is torch.autocast with torch.amp.GradScaler, on a GPU in
+    fp16. Model, vocabulary, split, schedule and clipping are those of `halfstep train`.
+    """
+    config = TrainConfig(data=data, limit=limit, seed=seed, epochs=epochs, model=model)
+    corpus = load_corpus(config)
+    torch.manual_seed(seed)
+    network = train_model.build(
+        model,
+        partial(tokenized.character_counts, corpus.train),
+        corpus.labels,
+        head="SequenceClassification",
+        max_length=PADDED,
+        dropout=None,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    alone = World(0, 1, torch.device(device))
+    plan = resolve_plan(config, corpus, alone, scratch=network.from_scratch)
+    train_examples, dev_examples = _examples(corpus.train), _examples(corpus.dev)
+
+    def collate(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
+        batch = network.tokenizer(
+            [text for text, _ in examples],
+            padding="max_length",
+            truncation=True,
+            max_length=PADDED,
+            return_tensors="pt",
         )
-    columns = (
-        "contender",
-        "seconds",
-        "examples/s",
-        *(f"x {base}" for base in BASELINES),
-        "peak MiB",
-        "train loss",
-        "dev loss",
-        "dev accuracy",
-        "skipped",
+        batch["labels"] = torch.tensor([label for _, label in examples])
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+
+    loader: DataLoader[Any] = DataLoader(
+        train_examples,  # type: ignore[arg-type]
+        config.batch_size,
+        shuffle=True,
+        collate_fn=collate,
     )
-    facts = hardware.capabilities()
-    settings_text = ", ".join(f"{key} {value}" for key, value in settings.items())
-    repeats = len(next(iter(results.values())))
-    notes = (
-        f"{settings_text}; median of {repeats} runs, contenders in turn",
-        f"{facts.cpu}, {facts.threads} threads, torch {facts.torch}",
-        "seconds: tokenising and training steps; no evaluation, no checkpoint",
-        "train loss: mean over the last tenth of the steps; dev: of the last weights",
-        "all: no hidden tokens, which halfstep train has by default from scratch",
-        "peak: the whole process; halfstep's also evaluates, saves and reports",
+    net = network.model.to(device).train()
+    optimizer = torch.optim.AdamW(net.parameters(), plan.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(step, plan.total_steps, plan.warmup)
     )
-    return Table("Training a text classifier", columns, tuple(rows), notes)
+    scaler = torch.amp.GradScaler(device, enabled=amp)
+    low_dtype = torch.float16 if device == "cuda" else torch.bfloat16
+    losses, skipped = [], 0
+    timers = Timers()
+    start = time.perf_counter()
+    for _ in range(epochs):
+        source = iter(loader)
+        while True:
+            with timers.time("input"):
+                batch = next(source, None)
+            if batch is None:
+                break
+            with timers.time("forward"), torch.autocast(device, low_dtype, enabled=amp):
+                loss = net(**batch).loss
+            with timers.time("backward"):
+                scaler.scale(loss).backward()
+            with timers.time("update"):
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), config.clip)
+                scaler.step(optimizer)
+                scale = scaler.get_scale()
+                scaler.update()
+                if scaler.get_scale() >= scale:
+                    schedule.step()
+                else:
+                    skipped += 1
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    seconds = time.perf_counter() - start
+    timers.seconds["rest"] = seconds - sum(timers.seconds.values())
+    dev_loss, dev_accuracy = _evaluate(net, dev_examples, collate)
+    return losses, {
+        "seconds": seconds,
+        "examples_per_s": epochs * len(train_examples) / seconds,
+        "dev_loss": dev_loss,
+        "dev_accuracy": dev_accuracy,
+        "skipped": skipped,
+        "parts": timers.seconds,
+    }
+
+
+def _examples(split: Split) -> list[Example]:
+    """Return a split as tutorials hold it: all of it, in memory."""
+    return list(zip(split.texts(), split.labels().tolist(), strict=True))
+
+
+@torch.no_grad()
+def _evaluate(net: Any, dev: Sequence[Example], collate: Any) -> tuple[float, float]:  # noqa: ANN401
+    """Return loss and accuracy in fp32."""
+    net.eval()
+    loss, correct = 0.0, 0
+    for start in range(0, len(dev), 128):
+        batch = collate(dev[start : start + 128])
+        out = net(**batch)
+        loss += out.loss.item() * len(batch["labels"])
+        correct += int((out.logits.argmax(-1) == batch["labels"]).sum())
+    return loss / len(dev), correct / len(dev)

@@ -1,6 +1,6 @@
-"""Contenders in processes of their own that stay alive and work only when asked.
+"""Contenders in processes of their own, which compute only when they are asked to.
 
-In: a module, a task, changes of the environment. Out: an answer to each question. What
+In: a module, a task, changes of the environment. Out: an answer to each request. What
 is set for a process, such as its allocator, is then compared within one run, and one
 process computes at a time: the others wait for a line.
 """
@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,25 +22,25 @@ from halfstep.errors import UserError
 from halfstep.machine import hardware
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
 
 PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment in which the threads of a process that waits sleep at once: by OpenMP's
 defaults they spin for a while, on processors that the next contender needs."""
 
-_TIMEOUT = 30
-"""Seconds in which a process without questions must end by itself."""
+TIMEOUT_S = 30
+"""In which a process without requests must end by itself."""
 
 
 class WorkerProcess:
-    """A process that answers questions, each a line of JSON, as is the answer.
+    """A process that answers requests, each a line of JSON, as is the answer.
 
     Args:
         name: For people.
-        module: One that calls `serve` when it is the program.
-        task: Plain values; the program's only argument, as JSON.
-        environment: What is set for it, beside `PASSIVE_WAIT`.
+        module: Its function `worker` makes from the task what answers requests.
+        task: Plain values: arguments of that function.
+        environment: Variables set for it.
     """
 
     def __init__(
@@ -47,46 +48,44 @@ class WorkerProcess:
         name: str,
         module: str,
         task: Mapping[str, Any],
-        environment: Mapping[str, str],
+        environment: Mapping[str, str] = PASSIVE_WAIT,
     ) -> None:
         self.name = name
-        # A file: a pipe that nobody reads while it works would fill up and block it.
+        # A file: a pipe that is not read while it works would fill up and block it.
         self._stderr = tempfile.TemporaryFile(  # noqa: SIM115 -- closed by __exit__
             "w+", encoding="utf-8", errors="replace"
         )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(task)],
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__, module, json.dumps(task)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=os.environ | hardware.environment() | PASSIVE_WAIT | dict(environment),
+            env=os.environ | hardware.child_environment() | dict(environment),
             text=True,
         )
 
     def request(self, question: Any = None) -> dict[str, Any]:  # noqa: ANN401 -- any JSON
-        """Put a question; wait for the answer.
+        """Send a request; wait for the answer, and record it.
 
         Raises:
-            UserError: If the process has ended, with its last words.
+            UserError: If the process has ended, with the last line of its errors.
         """
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin  # noqa: S101 -- both are pipes
         assert stdout  # noqa: S101
-        with contextlib.suppress(BrokenPipeError):  # told below, with its reason
+        with contextlib.suppress(BrokenPipeError):  # raised below, with its reason
             stdin.write(json.dumps(question) + "\n")
             stdin.flush()
         line = stdout.readline()
         if not line:
-            raise UserError(self._exit_message())
+            status = self.process.wait(TIMEOUT_S)
+            self._stderr.seek(0)
+            last = (self._stderr.read().strip().splitlines() or ["no output"])[-1]
+            message = f"contender {self.name} ended with status {status}: {last}"
+            raise UserError(message)
         answer: dict[str, Any] = json.loads(line)
         journal.record(self.name, **answer)
         return answer
-
-    def _exit_message(self) -> str:
-        status = self._process.wait(_TIMEOUT)
-        self._stderr.seek(0)
-        last = (self._stderr.read().strip().splitlines() or ["no output"])[-1]
-        return f"contender {self.name} ended with status {status}: {last}"
 
     def __enter__(self) -> Self:
         return self
@@ -97,34 +96,37 @@ class WorkerProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let it end, or make it: at once if we are in trouble ourselves."""
+        """Let it end; kill it if it does not, or at once after an error of ours."""
         if error is not None:
-            self._process.kill()
+            self.process.kill()
         try:
-            self._process.communicate(timeout=_TIMEOUT)
+            self.process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
+            self.process.kill()
+            self.process.communicate()
         self._stderr.close()
 
 
-def serve(
-    answer: Callable[[Any], dict[str, Any]], begin: Callable[[], object] | None = None
-) -> None:
+def run_once(name: str, module: str, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the one answer of a process that is started for it.
+
+    Raises:
+        UserError: If the process fails.
+    """
+    with WorkerProcess(name, module, task, {}) as process:
+        return process.request()
+
+
+def main(module: str, task: str) -> None:
     """Be such a process: answer each line of standard input until there is none.
 
     What is printed meanwhile, by whatever library, goes to standard error.
-
-    Args:
-        answer: From a question to its answer.
-        begin: Called first.
     """
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
-        # Python's own buffer would be emptied last, behind the words of an error.
+        # Python's own buffer would be emptied last, behind an error's traceback.
         with contextlib.redirect_stdout(sys.stderr):
-            if begin is not None:
-                begin()
+            answer = import_module(module).worker(**json.loads(task))
             for line in sys.stdin:
                 print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
@@ -132,7 +134,7 @@ def serve(
 def resident(device: str) -> int:
     """Return the bytes that this process holds now; on a GPU, what torch allocated.
 
-    Where the system does not tell, the most that it has held so far.
+    Where the system does not say, the most that it has held so far.
     """
     return _memory("VmRSS") if device == "cpu" else hardware.peak_memory(device)
 
@@ -140,7 +142,7 @@ def resident(device: str) -> int:
 def peak_resident(device: str) -> int:
     """Return the most bytes that this process has held so far.
 
-    Why: what `getrusage` tells begins at what the parent held when it started us.
+    Why: the figure of `getrusage` begins at what the parent held when it started us.
     """
     return _memory("VmHWM") if device == "cpu" else hardware.peak_memory(device)
 
@@ -153,3 +155,7 @@ def _memory(key: str) -> int:
         if key in fields:
             return int(fields[key].split()[0]) * 1024
     return hardware.peak_memory("cpu")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """Which policy casts now: the contexts that a thread is in, by device.
 
-In: a context that opens or closes. Out: the `Frame` that `dispatch_kernels` obeys.
+In: a context that opens or closes. Out: the `CastContext` that
+`dispatch_kernels` obeys.
 
 The kernels stand at a dispatch key that no tensor has. A thread reaches them only
 between `push` and `pop`, which switch that key in the thread's own dispatcher state;
@@ -43,7 +44,7 @@ class Observer(Protocol):
     def observe(
         self,
         name: str,
-        frame: Frame,
+        context: CastContext,
         run: Callable[[], Any],
         arguments: object,
     ) -> Any:  # noqa: ANN401
@@ -51,32 +52,32 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OpCast:
     """How one operation runs under a frame."""
 
     category: str
-    rule: int | None
+    rule_index: int | None
     """Index of the policy's rule that decided; None: a row of a table."""
-    stock: bool
+    is_torch_default: bool
     """torch's own kernel does just this."""
 
 
 @dataclass(eq=False, slots=True)
-class Frame:
+class CastContext:
     """What a context decides, for the kernels that read it."""
 
     policy: Policy
-    plan: Mapping[str, Row]
+    op_casts: Mapping[str, OpCast]
     """Operation -> how it runs. One without a row runs as torch's table says."""
     cache: CastCache | None
-    matched: set[int]
+    matched_rules: set[int]
     """Indices of the policy's rules that have decided something so far."""
     recorder: Observer | None = None
     module: str = ""
     """Path of the module whose rule made this frame; "" where none did."""
     types: tuple[str, ...] = ()
     """Class names of that module and of those around it."""
-    outer: Frame | None = None
+    outer: CastContext | None = None
     """The frame around, where a module's rule made this one."""
     closed: bool = field(default=False, init=False)
     """The context is over, and its cache with it."""
@@ -94,14 +95,14 @@ class Frame:
             self.cache.clear()
 
     @property
-    def root(self) -> Frame:
+    def root(self) -> CastContext:
         """The frame of the context itself."""
-        frame = self
-        while frame.outer is not None:
-            frame = frame.outer
-        return frame
+        context = self
+        while context.outer is not None:
+            context = context.outer
+        return context
 
-    def for_recomputation(self) -> Frame:
+    def for_recomputation(self) -> CastContext:
         """Return the frame for a part of the forward pass that is computed again.
 
         Where the context is over, so is its cache: this part has one of its own, in
@@ -114,13 +115,13 @@ class Frame:
 
 
 @dataclass(eq=False, slots=True)
-class _Active:
+class _Entry:
     """A frame in force in one thread, on one device."""
 
-    frame: Frame | None
-    task: int
+    context: CastContext | None
+    graph_task: int
     """The backward pass that was running when it was pushed; -1: none."""
-    below: _Active | None
+    outer: _Entry | None
     popped: bool = False
 
 
@@ -149,25 +150,25 @@ def check_key() -> None:
             _fallback.append(library)
 
 
-class _Table:
+class _ThreadState:
     """What one thread is in."""
 
     def __init__(self) -> None:
-        self.active: dict[str, _Active | None] = {}
+        self.innermost: dict[str, _Entry | None] = {}
         """Device type -> the innermost frame."""
-        self.pending: list[Callable[[], object]] = []
+        self.pending_undo: list[Callable[[], object]] = []
         """What another thread that has closed a context of this one leaves to it."""
-        self.settled: list[Callable[[], object]] = []
+        self.on_popped: list[Callable[[], object]] = []
         """What comes after that, or when the thread has ended."""
 
     def __del__(self) -> None:
-        while self.settled:
-            self.settled.pop(0)()
+        while self.on_popped:
+            self.on_popped.pop(0)()
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.table = _Table()
+        self.state = _ThreadState()
 
 
 _thread = _Thread()
@@ -177,31 +178,31 @@ class Pushed(NamedTuple):
     """What `pop` needs."""
 
     device: str
-    active: _Active
-    table: _Table
+    entry: _Entry
+    state: _ThreadState
     """Of the thread that pushed: `pop` may run in another one."""
 
 
-def push(device: str, frame: Frame | None) -> Pushed:
+def push(device: str, context: CastContext | None) -> Pushed:
     """Put a frame in force in this thread; None: no policy.
 
     Raises:
         UserError: If a backend of its own uses the dispatch key.
     """
-    if frame is not None:
+    if context is not None:
         check_key()
-    table = _thread.table
-    settle()
-    active = _Active(frame, _task(), table.active.get(device))
-    table.active[device] = active
-    if frame is not None and frame.cache is not None:
-        frame.cache.begin()
-    _set_key()
-    return Pushed(device, active, table)
+    state = _thread.state
+    run_pending()
+    entry = _Entry(context, _current_graph_task(), state.innermost.get(device))
+    state.innermost[device] = entry
+    if context is not None and context.cache is not None:
+        context.cache.open()
+    _update_dispatch_key()
+    return Pushed(device, entry, state)
 
 
 def pop(
-    pushed: Pushed, *undo: Callable[[], object], settled: Callable[[], object]
+    pushed: Pushed, *undo: Callable[[], object], on_popped: Callable[[], object]
 ) -> None:
     """End what a `push` began, in the thread of that, in any order.
 
@@ -209,44 +210,48 @@ def pop(
         pushed: What `push` has returned.
         undo: More that must be undone in that thread: at once, or when it next comes
             here, if this is another one.
-        settled: Called once when that is done, or when that thread has ended.
+        on_popped: Called once when that is done, or when that thread has ended.
     """
-    device, active, table = pushed
-    active.popped = True
-    innermost = table.active.get(device)
-    while innermost is not None and innermost.popped:
-        innermost = innermost.below
-    table.active[device] = innermost
-    cache = None if active.frame is None else active.frame.cache
-    still = None if innermost is None or innermost.frame is None else innermost.frame
-    if cache is not None and (still is None or still.cache is not cache):
-        cache.end()
-    table.pending += undo
-    table.settled.append(settled)
-    if table is _thread.table:
-        settle()
+    device, entry, state = pushed
+    entry.popped = True
+    remaining = state.innermost.get(device)
+    while remaining is not None and remaining.popped:
+        remaining = remaining.outer
+    state.innermost[device] = remaining
+    cache = None if entry.context is None else entry.context.cache
+    remaining_context = (
+        None if remaining is None or remaining.context is None else remaining.context
+    )
+    if cache is not None and (
+        remaining_context is None or remaining_context.cache is not cache
+    ):
+        cache.close()
+    state.pending_undo += undo
+    state.on_popped.append(on_popped)
+    if state is _thread.state:
+        run_pending()
 
 
-def settle() -> None:
+def run_pending() -> None:
     """Undo what other threads have left to this one, if they have."""
-    table = _thread.table
-    if not table.settled:
+    state = _thread.state
+    if not state.on_popped:
         return
-    while table.pending:
-        table.pending.pop(0)()
-    _set_key()
-    while table.settled:
-        table.settled.pop(0)()
+    while state.pending_undo:
+        state.pending_undo.pop(0)()
+    _update_dispatch_key()
+    while state.on_popped:
+        state.on_popped.pop(0)()
 
 
-def _set_key() -> None:
+def _update_dispatch_key() -> None:
     """Let this thread's operations reach the kernels if a frame is in force in it."""
     included = is_open()
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, included)  # noqa: SLF001
     torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not included)  # noqa: SLF001
 
 
-def _task() -> int:
+def _current_graph_task() -> int:
     """Return the number of the backward pass that runs in this thread; -1: none."""
     number: int = torch._C._current_graph_task_id()  # noqa: SLF001
     return number
@@ -254,34 +259,38 @@ def _task() -> int:
 
 def is_open() -> bool:
     """Say whether any frame is in force in this thread, or was pushed in it."""
-    return any(each and each.frame for each in _thread.table.active.values())
+    return any(each and each.context for each in _thread.state.innermost.values())
 
 
-def current(device: str) -> Frame | None:
+def innermost_context(device: str) -> CastContext | None:
     """Return the frame that this thread pushed last."""
-    active = _thread.table.active.get(device)
-    return None if active is None else active.frame
+    entry = _thread.state.innermost.get(device)
+    return None if entry is None else entry.context
 
 
-def in_force(device: str) -> Frame | None:
+def active(device: str) -> CastContext | None:
     """Return the frame that an operation in this thread runs under, if any."""
-    active = _thread.table.active.get(device)
-    return active.frame if active is not None and active.task == _task() else None
+    entry = _thread.state.innermost.get(device)
+    return (
+        entry.context
+        if entry is not None and entry.graph_task == _current_graph_task()
+        else None
+    )
 
 
-def casting() -> list[tuple[str, Frame]]:
+def active_contexts() -> list[tuple[str, CastContext]]:
     """Return each device on which a policy casts now, and the frame in force."""
-    table = _thread.table
-    if table.settled:
-        settle()
-    task = _task()
-    frames = []
-    for device, active in table.active.items():
+    state = _thread.state
+    if state.on_popped:
+        run_pending()
+    graph_task = _current_graph_task()
+    contexts = []
+    for device, entry in state.innermost.items():
         if (
-            active is not None
-            and active.frame is not None
-            and active.task == task
+            entry is not None
+            and entry.context is not None
+            and entry.graph_task == graph_task
             and torch.is_autocast_enabled(device)
         ):
-            frames.append((device, active.frame))
-    return frames
+            contexts.append((device, entry.context))
+    return contexts

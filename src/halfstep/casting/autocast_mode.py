@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
 
-from halfstep._torch.dynamo import untraced
+from halfstep._torch.dynamo import dynamo_disable
 from halfstep._torch.patches import SharedPatches
 from halfstep.casting import (
     active_context,
@@ -24,9 +24,9 @@ from halfstep.casting import (
     recompute,
     torch_cache,
 )
-from halfstep.casting.compile_region import traced
-from halfstep.casting.entered_contexts import Entries
-from halfstep.casting.policy_autocast import Steered
+from halfstep.casting.compile_region import traceable_autocast
+from halfstep.casting.entered_contexts import PerThreadStack
+from halfstep.casting.policy_autocast import PolicyAutocast
 from halfstep.errors import UserError
 from halfstep.policy.rules import TORCH, Policy
 
@@ -47,7 +47,7 @@ def autocast(
     model: torch.nn.Module | None = None,
     cache: CastCache | None = None,
     record: bool = False,
-) -> Region | Steered:
+) -> Autocast | PolicyAutocast:
     """Open a region in which operations run in the format that a policy gives them.
 
     Why: it is `torch.autocast` with its defects mended. It may be entered again while
@@ -85,16 +85,18 @@ def autocast(
     if torch.compiler.is_compiling():
         settings = (device_type, dtype, enabled, cache_enabled)
         modules = model is not None
-        return traced(settings, policy, record=record, modules=modules)  # type: ignore[return-value]
-    region = Region(device_type, dtype, enabled, cache_enabled)
+        return traceable_autocast(settings, policy, record=record, modules=modules)  # type: ignore[return-value]
+    context = Autocast(device_type, dtype, enabled, cache_enabled)
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
     if chosen in (None, TORCH) and cache is None and not record:
-        region.policy = chosen
-        return region
-    dispatch_table.check(chosen or TORCH, device_type, model)
+        context.policy = chosen
+        return context
+    dispatch_table.check_policy(chosen or TORCH, device_type, model)
     if chosen is not None and model is not None:
         module_rules.attach(model, chosen)
-    return Steered(region, chosen, cache, weights=cache is not None, record=record)
+    return PolicyAutocast(
+        context, chosen, cache, cache_weights=cache is not None, record=record
+    )
 
 
 _patches = SharedPatches(*torch_cache.PATCHES, *data_parallel.PATCHES)
@@ -103,12 +105,12 @@ _patches = SharedPatches(*torch_cache.PATCHES, *data_parallel.PATCHES)
 class _Entry(NamedTuple):
     """One entry of a region, and what it has to restore."""
 
-    region: torch_autocast
+    context: torch_autocast
     pushed: tuple[int, active_context.Pushed] | None
-    opened: torch_cache.Opened | None
+    entered: torch_cache.EnteredContext | None
 
 
-class Region(torch_autocast):
+class Autocast(torch_autocast):
     """A region under torch's own table; `autocast` makes it."""
 
     policy: Policy | None = None
@@ -123,26 +125,29 @@ class Region(torch_autocast):
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self._settings = dict(vars(self))
-        self._entries: Entries[_Entry] = Entries()
+        self._entries: PerThreadStack[_Entry] = PerThreadStack()
 
-    @untraced
+    @dynamo_disable
     def __enter__(self) -> Self:
         """Open a region."""
-        active_context.settle()
+        active_context.run_pending()
         # A region of torch's for each entry: it keeps on itself what it will restore.
-        region = object.__new__(torch_autocast)
-        vars(region).update(self._settings)
-        region.__enter__()  # type: ignore[no-untyped-call]
+        context = object.__new__(torch_autocast)
+        vars(context).update(self._settings)
+        context.__enter__()  # type: ignore[no-untyped-call]
         _patches.acquire()
-        opened = pushed = None
+        entered = pushed = None
         if self._enabled:
-            opened = torch_cache.opened(self.device, self.fast_dtype)
-        if self.policy is not None and active_context.in_force(self.device) is not None:
-            pushed = compile_guard.show(TORCH), recompute.push(self.device, None)
-        self._entries.push(_Entry(region, pushed, opened))
+            entered = torch_cache.on_enter(self.device, self.fast_dtype)
+        if self.policy is not None and active_context.active(self.device) is not None:
+            pushed = (
+                compile_guard.set_policy_guard(TORCH),
+                recompute.push(self.device, None),
+            )
+        self._entries.push(_Entry(context, pushed, entered))
         return self
 
-    @untraced
+    @dynamo_disable
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -155,18 +160,20 @@ class Region(torch_autocast):
             DtypeMismatch: In place of torch's error, with the operation and the rule
                 that mends it.
         """
-        region, pushed, opened = self._entries.pop()
+        context, pushed, entered = self._entries.pop()
         if pushed is not None:
-            shown, frame = pushed
-            recompute.pop(frame, partial(compile_guard.restore, shown))
-        if opened is not None:
-            torch_cache.closed(opened)
+            guard, context_entry = pushed
+            recompute.pop(
+                context_entry, partial(compile_guard.restore_policy_guard, guard)
+            )
+        if entered is not None:
+            torch_cache.on_exit(entered)
         _patches.release()
-        region.__exit__(exc_type, exc_value, traceback)
+        context.__exit__(exc_type, exc_value, traceback)
         if exc_value is not None:
-            found = dtype_mismatch.explained(exc_value)
-            if found is not None:
-                raise found from exc_value
+            mismatch = dtype_mismatch.explain(exc_value)
+            if mismatch is not None:
+                raise mismatch from exc_value
         return False
 
     def report(self) -> Table:

@@ -24,9 +24,9 @@ import torch
 from halfstep.policy import op_tables
 from halfstep.policy.rules import TORCH, Policy
 
-_CANDIDATES = ("ipu", "maia", "mtia", "hpu", "mps", "xpu", "xla")
-_PLACES = 4
-_DIGITS = (
+_CANDIDATE_DEVICES = ("ipu", "maia", "mtia", "hpu", "mps", "xpu", "xla")
+_NUM_DEVICES = 4
+_DIGIT_DTYPES = (
     *(None, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.complex64, torch.complex128),
@@ -41,9 +41,11 @@ def _is_spare(device: str) -> bool:
     return machine is None or not machine.is_available()
 
 
-_SPARE = tuple(islice(filter(_is_spare, _CANDIDATES), _PLACES))
-_DEFAULT = {device: torch.get_autocast_dtype(device) for device in _SPARE}
-_MOST = len(_DIGITS) ** len(_SPARE) - 1
+_SPARE_DEVICES = tuple(islice(filter(_is_spare, _CANDIDATE_DEVICES), _NUM_DEVICES))
+_DEFAULT_DTYPES = {
+    device: torch.get_autocast_dtype(device) for device in _SPARE_DEVICES
+}
+_MAX_NUMBER = len(_DIGIT_DTYPES) ** len(_SPARE_DEVICES) - 1
 
 _numbers: dict[Policy, int] = {}
 
@@ -58,54 +60,54 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def show(policy: Policy) -> int:
+def set_policy_guard(policy: Policy) -> int:
     """Let torch's state tell a policy; return what `restore` takes."""
     before = _thread.number
     if policy == TORCH:
-        restore(0)
+        restore_policy_guard(0)
     else:
-        restore(_number(policy))
+        restore_policy_guard(_policy_number(policy))
     return before
 
 
-def shown() -> int:
+def current_policy_guard() -> int:
     """Return what `restore` takes to show the same policy again."""
     return _thread.number
 
 
-def _number(policy: Policy) -> int:
+def _policy_number(policy: Policy) -> int:
     """Return a policy's number, from 1 on: the same in every process."""
     if policy not in _numbers:
         # Another version of halfstep may have other tables.
         text = f"{policy} {op_tables.NAMED[policy.base]}"
         digest = hashlib.sha256(text.encode()).digest()
-        number = int.from_bytes(digest[:8], "big") % _MOST
+        number = int.from_bytes(digest[:8], "big") % _MAX_NUMBER
         while number in _numbers.values():
-            number = (number + 1) % _MOST
+            number = (number + 1) % _MAX_NUMBER
         _numbers[policy] = number
     return 1 + _numbers[policy]
 
 
-def restore(number: int) -> None:
+def restore_policy_guard(number: int) -> None:
     """Let torch's state tell the policy with a number again."""
     if number == _thread.number:
         return
     _thread.number = number
-    for device in _SPARE:
-        number, digit = divmod(number, len(_DIGITS))
-        dtype = _DIGITS[digit]
+    for device in _SPARE_DEVICES:
+        number, digit = divmod(number, len(_DIGIT_DTYPES))
+        dtype = _DIGIT_DTYPES[digit]
         torch.set_autocast_enabled(device, dtype is not None)
-        torch.set_autocast_dtype(device, dtype or _DEFAULT[device])
+        torch.set_autocast_dtype(device, dtype or _DEFAULT_DTYPES[device])
 
 
-def plain_backward() -> Any:  # noqa: ANN401 -- whatever torch has there
+def disable_backward_autocast() -> Any:  # noqa: ANN401 -- whatever torch has there
     """Let torch.compile cast backward passes, in this thread, as eager code does.
 
     Why: it traces them under the autocast of the region around the compiled function,
     and so multiplies in 16 bits the gradients of what a rule keeps in fp32.
 
     Returns:
-        What to give to `restore_backward`.
+        What to give to `restore_backward_autocast`.
     """
     config: Any = sys.modules.get("torch._functorch.config")
     setting = getattr(config, "backward_pass_autocast", None)
@@ -115,7 +117,7 @@ def plain_backward() -> Any:  # noqa: ANN401 -- whatever torch has there
     return None
 
 
-def restore_backward(setting: Any) -> None:  # noqa: ANN401
+def restore_backward_autocast(setting: Any) -> None:  # noqa: ANN401
     """Restore torch's setting for compiled backward passes."""
     if setting is not None:
         sys.modules["torch._functorch.config"].backward_pass_autocast = setting  # type: ignore[attr-defined]

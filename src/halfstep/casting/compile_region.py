@@ -21,7 +21,7 @@ from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.fx.node import has_side_effect
 from torch.library import Library
 
-from halfstep._torch.dynamo import untraced
+from halfstep._torch.dynamo import dynamo_disable
 from halfstep.casting import (
     active_context,
     compile_guard,
@@ -29,7 +29,7 @@ from halfstep.casting import (
     dispatch_table,
     recompute,
 )
-from halfstep.casting.active_context import Frame
+from halfstep.casting.active_context import CastContext
 from halfstep.errors import UserError
 from halfstep.policy.rules import Policy
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Settings = tuple[str, torch.dtype | None, bool, bool | None]
 
 
-def traced(
+def traceable_autocast(
     settings: Settings, policy: Policy | str | None, *, record: bool, modules: bool
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a region for traced code.
@@ -61,14 +61,14 @@ def traced(
         raise UserError(message)
     if policy is None:
         return torch_autocast(*settings)
-    return _steered(settings, str(policy))
+    return _policy_context(settings, str(policy))
 
 
 @contextlib.contextmanager
-def _steered(settings: Settings, word: str) -> Iterator[None]:
+def _policy_context(settings: Settings, policy_text: str) -> Iterator[None]:
     device = settings[0]
     with torch_autocast(*settings):
-        torch.ops.halfstep.open_region(device, word)
+        torch.ops.halfstep.open_region(device, policy_text)
         try:
             yield
         finally:
@@ -77,29 +77,33 @@ def _steered(settings: Settings, word: str) -> Iterator[None]:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.before: list[tuple[active_context.Pushed, int | None]] = []
+        self.entered: list[tuple[active_context.Pushed, int | None]] = []
 
 
 _thread = _Thread()
 _library = Library("halfstep", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _open(device: str, word: str) -> None:
-    policy = Policy.parse(word)
-    dispatch_table.check(policy, device, model=None)
-    rows = dispatch_table.rows_for(policy, device)
-    dispatch_kernels.install(rows)
-    frame = Frame(policy, rows, None, dispatch_table.matches(policy))
+def _open(device: str, policy_text: str) -> None:
+    policy = Policy.parse(policy_text)
+    dispatch_table.check_policy(policy, device, model=None)
+    op_casts = dispatch_table.op_casts_for(policy, device)
+    dispatch_kernels.install(op_casts)
+    context = CastContext(policy, op_casts, None, dispatch_table.matched_rules(policy))
     # Not while this is traced: the sign then stands for the region around.
-    shown = compile_guard.show(policy) if TracingContext.try_get() is None else None
-    _thread.before.append((recompute.push(device, frame), shown))
+    guard = (
+        compile_guard.set_policy_guard(policy)
+        if TracingContext.try_get() is None
+        else None
+    )
+    _thread.entered.append((recompute.push(device, context), guard))
 
 
 def _close(_: str) -> None:
-    pushed, shown = _thread.before.pop()
+    pushed, guard = _thread.entered.pop()
     recompute.pop(pushed)
-    if shown is not None:
-        compile_guard.restore(shown)
+    if guard is not None:
+        compile_guard.restore_policy_guard(guard)
 
 
 def _define() -> None:
@@ -109,7 +113,7 @@ def _define() -> None:
     ):
         _library.define(f"{name}({arguments}) -> ()")  # type: ignore[no-untyped-call]
         # Where torch.compile has given up it would try these next.
-        kernel = untraced(run)
+        kernel = dynamo_disable(run)
         _library.impl(name, kernel, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
         # Under a dispatch mode, as in tracing, torch restores a thread's dispatcher
         # state after an operation, but for what happens before it takes note of it.

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from halfstep.casting.module_rules import Scope, scopes_of
+from halfstep.casting.module_rules import ModuleRuleHook, hooks_for
 from halfstep.errors import UserError
 from halfstep.numerics.formats import cast_floating, is_low, word
 from halfstep.policy import decision, op_tables
@@ -60,14 +60,14 @@ class Conversion:
 
     originals: dict[nn.Parameter, Tensor]
     """Parameter now stored low -> its value before the conversion."""
-    islands: tuple[str, ...]
+    fp32_modules: tuple[str, ...]
     """Paths of the modules that run in fp32 apart from the rest."""
     policy: Policy
     """The rules in force: those given, and behind them those of the level."""
 
 
 def convert_(
-    model: nn.Module, level: Level, low: torch.dtype, rules: Policy
+    model: nn.Module, level: Level, low_dtype: torch.dtype, rules: Policy
 ) -> Conversion:
     """Store a model's weights as the level says, in place.
 
@@ -100,7 +100,7 @@ def convert_(
         model: Bare, not wrapped for data parallelism when weights become low: the
             wrapper's buckets have the dtype that it saw.
         level: What is stored low, and whether normalisation is spared.
-        low: The 16-bit dtype.
+        low_dtype: The 16-bit dtype.
         rules: Modules that its rules put in fp32 stay fp32 and run as islands.
 
     Raises:
@@ -109,11 +109,11 @@ def convert_(
             then.
     """
     policy_rules.check_ops(rules)
-    implied = _implied(model, level, rules)
+    implied = _level_rules(model, level, rules)
     rules = replace(rules, rules=(*rules.rules, *implied))
-    scopes = scopes_of(model, rules, implied)
+    hooks = hooks_for(model, rules, implied)
     if not level.autocast:
-        _refuse_what_needs_regions(rules, level)
+        _refuse_autocast_rules(rules, level)
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
     if wrapped and level.low_weights:
         message = (
@@ -122,53 +122,53 @@ def convert_(
             "session.model."
         )
         raise UserError(message)
-    islands = {
+    fp32_modules = {
         scope.path: model.get_submodule(scope.path)
-        for scope in scopes
+        for scope in hooks
         if level.low and scope.category == op_tables.FP32
     }
-    chosen, widened = list[Tensor](), list[Tensor]()
+    low_tensors, fp32_tensors = list[Tensor](), list[Tensor]()
     if level.low_weights:
-        spared = _spared(model, level, [*islands.values()])
+        fp32_ids = _fp32_tensor_ids(model, level, [*fp32_modules.values()])
         buffers = () if level.autocast else model.buffers()
-        chosen = [
+        low_tensors = [
             tensor
             for tensor in chain(model.parameters(), buffers)
-            if tensor.dtype in _FLOATS - {low} and id(tensor) not in spared
+            if tensor.dtype in _FLOATS - {low_dtype} and id(tensor) not in fp32_ids
         ]
         # Of a model that came in 16 bits: what the level keeps in fp32 becomes it.
-        widened = [
+        fp32_tensors = [
             tensor
             for tensor in chain(model.parameters(), model.buffers())
-            if is_low(tensor.dtype) and id(tensor) in spared
+            if is_low(tensor.dtype) and id(tensor) in fp32_ids
         ]
-        changed = {id(tensor) for tensor in (*chosen, *widened)}
-        _refuse_unready(model, level, changed)
-        _check_overflow(model, chosen, low)
+        changed_ids = {id(tensor) for tensor in (*low_tensors, *fp32_tensors)}
+        _refuse_unready(model, level, changed_ids)
+        _check_overflow(model, low_tensors, low_dtype)
         if not level.autocast:
-            _refuse_shared(model, level, islands, spared)
-    _attach(model, scopes if level.low else [], islands, level, low)
+            _refuse_shared(model, level, fp32_modules, fp32_ids)
+    _attach_hooks(model, hooks if level.low else [], fp32_modules, level, low_dtype)
     originals = {
         # Not `detach()`: that would share the weight's version counter.
         tensor: tensor.data
-        for tensor in chosen
+        for tensor in low_tensors
         if isinstance(tensor, nn.Parameter)
     }
-    _store(chosen, low)
-    _store(widened, torch.float32)
-    if chosen or widened:
+    _store(low_tensors, low_dtype)
+    _store(fp32_tensors, torch.float32)
+    if low_tensors or fp32_tensors:
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 # cuDNN wants the weights of one in one piece, as `Module.to` knows.
                 module.flatten_parameters()
     if level.low_inputs:
-        model.register_forward_pre_hook(_Entry(low), with_kwargs=True)
+        model.register_forward_pre_hook(_CastInputs(low_dtype), with_kwargs=True)
     if level.fp32_outputs:
-        model.register_forward_hook(_exit)
-    return Conversion(originals, tuple(islands), rules)
+        model.register_forward_hook(_cast_outputs)
+    return Conversion(originals, tuple(fp32_modules), rules)
 
 
-def _implied(model: nn.Module, level: Level, rules: Policy) -> tuple[Rule, ...]:
+def _level_rules(model: nn.Module, level: Level, rules: Policy) -> tuple[Rule, ...]:
     """Return the rules that the level itself brings."""
     implied: tuple[Rule, ...] = ()
     if level.fp32_norms and rules.base == "torch":
@@ -183,24 +183,32 @@ def _is_parametrized(module: nn.Module) -> bool:
     return isinstance(module, ParametrizationList)
 
 
-def _attach(
+def _attach_hooks(
     model: nn.Module,
-    scopes: list[Scope],
-    islands: dict[str, nn.Module],
+    hooks: list[ModuleRuleHook],
+    fp32_modules: dict[str, nn.Module],
     level: Level,
-    low: torch.dtype,
+    low_dtype: torch.dtype,
 ) -> None:
     """Let modules obey the rules."""
-    for scope in scopes:
-        module = model.get_submodule(scope.path)
+    for hook in hooks:
+        module = model.get_submodule(hook.path)
         # The weights of an island stay fp32, so it runs in fp32 outside regions too.
-        apart = scope.path in islands
-        inside = any(outer in islands for outer in decision.around(scope.path)[1:])
-        keeps = level.autocast and not (level.low_weights and _is_parametrized(module))
-        scope.hook(module, always=apart, back=None if keeps or inside else low)
+        is_fp32_module = hook.path in fp32_modules
+        in_fp32_module = any(
+            outer in fp32_modules for outer in decision.around(hook.path)[1:]
+        )
+        keeps_dtype = level.autocast and not (
+            level.low_weights and _is_parametrized(module)
+        )
+        hook.register(
+            module,
+            always_fp32=is_fp32_module,
+            output_dtype=None if keeps_dtype or in_fp32_module else low_dtype,
+        )
 
 
-def _refuse_what_needs_regions(rules: Policy, level: Level) -> None:
+def _refuse_autocast_rules(rules: Policy, level: Level) -> None:
     """Refuse rules that only autocast can obey, where there is none."""
     for rule in rules.rules if level.low else ():
         if rule.kind == "op" or rule.category != op_tables.FP32:
@@ -212,90 +220,97 @@ def _refuse_what_needs_regions(rules: Policy, level: Level) -> None:
             raise UserError(message)
 
 
-def _refuse_unready(model: nn.Module, level: Level, chosen: set[int]) -> None:
+def _refuse_unready(model: nn.Module, level: Level, changed_ids: set[int]) -> None:
     """Refuse weights without numbers, or with such as no optimizer may touch."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if id(tensor) not in chosen:
+        if id(tensor) not in changed_ids:
             continue
         if is_lazy(tensor):
             state = "has no shape yet"
-            right = "Call the model once, make the optimizer, then prepare"
+            advice = "Call the model once, make the optimizer, then prepare"
         elif tensor.is_meta:
             state = "is on the meta device, without numbers"
-            right = "Call model.to_empty(), load its weights, then prepare"
+            advice = "Call model.to_empty(), load its weights, then prepare"
         elif tensor.is_inference():
             state = "was made in inference mode, which nothing can train"
-            right = "Build the model outside torch.inference_mode()"
+            advice = "Build the model outside torch.inference_mode()"
         else:
             continue
-        message = f"level={level.name} stores {name!r} low, but it {state}. {right}."
+        message = f"level={level.name} stores {name!r} low, but it {state}. {advice}."
         raise UserError(message)
 
 
-_reported: ContextVar[bool] = ContextVar("_reported", default=False)
+_overflow_allowed: ContextVar[bool] = ContextVar("_overflow_allowed", default=False)
 
 
 @contextlib.contextmanager
-def overflow_reported() -> Iterator[None]:
+def allow_overflow() -> Iterator[None]:
     """Store weights that become inf all the same: for `check`, which reports them."""
-    token = _reported.set(True)
+    token = _overflow_allowed.set(True)
     try:
         yield
     finally:
-        _reported.reset(token)
+        _overflow_allowed.reset(token)
 
 
-def refuse_overflow(named: Iterable[tuple[str, Tensor]], low: torch.dtype) -> None:
+def refuse_overflow(
+    named_tensors: Iterable[tuple[str, Tensor]], low_dtype: torch.dtype
+) -> None:
     """Refuse weights that would become inf in 16 bits: nothing could train on.
 
     Args:
-        named: (name, values about to be stored low).
-        low: The dtype.
+        named_tensors: (name, values about to be stored low).
+        low_dtype: The dtype.
 
     Raises:
         UserError: With the name, the largest magnitude, and what holds it.
     """
-    for name, peak in _overflowing(named, low):
+    for name, peak in _overflowing(named_tensors, low_dtype):
         path = name.rpartition(".")[0]
-        cures = ["dtype='bf16'"] if low == torch.float16 else ["level='O1'"]
+        cures = ["dtype='bf16'"] if low_dtype == torch.float16 else ["level='O1'"]
         if path:
             cures.append(f"the rule 'module:{path}=fp32'")
         message = (
-            f"parameter {name!r} reaches {peak:g}, and {word(low)} holds numbers up to "
-            f"{torch.finfo(low).max:g}: it would become inf. Use {' or '.join(cures)}."
+            f"parameter {name!r} reaches {peak:g}, and {word(low_dtype)} holds numbers "
+            f"up to {torch.finfo(low_dtype).max:g}: it would become inf. "
+            f"Use {' or '.join(cures)}."
         )
         raise UserError(message)
 
 
 def _check_overflow(
-    model: nn.Module, chosen: Iterable[Tensor], low: torch.dtype
+    model: nn.Module, low_tensors: Iterable[Tensor], low_dtype: torch.dtype
 ) -> None:
     """Refuse weights that become inf, and warn of buffers: a mask may be meant to."""
-    if _reported.get():
+    if _overflow_allowed.get():
         return
-    lowered = {id(tensor) for tensor in chosen}
-    owned = [pair for pair in model.named_parameters() if id(pair[1]) in lowered]
-    refuse_overflow(owned, low)
-    buffers = [pair for pair in model.named_buffers() if id(pair[1]) in lowered]
-    for name, peak in _overflowing(buffers, low):
+    low_ids = {id(tensor) for tensor in low_tensors}
+    named_params = [pair for pair in model.named_parameters() if id(pair[1]) in low_ids]
+    refuse_overflow(named_params, low_dtype)
+    buffers = [pair for pair in model.named_buffers() if id(pair[1]) in low_ids]
+    for name, peak in _overflowing(buffers, low_dtype):
         message = (
-            f"buffer {name!r} reaches {peak:g} and becomes inf: {word(low)} holds "
-            f"numbers up to {torch.finfo(low).max:g}. If that is no mask, use "
-            "dtype='bf16', or level='O2', which leaves buffers as they are."
+            f"buffer {name!r} reaches {peak:g} and becomes inf: {word(low_dtype)} "
+            f"holds numbers up to {torch.finfo(low_dtype).max:g}. If that is no mask, "
+            "use dtype='bf16', or level='O2', which leaves buffers as they are."
         )
         warnings.warn(message, stacklevel=5)
 
 
 @torch.no_grad()
 def _overflowing(
-    named: Iterable[tuple[str, Tensor]], low: torch.dtype
+    named_tensors: Iterable[tuple[str, Tensor]], low_dtype: torch.dtype
 ) -> list[tuple[str, float]]:
     """Return names and largest magnitudes of finite numbers that become inf in `low`.
 
     The devices are waited for once.
     """
-    local = [(n, t.to_local() if hasattr(t, "to_local") else t) for n, t in named]
-    pairs = [(n, t.detach()) for n, t in local if t.numel() and not _wraps(t)]
+    local = [
+        (n, t.to_local() if hasattr(t, "to_local") else t) for n, t in named_tensors
+    ]
+    pairs = [
+        (n, t.detach()) for n, t in local if t.numel() and not _has_inner_tensors(t)
+    ]
     if not pairs:
         return []
     norms = torch._foreach_norm([t for _, t in pairs], torch.inf)  # noqa: SLF001
@@ -304,18 +319,21 @@ def _overflowing(
     return [
         (name, float(peak))
         for (name, _), peak in zip(pairs, peaks, strict=True)
-        if peak.isfinite() and not peak.to(low).isfinite()
+        if peak.isfinite() and not peak.to(low_dtype).isfinite()
     ]
 
 
 def _refuse_shared(
-    model: nn.Module, level: Level, islands: dict[str, nn.Module], spared: set[int]
+    model: nn.Module,
+    level: Level,
+    fp32_modules: dict[str, nn.Module],
+    fp32_ids: set[int],
 ) -> None:
     """Refuse a weight tied between an island and a module that runs low."""
     for path, module in model.named_modules():
-        own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-        if not any(outer in islands for outer in decision.around(path)) and any(
-            id(tensor) in spared for tensor in own
+        tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+        if not any(outer in fp32_modules for outer in decision.around(path)) and any(
+            id(tensor) in fp32_ids for tensor in tensors
         ):
             message = (
                 f"module {path!r} shares a weight with one that a rule keeps in fp32, "
@@ -325,44 +343,46 @@ def _refuse_shared(
             raise UserError(message)
 
 
-def _spared(model: nn.Module, level: Level, islands: list[nn.Module]) -> set[int]:
+def _fp32_tensor_ids(
+    model: nn.Module, level: Level, fp32_modules: list[nn.Module]
+) -> set[int]:
     """Return the ids of parameters and buffers that keep fp32."""
-    kept = list(islands)
+    modules = list(fp32_modules)
     if level.fp32_norms:
-        kept += [
+        modules += [
             module
             for module in model.modules()
             if policy_rules.is_normalisation(policy_rules.type_names(module))
         ]
-    spared = {
+    fp32_ids = {
         id(tensor)
-        for module in kept
+        for module in modules
         for tensor in (*module.parameters(), *module.buffers())
     }
     for module in model.modules() if level.autocast else ():
         for hook in module._forward_pre_hooks.values():  # noqa: SLF001 -- no other way
             if isinstance(hook, SpectralNorm):
                 # Its power iteration writes into fp32 buffers and takes no mix.
-                spared.add(id(getattr(module, f"{hook.name}_orig")))
-    return spared
+                fp32_ids.add(id(getattr(module, f"{hook.name}_orig")))
+    return fp32_ids
 
 
 @torch.no_grad()
 def _store(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
     """Store tensors in a dtype; those that overlap in memory still do."""
-    for alike in _overlapping(tensors):
-        if len(alike) == 1:
-            _put(alike[0], alike[0].data.to(dtype))
+    for group in _overlapping(tensors):
+        if len(group) == 1:
+            _set_data(group[0], group[0].data.to(dtype))
             continue
-        start = min(tensor.storage_offset() for tensor in alike)
-        size = max(map(_end, alike)) - start
-        whole = alike[0].data.as_strided((size,), (1,), start).to(dtype)
-        for tensor in alike:
-            place = tensor.storage_offset() - start
-            _put(tensor, whole.as_strided(tensor.shape, tensor.stride(), place))
+        start = min(tensor.storage_offset() for tensor in group)
+        size = max(map(_storage_end, group)) - start
+        merged = group[0].data.as_strided((size,), (1,), start).to(dtype)
+        for tensor in group:
+            offset = tensor.storage_offset() - start
+            _set_data(tensor, merged.as_strided(tensor.shape, tensor.stride(), offset))
 
 
-def _put(tensor: Tensor, value: Tensor) -> None:
+def _set_data(tensor: Tensor, value: Tensor) -> None:
     gradient = tensor.grad if tensor.is_leaf else None
     tensor.grad = None  # it must have its tensor's dtype
     tensor.data = value
@@ -375,35 +395,35 @@ def _overlapping(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: list[list[Tensor]] = []
     stored: defaultdict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        if tensor.numel() and not _wraps(tensor):
+        if tensor.numel() and not _has_inner_tensors(tensor):
             # Not its address, which storages without memory have in common.
             stored[tensor.untyped_storage()._cdata].append(tensor)  # noqa: SLF001
         else:
             groups.append([tensor])
-    for together in stored.values():
+    for same_storage in stored.values():
         end = -1
-        for tensor in sorted(together, key=Tensor.storage_offset):
+        for tensor in sorted(same_storage, key=Tensor.storage_offset):
             if tensor.storage_offset() < end:
                 groups[-1].append(tensor)
             else:
                 groups.append([tensor])
-            end = max(end, _end(tensor))
+            end = max(end, _storage_end(tensor))
     return groups
 
 
-def _wraps(tensor: Tensor) -> bool:
+def _has_inner_tensors(tensor: Tensor) -> bool:
     """Say whether a tensor, sparse or of a class such as DTensor, has others inside."""
     return tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__")
 
 
-def _end(tensor: Tensor) -> int:
+def _storage_end(tensor: Tensor) -> int:
     """Return where in its storage a tensor ends, in elements."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return int(tensor.storage_offset()) + 1 + sum((n - 1) * s for n, s in steps)
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _CastInputs:
     """Forward pre-hook: casts a model's floating inputs to its 16-bit dtype."""
 
     dtype: torch.dtype
@@ -414,6 +434,6 @@ class _Entry:
         return cast_floating((args, kwargs), self.dtype)
 
 
-def _exit(_module: nn.Module, _args: object, output: object) -> object:
+def _cast_outputs(_module: nn.Module, _args: object, output: object) -> object:
     """Forward hook: casts what a model returns to fp32, float64 and ids apart."""
     return cast_floating(output, torch.float32)

@@ -217,7 +217,7 @@ def low_precision(target: T) -> T:
         UserError: If it is neither, or the operator is torch's own, is not registered
             or has no overload that can take copies.
     """
-    return _treat(target, LOW)
+    return _apply_category(target, LOW)
 
 
 def full_precision(target: T) -> T:
@@ -225,7 +225,7 @@ def full_precision(target: T) -> T:
 
     Otherwise as `low_precision`.
     """
-    return _treat(target, FP32)
+    return _apply_category(target, FP32)
 
 
 def promote(target: T) -> T:
@@ -235,20 +235,20 @@ def promote(target: T) -> T:
     fp16 runs in fp32, which holds both, and so does the one of them that is not
     autocast's. Otherwise as `low_precision`.
     """
-    return _treat(target, PROMOTE)
+    return _apply_category(target, PROMOTE)
 
 
-def _treat(target: T, category: str) -> T:
+def _apply_category(target: T, category: str) -> T:
     if isinstance(target, str | OpOverload | OpOverloadPacket | CustomOpDef):
         _register(_overloads(target), category)
         return target
     if isinstance(target, staticmethod | classmethod):
         return cast("T", type(target)(_wrap(target.__func__, category)))
     if not callable(target) or isinstance(target, type | nn.Module):
-        given = target if isinstance(target, type) else type(target)
+        target_type = target if isinstance(target, type) else type(target)
         message = (
-            f"{given.__name__} is neither a function nor an operator: decorate the "
-            "forward of a module, or name an operator as 'namespace::name'."
+            f"{target_type.__name__} is neither a function nor an operator: decorate "
+            "the forward of a module, or name an operator as 'namespace::name'."
         )
         raise UserError(message)
     return cast("T", _wrap(target, category))
@@ -257,18 +257,20 @@ def _treat(target: T, category: str) -> T:
 def _wrap(function: Callable[P, R], category: str) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        found = {tensor.device.type for tensor in _floating((args, kwargs))}
-        regions = [device for device in sorted(found) if _is_on(device)]
-        outside: Callable[..., R] = function
-        for device in regions:
+        device_types = {tensor.device.type for tensor in _floating((args, kwargs))}
+        cast_devices = [
+            device for device in sorted(device_types) if _is_autocast_on(device)
+        ]
+        wrapped: Callable[..., R] = function
+        for device in cast_devices:
             args, kwargs = _cast(args, kwargs, category, device)
-            outside = torch_autocast(device, enabled=False)(outside)
-        return outside(*args, **kwargs)
+            wrapped = torch_autocast(device, enabled=False)(wrapped)
+        return wrapped(*args, **kwargs)
 
     return run
 
 
-def _is_on(device: str) -> bool:
+def _is_autocast_on(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
@@ -351,8 +353,8 @@ def _cast(
     args: tuple[Any, ...], kwargs: dict[str, Any], category: str, device: str
 ) -> tuple[Any, Any]:
     """Return arguments with the floating tensors on a device cast for a category."""
-    found = _floating([*args, *kwargs.values()])
-    dtypes = [tensor.dtype for tensor in found if tensor.device.type == device]
+    floating = _floating([*args, *kwargs.values()])
+    dtypes = [tensor.dtype for tensor in floating if tensor.device.type == device]
     dtype = decision.cast_to(category, dtypes, torch.get_autocast_dtype(device))
     if dtype is None or set(dtypes) == {dtype}:
         return args, kwargs
@@ -386,8 +388,8 @@ def _cast_on(value: Any, device: str, dtype: torch.dtype) -> Any:  # noqa: ANN40
     if isinstance(value, list | tuple):
         items = [_cast_on(item, device, dtype) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    twin = copy.copy(value)
+    copied = copy.copy(value)
     # One by one: transformers' ModelOutput refuses `update`.
     for key, item in value.items():
-        twin[key] = _cast_on(item, device, dtype)
-    return twin
+        copied[key] = _cast_on(item, device, dtype)
+    return copied

@@ -18,7 +18,7 @@ import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.nn import parallel
 
-from halfstep._torch.patches import attribute
+from halfstep._torch.patches import attribute_patch
 from halfstep.casting import recompute, torch_cache
 from halfstep.casting.dispatch_kernels import KEYS
 
@@ -26,45 +26,49 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-def _carrying(torchs: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    @functools.wraps(torchs)
+def _with_caller_context(
+    original: Callable[..., list[Any]],
+) -> Callable[..., list[Any]]:
+    @functools.wraps(original)
     def parallel_apply(
         modules: Sequence[Callable[..., Any]],
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> list[Any]:
-        runs = carried(modules) if torch_cache.inside() else modules
-        return torchs(runs, *args, **kwargs)
+        replicas = in_caller_context(modules) if torch_cache.in_context() else modules
+        return original(replicas, *args, **kwargs)
 
     return parallel_apply
 
 
 PATCHES = tuple(
-    attribute(owner, "parallel_apply", _carrying)
+    attribute_patch(owner, "parallel_apply", _with_caller_context)
     for owner in (parallel, sys.modules[parallel.DataParallel.__module__])
 )
 """For `nn.parallel.parallel_apply`, and for where `nn.DataParallel` finds it."""
 
 
-def carried(modules: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+def in_caller_context(
+    modules: Sequence[Callable[..., Any]],
+) -> list[Callable[..., Any]]:
     """Return callables that run in another thread as they would in this one."""
-    on = {
+    dtypes = {
         device: torch.get_autocast_dtype(device)
         for device in KEYS
         if torch.is_autocast_enabled(device)
     }
-    cache = torch.is_autocast_cache_enabled()
-    policy = recompute.capture()
+    cache_enabled = torch.is_autocast_cache_enabled()
+    enter_policy = recompute.capture()
 
-    def carry(module: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(module: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             with contextlib.ExitStack() as contexts:
-                for device, dtype in on.items():
-                    context = torch_autocast(device, dtype, cache_enabled=cache)
+                for device, dtype in dtypes.items():
+                    context = torch_autocast(device, dtype, cache_enabled=cache_enabled)
                     contexts.enter_context(context)
-                contexts.enter_context(policy())
+                contexts.enter_context(enter_policy())
                 return module(*args, **kwargs)
 
         return run
 
-    return [carry(module) for module in modules]
+    return [wrap(module) for module in modules]

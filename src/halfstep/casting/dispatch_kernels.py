@@ -36,7 +36,7 @@ from halfstep.policy.rules import KEEP
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from halfstep.casting.active_context import Frame, Row
+    from halfstep.casting.active_context import CastContext, OpCast
     from halfstep.casting.weight_cache import CastCache
 
 Call: TypeAlias = "Callable[..., Any]"
@@ -48,10 +48,10 @@ KEYS = {
     "xpu": "AutocastXPU",
 }
 """Device type -> the dispatch key at which torch casts."""
-_OWN = active_context.KEY.name
+_KEY_NAME = active_context.KEY.name
 """The dispatch key at which these kernels stand."""
 
-_ORDER = ("cuda", "mps", "xpu", "cpu")
+_DEVICE_ORDER = ("cuda", "mps", "xpu", "cpu")
 """Device types as the dispatcher comes to their autocast keys."""
 
 _WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -68,7 +68,7 @@ the third argument on: casting those costs time, and digits of the result."""
 _lock = threading.Lock()
 _installed: dict[str, Library] = {}
 """Operation -> what holds its kernel."""
-_ready: dict[int, Mapping[str, Row]] = {}
+_installed_tables: dict[int, Mapping[str, OpCast]] = {}
 """Identity -> rows that all have a kernel: contexts ask at each entry."""
 
 
@@ -79,71 +79,74 @@ def install(names: Iterable[str]) -> None:
         names: aten's ("softmax.int") or other libraries' ("ns::name"); or rows that
             never change.
     """
-    if _ready.get(id(names)) is names:
+    if _installed_tables.get(id(names)) is names:
         return
     with _lock:
         for name in names:
             if name not in _installed:
                 _installed[name] = _register(name)
         if isinstance(names, Mapping):
-            _ready[id(names)] = names
+            _installed_tables[id(names)] = names
 
 
 def overload_of(name: str) -> torch._ops.OpOverload:
     """Return the operation that a name means."""
     namespace, _, rest = name.rpartition("::")
     packet, _, overload = rest.partition(".")
-    found: torch._ops.OpOverload = getattr(
+    op: torch._ops.OpOverload = getattr(
         getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default"
     )
-    return found
+    return op
 
 
 def _register(name: str) -> Library:
     """Put a kernel for an operation at our key."""
     op = overload_of(name)
-    pass_on = passing_on(op)
-    takes = _tensor_places(op, numbers=False)
+    redispatch = make_redispatch(op)
+    takes_tensor = _tensor_arguments(op, numbers=False)
     has_lists = re.search(r"Tensor\??\[", str(op._schema)) is not None  # noqa: SLF001
-    runs = {device: runner(device, name, op) for device in KEYS}
+    cast_calls = {device: make_cast_and_call(device, name, op) for device in KEYS}
 
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if has_lists or not _NUMBERS.isdisjoint(map(type, compress(args, takes))):
-            args = tuple(map(_with_tensors, args, takes))
-        contexts = active_context.casting()
-        if len(contexts) > 1:
-            contexts = _on_devices_of(args, contexts)
-        if not contexts:
-            return pass_on(keyset, *args, **kwargs)
-        device, frame = contexts[0]
-        row = frame.plan.get(name)
-        if row is None or (
-            row.rule is not None and not _is_any_on((*args, *kwargs.values()), device)
+        if has_lists or not _NUMBERS.isdisjoint(
+            map(type, compress(args, takes_tensor))
         ):
-            return pass_on(keyset, *args, **kwargs)
-        if row.rule is not None:
-            frame.matched.add(row.rule)
-        if frame.recorder is not None:
-            if row.stock:
-                chosen = partial(pass_on, keyset, *args, **kwargs)
+            args = tuple(map(_with_tensors, args, takes_tensor))
+        contexts = active_context.active_contexts()
+        if len(contexts) > 1:
+            contexts = _contexts_of(args, contexts)
+        if not contexts:
+            return redispatch(keyset, *args, **kwargs)
+        device, context = contexts[0]
+        op_cast = context.op_casts.get(name)
+        if op_cast is None or (
+            op_cast.rule_index is not None
+            and not _is_any_on((*args, *kwargs.values()), device)
+        ):
+            return redispatch(keyset, *args, **kwargs)
+        if op_cast.rule_index is not None:
+            context.matched_rules.add(op_cast.rule_index)
+        if context.recorder is not None:
+            if op_cast.is_torch_default:
+                call = partial(redispatch, keyset, *args, **kwargs)
             else:
-                chosen = partial(runs[device], frame, row, args, kwargs)
-            return frame.recorder.observe(name, frame, chosen, (args, kwargs))
-        if row.stock:
-            return pass_on(keyset, *args, **kwargs)
-        return runs[device](frame, row, args, kwargs)
+                call = partial(cast_calls[device], context, op_cast, args, kwargs)
+            return context.recorder.observe(name, context, call, (args, kwargs))
+        if op_cast.is_torch_default:
+            return redispatch(keyset, *args, **kwargs)
+        return cast_calls[device](context, op_cast, args, kwargs)
 
     library = Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         # Where torch registers a kernel of its own at the key, ours is the one to run.
         warnings.simplefilter("ignore", UserWarning)
-        spelt = name.rpartition("::")[2]
+        op_name = name.rpartition("::")[2]
         registrar: Any = library.m
-        registrar.impl(spelt, _OWN, _skipped_by_dynamo(kernel), True)  # noqa: FBT003 -- with the keyset
+        registrar.impl(op_name, _KEY_NAME, _skip_dynamo(kernel), True)  # noqa: FBT003 -- with the keyset
     return library
 
 
-def _skipped_by_dynamo(kernel: Call) -> Call:
+def _skip_dynamo(kernel: Call) -> Call:
     """Keep torch.compile from compiling a function of ours, and what that calls.
 
     Why: what it leaves to eager code calls our kernels, and it would try them next.
@@ -155,12 +158,12 @@ def _skipped_by_dynamo(kernel: Call) -> Call:
     return kernel
 
 
-def _on_devices_of(
-    args: tuple[Any, ...], contexts: list[tuple[str, Frame]]
-) -> list[tuple[str, Frame]]:
+def _contexts_of(
+    args: tuple[Any, ...], contexts: list[tuple[str, CastContext]]
+) -> list[tuple[str, CastContext]]:
     """Return the contexts that operands concern; that of the highest key is first."""
-    found = [each for each in contexts if _is_any_on(args, each[0])]
-    return sorted(found, key=lambda each: _ORDER.index(each[0]))
+    matching = [each for each in contexts if _is_any_on(args, each[0])]
+    return sorted(matching, key=lambda each: _DEVICE_ORDER.index(each[0]))
 
 
 def _is_any_on(values: Iterable[Any], device: str) -> bool:
@@ -173,24 +176,24 @@ def _is_any_on(values: Iterable[Any], device: str) -> bool:
     )
 
 
-def passing_on(op: torch._ops.OpOverload) -> Call:
+def make_redispatch(op: torch._ops.OpOverload) -> Call:
     """Return the function that hands an operation on to the keys below ours.
 
-    What it calls inside is still cast, unlike under `runner`.
+    What it calls inside is still cast, unlike under `make_cast_and_call`.
     """
     below = torch._C._dispatch_keyset_full_after(active_context.KEY)  # noqa: SLF001
     excluded = DispatchKeySet(active_context.KEY)
-    takes = _tensor_places(op, numbers=True)
+    takes_tensor = _tensor_arguments(op, numbers=True)
     redispatch = op._handle.redispatch_boxed  # noqa: SLF001 -- spares a call
 
-    def pass_on(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if not _NUMBERS.isdisjoint(map(type, compress(args, takes))):
+    def run_below(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if not _NUMBERS.isdisjoint(map(type, compress(args, takes_tensor))):
             # `x.add_(1)`: only a call from the top takes a number for a tensor.
             with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
                 return op(*args, **kwargs)
         return redispatch(keyset & below, *args, **kwargs)
 
-    return pass_on
+    return run_below
 
 
 _NUMBERS = frozenset((float, int, bool, complex))
@@ -199,7 +202,7 @@ _PLAIN = DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrVi
 _NO_KEYS = _PLAIN - _PLAIN
 
 
-def _tensor_places(op: torch._ops.OpOverload, *, numbers: bool) -> tuple[bool, ...]:
+def _tensor_arguments(op: torch._ops.OpOverload, *, numbers: bool) -> tuple[bool, ...]:
     """Say of each argument whether it is a tensor.
 
     None is said to be where that operation does, or does not, take numbers for tensors.
@@ -230,7 +233,7 @@ def _with_tensors(value: Any, is_tensor: bool) -> Any:  # noqa: ANN401
         return node._saved_other  # noqa: SLF001
 
 
-def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
+def make_cast_and_call(device: str, name: str, op: torch._ops.OpOverload) -> Call:
     """Return the function that casts an operation's operands and runs it.
 
     It takes a frame, a row, positional and keyword arguments.
@@ -238,62 +241,81 @@ def runner(device: str, name: str, op: torch._ops.OpOverload) -> Call:
     excluded = DispatchKeySet(DispatchKey.__members__[KEYS[device]]).add(
         active_context.KEY
     )
-    wide_name, last = _WITH_DTYPE.get(name, (name, ()))
-    wide = overload_of(wide_name)
-    needed = len(wide._schema.arguments) - 1 if last else 0  # noqa: SLF001
-    on: On = attrgetter(f"is_{device}")
-    leave = (device, name) in _WIDE_WEIGHTS
+    fp32_name, extra_args = _WITH_DTYPE.get(name, (name, ()))
+    fp32_op = overload_of(fp32_name)
+    num_args = len(fp32_op._schema.arguments) - 1 if extra_args else 0  # noqa: SLF001
+    is_on_device: IsOnDevice = attrgetter(f"is_{device}")
+    has_wide_weights = (device, name) in _WIDE_WEIGHTS
     call = op._op  # noqa: SLF001 -- spares a call
 
     def run(
-        frame: Frame, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]
+        context: CastContext,
+        op_cast: OpCast,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:  # noqa: ANN401
         # As in torch: what an operation calls inside is not cast again.
         with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
             # Most calls: after a large product little of this code is in the caches.
-            short = row.category == op_tables.LOW and not (leave or kwargs)
-            if short or row.category == KEEP:
-                low = torch.get_autocast_dtype(device)
-                operands = _cast(args, low, on, frame.cache) if short else args
+            is_plain_low = op_cast.category == op_tables.LOW and not (
+                has_wide_weights or kwargs
+            )
+            if is_plain_low or op_cast.category == KEEP:
+                low_dtype = torch.get_autocast_dtype(device)
+                operands = (
+                    _cast(args, low_dtype, is_on_device, context.cache)
+                    if is_plain_low
+                    else args
+                )
                 return call(*operands, **kwargs)
-            if row.category == op_tables.BANNED:
-                raise RuntimeError(_banned(name, frame, row))
-            if row.category == op_tables.FP32_RESULT:
-                if not _eligible(args[0], on) or _has_dtype(op, args, kwargs):
+            if op_cast.category == op_tables.BANNED:
+                raise RuntimeError(_banned_message(name, context, op_cast))
+            if op_cast.category == op_tables.FP32_RESULT:
+                if not _is_eligible(args[0], is_on_device) or _has_dtype(
+                    op, args, kwargs
+                ):
                     return op(*args, **kwargs)
-                args = args + last if len(args) < needed else args
-                return wide(*args, **kwargs, dtype=torch.float32)
-            low = torch.get_autocast_dtype(device)
-            if row.category in _BY_OPERANDS:
-                found = _floating((*args, *kwargs.values()), on)
-                dtypes = [tensor.dtype for tensor in found]
+                args = args + extra_args if len(args) < num_args else args
+                return fp32_op(*args, **kwargs, dtype=torch.float32)
+            low_dtype = torch.get_autocast_dtype(device)
+            if op_cast.category in _BY_OPERANDS:
+                floating = _floating((*args, *kwargs.values()), is_on_device)
+                dtypes = [tensor.dtype for tensor in floating]
             else:
-                dtypes = _ANY
-            dtype = cast_to(row.category, dtypes, low)
+                dtypes = _ANY_DTYPE
+            dtype = cast_to(op_cast.category, dtypes, low_dtype)
             if dtype is None:
                 return op(*args, **kwargs)
-            cache = frame.cache if dtype is low else None
-            kept = leave and row.rule is None and dtype is low and _fp32(args[2:4])
-            data = args[:2] if kept else args
-            cast = *_cast(data, dtype, on, cache), *args[len(data) :]
+            cache = context.cache if dtype is low_dtype else None
+            keeps_weights = (
+                has_wide_weights
+                and op_cast.rule_index is None
+                and dtype is low_dtype
+                and _are_fp32(args[2:4])
+            )
+            data_args = args[:2] if keeps_weights else args
+            cast_args = (
+                *_cast(data_args, dtype, is_on_device, cache),
+                *args[len(data_args) :],
+            )
             if not kwargs:
-                return op(*cast)
-            named = _cast(kwargs.values(), dtype, on, cache)
-            return op(*cast, **dict(zip(kwargs, named, strict=True)))
+                return op(*cast_args)
+            cast_kwargs = _cast(kwargs.values(), dtype, is_on_device, cache)
+            return op(*cast_args, **dict(zip(kwargs, cast_kwargs, strict=True)))
 
     return run
 
 
 _ELIGIBLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
-_ANY = [torch.float32]
+_ANY_DTYPE = [torch.float32]
 """Stands for operands whose dtypes do not matter to a category."""
 _BY_OPERANDS = frozenset((op_tables.PROMOTE, op_tables.FOLLOW))
 
-On: TypeAlias = "Callable[[Tensor], bool]"
+IsOnDevice: TypeAlias = "Callable[[Tensor], bool]"
 """Says whether a tensor is on the device."""
 
 
-def _fp32(weights: Sequence[Tensor | None]) -> bool:
+def _are_fp32(weights: Sequence[Tensor | None]) -> bool:
     """Say whether a weight, and a bias if there is one, are of fp32.
 
     Of a bias alone torch's kernel expects the format of the data.
@@ -303,38 +325,49 @@ def _fp32(weights: Sequence[Tensor | None]) -> bool:
     return all(w is None or w.dtype is torch.float32 for w in weights)
 
 
-def _eligible(value: object, on: On) -> bool:
+def _is_eligible(value: object, is_on_device: IsOnDevice) -> bool:
     """Say whether torch would cast a value at the device's key."""
-    return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and on(value)
+    return (
+        isinstance(value, Tensor) and value.dtype in _ELIGIBLE and is_on_device(value)
+    )
 
 
-def _floating(values: Iterable[Any], on: On) -> list[Tensor]:
+def _floating(values: Iterable[Any], is_on_device: IsOnDevice) -> list[Tensor]:
     """Return the floating tensors of arguments, fp64 included."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            if value.is_floating_point() and on(value):
-                found.append(value)
+            if value.is_floating_point() and is_on_device(value):
+                tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += _floating(value, on)
-    return found
+            tensors += _floating(value, is_on_device)
+    return tensors
 
 
 def _cast(
-    values: Iterable[Any], dtype: torch.dtype, on: On, cache: CastCache | None
+    values: Iterable[Any],
+    dtype: torch.dtype,
+    is_on_device: IsOnDevice,
+    cache: CastCache | None,
 ) -> list[Any]:
     """Return arguments with their eligible tensors in a dtype."""
-    made: list[Any] = []
+    cast_values: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
-            if value.dtype is not dtype and value.dtype in _ELIGIBLE and on(value):
-                made.append(value.to(dtype) if cache is None else cache(value, dtype))
+            if (
+                value.dtype is not dtype
+                and value.dtype in _ELIGIBLE
+                and is_on_device(value)
+            ):
+                cast_values.append(
+                    value.to(dtype) if cache is None else cache(value, dtype)
+                )
                 continue
         elif isinstance(value, list | tuple):
-            made.append(_cast(value, dtype, on, cache))
+            cast_values.append(_cast(value, dtype, is_on_device, cache))
             continue
-        made.append(value)
-    return made
+        cast_values.append(value)
+    return cast_values
 
 
 def _has_dtype(
@@ -344,14 +377,14 @@ def _has_dtype(
     if kwargs.get("dtype") is not None:
         return True
     names = [argument.name for argument in op._schema.arguments]  # noqa: SLF001
-    place = names.index("dtype") if "dtype" in names else len(args)
-    return place < len(args) and args[place] is not None
+    index = names.index("dtype") if "dtype" in names else len(args)
+    return index < len(args) and args[index] is not None
 
 
-def _banned(name: str, frame: Frame, row: Row) -> str:
-    if row.rule is None:
+def _banned_message(name: str, context: CastContext, op_cast: OpCast) -> str:
+    if op_cast.rule_index is None:
         return f"{name} is unsafe in 16 bits: torch's table bans it."
     return (
-        f"{name} is banned by the rule '{frame.policy.rules[row.rule]}'. Use another "
-        "operation there, or take the rule out of the policy."
+        f"{name} is banned by the rule '{context.policy.rules[op_cast.rule_index]}'. "
+        "Use another operation there, or take the rule out of the policy."
     )

@@ -10,7 +10,7 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING
 
-from halfstep.casting.active_context import Row
+from halfstep.casting.active_context import OpCast
 from halfstep.errors import UserError
 from halfstep.policy import op_tables, rules
 from halfstep.policy.decision import decide, deciding_rule
@@ -26,135 +26,152 @@ _NO_WEIGHTS = {"scaled_dot_product_attention", "_scaled_dot_product_flash_attent
 """Matrix products of activations alone: no cast of theirs is worth keeping."""
 
 
-def rows_for(
-    steered: Policy,
+def op_casts_for(
+    policy: Policy,
     device: str,
     *,
     module: str = "",
     types: Sequence[str] = (),
-    weights: bool = False,
-    everything: bool = False,
-) -> Mapping[str, Row]:
+    cache_weights: bool = False,
+    record_all: bool = False,
+) -> Mapping[str, OpCast]:
     """Return how operations run, for those that torch's own kernels do not serve.
 
     Args:
-        steered: The policy in force.
+        policy: The policy in force.
         device: "cpu", "cuda", ...
         module: Path of the module that they run in, if a rule speaks of it.
         types: Class names of that module and of those around it.
-        weights: Take in all that multiply by weights, for a cache of their casts.
-        everything: Take in all that have a row, to observe them.
+        cache_weights: Take in all that multiply by weights, for a cache of their casts.
+        record_all: Take in all that have a row, to observe them.
     """
-    ruling = deciding_rule(steered, module, types)
-    inside = None if ruling is None else (ruling, module, tuple(types))
-    return _rows(steered, device, inside, weights, everything)
+    rule_index = deciding_rule(policy, module, types)
+    module_rule = None if rule_index is None else (rule_index, module, tuple(types))
+    return _op_casts(policy, device, module_rule, cache_weights, record_all)
 
 
 @cache
-def _rows(
-    steered: Policy,
+def _op_casts(
+    policy: Policy,
     device: str,
-    inside: tuple[int, str, tuple[str, ...]] | None,
-    weights: bool,
-    everything: bool,
-) -> Mapping[str, Row]:
-    own = op_tables.TABLES[device]
-    base = op_tables.NAMED[steered.base][device]
-    low = {op for op, row in base.items() if row.category == op_tables.LOW}
-    kept = low - _NO_WEIGHTS if weights else set()
-    names = {op for op in own.keys() | base.keys() if not _same(own, base, op)}
-    names |= kept
-    for rule in steered.rules:
+    module_rule: tuple[int, str, tuple[str, ...]] | None,
+    cache_weights: bool,
+    record_all: bool,
+) -> Mapping[str, OpCast]:
+    torch_table = op_tables.TABLES[device]
+    policy_table = op_tables.NAMED[policy.base][device]
+    low_ops = {op for op, row in policy_table.items() if row.category == op_tables.LOW}
+    cached_ops = low_ops - _NO_WEIGHTS if cache_weights else set()
+    names = {
+        op
+        for op in torch_table.keys() | policy_table.keys()
+        if not _is_same(torch_table, policy_table, op)
+    }
+    names |= cached_ops
+    for rule in policy.rules:
         if rule.kind == "op":
             names |= {op.removeprefix("aten::") for op in rules.matching_ops(rule)}
-    if inside or everything:
-        names |= own.keys() | base.keys()
-    module, types = inside[1:] if inside else ("", ())
-    words = [str(rule) for rule in steered.rules]
-    rows = {}
+    if module_rule or record_all:
+        names |= torch_table.keys() | policy_table.keys()
+    module, types = module_rule[1:] if module_rule else ("", ())
+    rule_texts = [str(rule) for rule in policy.rules]
+    op_casts = {}
     for name in sorted(names):
-        decision = decide(name, (), device, policy=steered, module=module, types=types)
-        index = words.index(decision.row) if decision.row in words else None
+        decision = decide(name, (), device, policy=policy, module=module, types=types)
+        index = rule_texts.index(decision.row) if decision.row in rule_texts else None
         category = decision.category
         # A rule's "keep" holds for what the operation calls inside, torch's does not.
-        alike = category == _word(own, name) not in {op_tables.PROMOTE, rules.KEEP}
-        untouched = index is None and _same(own, base, name)
-        stock = (alike or untouched) and name not in kept
-        rows[name] = Row(decision.category, index, stock)
-    return rows
+        same_as_torch = (
+            category
+            == _category(torch_table, name)
+            not in {op_tables.PROMOTE, rules.KEEP}
+        )
+        is_untouched = index is None and _is_same(torch_table, policy_table, name)
+        is_torch_default = (same_as_torch or is_untouched) and name not in cached_ops
+        op_casts[name] = OpCast(decision.category, index, is_torch_default)
+    return op_casts
 
 
-def _same(
-    own: Mapping[str, op_tables.Row], base: Mapping[str, op_tables.Row], op: str
+def _is_same(
+    torch_table: Mapping[str, op_tables.Row],
+    policy_table: Mapping[str, op_tables.Row],
+    op: str,
 ) -> bool:
     """Say whether torch's kernel does what a table asks for."""
     # torch's refuses to promote a mix of the two 16-bit formats.
-    mixes = base is not own and _word(base, op) == op_tables.PROMOTE
-    return _word(own, op) == _word(base, op) and not mixes
+    promotes_mix = (
+        policy_table is not torch_table
+        and _category(policy_table, op) == op_tables.PROMOTE
+    )
+    return (
+        _category(torch_table, op) == _category(policy_table, op) and not promotes_mix
+    )
 
 
-def _word(table: Mapping[str, op_tables.Row], op: str) -> str:
+def _category(table: Mapping[str, op_tables.Row], op: str) -> str:
     return table[op].category if op in table else rules.KEEP
 
 
-_matches: defaultdict[Policy, set[int]] = defaultdict(set)
+_matched_rules: defaultdict[Policy, set[int]] = defaultdict(set)
 
 
-def matches(steered: Policy) -> set[int]:
+def matched_rules(policy: Policy) -> set[int]:
     """Return the indices of the rules that have decided something, anywhere."""
-    return _matches[steered]
+    return _matched_rules[policy]
 
 
-_told: set[tuple[Policy, int]] = set()
+_warned: set[tuple[Policy, int]] = set()
 
 
-def unmatched(steered: Policy, matched: set[int] | None = None) -> str:
+def unmatched_rule_warning(policy: Policy, matched: set[int] | None = None) -> str:
     """Return what to tell of rules that have matched nothing so far; "" of none.
 
     Args:
-        steered: The policy in force.
+        policy: The policy in force.
         matched: Indices of its rules that have; None: those of all regions, and each
             rule is told of once.
     """
-    found = matches(steered) if matched is None else matched
-    missed = [index for index in range(len(steered.rules)) if index not in found]
+    matched_indices = matched_rules(policy) if matched is None else matched
+    missing = [
+        index for index in range(len(policy.rules)) if index not in matched_indices
+    ]
     if matched is None:
-        missed = [index for index in missed if (steered, index) not in _told]
-        _told.update((steered, index) for index in missed)
-    if not missed:
+        missing = [index for index in missing if (policy, index) not in _warned]
+        _warned.update((policy, index) for index in missing)
+    if not missing:
         return ""
-    words = ", ".join(repr(str(steered.rules[index])) for index in missed)
+    text = ", ".join(repr(str(policy.rules[index])) for index in missing)
     return (
-        f"policy rule {words} matched nothing: no such operation or module ran in the "
+        f"policy rule {text} matched nothing: no such operation or module ran in the "
         "region. An operation inside another, as addmm in linear, follows the outer."
     )
 
 
-def check(steered: Policy, device: str, model: nn.Module | None) -> None:
+def check_policy(policy: Policy, device: str, model: nn.Module | None) -> None:
     """Refuse a policy that a bare region cannot obey.
 
     Raises:
         UserError: If an operation's name is unknown, the device has no table, or rules
             speak of modules and there is no model.
     """
-    _check_ops(steered)
-    check_device(steered, device)
-    about = [str(rule) for rule in steered.rules if rule.kind != "op"]
-    if about and model is None:
+    _check_ops(policy)
+    check_device(policy, device)
+    module_rules = [str(rule) for rule in policy.rules if rule.kind != "op"]
+    if module_rules and model is None:
         message = (
-            f"rule {about[0]!r} speaks of modules, and a bare region knows none: pass "
-            "autocast(..., model=model), or use prepare(model, ..., policy=...)."
+            f"rule {module_rules[0]!r} names a module, and this context has no model: "
+            "pass autocast(..., model=model), or prepare(model, ..., policy=...)."
         )
         raise UserError(message)
 
 
 @cache
-def _check_ops(steered: Policy) -> None:
+def _check_ops(policy: Policy) -> None:
     """Check a policy's operations once: it takes milliseconds a rule."""
-    rules.check_ops(steered)
+    rules.check_ops(policy)
 
 
-def check_device(steered: Policy, device: str) -> None:
+def check_device(policy: Policy, device: str) -> None:
     """Refuse a policy on a device without a table.
 
     Raises:
@@ -162,7 +179,7 @@ def check_device(steered: Policy, device: str) -> None:
     """
     if device not in op_tables.TABLES:
         message = (
-            f"policy={str(steered)!r}: device {device!r} has no table of operations; "
+            f"policy={str(policy)!r}: device {device!r} has no table of operations; "
             f"choose one of {', '.join(op_tables.TABLES)}, or leave the policy out."
         )
         raise UserError(message)

@@ -61,7 +61,7 @@ class DtypeMismatch(RuntimeError):  # noqa: N818 -- a public name of the API
         self.rule = rule
 
 
-def explained(error: BaseException) -> DtypeMismatch | None:
+def explain(error: BaseException) -> DtypeMismatch | None:
     """Return what to raise from an error about mismatching dtypes, else None.
 
     Why: torch says "expected m1 and m2 to have the same dtype", and leaves it to the
@@ -71,24 +71,24 @@ def explained(error: BaseException) -> DtypeMismatch | None:
         error: Any exception, its traceback still attached. What has been explained is
             not explained again.
     """
-    text, said = _said(error)
-    if said is None:
+    text, text_dtypes = _mismatch_in(error)
+    if text_dtypes is None:
         return None
     frames, in_backward = _frames(error)
     call = _failed_call(frames)
     path, module = _innermost_module(frames)
-    got = _got(call, said)
+    names_by_dtype = _names_by_dtype(call, text_dtypes)
     if in_backward and module is None:
         rule, advice = "", "No rule reaches a backward pass: cast by hand."
     else:
-        rule, advice = _cure(call, got, said, text)
-    place = f"module '{path}'" if path else "the model"
-    where = "" if module is None else f" in {place} ({type(module).__name__})"
+        rule, advice = _fix_for(call, names_by_dtype, text_dtypes, text)
+    module_text = f"module '{path}'" if path else "the model"
+    where = "" if module is None else f" in {module_text} ({type(module).__name__})"
     message = (
         f"{text.rstrip()}\n-> {call.operation or 'an operation'}{where} got "
-        f"{_listed(got) or 'operands of different dtypes'}. {advice}"
+        f"{_operand_text(names_by_dtype) or 'operands of different dtypes'}. {advice}"
     )
-    return DtypeMismatch(message, call.operation, path, tuple(got), rule)
+    return DtypeMismatch(message, call.operation, path, tuple(names_by_dtype), rule)
 
 
 def is_about_dtypes(error: BaseException) -> bool:
@@ -98,26 +98,26 @@ def is_about_dtypes(error: BaseException) -> bool:
     """
     if type(error) is ValueError:
         error = RuntimeError(*error.args)
-    return _said(error)[1] is not None
+    return _mismatch_in(error)[1] is not None
 
 
 # What torch says
 
 
-def _said(error: BaseException) -> tuple[str, tuple[torch.dtype, ...] | None]:
+def _mismatch_in(error: BaseException) -> tuple[str, tuple[torch.dtype, ...] | None]:
     """Return torch's text, and the dtypes in it if it is about mismatching ones."""
     # A class of the user's own must arrive as it is.
-    maker = type(error).__module__.partition(".")[0]
-    if not isinstance(error, RuntimeError) or maker not in {"builtins", "torch"}:
+    package = type(error).__module__.partition(".")[0]
+    if not isinstance(error, RuntimeError) or package not in {"builtins", "torch"}:
         return "", None
     text = next((arg for arg in error.args if isinstance(arg, str)), "")
-    return text, _dtypes_said(text)
+    return text, _mismatched_dtypes(text)
 
 
-_GAVE_UP = "at::autocast::prioritize"
+_PROMOTE_ERROR = "at::autocast::prioritize"
 
 _MISMATCH = re.compile(
-    rf"(?P<bare>{_GAVE_UP}|inputs should have same dtype|must share same datatype"
+    rf"(?P<bare>{_PROMOTE_ERROR}|inputs should have same dtype|must share same datatype"
     r"|self.dtype to be equal to|expect parameter to have scalar type"
     r"|tensor must be same dtype as|grad has data of a different type)"
     r"|same (scalar |data ?)?d?types?\b|type.{1,80} (must|should) be the same"
@@ -152,19 +152,21 @@ _WORD = re.compile(
 _ON = re.compile(r"torch\.(?:(\w+)\.)?\w+Tensor|\b(CPU|CUDA|MPS|XPU)\w+Type")
 
 
-def _dtypes_said(text: str) -> tuple[torch.dtype, ...] | None:
+def _mismatched_dtypes(text: str) -> tuple[torch.dtype, ...] | None:
     """Return the dtypes in a text about mismatching ones; None: no such text."""
-    found = next(filter(None, map(_MISMATCH.search, text.splitlines())), None)
-    if found is None:
+    match = next(filter(None, map(_MISMATCH.search, text.splitlines())), None)
+    if match is None:
         return None
-    line = found.string
+    line = match.string
     if len({(on[1] or on[2] or "CPU").upper() for on in _ON.finditer(line)}) > 1:
         return None  # they are on two devices: no cast would mend that
     # What was got counts: what was expected may be a list of all that is allowed.
-    said = _dtypes_in(re.split(r"\b[Gg]ot|\b[Ff]ound", line)[-1])
-    said = said if len(said) > 1 else _dtypes_in(line)
-    mixed = len(said) > 1 and any(t.is_floating_point or t.is_complex for t in said)
-    return said if mixed or found["bare"] else None
+    dtypes = _dtypes_in(re.split(r"\b[Gg]ot|\b[Ff]ound", line)[-1])
+    dtypes = dtypes if len(dtypes) > 1 else _dtypes_in(line)
+    is_mixed = len(dtypes) > 1 and any(
+        t.is_floating_point or t.is_complex for t in dtypes
+    )
+    return dtypes if is_mixed or match["bare"] else None
 
 
 def _dtypes_in(text: str) -> tuple[torch.dtype, ...]:
@@ -192,8 +194,10 @@ def _frames(error: BaseException) -> tuple[Frames, bool]:
 
 def _innermost_module(frames: Frames) -> tuple[str, nn.Module | None]:
     """Return path and module of the innermost `self` that belongs to the model."""
-    held = (f.f_locals.get("self") for f, _ in frames if "self" in f.f_code.co_varnames)
-    modules = [value for value in held if _is(value, nn.Module)]
+    owners = (
+        f.f_locals.get("self") for f, _ in frames if "self" in f.f_code.co_varnames
+    )
+    modules = [value for value in owners if _is_instance(value, nn.Module)]
     if not modules:
         return "", None
     model = _unwrapped(modules[0])
@@ -202,7 +206,7 @@ def _innermost_module(frames: Frames) -> tuple[str, nn.Module | None]:
     return paths[id(module)], module
 
 
-def _is(value: object, kind: type[T]) -> TypeGuard[T]:
+def _is_instance(value: object, kind: type[T]) -> TypeGuard[T]:
     # isinstance would ask the value for its __class__, which may be a property.
     return issubclass(type(value), kind)
 
@@ -211,28 +215,28 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     """Return the model inside data parallelism's and torch.compile's wrappers."""
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     name = "module" if issubclass(type(module), parallel) else "_orig_mod"
-    inner = _held(module, "_modules").get(name)
-    return _unwrapped(inner) if _is(inner, nn.Module) else module
+    inner = _raw_table(module, "_modules").get(name)
+    return _unwrapped(inner) if _is_instance(inner, nn.Module) else module
 
 
 def _paths(model: nn.Module) -> dict[int, str]:
     """Return id -> path of every module, as `named_modules` gives them."""
     paths: dict[int, str] = {}
-    left = [("", model)]
-    while left:
-        path, module = left.pop()
+    to_visit = [("", model)]
+    while to_visit:
+        path, module = to_visit.pop()
         if id(module) not in paths:
             paths[id(module)] = path
-            for name, child in reversed(_held(module, "_modules").items()):
-                if _is(child, nn.Module):
-                    left.append((f"{path}.{name}".lstrip("."), child))
+            for name, child in reversed(_raw_table(module, "_modules").items()):
+                if _is_instance(child, nn.Module):
+                    to_visit.append((f"{path}.{name}".lstrip("."), child))
     return paths
 
 
-def _held(module: nn.Module, table: str) -> dict[str, object]:
+def _raw_table(module: nn.Module, table: str) -> dict[str, object]:
     """Return a module's parameters, buffers or modules, whatever its class makes."""
-    held = object.__getattribute__(module, "__dict__").get(table)
-    return dict(dict.items(held)) if _is(held, dict) else {}
+    contents = object.__getattribute__(module, "__dict__").get(table)
+    return dict(dict.items(contents)) if _is_instance(contents, dict) else {}
 
 
 # Which call it was
@@ -301,14 +305,14 @@ def _expression(frame: FrameType, instruction: int) -> ast.expr | None:
 def _operation(callee: ast.expr, frame: FrameType, scope: Scope) -> str:
     """Return aten's name for what a call calls, "" if that is no operation."""
     names = [getattr(callee, "attr", getattr(callee, "id", ""))]
-    value, code = _named(callee, scope)[1], frame.f_code
+    value, code = _static_value(callee, scope)[1], frame.f_code
     if names[0] not in (*code.co_names, *code.co_varnames, *code.co_freevars):
         return ""  # the file was edited since
     if type(value) in (BuiltinFunctionType, MethodDescriptorType):
         names.insert(0, cast("Any", value).__name__)  # linalg_solve, called as solve
-    elif _is(value, OpOverload) and isinstance(callee, ast.Attribute):
+    elif _is_instance(value, OpOverload) and isinstance(callee, ast.Attribute):
         names.append(getattr(callee.value, "attr", ""))  # torch.ops.aten.mm.default
-    called = not _is(value, nn.Module)
+    called = not _is_instance(value, nn.Module)
     return next((n for n in names if called and hasattr(torch.ops.aten, n)), "")
 
 
@@ -316,37 +320,39 @@ def _operands(
     nodes: Iterable[ast.expr], scope: Scope
 ) -> tuple[tuple[str, Tensor], ...]:
     """Return the tensors that expressions name, those in their lists included."""
-    found: list[tuple[str, object]] = []
+    named_values: list[tuple[str, object]] = []
     for node in nodes:
         if isinstance(node, ast.List | ast.Tuple):
-            found += _operands(node.elts, scope)
+            named_values += _operands(node.elts, scope)
         elif isinstance(node, ast.Starred):
-            found += [("", item) for _, item in _operands([node.value], scope)]
+            named_values += [("", item) for _, item in _operands([node.value], scope)]
         else:
-            name, value = _named(node, scope)
+            name, value = _static_value(node, scope)
             items = value if type(value) in (list, tuple) else [value]
-            found += [(name, item) for item in cast("list[object]", items)]
-    return tuple((name, item) for name, item in found if _is(item, Tensor))
+            named_values += [(name, item) for item in cast("list[object]", items)]
+    return tuple(
+        (name, item) for name, item in named_values if _is_instance(item, Tensor)
+    )
 
 
-def _named(node: ast.expr, scope: Scope) -> tuple[str, object]:
+def _static_value(node: ast.expr, scope: Scope) -> tuple[str, object]:
     """Return name and value of an expression, None if only running it would tell."""
     match node:
         case ast.Name(name):
             return name, scope.get(name)
         case ast.Attribute(inner, name):
-            label, owner = _named(inner, scope)
-            if _is(owner, Tensor):
+            label, owner = _static_value(inner, scope)
+            if _is_instance(owner, Tensor):
                 return label, owner if name in _VIEWS else None
-            if _is(owner, nn.Module):
+            if _is_instance(owner, nn.Module):
                 for table in ("_parameters", "_buffers", "_modules"):
-                    if name in (held := _held(owner, table)):
-                        return name, held[name]
+                    if name in (contents := _raw_table(owner, table)):
+                        return name, contents[name]
             # A property comes as the property.
             return name, inspect.getattr_static(owner, name, None)
         case ast.Subscript(inner) | ast.Call(ast.Attribute() as inner):
-            label, owner = _named(inner, scope)
-            return label, owner if _is(owner, Tensor) else None
+            label, owner = _static_value(inner, scope)
+            return label, owner if _is_instance(owner, Tensor) else None
     return "", None
 
 
@@ -358,59 +364,73 @@ _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE = inspect.getattr_static(Tensor, "dtype")
 
 
-def _got(call: _Call, said: tuple[torch.dtype, ...]) -> Got:
+def _names_by_dtype(call: _Call, text_dtypes: tuple[torch.dtype, ...]) -> Got:
     """Return dtype -> names of operands; torch's text tells what the frame does not."""
-    got: Got = {}
+    names_by_dtype: Got = {}
     # Subclasses of Tensor, and modes, may otherwise answer for it.
     with torch._C.DisableTorchFunction():  # noqa: SLF001 -- documented, and not public
         for name, tensor in call.operands:
             dtype = _DTYPE.__get__(tensor)
-            if dtype.is_floating_point or dtype.is_complex or dtype in said:
-                got.setdefault(dtype, []).append(name)
-    told = len(got) > 1 and all(dtype in got or dtype in _CASTABLE for dtype in said)
-    return got if told or not said else {dtype: [] for dtype in said}
-
-
-def _listed(got: Got) -> str:
-    return ", ".join(
-        f"{_word(dtype)} ({few})" if (few := _few(names)) else _word(dtype)
-        for dtype, names in got.items()
+            if dtype.is_floating_point or dtype.is_complex or dtype in text_dtypes:
+                names_by_dtype.setdefault(dtype, []).append(name)
+    is_complete = len(names_by_dtype) > 1 and all(
+        dtype in names_by_dtype or dtype in _CASTABLE for dtype in text_dtypes
+    )
+    return (
+        names_by_dtype
+        if is_complete or not text_dtypes
+        else {dtype: [] for dtype in text_dtypes}
     )
 
 
-def _few(names: list[str]) -> str:
-    known = list(dict.fromkeys(filter(None, names)))
-    return ", ".join(known if len(known) <= 4 else [*known[:3], "..."])  # noqa: PLR2004
+def _operand_text(names_by_dtype: Got) -> str:
+    return ", ".join(
+        f"{_word(dtype)} ({few})" if (few := _short_list(names)) else _word(dtype)
+        for dtype, names in names_by_dtype.items()
+    )
+
+
+def _short_list(names: list[str]) -> str:
+    unique = list(dict.fromkeys(filter(None, names)))
+    return ", ".join(unique if len(unique) <= 4 else [*unique[:3], "..."])  # noqa: PLR2004
 
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _cure(
-    call: _Call, got: Got, said: tuple[torch.dtype, ...], text: str
+def _fix_for(
+    call: _Call, names_by_dtype: Got, text_dtypes: tuple[torch.dtype, ...], text: str
 ) -> tuple[str, str]:
     """Return the rule that mends it, "" if none does, and what to do as a sentence."""
     name = call.operation
-    strange = next((dtype for dtype in got if dtype not in _CASTABLE), None)
+    unsupported = next(
+        (dtype for dtype in names_by_dtype if dtype not in _CASTABLE), None
+    )
     if call.writes:
-        wanted = f"give all operands {_word(next(iter(got)))}" if got else "cast"
+        wanted = (
+            f"give all operands {_word(next(iter(names_by_dtype)))}"
+            if names_by_dtype
+            else "cast"
+        )
         return "", f"No rule reaches in-place and out= forms: {wanted} by hand."
-    if strange is not None:
-        it = _few(got[strange]) or "it"
-        change = "the others to it" if strange.is_complex else f"{it} to float32"
-        return "", f"No rule touches {_word(strange)}: cast {change} by hand."
-    gave_up = _GAVE_UP in text
-    if not name or (len(got) <= 1 and not gave_up):
+    if unsupported is not None:
+        it = _short_list(names_by_dtype[unsupported]) or "it"
+        change = "the others to it" if unsupported.is_complex else f"{it} to float32"
+        return "", f"No rule touches {_word(unsupported)}: cast {change} by hand."
+    promote_failed = _PROMOTE_ERROR in text
+    if not name or (len(names_by_dtype) <= 1 and not promote_failed):
         return "", "Cast them to one dtype by hand."
     rows = [
         {row.category for op, row in table.items() if op.partition(".")[0] == name}
         for table in (*TABLES.values(), *LEAN.values())
     ]
     # No cast by any table leaves fp32 in a mix, or just what the operands were.
-    as_called = torch.float32 in said or (all(got.values()) and got.keys() >= {*said})
+    as_called = torch.float32 in text_dtypes or (
+        all(names_by_dtype.values()) and names_by_dtype.keys() >= {*text_dtypes}
+    )
     casts = all(words & {LOW, FP32, PROMOTE} for words in rows)
-    if casts and as_called and not gave_up:
+    if casts and as_called and not promote_failed:
         return "", f"Autocast was off, or a rule keeps {name} as called: cast by hand."
     category = LOW if any(LOW in words for words in rows) else PROMOTE
     rule = f"op:{name}={category}"

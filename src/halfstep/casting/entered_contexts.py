@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Entries(Generic[T]):
+class PerThreadStack(Generic[T]):
     """A stack for each thread; a thread without entries takes another thread's last.
 
     Why the latter: a generator that holds a context open may be finished, or collected,
@@ -24,8 +24,8 @@ class Entries(Generic[T]):
         # By the thread itself: another one may get the number of one that has ended.
         self._stacks: dict[threading.Thread, list[T]] = {}
 
-    def __reduce__(self) -> tuple[type[Entries[T]], tuple[()]]:
-        return Entries, ()
+    def __reduce__(self) -> tuple[type[PerThreadStack[T]], tuple[()]]:
+        return PerThreadStack, ()
 
     def __bool__(self) -> bool:
         return any(list(self._stacks.values()))
@@ -46,9 +46,9 @@ class Entries(Generic[T]):
         Raises:
             IndexError: If there is none.
         """
-        own = threading.current_thread()
+        current = threading.current_thread()
         others = sorted(self._stacks, key=threading.Thread.is_alive)
-        for thread in (own, *others):
+        for thread in (current, *others):
             entry = self._pop_of(thread)
             if entry is not None:
                 return entry

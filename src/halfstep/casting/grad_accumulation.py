@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-_OURS = 2
+_OWN_REFS = 2
 """Holders of a buffer's memory that are no others': the buffer, and who counts."""
 
 
-class Gradients:
+class Fp32GradAccumulator:
     """Adds 16-bit gradients to those of fp32 weights, in one backward pass.
 
     Why: autograd casts each one to fp32 in fresh memory and adds it in a second pass.
@@ -34,27 +34,27 @@ class Gradients:
     """
 
     def __init__(self) -> None:
-        self._task: int | None = None
+        self._graph_task: int | None = None
         self._hook: RemovableHandle | None = None
         self._buffers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
-    def begin(self, loss: Tensor) -> None:
+    def start(self, loss: Tensor) -> None:
         """Take in the gradients of a loss, of whose backward pass this is the first."""
 
-        def note(_: Tensor) -> None:
-            self._task = torch._C._current_graph_task_id()  # noqa: SLF001
+        def record_task(_: Tensor) -> None:
+            self._graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
 
         self._hook = None
         if loss.requires_grad:
-            self._hook = loss.register_hook(note)  # type: ignore[no-untyped-call]
+            self._hook = loss.register_hook(record_task)  # type: ignore[no-untyped-call]
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Take in no more."""
-        self._task = None
+        self._graph_task = None
         if self._hook is not None:
             self._hook.remove()
 
-    def take(self, weight: Tensor, gradient: Tensor) -> bool:
+    def accumulate(self, weight: Tensor, gradient: Tensor) -> bool:
         """Add a gradient to `weight.grad`; say no where autograd must do it.
 
         Hooks on the weight must see its gradient, and a graph of the backward pass
@@ -62,8 +62,8 @@ class Gradients:
         """
         hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # noqa: SLF001
         if (
-            self._task is None
-            or self._task != torch._C._current_graph_task_id()  # noqa: SLF001
+            self._graph_task is None
+            or self._graph_task != torch._C._current_graph_task_id()  # noqa: SLF001
             or hooks
             or torch.is_grad_enabled()
             or gradient.layout != torch.strided
@@ -79,13 +79,13 @@ class Gradients:
             weight.grad = gradient.to(weight.dtype)
             return True
         buffer = self._buffers.get(weight)
-        if buffer is None or buffer.shape != weight.shape or _is_held(buffer):
+        if buffer is None or buffer.shape != weight.shape or _is_shared(buffer):
             buffer = self._buffers[weight] = torch.empty_like(weight)
         weight.grad = buffer.copy_(gradient).detach()
         return True
 
 
-def _is_held(buffer: Tensor) -> bool:
+def _is_shared(buffer: Tensor) -> bool:
     """Say whether anything else has the memory: a gradient that somebody has kept."""
     storage = buffer.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > _OURS  # noqa: SLF001
+    return torch._C._storage_Use_Count(storage._cdata) > _OWN_REFS  # noqa: SLF001

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 
-from halfstep._torch.dynamo import untraced
+from halfstep._torch.dynamo import dynamo_disable
 from halfstep.casting import (
     active_context,
     compile_guard,
@@ -22,9 +22,9 @@ from halfstep.casting import (
     dispatch_table,
     recompute,
 )
-from halfstep.casting.active_context import Frame
-from halfstep.casting.compile_region import traced
-from halfstep.casting.entered_contexts import Entries
+from halfstep.casting.active_context import CastContext
+from halfstep.casting.compile_region import traceable_autocast
+from halfstep.casting.entered_contexts import PerThreadStack
 from halfstep.casting.recorder import Recorder
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
@@ -45,19 +45,19 @@ R = TypeVar("R")
 class _Entry(NamedTuple):
     """One entry of a region, and what it has to restore."""
 
-    frame: Frame
-    shown: int
+    context: CastContext
+    guard: int
     pushed: active_context.Pushed
-    backward: Any
+    backward_setting: Any
 
 
-def _restore(shown: int, setting: Any) -> None:  # noqa: ANN401
+def _restore(guard: int, setting: Any) -> None:  # noqa: ANN401
     """Restore what compiled code goes by; contexts may close in any order."""
-    compile_guard.restore(shown if active_context.is_open() else 0)
-    compile_guard.restore_backward(setting)
+    compile_guard.restore_policy_guard(guard if active_context.is_open() else 0)
+    compile_guard.restore_backward_autocast(setting)
 
 
-class Steered:
+class PolicyAutocast:
     """A region that a policy steers; `autocast` makes it.
 
     It is no `torch.autocast`, on purpose: torch.compile would take such an instance
@@ -70,61 +70,68 @@ class Steered:
 
     def __init__(
         self,
-        region: torch.autocast,
+        torch_context: torch.autocast,
         policy: Policy | None,
         cache: CastCache | None,
         *,
-        weights: bool,
+        cache_weights: bool,
         record: bool,
-        matched: set[int] | None = None,
+        matched_rules: set[int] | None = None,
     ) -> None:
         """Take a region and what steers it.
 
         Args:
-            region: Sets torch's state.
+            torch_context: Sets torch's state.
             policy: Checked, and attached to the model if it speaks of modules. None:
                 that of the region around, else torch's.
             cache: None: one for each entry.
-            weights: Let every cast of a weight come from the cache.
+            cache_weights: Let every cast of a weight come from the cache.
             record: Observe each operation.
-            matched: Collects the rules that decided something; None: one set for all
-                regions with this policy.
+            matched_rules: Collects the rules that decided something; None: one set
+                for all regions with this policy.
         """
         active_context.check_key()
-        self.device = region.device
+        self.device = torch_context.device
         self.policy = policy
         self.cache = cache
-        self._region = region
-        self._given = cache
-        self._weights = weights
-        self._matched = matched
+        self._torch_context = torch_context
+        self._user_cache = cache
+        self._cache_weights = cache_weights
+        self._matched_rules = matched_rules
         self._recorder = Recorder(self.device) if record else None
-        self._entries: Entries[_Entry] = Entries()
+        self._entries: PerThreadStack[_Entry] = PerThreadStack()
 
-    @untraced
+    @dynamo_disable
     def __enter__(self) -> Self:
         """Open a region."""
-        surrounding = active_context.in_force(self.device)
-        policy = self.policy or (surrounding.policy if surrounding else TORCH)
-        rows = dispatch_table.rows_for(
+        outer = active_context.active(self.device)
+        policy = self.policy or (outer.policy if outer else TORCH)
+        op_casts = dispatch_table.op_casts_for(
             policy,
             self.device,
-            weights=self._weights,
-            everything=self._recorder is not None,
+            cache_weights=self._cache_weights,
+            record_all=self._recorder is not None,
         )
-        dispatch_kernels.install(rows)
+        dispatch_kernels.install(op_casts)
         if self._recorder is not None:
             self._recorder.start()
         cache = None
-        if self._region._cache_enabled:  # noqa: SLF001
-            cache = self.cache = CastCache() if self._given is None else self._given
-        matched = self._matched
-        if matched is None:
-            matched = dispatch_table.matches(policy)
-        frame = Frame(policy, rows, cache, matched, self._recorder)
-        self._region.__enter__()  # type: ignore[no-untyped-call]
-        shown, pushed = compile_guard.show(policy), recompute.push(self.device, frame)
-        self._entries.push(_Entry(frame, shown, pushed, compile_guard.plain_backward()))
+        if self._torch_context._cache_enabled:  # noqa: SLF001
+            cache = self.cache = (
+                CastCache() if self._user_cache is None else self._user_cache
+            )
+        matched_rules = self._matched_rules
+        if matched_rules is None:
+            matched_rules = dispatch_table.matched_rules(policy)
+        context = CastContext(policy, op_casts, cache, matched_rules, self._recorder)
+        self._torch_context.__enter__()  # type: ignore[no-untyped-call]
+        guard, pushed = (
+            compile_guard.set_policy_guard(policy),
+            recompute.push(self.device, context),
+        )
+        self._entries.push(
+            _Entry(context, guard, pushed, compile_guard.disable_backward_autocast())
+        )
         return self
 
     def __exit__(
@@ -134,11 +141,11 @@ class Steered:
         traceback: TracebackType | None,
     ) -> None:
         """Close the region opened last, and restore what was before it."""
-        missed = self._close(exc_type, exc_value, traceback)
-        if missed:
-            warnings.warn(missed, stacklevel=2)
+        warning = self._close(exc_type, exc_value, traceback)
+        if warning:
+            warnings.warn(warning, stacklevel=2)
 
-    @untraced
+    @dynamo_disable
     def _close(
         self,
         exc_type: type[BaseException] | None,
@@ -146,22 +153,22 @@ class Steered:
         traceback: TracebackType | None,
     ) -> str:
         """Close a region; return what to warn of, "" of nothing."""
-        frame, shown, pushed, setting = self._entries.pop()
-        for thread, leave in reversed(frame.abandoned):
+        context, guard, pushed, setting = self._entries.pop()
+        for thread, leave in reversed(context.abandoned):
             if thread == threading.get_ident():
                 leave()
-        frame.recorder = None
+        context.recorder = None
         undo: list[Callable[[], object]]
-        undo = [partial(_restore, shown, setting)]
+        undo = [partial(_restore, guard, setting)]
         if self._recorder is not None:
             undo.append(self._recorder.stop)
         recompute.pop(pushed, *undo)
-        if self._given is None:
-            frame.close()
-        self._region.__exit__(exc_type, exc_value, traceback)
-        on = self._region._enabled  # noqa: SLF001
-        if on and exc_value is None and self._matched is None:
-            return dispatch_table.unmatched(frame.policy)
+        if self._user_cache is None:
+            context.close()
+        self._torch_context.__exit__(exc_type, exc_value, traceback)
+        is_enabled = self._torch_context._enabled  # noqa: SLF001
+        if is_enabled and exc_value is None and self._matched_rules is None:
+            return dispatch_table.unmatched_rule_warning(context.policy)
         return ""
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -170,33 +177,38 @@ class Steered:
         Raises:
             TypeError: If it is given no function.
         """
-        given: object = function
-        if not callable(given):
+        target: object = function
+        if not callable(target):
             message = (
-                f"autocast(...)(function) needs a function, not {given!r}; as a "
+                f"autocast(...)(function) needs a function, not {target!r}; as a "
                 "context manager write: with autocast(...):"
             )
             raise TypeError(message)
-        on, cache = self._region._enabled, self._region._cache_enabled  # noqa: SLF001
-        settings = (self.device, self._region.fast_dtype, on, cache)
+        is_enabled, cache = (
+            self._torch_context._enabled,  # noqa: SLF001
+            self._torch_context._cache_enabled,  # noqa: SLF001
+        )
+        settings = (self.device, self._torch_context.fast_dtype, is_enabled, cache)
         record = self._recorder is not None
         rules = self.policy.rules if self.policy else ()
         modules = any(rule.kind != "op" for rule in rules)
 
         @functools.wraps(function)
-        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            region: AbstractContextManager[object] = self
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            context: AbstractContextManager[object] = self
             if torch.compiler.is_compiling():
-                region = traced(settings, self.policy, record=record, modules=modules)
-            with region:
+                context = traceable_autocast(
+                    settings, self.policy, record=record, modules=modules
+                )
+            with context:
                 return function(*args, **kwargs)
 
-        return inside
+        return run
 
     @property
-    def recorded(self) -> bool:
+    def has_records(self) -> bool:
         """Something was observed."""
-        return self._recorder is not None and self._recorder.seen
+        return self._recorder is not None and self._recorder.has_records
 
     def report(self) -> Table:
         """Return what ran how, and why, since the region was made: a row each.

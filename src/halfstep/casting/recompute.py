@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch._ops
 from torch.utils import checkpoint
 
-from halfstep._torch.patches import SharedPatches, attribute
+from halfstep._torch.patches import SharedPatches, attribute_patch
 from halfstep.casting import active_context, compile_guard
 from halfstep.casting.dispatch_kernels import KEYS
 
@@ -37,21 +37,26 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
     With them comes what compiled code goes by: the sign of the policy, and that
     backward passes are compiled without autocast.
     """
-    frames = {device: active_context.in_force(device) for device in KEYS}
-    number = compile_guard.shown()
+    contexts = {device: active_context.active(device) for device in KEYS}
+    guard = compile_guard.current_policy_guard()
 
     @contextlib.contextmanager
     def restored() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for device, frame in frames.items():
-                if active_context.in_force(device) is not frame:
-                    again = None if frame is None else frame.for_recomputation()
-                    stack.callback(pop, push(device, again))
-            stack.callback(compile_guard.restore, compile_guard.shown())
-            compile_guard.restore(number)
-            if any(frames.values()):
+            for device, context in contexts.items():
+                if active_context.active(device) is not context:
+                    recomputed = (
+                        None if context is None else context.for_recomputation()
+                    )
+                    stack.callback(pop, push(device, recomputed))
+            stack.callback(
+                compile_guard.restore_policy_guard, compile_guard.current_policy_guard()
+            )
+            compile_guard.restore_policy_guard(guard)
+            if any(contexts.values()):
                 stack.callback(
-                    compile_guard.restore_backward, compile_guard.plain_backward()
+                    compile_guard.restore_backward_autocast,
+                    compile_guard.disable_backward_autocast(),
                 )
             yield
 
@@ -106,20 +111,22 @@ def _without_key(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _patches = SharedPatches(
-    attribute(checkpoint.CheckpointFunction, "forward", _reentrant),
-    attribute(checkpoint._CheckpointFrame, "__init__", _non_reentrant),  # noqa: SLF001
+    attribute_patch(checkpoint.CheckpointFunction, "forward", _reentrant),
+    attribute_patch(checkpoint._CheckpointFrame, "__init__", _non_reentrant),  # noqa: SLF001
     # Higher-order operators ask for a kernel at each key that a thread includes.
-    attribute(torch._ops, "key_extractor", _without_key),  # noqa: SLF001
+    attribute_patch(torch._ops, "key_extractor", _without_key),  # noqa: SLF001
 )
 
 
-def push(device: str, frame: active_context.Frame | None) -> active_context.Pushed:
+def push(
+    device: str, context: active_context.CastContext | None
+) -> active_context.Pushed:
     """Put a frame in force, as `active_context.push` does, recomputation included."""
-    pushed = active_context.push(device, frame)
+    pushed = active_context.push(device, context)
     _patches.acquire()
     return pushed
 
 
 def pop(pushed: active_context.Pushed, *undo: Callable[[], object]) -> None:
     """Undo a `push`, perhaps from another thread; `undo` as in `active_context.pop`."""
-    active_context.pop(pushed, *undo, settled=_patches.release)
+    active_context.pop(pushed, *undo, on_popped=_patches.release)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from halfstep.casting.active_context import Frame
+    from halfstep.casting.active_context import CastContext
 
 _COLUMNS = (
     "operation",
@@ -46,7 +46,7 @@ _CAST = torch.ops.aten._to_copy.default  # noqa: SLF001
 
 
 @dataclass(slots=True)
-class _Tally:
+class _CallCounts:
     """How often something ran, and what was cast for it."""
 
     calls: int = 0
@@ -61,7 +61,7 @@ class _Thread(threading.local):
         self.modules: list[nn.Module] = []
         self.paths: dict[int, str] = {}
         self.modes: list[_Mode] = []
-        self.tally: _Tally | None = None
+        self.counts: _CallCounts | None = None
 
 
 class Recorder:
@@ -70,7 +70,7 @@ class Recorder:
     def __init__(self, device: str) -> None:
         """Start with nothing seen."""
         self._device = device
-        self._seen: dict[tuple[str, ...], _Tally] = {}
+        self._counts: dict[tuple[str, ...], _CallCounts] = {}
         self._thread = _Thread()
         self._hooks: list[RemovableHandle] = []
         self._open = 0
@@ -105,7 +105,7 @@ class Recorder:
     def _enter(self, module: nn.Module, _args: object) -> None:
         thread = self._thread
         if not thread.modules:
-            root = ddp.bare(module)
+            root = ddp.unwrap(module)
             thread.paths = {id(m): path for path, m in root.named_modules()}
         thread.modules.append(module)
 
@@ -118,7 +118,7 @@ class Recorder:
     def observe(
         self,
         name: str,
-        frame: Frame,
+        context: CastContext,
         run: Callable[[], Any],
         arguments: object,
     ) -> Any:  # noqa: ANN401
@@ -126,51 +126,51 @@ class Recorder:
         if not self._open:
             return run()  # computed again, in a backward pass
         thread = self._thread
-        outer, thread.tally = thread.tally, _Tally(calls=1)
-        cache = frame.cache
+        outer, thread.counts = thread.counts, _CallCounts(calls=1)
+        cache = context.cache
         before = (0, 0) if cache is None else (cache.misses, cache.bytes_cast)
         try:
             output = run()
-            tally = thread.tally
+            counts = thread.counts
         finally:
-            thread.tally = outer
+            thread.counts = outer
         if cache is not None:
-            tally.casts += cache.misses - before[0]
-            tally.bytes += cache.bytes_cast - before[1]
+            counts.casts += cache.misses - before[0]
+            counts.bytes += cache.bytes_cast - before[1]
         dtypes = _dtypes(arguments)
         decision = decide(
             name,
             dtypes,
             self._device,
-            policy=frame.policy,
+            policy=context.policy,
             low=torch.get_autocast_dtype(self._device),
-            module=frame.module,
-            types=frame.types,
+            module=context.module,
+            types=context.types,
         )
-        self._add(name, dtypes, output, decision.row, decision.reason, tally)
+        self._add(name, dtypes, output, decision.row, decision.reason, counts)
         return output
 
-    def observe_unsteered(
+    def observe_below_autograd(
         self, func: torch._ops.OpOverload, args: object, output: object
     ) -> None:
         """Take down an operation below autograd, unless it is part of a larger one."""
-        dtypes, made = _dtypes(args), _dtypes(output)
-        is_cast = func is _CAST and dtypes and made and dtypes != made
+        dtypes, out_dtypes = _dtypes(args), _dtypes(output)
+        is_cast = func is _CAST and dtypes and out_dtypes and dtypes != out_dtypes
         size = _bytes(output) if is_cast else 0
-        if self._thread.tally is not None:
-            self._thread.tally.casts += bool(is_cast)
-            self._thread.tally.bytes += size
+        if self._thread.counts is not None:
+            self._thread.counts.casts += bool(is_cast)
+            self._thread.counts.bytes += size
             return
-        views = any(out.alias_info for out in func._schema.returns)  # noqa: SLF001
-        if views or not (dtypes and made):
+        returns_view = any(out.alias_info for out in func._schema.returns)  # noqa: SLF001
+        if returns_view or not (dtypes and out_dtypes):
             return
         name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
         overload = func._overloadname  # noqa: SLF001
         if overload != "default":
             name = f"{name}.{overload}"
-        tally = _Tally(1, int(bool(is_cast)), size)
+        counts = _CallCounts(1, int(bool(is_cast)), size)
         reason = "a cast in the code" if is_cast else "it runs as it is called"
-        self._add(name, dtypes, output, "no row", reason, tally)
+        self._add(name, dtypes, output, "no row", reason, counts)
 
     def _add(
         self,
@@ -179,14 +179,14 @@ class Recorder:
         output: object,
         row: str,
         reason: str,
-        tally: _Tally,
+        counts: _CallCounts,
     ) -> None:
-        made = _words(_dtypes(output))
-        key = (name, self._module(), _words(dtypes), made, row, reason)
-        total = self._seen.setdefault(key, _Tally())
-        total.calls += tally.calls
-        total.casts += tally.casts
-        total.bytes += tally.bytes
+        out_formats = _words(_dtypes(output))
+        key = (name, self._module(), _words(dtypes), out_formats, row, reason)
+        total = self._counts.setdefault(key, _CallCounts())
+        total.calls += counts.calls
+        total.casts += counts.casts
+        total.bytes += counts.bytes
 
     def _module(self) -> str:
         thread = self._thread
@@ -196,18 +196,18 @@ class Recorder:
         return thread.paths.get(id(inner), type(inner).__name__)
 
     @property
-    def seen(self) -> bool:
+    def has_records(self) -> bool:
         """Something was observed."""
-        return bool(self._seen)
+        return bool(self._counts)
 
     def table(self) -> Table:
         """Return what was observed, in the order in which it first ran."""
         rows: tuple[tuple[Cell, ...], ...] = tuple(
-            (*key, tally.calls, tally.casts, tally.bytes)
-            for key, tally in self._seen.items()
+            (*key, counts.calls, counts.casts, counts.bytes)
+            for key, counts in self._counts.items()
         )
-        total = sum(tally.bytes for tally in self._seen.values())
-        casts = sum(tally.casts for tally in self._seen.values())
+        total = sum(tally.bytes for tally in self._counts.values())
+        casts = sum(tally.casts for tally in self._counts.values())
         notes = (f"{casts} casts in all, which wrote {total:,} bytes",)
         return Table("What ran how", _COLUMNS, rows, notes)
 
@@ -227,7 +227,7 @@ class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         output = func(*args, **(kwargs or {}))
-        self._recorder.observe_unsteered(func, (args, kwargs), output)
+        self._recorder.observe_below_autograd(func, (args, kwargs), output)
         return output
 
 

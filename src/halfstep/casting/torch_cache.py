@@ -24,12 +24,12 @@ import torch
 from torch.autograd import grad_mode
 
 from halfstep._torch import optimizer_hooks
-from halfstep._torch.patches import attribute
+from halfstep._torch.patches import attribute_patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_open: set[Opened] = set()
+_entered: set[EnteredContext] = set()
 """The contexts open in all threads: torch's cache is shared."""
 
 
@@ -44,7 +44,7 @@ _thread = _Thread()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Opened:
+class EnteredContext:
     """A context that casts; `closed` needs it."""
 
     device: str
@@ -59,61 +59,61 @@ mode and to end one, which is seen itself; the second whenever a tensor is saved
 middle of an operation that may use a cast many times."""
 
 
-def _then_forget(run: Callable[..., None]) -> Callable[..., None]:
+def _clearing(run: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(run)
     def run_and_forget(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         run(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") not in _NO_WRITERS:  # noqa: SLF001
-            _forget()
+            _clear()
 
     return run_and_forget
 
 
-def _forget(*_: object) -> None:
+def _clear(*_: object) -> None:
     # Whatever thread writes, it may write into what a context in another has cast.
-    if _open:
+    if _entered:
         torch.clear_autocast_cache()
 
 
-optimizer_hooks.after_each_step(_forget)
+optimizer_hooks.register_post_step_callback(_clear)
 PATCHES = (
-    optimizer_hooks.STEPS.apply,
-    attribute(grad_mode.no_grad, "__exit__", _then_forget),
-    attribute(grad_mode.set_grad_enabled, "__exit__", _then_forget),
-    attribute(grad_mode.inference_mode, "__exit__", _then_forget),
+    optimizer_hooks.STEP_PATCH.apply,
+    attribute_patch(grad_mode.no_grad, "__exit__", _clearing),
+    attribute_patch(grad_mode.set_grad_enabled, "__exit__", _clearing),
+    attribute_patch(grad_mode.inference_mode, "__exit__", _clearing),
     # As a function it needs no end: `torch.set_grad_enabled(True)`.
-    attribute(grad_mode.set_grad_enabled, "__init__", _then_forget),
+    attribute_patch(grad_mode.set_grad_enabled, "__init__", _clearing),
 )
 """They start the cache anew, inside contexts, whenever a weight may have changed."""
 
 
-def inside() -> bool:
+def in_context() -> bool:
     """Say whether this thread is in a context of ours that casts."""
     return any(_thread.dtypes.values())
 
 
-def opened(device: str, dtype: torch.dtype) -> Opened:
+def on_enter(device: str, dtype: torch.dtype) -> EnteredContext:
     """Take note of a context that casts; call it when the context is open."""
-    own = _thread.dtypes[device]
-    opening = Opened(device, dtype, own)
-    if own[-1:] != [dtype]:
+    dtypes = _thread.dtypes[device]
+    entered = EnteredContext(device, dtype, dtypes)
+    if dtypes[-1:] != [dtype]:
         torch.clear_autocast_cache()
     if any(
-        other.device == device and other.dtype != dtype and other.dtypes is not own
-        for other in list(_open)
+        other.device == device and other.dtype != dtype and other.dtypes is not dtypes
+        for other in list(_entered)
     ):
         # Another thread's context has another dtype, and the cache is one for both.
         torch.set_autocast_cache_enabled(False)
-    own.append(dtype)
-    _open.add(opening)
-    return opening
+    dtypes.append(dtype)
+    _entered.add(entered)
+    return entered
 
 
-def closed(opening: Opened) -> None:
+def on_exit(entered: EnteredContext) -> None:
     """Take note that a context that casts is about to close."""
-    own = opening.dtypes
+    dtypes = entered.dtypes
     # The last of them: an outer context with the same dtype is still open.
-    del own[len(own) - 1 - own[::-1].index(opening.dtype)]
-    _open.discard(opening)
-    if own[-1:] != [opening.dtype]:
+    del dtypes[len(dtypes) - 1 - dtypes[::-1].index(entered.dtype)]
+    _entered.discard(entered)
+    if dtypes[-1:] != [entered.dtype]:
         torch.clear_autocast_cache()

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
-    from halfstep.casting.grad_accumulation import Gradients
+    from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 
 
 _LOW = (torch.bfloat16, torch.float16)
-_UNKNOWN = -1
+_NO_VERSION = -1
 """A version that no weight has."""
 SMALL = 4096
 """Numbers of a weight up to which torch's own cast, made once more for its history,
@@ -48,40 +48,40 @@ def _without_modes() -> AbstractContextManager[object]:
 class _Entry:
     """One weight in one dtype."""
 
-    __slots__ = ("address", "bare", "epoch", "low", "of", "version")
+    __slots__ = ("address", "data", "differentiable", "epoch", "version", "weight_ref")
 
     def __init__(
-        self, weight: Tensor, bare: Tensor, epoch: int, forget: Callable[[Any], None]
+        self, weight: Tensor, data: Tensor, epoch: int, on_freed: Callable[[Any], None]
     ) -> None:
-        self.of = weakref.ref(weight, forget)
-        self.bare = bare
+        self.weight_ref = weakref.ref(weight, on_freed)
+        self.data = data
         """Without history: history would hold the weight, which then never dies."""
-        self.low: Tensor | None = None
+        self.differentiable: Tensor | None = None
         """The same numbers with history, while a region is open."""
-        self.note(weight, epoch)
+        self.update(weight, epoch)
 
-    def note(self, weight: Tensor, epoch: int) -> None:
+    def update(self, weight: Tensor, epoch: int) -> None:
         """Take down what the weight is like now."""
         self.version = weight._version  # noqa: SLF001
         self.address = weight.data_ptr()
         self.epoch = epoch
 
-    def fits(self, weight: Tensor, epoch: int) -> bool:
+    def is_current(self, weight: Tensor, epoch: int) -> bool:
         """Say whether this is that weight as it is now."""
         return (
-            self.of() is weight
+            self.weight_ref() is weight
             and self.epoch == epoch
             and self.version == weight._version  # noqa: SLF001
             and self.address == weight.data_ptr()
         )
 
-    def may_be_written(self, weight: Tensor, epoch: int) -> bool:
+    def can_reuse_memory(self, weight: Tensor, epoch: int) -> bool:
         """Say whether the cast's memory may serve the weight's new value."""
         return (
-            self.of() is weight
+            self.weight_ref() is weight
             and self.epoch != epoch
-            and self.bare.shape == weight.shape
-            and self.bare.device == weight.device
+            and self.data.shape == weight.shape
+            and self.data.device == weight.device
         )
 
 
@@ -93,7 +93,7 @@ class CastCache:
     leaves frozen weights out, and forgets all when the outermost region closes. Here
     the key is the weight, the dtype, and the version that autograd counts.
 
-    An edit through `weight.data` is counted by nobody; call `renew` after one. Nor is
+    An edit through `weight.data` is counted by nobody; call `refresh` after one. Nor is
     one by a fused optimizer, whose steps are watched instead.
 
     Attributes:
@@ -104,7 +104,7 @@ class CastCache:
             torch's cache, from all its uses in the region.
     """
 
-    def __init__(self, gradients: Gradients | None = None) -> None:
+    def __init__(self, gradients: Fp32GradAccumulator | None = None) -> None:
         """Start empty.
 
         Args:
@@ -115,14 +115,14 @@ class CastCache:
         self._gradients = gradients
         self._epoch = 0
         self._lock = threading.RLock()
-        self.open = False
+        self.is_open = False
         self.hits = 0
         self.misses = 0
         self.bytes_cast = 0
         with _lock:
             _caches.add(self)
-        optimizer_hooks.STEPS.acquire()
-        weakref.finalize(self, optimizer_hooks.STEPS.release).atexit = False
+        optimizer_hooks.STEP_PATCH.acquire()
+        weakref.finalize(self, optimizer_hooks.STEP_PATCH.release).atexit = False
 
     def __reduce__(self) -> tuple[type[CastCache], tuple[()]]:
         """Let what holds a cache be copied and pickled; a copy starts empty."""
@@ -131,21 +131,21 @@ class CastCache:
     @property
     def bytes(self) -> int:
         """Size of all casts it holds."""
-        return sum(entry.bare.nbytes for entry in self._entries.values())
+        return sum(entry.data.nbytes for entry in self._entries.values())
 
     def __len__(self) -> int:
         """Return the number of casts it holds."""
         return len(self._entries)
 
-    def takes(self, tensor: Tensor) -> bool:
+    def is_weight(self, tensor: Tensor) -> bool:
         """Say whether a tensor is a weight: a parameter, or an fp32 leaf that learns.
 
         Views, activations and what tracing puts in a weight's place are none.
         """
-        kind = type(tensor)
+        cls = type(tensor)
         return (
             tensor.dtype == torch.float32
-            and (kind is nn.Parameter or (kind is Tensor and tensor.requires_grad))
+            and (cls is nn.Parameter or (cls is Tensor and tensor.requires_grad))
             and tensor.is_leaf
             and not tensor._is_view()  # noqa: SLF001
             and not tensor.is_inference()
@@ -157,10 +157,10 @@ class CastCache:
             # They look through `Tensor.to`, not through a function of ours.
             return tensor.to(dtype)
         entry = self._entries.get((id(tensor), dtype))
-        if entry is not None and entry.fits(tensor, self._epoch):
+        if entry is not None and entry.is_current(tensor, self._epoch):
             self.hits += 1
-            return self._served(entry, tensor)
-        return self.get(tensor, dtype) if self.takes(tensor) else tensor.to(dtype)
+            return self._with_grad(entry, tensor)
+        return self.get(tensor, dtype) if self.is_weight(tensor) else tensor.to(dtype)
 
     def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a weight in a 16-bit dtype; its gradient flows to the weight.
@@ -172,68 +172,68 @@ class CastCache:
         key = id(weight), dtype
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and entry.fits(weight, self._epoch):
+            if entry is not None and entry.is_current(weight, self._epoch):
                 self.hits += 1
             else:
                 entry = self._cast(key, entry, weight)
-            return self._served(entry, weight)
+            return self._with_grad(entry, weight)
 
     def _cast(
-        self, key: tuple[int, torch.dtype], entry: _Entry | None, weight: Tensor
+        self, key: tuple[int, torch.dtype], cached: _Entry | None, weight: Tensor
     ) -> _Entry:
         self.misses += 1
         with _without_modes():
-            bare = weight.detach()
-            if entry is not None and entry.may_be_written(weight, self._epoch):
-                entry.bare.copy_(bare)
-                entry.note(weight, self._epoch)
-                entry.low = None
+            data = weight.detach()
+            if cached is not None and cached.can_reuse_memory(weight, self._epoch):
+                cached.data.copy_(data)
+                cached.update(weight, self._epoch)
+                cached.differentiable = None
             else:
-                bare = bare.to(key[1])
+                data = data.to(key[1])
 
                 def forget(_: object) -> None:
                     self._entries.pop(key, None)
 
-                entry = _Entry(weight, bare, self._epoch, forget)
-                if not bare.is_inference():
-                    self._entries[key] = entry
-        self.bytes_cast += entry.bare.nbytes
-        return entry
+                cached = _Entry(weight, data, self._epoch, forget)
+                if not data.is_inference():
+                    self._entries[key] = cached
+        self.bytes_cast += cached.data.nbytes
+        return cached
 
-    def _served(self, entry: _Entry, weight: Tensor) -> Tensor:
+    def _with_grad(self, entry: _Entry, weight: Tensor) -> Tensor:
         """Return a cast, with history where a gradient may ask for it."""
         if not weight.requires_grad or not torch.is_grad_enabled():
-            return entry.bare
-        low = entry.low
-        if low is not None:
-            return low
+            return entry.data
+        result = entry.differentiable
+        if result is not None:
+            return result
         with _without_modes():
             if self._gradients is not None and weight.numel() <= SMALL:
-                low = weight.to(entry.bare.dtype)
+                result = weight.to(entry.data.dtype)
             else:
-                low = _Cast.apply(weight, entry.bare, self._gradients)  # type: ignore[no-untyped-call]
-        if self.open:
-            entry.low = low
-        return low
+                result = _CachedCast.apply(weight, entry.data, self._gradients)  # type: ignore[no-untyped-call]
+        if self.is_open:
+            entry.differentiable = result
+        return result
 
-    def begin(self) -> None:
+    def open(self) -> None:
         """Take note that a region opens, which serves a weight's every use one cast."""
-        self.open = True
+        self.is_open = True
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Take note that the region has closed: the next has another graph."""
-        self.open = False
+        self.is_open = False
         for entry in list(self._entries.values()):
-            entry.low = None
+            entry.differentiable = None
 
-    def distrust(self, weights: Iterable[Tensor]) -> None:
+    def invalidate(self, weights: Iterable[Tensor]) -> None:
         """Cast these weights again, though their versions may be as before."""
         for key in itertools.product(map(id, weights), _LOW):
             entry = self._entries.get(key)
             if entry is not None:
-                entry.version = _UNKNOWN
+                entry.version = _NO_VERSION
 
-    def renew(self) -> None:
+    def refresh(self) -> None:
         """Cast each weight again when it is next asked for, into the same memory.
 
         For the moment after an optimizer step: no graph needs the old casts then.
@@ -251,38 +251,38 @@ _lock = threading.Lock()
 _caches: weakref.WeakSet[CastCache] = weakref.WeakSet()
 
 
-def _written(optimizer: torch.optim.Optimizer) -> None:
+def _invalidate_stepped(optimizer: torch.optim.Optimizer) -> None:
     with _lock:
         caches = list(_caches)
     for cache in caches:
-        cache.distrust(p for group in optimizer.param_groups for p in group["params"])
+        cache.invalidate(p for group in optimizer.param_groups for p in group["params"])
 
 
-optimizer_hooks.after_each_step(_written)
+optimizer_hooks.register_post_step_callback(_invalidate_stepped)
 
 
-class _Cast(torch.autograd.Function):
+class _CachedCast(torch.autograd.Function):
     """`weight.to(dtype)`, made before, whose backward may add to `.grad` itself."""
 
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 -- torch's context has no useful type
         weight: Tensor,
-        bare: Tensor,
-        gradients: Gradients | None,
+        data: Tensor,
+        gradients: Fp32GradAccumulator | None,
     ) -> Tensor:
         ctx.weight, ctx.gradients = weight, gradients
         # A trial of the loss scale runs it once more; outside of a session's own
         # backward pass `gradients` takes nothing in.
         ctx.repeatable = True
         # Not itself: it must stay without history. The version counter is shared.
-        return bare.detach()
+        return data.detach()
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401
         gradient: Tensor,
     ) -> tuple[Tensor | None, None, None]:
-        if ctx.gradients is not None and ctx.gradients.take(ctx.weight, gradient):
+        if ctx.gradients is not None and ctx.gradients.accumulate(ctx.weight, gradient):
             return None, None, None
         return gradient.to(ctx.weight.dtype), None, None

@@ -36,11 +36,11 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used, and why."""
 
 
-class UnreadError(CheckpointError):
+class CheckpointReadError(CheckpointError):
     """A checkpoint that the disk does not give now; it need not be damaged."""
 
 
-class UnwrittenError(CheckpointError):
+class CheckpointWriteError(CheckpointError):
     """A checkpoint that could not be written."""
 
     reason = ""
@@ -49,7 +49,7 @@ class UnwrittenError(CheckpointError):
 
 def write(
     directory: Path,
-    form: str,
+    format_: str,
     fill: Callable[[Path], Mapping[str, Any]],
     *,
     replace: bool = False,
@@ -61,7 +61,7 @@ def write(
 
     Args:
         directory: Its parent is made if need be.
-        form: What it will be; `PLAIN`, `SHARDED` or `MODEL`.
+        format_: What it will be; `PLAIN`, `SHARDED` or `MODEL`.
         fill: Writes files into an empty directory; returns what its manifest says
             besides.
         replace: What has the name already is removed, once the new one is whole;
@@ -71,33 +71,33 @@ def write(
         CheckpointError: If the name is taken, or something cannot be written; then
             nothing is left behind.
     """
-    part = beside(directory)
-    with writing(directory, part):
-        make(directory, part, replace=replace)
-        said = fill(part)
-        paths = sorted(path for path in part.rglob("*") if not path.is_dir())
-        files = {path.relative_to(part).as_posix(): digest(path) for path in paths}
-        facts = {"format": form, "files": files, **said}
-        appear(directory, part, facts, replace=replace)
+    temporary = temporary_path(directory)
+    with writing(directory, temporary):
+        make_temporary(directory, temporary, replace=replace)
+        fields = fill(temporary)
+        paths = sorted(path for path in temporary.rglob("*") if not path.is_dir())
+        files = {path.relative_to(temporary).as_posix(): digest(path) for path in paths}
+        facts = {"format": format_, "files": files, **fields}
+        commit(directory, temporary, facts, replace=replace)
 
 
 @contextlib.contextmanager
-def writing(directory: Path, part: Path) -> Iterator[None]:
+def writing(directory: Path, temporary: Path) -> Iterator[None]:
     """Say why the disk refuses; after any failure, leave no temporary directory."""
     try:
         yield
     except BaseException as fault:
         # Tidying up may fail as well, for the same reason: that is not the news.
-        shutil.rmtree(part, ignore_errors=True)
-        reason = why(fault)
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = os_reason(fault)
         if reason is None:
             raise
-        raise unwritten(directory, reason) from fault
+        raise write_error(directory, reason) from fault
 
 
-def unwritten(directory: Path, reason: str) -> UnwrittenError:
+def write_error(directory: Path, reason: str) -> CheckpointWriteError:
     """Return what to raise where a directory could not be written."""
-    error = UnwrittenError(
+    error = CheckpointWriteError(
         f"checkpoint {directory} could not be written: {reason}. Mend that, or choose "
         "another place."
     )
@@ -105,45 +105,47 @@ def unwritten(directory: Path, reason: str) -> UnwrittenError:
     return error
 
 
-def unread(path: Path, reason: str | None, form: str | None = PLAIN) -> UnreadError:
+def read_error(
+    path: Path, reason: str | None, format_: str | None = PLAIN
+) -> CheckpointReadError:
     """Return what to raise where a checkpoint, or a file of it, cannot be read."""
-    noun, remedy = _words(form)
-    return UnreadError(f"{noun} file {path} cannot be read: {reason}. {remedy}")
+    noun, remedy = _words(format_)
+    return CheckpointReadError(f"{noun} file {path} cannot be read: {reason}. {remedy}")
 
 
-def _words(form: str | None) -> tuple[str, str]:
+def _words(format_: str | None) -> tuple[str, str]:
     """Return what a directory of a form is called, and what to do if it is damaged."""
-    if form == MODEL:
+    if format_ == MODEL:
         return "model", "Write it again with halfstep train --resume."
     return "checkpoint", "Resume from another checkpoint."
 
 
-def make(directory: Path, part: Path, *, replace: bool = False) -> None:
+def make_temporary(directory: Path, temporary: Path, *, replace: bool = False) -> None:
     """Make the temporary directory, and remove those that killed processes left.
 
     Raises:
         CheckpointError: If the name is taken, by a broken link too.
     """
-    sweep(directory.parent, directory.name, alone=False)
+    remove_leftovers(directory.parent, directory.name, exclusive=False)
     if not replace:
-        _check_free(directory)
-    part.mkdir(parents=True)
+        _check_not_taken(directory)
+    temporary.mkdir(parents=True)
 
 
-def _check_free(directory: Path) -> None:
+def _check_not_taken(directory: Path) -> None:
     if os.path.lexists(directory):
         message = f"{directory} exists; a checkpoint is never written over another."
         raise CheckpointError(message)
 
 
-def appear(
-    directory: Path, part: Path, facts: Mapping[str, Any], *, replace: bool = True
+def commit(
+    directory: Path, temporary: Path, facts: Mapping[str, Any], *, replace: bool = True
 ) -> None:
     """Write the manifest, wait until all is on disk, and give the directory its name.
 
     Args:
         directory: Its name.
-        part: What it is called so far.
+        temporary: What it is called so far.
         facts: Format, files, and whatever else the manifest says.
         replace: What has the name by now is removed; otherwise it stays.
 
@@ -153,28 +155,28 @@ def appear(
     manifest: dict[str, Any] = {"schema": SCHEMA, **facts}
     manifest["seal"] = seal(manifest)
     text = json.dumps(manifest, indent=1)
-    (part / MANIFEST).write_text(text, encoding="utf-8")
-    for path in (*part.rglob("*"), part):
+    (temporary / MANIFEST).write_text(text, encoding="utf-8")
+    for path in (*temporary.rglob("*"), temporary):
         flush(path)
-    put(directory, part, replace=replace)
+    rename_into_place(directory, temporary, replace=replace)
 
 
-def put(directory: Path, part: Path, *, replace: bool) -> None:
+def rename_into_place(directory: Path, temporary: Path, *, replace: bool) -> None:
     """Give a directory its name.
 
     Why: no system renames over a directory that holds anything. What has the name is
     moved aside, and has it again if the disk comes between; after a kill, `restore`
     sees to that.
     """
-    old = beside(directory, "old")
+    old = temporary_path(directory, "old")
     try:
         if replace and os.path.lexists(directory):
             remove(old)
             directory.rename(old)
-        part.rename(directory)
+        temporary.rename(directory)
     except OSError:
         if not replace:
-            _check_free(directory)
+            _check_not_taken(directory)
         elif not os.path.lexists(directory):
             with contextlib.suppress(OSError):
                 old.rename(directory)
@@ -183,30 +185,30 @@ def put(directory: Path, part: Path, *, replace: bool) -> None:
     remove(old)
 
 
-def read(directory: Path, form: str | None = None) -> dict[str, Any]:
+def read(directory: Path, format_: str | None = None) -> dict[str, Any]:
     """Return a directory's manifest, its shape checked; no other file is read.
 
     Args:
         directory: Of a checkpoint.
-        form: What it must be; None: a checkpoint, plain or sharded.
+        format_: What it must be; None: a checkpoint, plain or sharded.
 
     Raises:
         CheckpointError: If there is none, or it is damaged or of another form.
     """
     path = directory / MANIFEST
-    noun, remedy = _words(form)
+    noun, remedy = _words(format_)
     try:
         # A pipe of that name would be waited for.
         text = path.read_bytes() if _is_file(path) else None
         manifest = None if text is None else json.loads(text.decode())
     except OSError as error:
-        raise unread(path, why(error), form) from error
+        raise read_error(path, os_reason(error), format_) from error
     except (ValueError, RecursionError) as error:
         message = f"{noun} file {path} is damaged: it is not valid JSON."
         raise CheckpointError(message) from error
     if text is None:
-        message = f"{directory} is not a {form or PLAIN}: it has no {MANIFEST}."
-        if form == MODEL:
+        message = f"{directory} is not a {format_ or PLAIN}: it has no {MANIFEST}."
+        if format_ == MODEL:
             message += f" {remedy}"
         raise CheckpointError(message)
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
@@ -219,9 +221,11 @@ def read(directory: Path, form: str | None = None) -> dict[str, Any]:
             f"{remedy}"
         )
         raise CheckpointError(message)
-    if manifest.get("format") not in ({PLAIN, SHARDED} if form is None else {form}):
+    if manifest.get("format") not in (
+        {PLAIN, SHARDED} if format_ is None else {format_}
+    ):
         message = (
-            f"{directory} is not a {form or PLAIN}: {MANIFEST} says it is a "
+            f"{directory} is not a {format_ or PLAIN}: {MANIFEST} says it is a "
             f"{manifest.get('format')}."
         )
         raise CheckpointError(message)
@@ -239,24 +243,24 @@ def verify(
     Raises:
         CheckpointError: If one is missing, truncated or altered; the text names it.
     """
-    form = manifest.get("format")
-    noun, remedy = _words(form)
+    format_ = manifest.get("format")
+    noun, remedy = _words(format_)
     for name in manifest["files"] if names is None else names:
         path, expected = directory / name, manifest["files"][name]
         try:
-            found = digest(path) if _is_file(path) else None
+            actual = digest(path) if _is_file(path) else None
         except OSError as error:
-            raise unread(path, why(error), form) from error
-        if found is None:
+            raise read_error(path, os_reason(error), format_) from error
+        if actual is None:
             message = f"{noun} {directory} has no {name}; it is not whole. {remedy}"
             raise CheckpointError(message)
-        if found["bytes"] != expected["bytes"]:
+        if actual["bytes"] != expected["bytes"]:
             message = (
-                f"{noun} file {path} is truncated or altered: {found['bytes']} "
+                f"{noun} file {path} is truncated or altered: {actual['bytes']} "
                 f"bytes, its manifest says {expected['bytes']}. {remedy}"
             )
             raise CheckpointError(message)
-        if found["sha256"] != expected["sha256"]:
+        if actual["sha256"] != expected["sha256"]:
             message = (
                 f"{noun} file {path} is damaged: its SHA-256 is not the one in "
                 f"{MANIFEST}. {remedy}"
@@ -264,7 +268,7 @@ def verify(
             raise CheckpointError(message)
 
 
-def why(error: BaseException | None) -> str | None:
+def os_reason(error: BaseException | None) -> str | None:
     """Return in words why something could not be written or read.
 
     Args:
@@ -275,7 +279,7 @@ def why(error: BaseException | None) -> str | None:
         None, if it is an error of another sort.
 
     Example:
-        >>> why(OSError(28, "No space left on device"))
+        >>> os_reason(OSError(28, "No space left on device"))
         'No space left on device'
         >>> why(KeyError("a"))
     """
@@ -286,57 +290,61 @@ def why(error: BaseException | None) -> str | None:
         return os.strerror(int(number[1])) if number else str(error)
     # torch.save, from an error of the file that it writes to.
     if isinstance(error, RuntimeError):
-        return why(error.__cause__ or error.__context__)
+        return os_reason(error.__cause__ or error.__context__)
     return None
 
 
-def beside(directory: Path, word: str = "part") -> Path:
+def temporary_path(directory: Path, purpose: str = "part") -> Path:
     """Return a temporary name of this process for a directory."""
-    return directory.with_name(f".{directory.name}.{word}-{os.getpid()}")
+    return directory.with_name(f".{directory.name}.{purpose}-{os.getpid()}")
 
 
-def sweep(parent: Path, name: str = "", *, alone: bool = True) -> None:
+def remove_leftovers(parent: Path, name: str = "", *, exclusive: bool = True) -> None:
     """Remove what killed processes left of a directory, or of any.
 
     Args:
         parent: Where they are.
         name: Of the directory; empty: of any.
-        alone: No other program writes there. Otherwise what is of processes that live
+        exclusive: No other program writes there. Else what is of processes that live
             on this machine is left to them.
     """
     # What was moved to be replaced may be the only copy.
-    restore(parent, name, alone=alone)
-    for path, _, _ in _leftovers(parent, name, alone=alone):
+    restore_replaced(parent, name, exclusive=exclusive)
+    for path, _, _ in _leftovers(parent, name, exclusive=exclusive):
         remove(path)
 
 
-def restore(parent: Path, name: str = "", *, alone: bool = True) -> None:
+def restore_replaced(parent: Path, name: str = "", *, exclusive: bool = True) -> None:
     """Give back their names to directories whose replacement was killed half-way."""
-    for path, its, word in _leftovers(parent, name, alone=alone):
-        if word == "old" and not os.path.lexists(parent / its):
+    for path, name_of_directory, purpose in _leftovers(
+        parent, name, exclusive=exclusive
+    ):
+        if purpose == "old" and not os.path.lexists(parent / name_of_directory):
             try:
-                path.rename(parent / its)
+                path.rename(parent / name_of_directory)
             except OSError:
                 # Another process may have done it; else whoever goes on misses it.
-                if not os.path.lexists(parent / its):
+                if not os.path.lexists(parent / name_of_directory):
                     raise
 
 
-def _leftovers(parent: Path, name: str, *, alone: bool) -> list[tuple[Path, str, str]]:
+def _leftovers(
+    parent: Path, name: str, *, exclusive: bool
+) -> list[tuple[Path, str, str]]:
     """Return temporary directories, the names they are for, and what they hold."""
-    form = re.compile(rf"\.({re.escape(name) or '.+'})\.(part|old|gone)-(\d+)")
+    pattern = re.compile(rf"\.({re.escape(name) or '.+'})\.(part|old|gone)-(\d+)")
     try:
-        found = [(path, form.fullmatch(path.name)) for path in parent.iterdir()]
+        matches = [(path, pattern.fullmatch(path.name)) for path in parent.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [
         (path, match[1], match[2])
-        for path, match in found
-        if match and (alone or not _lives(int(match[3])))
+        for path, match in matches
+        if match and (exclusive or not _is_alive(int(match[3])))
     ]
 
 
-def _lives(number: int) -> bool:
+def _is_alive(number: int) -> bool:
     """Say whether another process of this machine has a number now."""
     if os.name == "nt" or number == os.getpid():
         return False  # On Windows the question would interrupt it.
@@ -349,9 +357,9 @@ def _lives(number: int) -> bool:
 
 def discard(directory: Path) -> None:
     """Delete a directory such that a kill half-way leaves nothing under its name."""
-    gone = beside(directory, "gone")
-    directory.rename(gone)
-    remove(gone)
+    temporary = temporary_path(directory, "gone")
+    directory.rename(temporary)
+    remove(temporary)
 
 
 def remove(path: Path) -> None:
@@ -366,8 +374,8 @@ def remove(path: Path) -> None:
 def digest(path: Path) -> Facts:
     """Return a file's size and SHA-256."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": found}
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": sha256}
 
 
 def seal(manifest: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from halfstep.checkpoint.atomic_directory import CheckpointError, why
+from halfstep.checkpoint.atomic_directory import CheckpointError, os_reason
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -38,7 +38,7 @@ NAME = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ENUM = "_MEM_FORMAT_ENCODING"
 _FILES = "torch.distributed.checkpoint.filesystem"
-_KNOWN = {
+_ALLOWED_NAMES = {
     *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
     *((_METADATA, name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata")),
     *((_METADATA, name) for name in ("BytesStorageMetadata", "TensorProperties")),
@@ -54,7 +54,7 @@ _KNOWN = {
         for system in ("Posix", "Windows")
     ),
 }
-_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
+_MEMO_OPCODES = {"PUT", "BINPUT", "LONG_BINPUT"}
 _DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
 
 
@@ -108,7 +108,7 @@ class _Unpickler(pickle.Unpickler):
         """
         if module == "torch" and name in _DTYPES:
             return getattr(torch, name)
-        if (module, name) not in _KNOWN:
+        if (module, name) not in _ALLOWED_NAMES:
             message = f"{module}.{name}"
             raise pickle.UnpicklingError(message)
         # A class of this reading alone, as a pickle may set attributes of classes.
@@ -135,18 +135,18 @@ def read(path: Path, files: Collection[str] | None = None) -> Metadata:
     try:
         data = path.read_bytes()
         _check_memo(data)
-        found = _Unpickler(data).load()
-        said = _fields(found, "Metadata")
-        tensors = said["state_dict_metadata"]
-        places = said["storage_data"]
+        record = _Unpickler(data).load()
+        fields = _fields(record, "Metadata")
+        tensors = fields["state_dict_metadata"]
+        places = fields["storage_data"]
         metadata = Metadata({_text(name): _entry(tensors[name]) for name in tensors})
         metadata.storage_data = {
             _index(key): _place(places[key], files) for key in places
         }
         if files is not None:
-            _check_whole(metadata)
+            _check_complete(metadata)
     except OSError as error:
-        message = f"checkpoint file {path} cannot be read: {why(error)}."
+        message = f"checkpoint file {path} cannot be read: {os_reason(error)}."
         raise CheckpointError(message) from error
     except pickle.UnpicklingError as error:
         message = (
@@ -167,12 +167,12 @@ def _check_memo(data: bytes) -> None:
     Why: the unpickler makes a table as long as the highest number, before it knows.
     """
     for count, (opcode, number, _) in enumerate(pickletools.genops(data)):
-        if opcode.name in _PUTS and not 0 <= int(number or 0) <= count:
+        if opcode.name in _MEMO_OPCODES and not 0 <= int(number or 0) <= count:
             message = f"object {number} in place of {count} or less"
             raise ValueError(message)
 
 
-def _check_whole(metadata: Metadata) -> None:
+def _check_complete(metadata: Metadata) -> None:
     """Refuse tensors of which a number is in no file, or in two.
 
     Why: torch reads the parts that it is told of into memory as it finds it. What no
@@ -201,8 +201,8 @@ def _check_parts(
             raise ValueError(message)
         numbers = math.prod(part.sizes)
         place = places.get(MetadataIndex(name, part.offsets))
-        held = 0 if place is None else place.length
-        if held < numbers * entry.properties.dtype.itemsize:
+        num_bytes = 0 if place is None else place.length
+        if num_bytes < numbers * entry.properties.dtype.itemsize:
             message = f"a part of {name} is in no file, or cut"
             raise ValueError(message)
         volume += numbers
@@ -213,14 +213,14 @@ def _check_parts(
 
 def _overlap(parts: Sequence[ChunkStorageMetadata]) -> bool:
     """Say whether two parts of a tensor share a number."""
-    held = [part for part in parts if 0 not in part.sizes]
-    if len(held) < 2:  # noqa: PLR2004 -- it takes two
+    nonempty = [part for part in parts if 0 not in part.sizes]
+    if len(nonempty) < 2:  # noqa: PLR2004 -- it takes two
         return False
     # Along the dimension in which most start apart, few reach over the start of one.
-    dims = range(len(held[0].sizes))
-    along = max(dims, key=lambda dim: len({part.offsets[dim] for part in held}))
+    dims = range(len(nonempty[0].sizes))
+    along = max(dims, key=lambda dim: len({part.offsets[dim] for part in nonempty}))
     reaching: list[ChunkStorageMetadata] = []
-    for part in sorted(held, key=lambda part: part.offsets[along]):
+    for part in sorted(nonempty, key=lambda part: part.offsets[along]):
         start = part.offsets[along]
         reaching = [o for o in reaching if o.offsets[along] + o.sizes[along] > start]
         if any(_share(part, other) for other in reaching):
@@ -254,8 +254,8 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:  # noqa
 
     if type(record).__name__ == "BytesStorageMetadata":
         return metadata.BytesStorageMetadata()
-    said = _fields(record, "TensorStorageMetadata")
-    properties = said["properties"]
+    fields = _fields(record, "TensorStorageMetadata")
+    properties = fields["properties"]
     if type(properties).__name__ != "TensorProperties":
         message = f"{type(properties).__name__} in place of TensorProperties"
         raise TypeError(message)
@@ -263,10 +263,10 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:  # noqa
     if not isinstance(dtype, torch.dtype):
         message = f"{type(dtype).__name__} in place of a dtype"
         raise TypeError(message)
-    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in said["chunks"]]
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
     return metadata.TensorStorageMetadata(
         metadata.TensorProperties(dtype),
-        _size(said["size"]),
+        _size(fields["size"]),
         [
             metadata.ChunkStorageMetadata(
                 _size(chunk["offsets"]), _size(chunk["sizes"])
@@ -279,25 +279,25 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:  # noqa
 def _index(record: Any) -> MetadataIndex:  # noqa: ANN401
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    said = _fields(record, "MetadataIndex")
-    offset, index = said.get("offset"), said.get("index")
+    fields = _fields(record, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        _text(said["fqn"]),
+        _text(fields["fqn"]),
         None if offset is None else _size(offset),
         None if index is None else _count(index),
     )
 
 
 def _place(record: Any, files: Collection[str] | None) -> Place:  # noqa: ANN401
-    said = _fields(record, "_StorageInfo")
-    name = _text(said["relative_path"])
+    fields = _fields(record, "_StorageInfo")
+    name = _text(fields["relative_path"])
     if files is not None and name not in files:
         message = f"it points to {name}"
         raise ValueError(message)
-    if said.get("transform_descriptors"):
+    if fields.get("transform_descriptors"):
         message = f"{name} is compressed"
         raise ValueError(message)
-    return Place(name, _count(said["offset"]), _count(said["length"]))
+    return Place(name, _count(fields["offset"]), _count(fields["length"]))
 
 
 def _size(record: Any) -> torch.Size:  # noqa: ANN401

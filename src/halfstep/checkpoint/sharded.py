@@ -47,35 +47,43 @@ def write(
     Raises:
         CheckpointError: On all ranks, if the name is taken, or one cannot write.
     """
-    rank, unwritten = _rank(), partial(atomic_directory.unwritten, directory)
-    part = process_group.same_everywhere(atomic_directory.beside(directory))
+    rank, unwritten = _rank(), partial(atomic_directory.write_error, directory)
+    temporary = process_group.broadcast_object(
+        atomic_directory.temporary_path(directory)
+    )
     try:
-        with _together(unwritten):
+        with _raise_on_all_ranks(unwritten):
             if rank == 0:
-                atomic_directory.make(directory, part, replace=replace)
-        with _together(unwritten):
-            _write(tensors, part)
-            own = [part / dcp_metadata.NAME] if rank == 0 else []
-            own += part.glob(f"__{rank}_*")
-            files = {path.name: atomic_directory.digest(path) for path in sorted(own)}
-        everybody = _everybody(files)
-        with _together(unwritten):
+                atomic_directory.make_temporary(directory, temporary, replace=replace)
+        with _raise_on_all_ranks(unwritten):
+            _write(tensors, temporary)
+            own_files = [temporary / dcp_metadata.NAME] if rank == 0 else []
+            own_files += temporary.glob(f"__{rank}_*")
+            files = {
+                path.name: atomic_directory.digest(path) for path in sorted(own_files)
+            }
+        files_by_rank = _all_gather(files)
+        with _raise_on_all_ranks(unwritten):
             if rank == 0:
-                files = {n: facts for held in everybody for n, facts in held.items()}
-                _check_shared(part, files)
+                files = {
+                    n: facts
+                    for rank_files in files_by_rank
+                    for n, facts in rank_files.items()
+                }
+                _check_shared(temporary, files)
                 facts = {
                     "format": atomic_directory.SHARDED,
                     "files": files,
                     "notes": dict(notes),
                 }
-                atomic_directory.appear(directory, part, facts, replace=replace)
+                atomic_directory.commit(directory, temporary, facts, replace=replace)
     except BaseException:
         if rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _write(tensors: dict[str, Tensor], part: Path) -> None:
+def _write(tensors: dict[str, Tensor], temporary: Path) -> None:
     """Let torch write this rank's parts and, on the first, the index."""
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -83,28 +91,31 @@ def _write(tensors: dict[str, Tensor], part: Path) -> None:
     class Writer(FileSystemWriter):
         """Says what fails in words: a cause does not travel between ranks."""
 
-        def write_data(self, *given: Any) -> Any:  # noqa: ANN401 -- torch's own
+        def write_data(self, *args: Any) -> Any:  # noqa: ANN401 -- torch's own
             try:
-                return super().write_data(*given)
+                return super().write_data(*args)
             except Exception as error:
-                raise OSError(atomic_directory.why(error) or repr(error)) from error
+                raise OSError(
+                    atomic_directory.os_reason(error) or repr(error)
+                ) from error
 
-    with _quietly():
-        state_dict_saver.save(tensors, storage_writer=Writer(part))
+    with _without_torch_warnings():
+        state_dict_saver.save(tensors, storage_writer=Writer(temporary))
 
 
-def _check_shared(part: Path, files: Mapping[str, object]) -> None:
+def _check_shared(temporary: Path, files: Mapping[str, object]) -> None:
     """Refuse a directory in which the first rank does not see what others wrote."""
-    lost = files.keys() - {path.name for path in part.iterdir()}
-    if lost:
+    missing = files.keys() - {path.name for path in temporary.iterdir()}
+    if missing:
         message = (
-            f"{part.parent} is not one directory for all ranks: the first does not see "
-            f"{min(lost)}, which another has written. Save to a shared disk."
+            f"{temporary.parent} is not one directory for all ranks: "
+            "the first does not see "
+            f"{min(missing)}, which another has written. Save to a shared disk."
         )
         raise CheckpointError(message)
 
 
-def verified(directory: Path, needed: str) -> Metadata:
+def verify(directory: Path, needed: str) -> Metadata:
     """Return a directory's index, once every byte is found to be as it was written.
 
     Each rank reads the manifest, the index and its share of the other files.
@@ -116,7 +127,7 @@ def verified(directory: Path, needed: str) -> Metadata:
     Raises:
         CheckpointError: On all ranks, if it is none of ours, or not whole.
     """
-    with _together(partial(atomic_directory.unread, directory)):
+    with _raise_on_all_ranks(partial(atomic_directory.read_error, directory)):
         if not (directory / atomic_directory.MANIFEST).is_file():
             _refuse_unsealed(directory, needed)
         manifest = atomic_directory.read(directory, atomic_directory.SHARDED)
@@ -125,19 +136,19 @@ def verified(directory: Path, needed: str) -> Metadata:
         names = sorted(manifest["files"].keys() - {dcp_metadata.NAME})
         mine = names[_rank() :: _size()]
         atomic_directory.verify(directory, manifest, [dcp_metadata.NAME, *mine])
-        found = dcp_metadata.read(directory / dcp_metadata.NAME, names)
-        if needed not in found.state_dict_metadata:
+        metadata = dcp_metadata.read(directory / dcp_metadata.NAME, names)
+        if needed not in metadata.state_dict_metadata:
             _refuse_foreign(directory, f"entry {needed!r}")
-    return found
+    return metadata
 
 
-def read(box: dict[str, Tensor], directory: Path, found: Metadata) -> None:
+def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> None:
     """Fill tensors, or this rank's parts of them, with what is there by their names.
 
     Args:
-        box: Name -> memory.
+        tensors: Name -> memory.
         directory: Of a checkpoint.
-        found: Its index; torch is not to read it by itself, as it would run it.
+        metadata: Its index; torch is not to read it by itself, as it would run it.
 
     Raises:
         CheckpointError: If something cannot be read.
@@ -149,10 +160,13 @@ def read(box: dict[str, Tensor], directory: Path, found: Metadata) -> None:
         """Knows the index."""
 
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:  # noqa: ANN401
-            return found
+            return metadata
 
-    with _together(partial(atomic_directory.unread, directory)), _quietly():
-        state_dict_loader.load(box, storage_reader=Reader(directory))
+    with (
+        _raise_on_all_ranks(partial(atomic_directory.read_error, directory)),
+        _without_torch_warnings(),
+    ):
+        state_dict_loader.load(tensors, storage_reader=Reader(directory))
 
 
 def _refuse_unsealed(directory: Path, needed: str) -> NoReturn:
@@ -180,28 +194,30 @@ def _refuse_foreign(directory: Path, what: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _together(say: Callable[[str], CheckpointError]) -> Iterator[None]:
+def _raise_on_all_ranks(make_error: Callable[[str], CheckpointError]) -> Iterator[None]:
     """Do something on each rank that waits for no other; if one fails, all raise.
 
     Why: the others would wait for it for ever. Each raises its own fault, or that of
     the first rank that has one.
 
     Args:
-        say: What to raise for what the disk refuses.
+        make_error: What to raise for what the disk refuses.
     """
     fault: Exception | None = None
     try:
         yield
     except Exception as error:  # noqa: BLE001 -- raised below, when all know
         reason = (
-            None if isinstance(error, CheckpointError) else atomic_directory.why(error)
+            None
+            if isinstance(error, CheckpointError)
+            else atomic_directory.os_reason(error)
         )
         fault = error
         if reason is not None:
-            fault = say(reason)
+            fault = make_error(reason)
             fault.__cause__ = error
-    told = None if fault is None else (str(fault), getattr(fault, "reason", ""))
-    faults = _everybody(told)
+    own_fault = None if fault is None else (str(fault), getattr(fault, "reason", ""))
+    faults = _all_gather(own_fault)
     if fault is not None:
         raise fault
     for rank, other in enumerate(faults):
@@ -209,11 +225,13 @@ def _together(say: Callable[[str], CheckpointError]) -> Iterator[None]:
             text, reason = other
             # What the first does, it does for all.
             place = f"rank {rank}: " if rank else ""
-            raise say(place + reason) if reason else CheckpointError(place + text)
+            raise (
+                make_error(place + reason) if reason else CheckpointError(place + text)
+            )
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def _without_torch_warnings() -> Iterator[None]:
     """Let torch work without torch.distributed; raise what has failed, on all ranks.
 
     Why: torch raises one exception on every rank, not an `Exception`, and its text is
@@ -230,7 +248,7 @@ def _quietly() -> Iterator[None]:
             faults = {rank: each for rank, (each, _) in error.failures.items()}
             rank = _rank() if _rank() in faults else min(faults)
             place = f"rank {rank}: " if rank not in {0, _rank()} else ""
-            reason = atomic_directory.why(faults[rank]) or repr(faults[rank])
+            reason = atomic_directory.os_reason(faults[rank]) or repr(faults[rank])
             raise OSError(place + reason) from faults[rank]
 
 
@@ -242,9 +260,9 @@ def _size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _everybody(value: T) -> list[T]:
+def _all_gather(value: T) -> list[T]:
     """Return the value of each rank, on all."""
-    told = [value] * _size()
+    values = [value] * _size()
     if dist.is_initialized():
-        dist.all_gather_object(told, value)
-    return told
+        dist.all_gather_object(values, value)
+    return values

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from halfstep.checkpoint import atomic_directory
-from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError, why
+from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError, os_reason
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def load(directory: Path) -> Checkpoint:
         raise
     except Exception as error:
         # Every byte is as the manifest says: whoever wrote both was not halfstep.
-        reason = why(error) or type(error).__name__
+        reason = os_reason(error) or type(error).__name__
         message = (
             f"checkpoint {directory} was not written by halfstep, and cannot be read: "
             f"{reason}."

@@ -24,11 +24,11 @@ from halfstep.diagnostics.doctor.run_record import (
 from halfstep.diagnostics.profiling import profile
 from halfstep.diagnostics.step_numerics import CheckedSteps
 from halfstep.distributed import ddp
-from halfstep.errors import require_kind
+from halfstep.errors import require_type
 from halfstep.masters.rounding_loss import lr_of
 from halfstep.numerics import formats
 from halfstep.policy import levels
-from halfstep.reporting.table import Table, wrapped
+from halfstep.reporting.table import Table, wrap
 from halfstep.session.session import Session
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class Diagnosis:
         """Return all of it as text."""
         report = text.text(self.facts, self.examination)
         if not self.numerics.findings():
-            report += "\n\n" + "\n".join(wrapped(str(self.numerics), text.WIDTH))
+            report += "\n\n" + "\n".join(wrap(str(self.numerics), text.WIDTH))
         if self._flagged:
-            report += "\n\n" + "\n".join(wrapped(_FLAGS, text.WIDTH))
+            report += "\n\n" + "\n".join(wrap(_FLAGS, text.WIDTH))
         return report
 
     @property
@@ -146,7 +146,7 @@ def diagnose(
     `warmup + steps + profiled` times. Give it a copy where that matters.
 
     Numbers come first: losses, gradients, skipped steps and weights. The first step
-    of the warm-up with one that is not finite is run again by `first_bad`: `step` is
+    of the warm-up with a non-finite one is run again by `find_nonfinite`: `step` is
     called some times more, each time up to its backward pass, and model, scaler and
     session are as they were afterwards. What else `step` does before its backward pass
     is done again.
@@ -174,7 +174,7 @@ def diagnose(
             out.
         LossScaleCollapse: If the step does; with what the replay has found.
     """
-    require_kind("step", step, callable(step), "a function that makes one step")
+    require_type("step", step, callable(step), "a function that makes one step")
     _require_kinds(session, model, optimizer, scaler)
     word = None if dtype is None else formats.parse(dtype).name
     level = None if level is None else levels.parse(level).name
@@ -214,7 +214,7 @@ def diagnose(
         lost = _lost_in(session)
     weights = {}
     if session is None and model is not None:
-        weights = environment.weight_formats(ddp.bare(model))
+        weights = environment.weight_formats(ddp.unwrap(model))
     if (
         level is None
         and profile_result.dtype != "fp32"
@@ -249,7 +249,7 @@ def _require_kinds(
         ("scaler", scaler, hasattr(scaler, "is_enabled"), "a GradScaler"),
     )
     for name, value, good, right in kinds:
-        require_kind(name, value, value is None or good, right)
+        require_type(name, value, value is None or good, right)
 
 
 def _place(model: nn.Module | None) -> torch.device | None:

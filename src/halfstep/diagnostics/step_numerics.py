@@ -28,10 +28,10 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree
 
 from halfstep._torch.rng_state import RandomState
-from halfstep.diagnostics.replay import first_bad
+from halfstep.diagnostics.replay import find_nonfinite
 from halfstep.diagnostics.replay.gradients import exchanges
 from halfstep.errors import UserError
-from halfstep.nonfinite.saved_values import plain
+from halfstep.nonfinite.domains import local_data
 from halfstep.reporting.finding import Finding
 from halfstep.scaling import LossScaleCollapse
 from halfstep.scaling.step_report import StepReport
@@ -66,7 +66,7 @@ class Numerics:
     scales: tuple[float, float] | None = None
     """Loss scale before the first step and after the last; None without a scaler."""
     bad_op: BadOp | None = None
-    """What `first_bad` has found in the first of these steps."""
+    """What `find_nonfinite` has found in the first of these steps."""
     unreplayed: str = ""
     """Why it has found nothing."""
 
@@ -130,14 +130,16 @@ class Numerics:
 
     def _advice(self, first: int) -> str:
         if self.bad_op is None and self.failed:
-            return f"halfstep.first_bad did not run it again: {self.unreplayed}"
+            return f"halfstep.find_nonfinite did not run it again: {self.unreplayed}"
         if self.bad_op is None:
             return "Go back to the last good checkpoint: no loss scale mends a weight."
         if self.bad_op.normal and self._fixed:
             return (
                 "Lower the loss scale, or let it be dynamic: a fixed one never falls."
             )
-        return f"halfstep.first_bad ran step {first} again: see the finding 'bad op'."
+        return (
+            f"halfstep.find_nonfinite ran step {first} again: see the finding 'bad op'."
+        )
 
     def __str__(self) -> str:
         """Return what was looked at, in a sentence."""
@@ -444,7 +446,8 @@ class CheckedSteps:
             return
         if exchanges(model):
             self._unreplayed = (
-                "its passes wait for other processes. Call halfstep.first_bad on all."
+                "its passes wait for other processes. "
+                "Call halfstep.find_nonfinite on all."
             )
             return
         now, weights = RandomState(self._devices()), [p.data for p, _ in self._weights]
@@ -478,7 +481,7 @@ class CheckedSteps:
         many = [[of(part)], [of(one) for one in range(part + 1)]]
         for steps in many[: 1 + (part > 0)]:
             with self._replaying():
-                bad = first_bad(
+                bad = find_nonfinite(
                     model,
                     steps,
                     scale=scale,
@@ -561,7 +564,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: 
 def _finite(tensors: Iterable[Tensor | None]) -> bool:
     """Say whether all numbers here are finite. Waits for the device."""
     flags = [
-        plain(tensor.detach()).isfinite().all()
+        local_data(tensor.detach()).isfinite().all()
         for tensor in tensors
         if tensor is not None and not tensor.is_meta
     ]

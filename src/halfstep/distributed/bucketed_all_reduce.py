@@ -1,4 +1,4 @@
-"""Many tensors in few messages: means of gradients, and values of the first rank.
+"""All-reduce of many tensors in few buckets, and broadcast from the first rank.
 
 In: parameters with gradients, what each travels in, a group of processes. Out: the same
 mean on each of them. A message is some 25 MiB, as in DDP; its memory is kept.
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SIZE = 25 << 20
+BUCKET_BYTES = 25 << 20
 """Bytes that travel together."""
-_AT_ONCE = 2
+_MAX_PENDING = 2
 """Messages under way: one travels while the next is packed."""
 
 
-class Averager:
+class BucketedAllReduce:
     """Averages gradients over processes; keeps the memory of its messages.
 
     What travels in 16 bits is rounded once by its sender, and once by each addition on
@@ -33,15 +33,15 @@ class Averager:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
+        self._buffers: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
 
     @torch.no_grad()
-    def average(
+    def mean_(
         self,
-        wires: Mapping[Tensor, torch.dtype],
+        comm_dtypes: Mapping[Tensor, torch.dtype],
         group: dist.ProcessGroup,
         *,
-        headroom: int = 1,
+        predivide_factor: int = 1,
     ) -> None:
         """Give every parameter the mean of its gradients on all ranks.
 
@@ -50,104 +50,106 @@ class Averager:
         has them all waits for no device.
 
         Args:
-            wires: Parameter -> what its gradient travels in, the same on every rank,
+            comm_dtypes: Parameter -> dtype its gradient travels in, same on every rank,
                 in one order. A gradient is divided by the number of ranks before, so
                 that no sum overflows where the mean does not.
             group: All ranks.
-            headroom: What gradients are divided by besides, on the way only. A power
+            predivide_factor: Divides gradients besides, on the way only. A power
                 of two: it costs nothing but the smallest numbers.
         """
-        under_way: deque[_Message] = deque()
-        for number, bucket in enumerate(_buckets(list(wires), wires.__getitem__)):
-            if len(under_way) == _AT_ONCE:
-                under_way.popleft().unpack(headroom)
-            key = (wires[bucket[0]], bucket[0].device, number % _AT_ONCE)
-            message = _Message(bucket, self._numbers(bucket, key))
-            message.send(group, headroom)
-            under_way.append(message)
-        for message in under_way:
-            message.unpack(headroom)
+        pending: deque[_BucketReduction] = deque()
+        for number, bucket in enumerate(
+            _buckets(list(comm_dtypes), comm_dtypes.__getitem__)
+        ):
+            if len(pending) == _MAX_PENDING:
+                pending.popleft().finish(predivide_factor)
+            key = (comm_dtypes[bucket[0]], bucket[0].device, number % _MAX_PENDING)
+            reduction = _BucketReduction(bucket, self._buffer(bucket, key))
+            reduction.start(group, predivide_factor)
+            pending.append(reduction)
+        for reduction in pending:
+            reduction.finish(predivide_factor)
 
-    def _numbers(
+    def _buffer(
         self, bucket: list[Tensor], key: tuple[torch.dtype, torch.device, int]
     ) -> Tensor:
         size = sum(param.numel() for param in bucket) + len(bucket)
-        kept = self._memory.get(key)
-        if kept is None or kept.numel() < size:
-            kept = torch.empty(size, dtype=key[0], device=key[1])
-            self._memory[key] = kept
-        return kept[:size]
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=key[0], device=key[1])
+            self._buffers[key] = buffer
+        return buffer[:size]
 
 
 @dataclass
-class _Message:
+class _BucketReduction:
     """Gradients side by side, and behind them for each whether it is there."""
 
     params: list[Tensor]
-    numbers: Tensor
+    buffer: Tensor
     work: dist.Work | None = None
 
     def _views(self) -> Sequence[Tensor]:
         sizes = [param.numel() for param in self.params]
-        return torch.split(self.numbers, [*sizes, len(sizes)])
+        return torch.split(self.buffer, [*sizes, len(sizes)])
 
-    def send(self, group: dist.ProcessGroup, headroom: int) -> None:
+    def start(self, group: dist.ProcessGroup, predivide_factor: int) -> None:
         """Pack, and set off."""
         *views, flags = self._views()
         flags.fill_(1)
-        for place, (param, view) in enumerate(zip(self.params, views, strict=True)):
-            gradient = param.grad
-            if gradient is None:
+        for index, (param, view) in enumerate(zip(self.params, views, strict=True)):
+            grad = param.grad
+            if grad is None:
                 view.zero_()
-                flags[place] = 0
+                flags[index] = 0
                 continue
-            if gradient.is_sparse:
-                gradient = param.grad = gradient.to_dense()
-            shaped = view.view(gradient.shape)
-            torch.div(gradient, group.size() * headroom, out=shaped)
-        self.work = dist.all_reduce(self.numbers, group=group, async_op=True)
+            if grad.is_sparse:
+                grad = param.grad = grad.to_dense()
+            shaped = view.view(grad.shape)
+            torch.div(grad, group.size() * predivide_factor, out=shaped)
+        self.work = dist.all_reduce(self.buffer, group=group, async_op=True)
 
-    def unpack(self, headroom: int) -> None:
+    def finish(self, predivide_factor: int) -> None:
         """Wait for the sums, and put them into `.grad`."""
         assert self.work is not None, "it is under way"  # noqa: S101
         self.work.wait()
         *views, flags = self._views()
-        here = [param.grad is not None for param in self.params]
-        there = here if all(here) else (flags != 0).tolist()
-        for param, view, is_there in zip(self.params, views, there, strict=True):
-            if not is_there:
+        has_grad = [param.grad is not None for param in self.params]
+        has_mean = has_grad if all(has_grad) else (flags != 0).tolist()
+        for param, view, has_value in zip(self.params, views, has_mean, strict=True):
+            if not has_value:
                 continue
             if param.grad is None:
                 param.grad = torch.empty(
                     param.shape, dtype=param.dtype, device=param.device
                 )
             param.grad.copy_(view.view(param.shape))
-            if headroom != 1:
-                param.grad.mul_(headroom)
+            if predivide_factor != 1:
+                param.grad.mul_(predivide_factor)
 
 
 def _buckets(
-    tensors: Sequence[Tensor], wire: Callable[[Tensor], torch.dtype]
+    tensors: Sequence[Tensor], comm_dtype: Callable[[Tensor], torch.dtype]
 ) -> Iterator[list[Tensor]]:
     """Yield tensors that travel alike, at least one, some 25 MiB of them."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((wire(tensor), tensor.device), []).append(tensor)
-    for (dtype, _), alike in kinds.items():
+        groups.setdefault((comm_dtype(tensor), tensor.device), []).append(tensor)
+    for (dtype, _), group in groups.items():
         bucket: list[Tensor] = []
         size = 0
-        for tensor in alike:
-            own = tensor.numel() * dtype.itemsize
-            if bucket and size + own > SIZE:
+        for tensor in group:
+            nbytes = tensor.numel() * dtype.itemsize
+            if bucket and size + nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(tensor)
-            size += own
+            size += nbytes
         yield bucket
 
 
 @torch.no_grad()
-def first_rank(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+def broadcast_(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
     """Give tensors, in place, the values they have on a group's first rank.
 
     They travel as bytes: not every backend knows every dtype, int16 for one.

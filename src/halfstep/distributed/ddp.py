@@ -1,7 +1,7 @@
 """DistributedDataParallel: wrapping a model in it, and what it wraps or does.
 
 In: a model. Out: the same model in DDP, the one inside, whether gradients are averaged,
-and regions in which they are not.
+and contexts in which they are not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
 
 
-_SILENCED = "_halfstep_silenced"
+_BYPASSED = "_halfstep_silenced"
 
 
 def data_parallel(model: nn.Module, world: World) -> nn.Module:
@@ -31,7 +31,7 @@ def data_parallel(model: nn.Module, world: World) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DDP, DataParallel or torch.compile's wrapper."""
     while True:
         inner = model.__dict__.get("_modules", {}).get("_orig_mod")
@@ -44,43 +44,43 @@ def bare(model: nn.Module) -> nn.Module:
 
 def is_data_parallel(model: nn.Module) -> bool:
     """Say whether gradients are averaged in each backward pass."""
-    return wrapper(model) is not None
+    return find_ddp(model) is not None
 
 
-def unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Return a region in which a DDP model keeps its gradients to itself."""
-    found = wrapper(model)
-    if found is not None:
-        return found.no_sync()
+    ddp = find_ddp(model)
+    if ddp is not None:
+        return ddp.no_sync()
     return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def silenced(model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
+def bypassed(model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
     """Let DDP exchange nothing: a forward pass of it is one of its module.
 
     Why `no_sync` is not enough: the forward pass after the first backward pass makes
     new buckets, and all processes must do that together. For `wrapper` it is none.
     """
-    own = vars(model)
-    before = own.get("forward")
-    own["forward"] = partial(_forward_alone, model)
-    own[_SILENCED] = True
+    attributes = vars(model)
+    before = attributes.get("forward")
+    attributes["forward"] = partial(_forward_module, model)
+    attributes[_BYPASSED] = True
     try:
         with model.no_sync():
             yield
     finally:
-        del own["forward"], own[_SILENCED]
+        del attributes["forward"], attributes[_BYPASSED]
         if before is not None:
-            own["forward"] = before
+            attributes["forward"] = before
 
 
-def is_silenced(model: nn.Module) -> bool:
+def is_bypassed(model: nn.Module) -> bool:
     """Say whether a module is a DDP that exchanges nothing at the moment."""
-    return _SILENCED in vars(model)
+    return _BYPASSED in vars(model)
 
 
-def _forward_alone(
+def _forward_module(
     model: nn.parallel.DistributedDataParallel, *args: object, **kwargs: object
 ) -> object:
     """Run the module of a DDP on inputs that are moved and cast as DDP does."""
@@ -99,11 +99,11 @@ def _forward_alone(
     return model.module(*args, **kwargs)
 
 
-def wrapper(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     """Return the DDP that a model is, or that torch.compile has wrapped; else None."""
     while not isinstance(model, nn.parallel.DistributedDataParallel):
         inner = model.__dict__.get("_modules", {}).get("_orig_mod")
         if not isinstance(inner, nn.Module) or inner is model:
             return None
         model = inner
-    return None if is_silenced(model) else model
+    return None if is_bypassed(model) else model

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-_FAULT = "halfstep/fault"
-_LONGEST = 400  # characters of a reason
-_PATIENCE = 2.0  # seconds that a failing process may take to say why
-_POLL = 0.005  # seconds between two looks for an answer
-_GONE = (
+_FAILURE_KEY = "halfstep/fault"
+_MAX_REASON_CHARS = 400  # characters of a reason
+_REASON_TIMEOUT_S = 2.0  # seconds that a failing process may take to say why
+_POLL_S = 0.005  # seconds between two looks for an answer
+_LOST_PEER_TEXTS = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -52,7 +52,7 @@ class World:
     device: torch.device
 
     @property
-    def leads(self) -> bool:
+    def is_first(self) -> bool:
         """The one process that writes files and speaks."""
         return self.rank == 0
 
@@ -77,14 +77,14 @@ def join(device: str) -> Iterator[World]:
             process, or the others cannot be met.
         PeerLost: If another process has ended.
     """
-    where = _device(device)
+    torch_device = _device(device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield World(0, 1, where)
+        yield World(0, 1, torch_device)
         return
-    store, rank, size = _met(where)
+    store, rank, size = _init_process_group(torch_device)
     try:
-        with _telling(store, rank):
-            yield World(rank, size, where)
+        with _share_failure(store, rank):
+            yield World(rank, size, torch_device)
             # A thread of gloo's that still holds the last collective's tensors asks
             # for the GIL to let them go. While the interpreter ends, that aborts the
             # process; while DDP is freed, it is a deadlock. So all come to an end, and
@@ -102,17 +102,18 @@ def _device(word: str) -> torch.device:
     Raises:
         UserError: If its local rank is no number, or that of no GPU.
     """
-    told = os.environ.get("LOCAL_RANK", "0")
+    local_rank = os.environ.get("LOCAL_RANK", "0")
     # Not all that Python takes for digits makes a number.
-    if not (told.isascii() and told.isdigit()):
+    if not (local_rank.isascii() and local_rank.isdigit()):
         message = (
-            f"LOCAL_RANK={told!r} is not the number of a process: let torchrun set it, "
+            f"LOCAL_RANK={local_rank!r} is not the number of a process: "
+            "let torchrun set it, "
             "or unset it to train in one process."
         )
         raise UserError(message)
     if word != "cuda":
         return torch.device(word)
-    local, count = int(told), torch.cuda.device_count()
+    local, count = int(local_rank), torch.cuda.device_count()
     if local >= count:
         message = (
             f"LOCAL_RANK={local}: each process needs a GPU of its own, and torch sees "
@@ -120,12 +121,12 @@ def _device(word: str) -> torch.device:
             "(--nproc-per-node)."
         )
         raise UserError(message)
-    where = torch.device("cuda", local)
-    torch.cuda.set_device(where)
-    return where
+    gpu = torch.device("cuda", local)
+    torch.cuda.set_device(gpu)
+    return gpu
 
 
-def _met(where: torch.device) -> tuple[Store, int, int]:
+def _init_process_group(device: torch.device) -> tuple[Store, int, int]:
     """Meet the other processes; return a store, this one's rank, and how many meet.
 
     Raises:
@@ -133,13 +134,13 @@ def _met(where: torch.device) -> tuple[Store, int, int]:
     """
     try:
         shared, rank, size = next(rendezvous("env://"))
-        store = _fresh(shared, rank, size)
+        store = _fresh_store(shared, rank, size)
         dist.init_process_group(
-            "nccl" if where.type == "cuda" else "gloo",
+            "nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=rank,
             world_size=size,
-            device_id=where if where.type == "cuda" else None,
+            device_id=device if device.type == "cuda" else None,
         )
     except ValueError as error:
         message = f"RANK is set, but the environment is not torchrun's: {error}."
@@ -158,10 +159,10 @@ def _met(where: torch.device) -> tuple[Store, int, int]:
 def _first_line(error: Exception) -> str:
     """Return what an error of torch's says, without where it was raised."""
     line, _, _ = str(error).strip().partition("\n")
-    return " ".join(line.split())[:_LONGEST].rstrip(".")
+    return " ".join(line.split())[:_MAX_REASON_CHARS].rstrip(".")
 
 
-def _fresh(store: Store, rank: int, size: int) -> Store:
+def _fresh_store(store: Store, rank: int, size: int) -> Store:
     """Return a part of the store that nobody has written to; all must call it.
 
     Why: torchrun keeps its store when it starts failed processes again. torch would
@@ -170,16 +171,16 @@ def _fresh(store: Store, rank: int, size: int) -> Store:
 
     So each process has a random name. The first asks by it: only who lives answers.
     """
-    mine = secrets.token_hex(8)
+    token_of_this = secrets.token_hex(8)
     if rank == 0:
         for other in range(1, size):
-            while not _answers(store, other, mine):
+            while not _answers(store, other, token_of_this):
                 pass
-        store.set(f"halfstep/go/{mine}", "")
-        return PrefixStore(mine, store)
-    store.set(f"halfstep/here/{rank}", mine)
-    token = bytes(store.get(f"halfstep/ask/{mine}")).decode()
-    store.set(f"halfstep/yes/{mine}/{token}", "")
+        store.set(f"halfstep/go/{token_of_this}", "")
+        return PrefixStore(token_of_this, store)
+    store.set(f"halfstep/here/{rank}", token_of_this)
+    token = bytes(store.get(f"halfstep/ask/{token_of_this}")).decode()
+    store.set(f"halfstep/yes/{token_of_this}/{token}", "")
     store.get(f"halfstep/go/{token}")
     return PrefixStore(token, store)
 
@@ -196,12 +197,12 @@ def _answers(store: Store, rank: int, token: str) -> bool:
     while not store.check([f"halfstep/yes/{name}/{token}"]):
         if bytes(store.get(place)).decode() != name:
             return False
-        time.sleep(_POLL)
+        time.sleep(_POLL_S)
     return True
 
 
 @contextlib.contextmanager
-def _telling(store: Store, rank: int) -> Iterator[None]:
+def _share_failure(store: Store, rank: int) -> Iterator[None]:
     """Say to the others why this process fails; fail with the reason of another."""
     try:
         yield
@@ -209,16 +210,16 @@ def _telling(store: Store, rank: int) -> Iterator[None]:
         if not _is_lost_peer(error):
             # Whoever holds the store may have left; the first reason stays.
             with contextlib.suppress(RuntimeError):
-                words = f"process {rank}: {_in_words(error)}"
-                store.compare_set(_FAULT, "", words)
+                words = f"process {rank}: {_reason_for(error)}"
+                store.compare_set(_FAILURE_KEY, "", words)
             raise
-        reason = _reason(store)
+        reason = _reason_of_peer(store)
         message = f"stopped, because another process did: {reason}."
         raise PeerLost(message) from error
 
 
-def _in_words(error: Exception) -> str:
-    words = " ".join(str(error).split())[:_LONGEST].rstrip(".")
+def _reason_for(error: Exception) -> str:
+    words = " ".join(str(error).split())[:_MAX_REASON_CHARS].rstrip(".")
     return words if isinstance(error, UserError) else f"{type(error).__name__}: {words}"
 
 
@@ -228,57 +229,59 @@ def _is_lost_peer(error: Exception) -> bool:
         return True
     # gloo raises bare RuntimeErrors.
     words = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in words for word in _GONE)
+    return isinstance(error, RuntimeError) and any(
+        word in words for word in _LOST_PEER_TEXTS
+    )
 
 
-def _reason(store: Store) -> str:
+def _reason_of_peer(store: Store) -> str:
     """Return the first reason that another process gave, if it could."""
-    until = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _REASON_TIMEOUT_S
     with contextlib.suppress(RuntimeError):  # the store may be gone, too
-        while time.monotonic() < until:
-            if store.check([_FAULT]):
-                return bytes(store.get(_FAULT)).decode()
-            time.sleep(_PATIENCE / 20)
+        while time.monotonic() < deadline:
+            if store.check([_FAILURE_KEY]):
+                return bytes(store.get(_FAILURE_KEY)).decode()
+            time.sleep(_REASON_TIMEOUT_S / 20)
     return "it ended without a word, so it was killed or its machine was lost"
 
 
-def highest(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def all_reduce_max(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the elementwise maximum over all processes, the same on each."""
     if dist.is_initialized():
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return value
 
 
-def total(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def all_reduce_sum(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the elementwise sum over all processes, the same on each."""
     if dist.is_initialized():
         dist.all_reduce(value, dist.ReduceOp.SUM, group=group)
     return value
 
 
-def same_everywhere(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """Return the first process's value, on each."""
-    box: list[T] = [value]
+    values: list[T] = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(box)
-    return box[0]
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
-def size() -> int:
+def world_size() -> int:
     """Return how many processes there are."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def first_given(value: T | None) -> T | None:
+def first_not_none(value: T | None) -> T | None:
     """Return the value of the first process that has one, on each; None if none has."""
     if not dist.is_initialized():
         return value
-    box: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
-    return next((each for each in box if each is not None), None)
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return next((each for each in values if each is not None), None)
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Return when every process has come this far."""
     if dist.is_initialized():
         dist.barrier()

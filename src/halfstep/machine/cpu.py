@@ -107,7 +107,7 @@ def first_instruction_limits() -> dict[str, str]:
 _AT_IMPORT = instruction_limits()
 
 
-def waits() -> dict[int, float] | None:
+def thread_wait_seconds() -> dict[int, float] | None:
     """Return how long each thread has waited for a processor, in seconds.
 
     Returns:
@@ -117,11 +117,11 @@ def waits() -> dict[int, float] | None:
         tasks = list((PROC / "self" / "task").iterdir())
     except OSError:
         return None
-    found = {}
+    seconds = {}
     for task in tasks:
         try:
             _, waited, _ = (task / "schedstat").read_text(encoding="ascii").split()
         except (FileNotFoundError, ProcessLookupError):
             continue  # the thread has ended, or the kernel keeps no such figure
-        found[int(task.name)] = int(waited) / 1e9
-    return found or None
+        seconds[int(task.name)] = int(waited) / 1e9
+    return seconds or None

@@ -22,10 +22,10 @@ from halfstep.machine import hardware
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_SLOW = 0.5
+_SLOW_RATIO = 0.5
 """Share of fp32's rate below which fp16 has no instructions of its own."""
 
-_PRODUCTS = {
+_MATMULS = {
     torch.ops.aten.mm.default: (2, 1),
     torch.ops.aten.addmm.default: (3, 1),
     torch.ops.aten.bmm.default: (2, 1),
@@ -40,13 +40,13 @@ _PRODUCTS = {
 results, from the first, have it too."""
 
 
-def needed(device: str) -> bool:
+def is_needed(device: str) -> bool:
     """Say whether a device has no fp16 products worth waiting for."""
     rates = hardware.gemm_rates(device)
-    return device == "cpu" and rates["fp16"] < _SLOW * rates["fp32"]
+    return device == "cpu" and rates["fp16"] < _SLOW_RATIO * rates["fp32"]
 
 
-class Widened(DispatchMode):  # type: ignore[no-untyped-call]
+class Fp32Matmuls(DispatchMode):  # type: ignore[no-untyped-call]
     """Computes products of fp16 matrices in fp32, and rounds the results."""
 
     def __torch_dispatch__(
@@ -58,27 +58,27 @@ class Widened(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:  # noqa: ANN401
         """Run an operation."""
         del types
-        operands, low = _PRODUCTS.get(func, (0, 0))
+        operands, num_results = _MATMULS.get(func, (0, 0))
         # What mixes formats torch refuses, and must go on to.
-        if operands and all(map(_low, args[:operands])):
-            named = {key: _widened(each) for key, each in (kwargs or {}).items()}
-            found = func(*map(_widened, args), **named)
-            if isinstance(found, Tensor):
-                return found.half()
-            return *map(_narrowed, found[:low]), *found[low:]
+        if operands and all(map(_is_fp16, args[:operands])):
+            named = {key: _to_fp32(each) for key, each in (kwargs or {}).items()}
+            result = func(*map(_to_fp32, args), **named)
+            if isinstance(result, Tensor):
+                return result.half()
+            return *map(_to_fp16, result[:num_results]), *result[num_results:]
         return func(*args, **(kwargs or {}))
 
 
-def _low(operand: Tensor | None) -> bool:
+def _is_fp16(operand: Tensor | None) -> bool:
     """Say whether an operand is in fp16; a bias that is not there is no hindrance."""
     return operand is None or operand.dtype is torch.float16
 
 
-def _widened(given: Any) -> Any:  # noqa: ANN401 -- of what torch hands over
-    low = isinstance(given, Tensor) and given.dtype is torch.float16
-    return given.float() if low else given
+def _to_fp32(value: Any) -> Any:  # noqa: ANN401 -- of what torch hands over
+    is_fp16 = isinstance(value, Tensor) and value.dtype is torch.float16
+    return value.float() if is_fp16 else value
 
 
-def _narrowed(found: Tensor | None) -> Tensor | None:
+def _to_fp16(value: Tensor | None) -> Tensor | None:
     """Round a result; of a convolution, gradients that nobody wants are None."""
-    return None if found is None else found.half()
+    return None if value is None else value.half()

@@ -71,7 +71,7 @@ def measure(
     Returns:
         Rates; their `doubt` is empty unless all attempts were under load.
     """
-    rate, size, load = rate or gemm_rate, size or gemm_size, load or waiting
+    rate, size, load = rate or gemm_rate, size or gemm_size, load or count_waiting
     dtypes = {name: format_.dtype for name, format_ in formats.FORMATS.items()}
     for _ in range(ATTEMPTS):
         share = load()
@@ -83,10 +83,10 @@ def measure(
         if waited > WAITED:
             doubt = f"threads waited {waited:.0%} of the time for a CPU"
             continue
-        found = _summary(rounds, waited)
-        worst = max(found.spread.values())
+        summary = _summary(rounds, waited)
+        worst = max(summary.spread.values())
         if worst <= SPREAD:
-            return found
+            return summary
         doubt = f"rounds differ by {worst:.0%}"
     clock = time.thread_time if device == "cpu" else time.perf_counter
     # A product that ends before the processor changes hands is the least disturbed.
@@ -108,16 +108,16 @@ def _summary(rounds: Sequence[Mapping[str, float]], waited: float) -> GemmRates:
     return GemmRates(fastest, spread, waited)
 
 
-def waiting() -> Callable[[], float]:
+def count_waiting() -> Callable[[], float]:
     """Start to count; return what tells the share of the time since.
 
     Where the system does not count how long threads wait, the load average stands in:
     of each second, a thread waits what exceeds the processors there are.
     """
-    before, began = cpu.waits(), time.perf_counter()
+    before, began = cpu.thread_wait_seconds(), time.perf_counter()
 
     def share() -> float:
-        after, seconds = cpu.waits(), time.perf_counter() - began
+        after, seconds = cpu.thread_wait_seconds(), time.perf_counter() - began
         if before is None or after is None:
             if not hasattr(os, "getloadavg"):
                 return 0.0

@@ -24,7 +24,7 @@ from halfstep.errors import UserError
 from halfstep.machine import cpu, gemm, rate_cache
 from halfstep.machine.gemm import GemmRates
 from halfstep.numerics import formats
-from halfstep.reporting.table import Cell, Table, count
+from halfstep.reporting.table import Cell, Table, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,10 +126,10 @@ def gemm_rates(device: str | None = None, *, refresh: bool = False) -> dict[str,
         device: "cpu" or "cuda"; default the one that training would use.
         refresh: Measure again although figures are cached.
     """
-    return dict(measured(device, refresh=refresh).rates)
+    return dict(measured_rates(device, refresh=refresh).rates)
 
 
-def measured(device: str | None = None, *, refresh: bool = False) -> GemmRates:
+def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmRates:
     """Return the matrix-product rates with their spread, age and what they rest on.
 
     Why: instruction sets say what a processor has, not what torch makes of it. The
@@ -148,23 +148,23 @@ def measured(device: str | None = None, *, refresh: bool = False) -> GemmRates:
         UserError: If `HALFSTEP_RATES` is set, and holds no rates.
     """
     where = device or capabilities().device
-    given = _given(where)
-    if given is not None:
-        return given
+    from_environment = _rates_from_environment(where)
+    if from_environment is not None:
+        return from_environment
     machine = capabilities()
     chip = machine.gpus[0].name if where == "cuda" else machine.cpu
     facts = rate_cache.conditions(where, chip)
     key = json.dumps(facts, sort_keys=True)
-    with _measuring:  # two threads that measure disturb each other
-        if refresh or key not in _of_this_process:
-            _of_this_process[key] = _measure(where, facts, refresh=refresh)
-        found = _of_this_process[key]
-        _latest[where] = found
-    return found
+    with _measure_lock:  # two threads that measure disturb each other
+        if refresh or key not in _process_rates:
+            _process_rates[key] = _measure(where, facts, refresh=refresh)
+        rates = _process_rates[key]
+        _latest[where] = rates
+    return rates
 
 
-_measuring = threading.Lock()
-_of_this_process: dict[str, GemmRates] = {}
+_measure_lock = threading.Lock()
+_process_rates: dict[str, GemmRates] = {}
 _latest: dict[str, GemmRates] = {}
 """Device -> what was returned last."""
 
@@ -172,17 +172,17 @@ _latest: dict[str, GemmRates] = {}
 _VARIABLE = "HALFSTEP_RATES"
 
 
-def environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Return the environment in which child processes use this process's rates.
 
     Why: where the machine is busy nothing is cached, and each would measure again, in
     the time of whatever it is there for.
     """
-    rates = {device: dict(found.rates) for device, found in _latest.items()}
+    rates = {device: dict(entry.rates) for device, entry in _latest.items()}
     return {_VARIABLE: json.dumps(rates)} if rates else {}
 
 
-def _given(device: str) -> GemmRates | None:
+def _rates_from_environment(device: str) -> GemmRates | None:
     """Return the rates that the environment tells of a device, or None.
 
     Raises:
@@ -192,10 +192,10 @@ def _given(device: str) -> GemmRates | None:
     if not word:
         return None
     try:
-        told = json.loads(word).get(device)
-        if told is None:
+        data = json.loads(word).get(device)
+        if data is None:
             return None
-        rates = {name: float(told[name]) for name in formats.FORMATS}
+        rates = {name: float(data[name]) for name in formats.FORMATS}
         if not all(0 < rate < math.inf for rate in rates.values()):
             raise ValueError(rates)  # noqa: TRY301 -- as bad as a word
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -214,20 +214,20 @@ def _measure(device: str, facts: dict[str, Any], *, refresh: bool) -> GemmRates:
     cached = None if changed or refresh else rate_cache.load(facts, time.time())
     if cached:
         return cached
-    found = replace(gemm.measure(device), time=time.time())
-    why = found.doubt
+    rates = replace(gemm.measure(device), time=time.time())
+    why = rates.doubt
     if changed:
         names = ", ".join(sorted({name for name, _ in changed}))
         why = f"{names} changed after this process began"
     elif not why:
         try:
-            rate_cache.save(facts, found)
+            rate_cache.save(facts, rates)
         except OSError as error:
             why = f"the cache folder cannot be written: {error}"
-    return replace(found, why_not_cached=why)
+    return replace(rates, why_not_cached=why)
 
 
-def _caveat(device: str, rates: Mapping[str, float]) -> str:
+def _load_caveat(device: str, rates: Mapping[str, float]) -> str:
     """Return what to add to a reason that rests on rates measured under load."""
     latest = _latest.get(device)
     doubt = latest.doubt if latest and latest.rates == rates else ""
@@ -280,12 +280,12 @@ def recommend(device: str | None = None) -> Recommendation:
         if times >= WORTH_IT and (means or where == "cpu"):
             by = f" ({_hardware(dtype, where)})" if means else ""
             reason = f"{dtype} matrix products run {times:.1f} times as fast as fp32"
-            reason += f" on this {where}{by}{_caveat(where, rates)}"
+            reason += f" on this {where}{by}{_load_caveat(where, rates)}"
             return Recommendation("O2", dtype, reason)
     reason = (
         f"bf16 matrix products run at {rates['bf16'] / rates['fp32']:.2f} of fp32's "
         f"rate on this {where} ({_hardware('bf16', where) or 'no bf16 instructions'}); "
-        f"{WORTH_IT} is the least that pays for the casts{_caveat(where, rates)}"
+        f"{WORTH_IT} is the least that pays for the casts{_load_caveat(where, rates)}"
     )
     return Recommendation("O0", "fp32", reason)
 
@@ -302,7 +302,7 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
         f"dtype={dtype}: this {where} runs {dtype} matrix products at "
         f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f} ({cause}): expect "
         f"{rates['fp32'] / rates[dtype]:.1f} times the time"
-        f"{_caveat(where, rates)}. Use --level O0."
+        f"{_load_caveat(where, rates)}. Use --level O0."
     )
 
 
@@ -347,8 +347,8 @@ def keep_memory() -> bool:
     library = ctypes.CDLL(None) if platform.system() == "Linux" else None
     if library is None or not hasattr(library, "gnu_get_libc_version"):
         return False
-    kept = library.mallopt(_MMAP_MAX, 0)
-    return bool(kept and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+    changed = library.mallopt(_MMAP_MAX, 0)
+    return bool(changed and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def tables(*, refresh: bool = False) -> tuple[Table, ...]:
@@ -358,26 +358,26 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
         refresh: Measure again although figures are cached.
     """
     facts = capabilities()
-    found: list[tuple[Cell, ...]] = [
+    machine_rows: list[tuple[Cell, ...]] = [
         ("processor", facts.cpu),
         ("cores", str(facts.cores)),
-        ("torch", f"{facts.torch}, {count(facts.threads, 'thread')}"),
+        ("torch", f"{facts.torch}, {format_count(facts.threads, 'thread')}"),
         ("instruction sets", ", ".join(facts.instruction_sets) or "none known"),
     ]
     quota, limits = cpu.cgroup_limit(), cpu.instruction_limits()
     if quota is not None:
-        found.append(("cgroup limit", f"{quota:g} CPUs"))
+        machine_rows.append(("cgroup limit", f"{quota:g} CPUs"))
     if limits:
-        found.append(("instruction limits", _spelled(limits)))
+        machine_rows.append(("instruction limits", _spelled(limits)))
     for gpu in facts.gpus:
         gibibytes = gpu.memory_bytes / 2**30
         major, minor = gpu.capability
         about = f"{gpu.name}, compute capability {major}.{minor}, {gibibytes:.0f} GiB"
-        found.append(("GPU", about))
+        machine_rows.append(("GPU", about))
     rows: list[tuple[Cell, ...]] = []
     notes: list[str] = []
     for where in dict.fromkeys((facts.device, "cpu")):
-        gemms = measured(where, refresh=refresh)
+        gemms = measured_rates(where, refresh=refresh)
         fp32 = gemms.rates["fp32"]
         age = _age(time.time() - gemms.time) if gemms.time else "-"
         for name, rate in gemms.rates.items():
@@ -391,7 +391,7 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
     advice = recommend()
     columns = ("device", "format", "TFLOP/s", "x fp32", "spread", "measured")
     return (
-        Table("Machine", ("what", "value"), tuple(found)),
+        Table("Machine", ("what", "value"), tuple(machine_rows)),
         Table(
             "Matrix products, measured",
             (*columns, "hardware for it"),

@@ -23,11 +23,11 @@ from halfstep.machine.gemm import GemmRates
 from halfstep.numerics import formats
 from halfstep.reporting import table
 
-OLDEST_SECONDS = 30 * 24 * 3600
+MAX_AGE_SECONDS = 30 * 24 * 3600
 """Age after which rates are measured again: a power limit, a driver or a host may have
 changed, and no system tells of all that."""
 
-MOST_FILES = 64
+MAX_FILES = 64
 """Files in the folder; beyond that the oldest are deleted."""
 
 _PREFIXES = (
@@ -103,7 +103,7 @@ def load(facts: dict[str, Any], now: float) -> GemmRates | None:
         if not file.is_file():  # a pipe would never end
             return None
         data = json.loads(file.read_text(encoding="utf-8"))
-        found = GemmRates(
+        rates = GemmRates(
             rates={name: float(data["rates"][name]) for name in formats.FORMATS},
             spread={name: float(data["spread"][name]) for name in formats.FORMATS},
             waited=float(data["waited"]),
@@ -112,11 +112,11 @@ def load(facts: dict[str, Any], now: float) -> GemmRates | None:
     # RecursionError: of JSON that is nested too deep.
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
-    fresh = 0 <= now - found.time <= OLDEST_SECONDS
-    usable = all(0 < rate < math.inf for rate in found.rates.values())
-    known = all(0 <= part <= 1 for part in (*found.spread.values(), found.waited))
-    right = data["conditions"] == facts
-    return found if fresh and usable and known and right else None
+    is_fresh = 0 <= now - rates.time <= MAX_AGE_SECONDS
+    is_positive = all(0 < rate < math.inf for rate in rates.rates.values())
+    is_share = all(0 <= part <= 1 for part in (*rates.spread.values(), rates.waited))
+    is_same = data["conditions"] == facts
+    return rates if is_fresh and is_positive and is_share and is_same else None
 
 
 def save(facts: dict[str, Any], rates: GemmRates) -> None:
@@ -127,8 +127,8 @@ def save(facts: dict[str, Any], rates: GemmRates) -> None:
     """
     file = _file(facts)
     file.parent.mkdir(parents=True, exist_ok=True)
-    kept = asdict(rates)
-    entry = {name: kept[name] for name in ("rates", "spread", "waited", "time")}
+    fields = asdict(rates)
+    entry = {name: fields[name] for name in ("rates", "spread", "waited", "time")}
     table.write_text(file, json.dumps(entry | {"conditions": facts}, indent=1))
     _prune(file.parent)
 
@@ -139,12 +139,12 @@ def _file(facts: dict[str, Any]) -> Path:
 
 
 def _prune(place: Path) -> None:
-    """Delete the oldest files beyond `MOST_FILES`, whoever left them."""
+    """Delete the oldest files beyond `MAX_FILES`, whoever left them."""
     ages = []
     for file in place.iterdir():
         try:
             ages.append((file.stat().st_mtime, file))
         except FileNotFoundError:
             continue  # another process has pruned it
-    for _, file in sorted(ages, reverse=True)[MOST_FILES:]:
+    for _, file in sorted(ages, reverse=True)[MAX_FILES:]:
         file.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ class Choice:
         return f"{self.level} {self.format}"
 
 
-def choose(
+def resolve(
     level: str | levels.Level,
     dtype: str | torch.dtype | formats.FloatFormat,
     device: str,
@@ -45,27 +45,32 @@ def choose(
     if level == "auto":
         if fixed is None:
             advice = hardware.recommend(device)
-            found, format_ = levels.parse(advice.level), formats.parse(advice.dtype)
-            return Choice(found, format_, advice.reason)
-        found = levels.O0 if fixed is formats.FP32 else levels.O2
-        return Choice(found, fixed, f"dtype {fixed} was asked for")
-    found = levels.parse(level)
+            chosen_level, format_ = (
+                levels.parse(advice.level),
+                formats.parse(advice.dtype),
+            )
+            return Choice(chosen_level, format_, advice.reason)
+        chosen_level = levels.O0 if fixed is formats.FP32 else levels.O2
+        return Choice(chosen_level, fixed, f"dtype {fixed} was asked for")
+    chosen_level = levels.parse(level)
     reason = f"level {level} was asked for"
-    if not found.low:
+    if not chosen_level.low:
         if fixed not in (None, formats.FP32):
             # So that a sweep over levels needs one argument.
-            reason += f"; dtype={fixed} has no effect: {found} is fp32 throughout"
-        return Choice(found, formats.FP32, reason)
+            reason += (
+                f"; dtype={fixed} has no effect: {chosen_level} is fp32 throughout"
+            )
+        return Choice(chosen_level, formats.FP32, reason)
     if fixed is formats.FP32:
         message = f"level={level} needs dtype bf16 or fp16; fp32 training is level O0."
         raise UserError(message)
     if fixed is None:
         fp16 = device == "cuda" and not hardware.native("bf16", device)
         fixed = formats.FP16 if fp16 else formats.BF16
-    return Choice(found, fixed, reason)
+    return Choice(chosen_level, fixed, reason)
 
 
-def cautions(
+def warnings_for(
     choice: Choice, optimizer: torch.optim.Optimizer, device: str, *, masters: bool
 ) -> list[str]:
     """Return what speaks against a choice that was asked for, a line each.
@@ -76,14 +81,16 @@ def cautions(
         device: "cpu" or "cuda".
         masters: There are master weights, whose state is not in `choice`'s format.
     """
-    found = [
+    warnings = [
         hardware.emulation_warning(choice.format.name, device),
-        ruin(choice, optimizer, masters=masters),
+        weight_nan_warning(choice, optimizer, masters=masters),
     ]
-    return [line for line in found if line]
+    return [line for line in warnings if line]
 
 
-def ruin(choice: Choice, optimizer: torch.optim.Optimizer, *, masters: bool) -> str:
+def weight_nan_warning(
+    choice: Choice, optimizer: torch.optim.Optimizer, *, masters: bool
+) -> str:
     """Return what will make NaN of weights, whatever the data are, or "".
 
     Args:

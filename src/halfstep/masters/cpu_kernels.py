@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from halfstep._torch.profiler_marks import UPDATE, marked
+from halfstep._torch.profiler_marks import UPDATE, record_range
 from halfstep.errors import UserError
 from halfstep.masters import c_compiler
 from halfstep.masters.encoding import (
@@ -83,7 +83,7 @@ def update(
     Raises:
         UserError: If there are no kernels, or an item is not what the form says.
     """
-    with marked(UPDATE):
+    with record_range(UPDATE):
         _require_kernels().update(items, rule, encoding, float(inverse), clock)
 
 
@@ -104,7 +104,7 @@ def check_finite(
     Raises:
         UserError: If there are no kernels, or a gradient is of another kind.
     """
-    with marked(UPDATE):
+    with record_range(UPDATE):
         found_inf, total = _require_kernels().check_finite(gradients, norm=norm)
     return found_inf, total if norm else None
 

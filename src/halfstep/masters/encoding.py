@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.errors import UserError, shown
+from halfstep.errors import UserError, format_value
 from halfstep.masters import bf16_codecs
 
 if TYPE_CHECKING:
@@ -262,7 +262,8 @@ def parse(name: str) -> MasterEncoding | None:
     if not isinstance(name, str) or name not in {*ENCODINGS, NONE}:
         choices = ", ".join([*ENCODINGS, NONE])
         message = (
-            f"master={shown(name)} is not a form of master weights; choose {choices}."
+            f"master={format_value(name)} is not a form of master weights; "
+            f"choose {choices}."
         )
         raise UserError(message)
     return ENCODINGS.get(name)

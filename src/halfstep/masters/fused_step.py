@@ -98,9 +98,11 @@ def _kernel_for(device: torch.device) -> Kernel | None:
 
 def why_not_fused(optimizer: Optimizer) -> str:
     """Say why an optimizer must take this step itself; "" if it need not."""
-    if optimizer_hooks.others(optimizer):
+    if optimizer_hooks.has_foreign_hooks(optimizer):
         return "it has step hooks"
-    if "step" in vars(optimizer) and not optimizer_hooks.is_counted(optimizer):
+    if "step" in vars(optimizer) and not optimizer_hooks.is_wrapped_by_lr_scheduler(
+        optimizer
+    ):
         return "its step was replaced"
     groups = optimizer.param_groups if type(optimizer) in _OPTIMIZERS else ()
     if any(rule_of(optimizer, group) is None for group in groups):

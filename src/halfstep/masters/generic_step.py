@@ -80,7 +80,7 @@ def step(
 
 def can_step_in_pieces(optimizer: Optimizer) -> bool:
     """Say whether stepping over parts of the parameters amounts to one step."""
-    return optimizer_hooks.is_torchs_own(optimizer)
+    return optimizer_hooks.runs_only_torch_code(optimizer)
 
 
 def _pieces(

@@ -284,7 +284,7 @@ class MasterWeights:
         # What torch's own step would have told.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         if only is None:
-            optimizer_hooks.tell(self.optimizer)
+            optimizer_hooks.notify(self.optimizer)
             self.advance_rng()
 
     @torch.no_grad()

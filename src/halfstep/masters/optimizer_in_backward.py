@@ -55,7 +55,7 @@ def check(
     elif needs_all_gradients:
         why = "drop_bad_microbatch, retries and lost_updates_every"
     if why:
-        message = f"release_gradients=True updates inside backward; it excludes {why}."
+        message = f"optimizer_in_backward=True updates in backward; it excludes {why}."
         raise UserError(message)
     check_norm(clip)
 
@@ -68,7 +68,7 @@ def check_norm(clip: float | None) -> None:
     """
     if clip is not None and clip != torch.inf:
         message = (
-            f"release_gradients=True updates inside backward; it excludes "
+            f"optimizer_in_backward=True updates in backward; it excludes "
             f"clip_grad_norm={clip}: the norm is known only after the last gradient. "
             "math.inf only measures."
         )
@@ -83,9 +83,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """
     if not generic_step.can_step_in_pieces(optimizer):
         message = (
-            f"release_gradients=True steps over one parameter at a time, and "
+            f"optimizer_in_backward=True steps over one parameter at a time, and "
             f"{type(optimizer).__name__} might count each as a step: it is not "
-            "torch's own, or has step hooks. Leave release_gradients out."
+            "torch's own, or has step hooks. Leave optimizer_in_backward out."
         )
         raise UserError(message)
 
@@ -177,7 +177,7 @@ class OptimizerInBackward:
             message = (
                 f"a weight of shape {tuple(weight.shape)} got a second gradient after "
                 "its update: a checkpoint with use_reentrant=True that shares it? Set "
-                "use_reentrant=False, or release_gradients=False."
+                "use_reentrant=False, or optimizer_in_backward=False."
             )
             raise UserError(message)
         self.stepped_params.add(param)
@@ -209,5 +209,5 @@ class OptimizerInBackward:
         skipped_params, squares = self.skipped_params, self._square_sum
         self.skipped_params, self.stepped_params, self._square_sum = [], set(), None
         self.masters.advance_rng()
-        optimizer_hooks.tell(self.masters.optimizer)
+        optimizer_hooks.notify(self.masters.optimizer)
         return skipped_params, None if squares is None else squares.sqrt().float()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import count
+from halfstep.errors import require_int
 from halfstep.reporting.table import Table
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class RoundingLossCounter:
     """
 
     def __init__(self, masters: MasterWeights, every: int) -> None:
-        self.every = count("lost_updates_every", every, 1)
+        self.every = require_int("lost_updates_every", every, 1)
         self.last: tuple[RoundingLoss, ...] = ()
         """One for each parameter group, from the last count."""
         self._masters = masters

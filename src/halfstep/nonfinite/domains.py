@@ -1,264 +1,288 @@
-"""Arguments at which an operation, or its slope, is infinite or undefined.
+"""Values at which operations, or their slopes, are infinite or undefined.
 
-In: an operation of aten's and what it took and gave. Out: a `Flaw` in words, or None.
+One table serves a replay, which has the arguments of an operation, and the autograd
+graph, which has what the operation saved: a row applies where its operands are there.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep.nonfinite.saved_values import plain
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
-class Flaw(NamedTuple):
-    """What an operation met."""
+def local_data(value: Tensor) -> Tensor:
+    """Return the values stored on this rank, without communication."""
+    local: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    if local.layout == torch.sparse_coo:
+        return local._values()  # noqa: SLF001
+    return local if local.layout == torch.strided else local.values()
+
+
+class DomainError(NamedTuple):
+    """An operation met values at which it, or its slope, is infinite or undefined."""
 
     cause: str
-    says: str
+    """"zero", "range", "label" or "weight", as of a `BadOp`."""
+    evidence: str
     advice: str
+    result: str = ""
+    """"inf" or "NaN" in the forward pass; "" where it may be either, or neither."""
 
 
+@dataclass(frozen=True)
+class _Row:
+    ops: str
+    operands: str
+    """Names in aten's schema, or of saved values, as `test` takes them."""
+    test: Callable[..., Tensor]
+    affects: str
+    """"forward": only the result; "backward": only the slope; or "both"."""
+    error: DomainError
+
+
+_AT_0, _BELOW_0 = "its argument is 0", "its argument is negative"
+_AT_1 = "its argument is not inside -1 to 1"
 _LOG = "Add a small number inside log(), or use a loss that works on logits."
 _ROOT = "Add a small number to its argument: its slope at 0 is infinite."
 _DIV = "Add a small number to the divisor, or clamp it away from 0."
+_ANGLE = "Add a small number to one of its arguments: at 0, 0 its slope is NaN."
 _CLAMP = "Clamp its argument to the inside of its domain."
-_EPS = "Give the norm an eps above 0."
-_LONE = "Take it over two numbers at least, or with correction=0."
 _SKIP = "Skip such a batch, or divide a sum by max(count, 1)."
-_STORED = "Go back to the last good checkpoint, or reset the running statistics."
-_WHOLE = "Keep its argument away from 0 and from whole numbers below it."
-_RIDGE = "Add a small multiple of the identity to the matrix."
-_LEAVE = "Leave such pairs out, or set zero_infinity=True."
-MASK = "Leave something in each row unmasked."
-
-
-def flaw(
-    name: str, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    """Say what is wrong with an operation's arguments, where that is known.
-
-    Waits for the device.
-
-    Args:
-        name: aten's, as `op_names.base` gives it.
-        args: Before it ran; all finite.
-        kwargs: Likewise.
-        outputs: What it gave.
-    """
-    test = _TESTS.get(name)
-    return None if test is None else test(args, kwargs, outputs)
-
-
-def _count(places: Tensor) -> str:
-    held = plain(places)
-    count = int(held.sum())
-    return f" at {count} of {held.numel()} places" if held.numel() > 1 else ""
-
-
-def _if(places: Tensor, says: str, advice: str) -> Flaw | None:
-    if not bool(plain(places).any()):
-        return None
-    return Flaw("zero", f"{says}{_count(places)}", advice)
-
-
-def _number(value: Any) -> Tensor:  # noqa: ANN401 -- a tensor or a number
-    return value if isinstance(value, Tensor) else torch.as_tensor(value)
-
-
-def _divided(
-    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    del kwargs, outputs
-    divisor = _number(args[1])
-    found = _if(divisor == 0, "its divisor is 0", _DIV)
-    if found is not None and divisor.dtype == torch.float16:
-        least = torch.finfo(torch.float16).smallest_normal * 2**-10
-        more = f" (float16 holds nothing below {least:.1g}: a smaller eps is 0)"
-        found = found._replace(says=found.says + more)
-    return found
-
-
-def _at(
-    *rows: tuple[Callable[[Tensor], Tensor], str, str],
-) -> Callable[..., Flaw | None]:
-    """Return a test of the first argument, row by row."""
-
-    def test(
-        args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-    ) -> Flaw | None:
-        del kwargs, outputs
-        # Of complex numbers none is below another: only the first row asks for 0.
-        asked = rows[:1] if args[0].is_complex() else rows
-        found = (_if(bad(args[0]), says, advice) for bad, says, advice in asked)
-        return next(filter(None, found), None)
-
-    return test
-
-
-def _power(
-    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    del kwargs, outputs
-    base, exponent = _number(args[0]), _number(args[1])
-    if base.is_complex() or exponent.is_complex():
-        return None
-    zero = (base == 0) & (exponent < 0)
-    # Backwards, a root is a power below 0.
-    says = "it raises 0 to a power below 0"
-    found = _if(zero, says, _DIV)
-    return found or _if(
-        (base < 0) & (exponent != exponent.round()),
-        "it raises a negative number to a power that is not whole",
-        _CLAMP,
-    )
-
-
-def _normed(
-    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    """Look at reciprocal deviations, which such an operation also gives."""
-    del kwargs
-    if float(args[-1]) > 0:
-        return None
-    infinite = [~plain(out).isfinite() for out in outputs[1:] if out.numel()]
-    if not any(bool(places.any()) for places in infinite):
-        return None
-    return Flaw("zero", "its variance is 0, and so is its eps", _EPS)
-
-
-def _batch_normed(
-    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    """Look at a running variance, which is used where there is no other."""
-    variance = args[4]
-    if isinstance(variance, Tensor) and bool((variance < 0).any()):
-        says = f"its running variance is negative{_count(variance < 0)}"
-        return Flaw("weight", says, _STORED)
-    return _normed(args, kwargs, outputs)
-
-
-def _flat(
-    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    """Look at the logarithm of a determinant."""
-    del args, kwargs
-    return _if(outputs[1].isneginf(), "the determinant is 0", _RIDGE)
-
-
-def _spread(
-    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    correction = kwargs.get("correction", args[2] if len(args) > 2 else 1)  # noqa: PLR2004
-    count = args[0].numel() / max(1, outputs[0].numel())
-    if count > float(1 if correction is None else correction):
-        return None
-    says = f"it is the deviation of {count:.0f} number{'s' * (count > 1)}"
-    return Flaw("zero", says, _LONE)
-
-
-def _mean(
-    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    del kwargs, outputs
-    if args[0].numel():
-        return None
-    return Flaw("zero", "it is the mean of nothing", _SKIP)
-
-
-def _nll(
-    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    del kwargs
-    if len(outputs) > 1 and bool(outputs[1] == 0):
-        says = f"its mean is over nothing: every label is {args[4]}, or weighs 0"
-        return Flaw("label", says, _SKIP)
-    return None
-
-
-def _nll_back(
-    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    del kwargs, outputs
-    if isinstance(args[-1], Tensor) and bool((args[-1] == 0).all()):
-        says = f"its mean is over nothing: every label is {args[5]}, or weighs 0"
-        return Flaw("label", says, _SKIP)
-    return None
-
-
-def _aligned(
-    args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]
-) -> Flaw | None:
-    del args, kwargs
-    found = _if(outputs[0].isinf(), "an input is too short for its target", _LEAVE)
-    return found and found._replace(cause="label")
-
-
-_ZERO, _BELOW = "its argument is 0", "its argument is negative"
-_LOGARITHM = _at((lambda x: x == 0, _ZERO, _LOG), (lambda x: x < 0, _BELOW, _CLAMP))
-_OUTSIDE = _at((lambda x: x.abs() > 1, "its argument is not inside -1 to 1", _CLAMP))
-_EDGE = _at((lambda x: x.abs() >= 1, "its argument is not inside -1 to 1", _CLAMP))
-_POLES = _at(
-    (lambda x: (x <= 0) & (x == x.round()), "it is 0, or a whole number below", _WHOLE)
+_EXP = "Subtract the maximum first, or use a function that takes logits."
+MASK = "Leave something in each row unmasked, and mask no class that a target names."
+FIND = "Find the batch, buffer or frozen weight that brings it in: print them."
+CHECKPOINT = "Go back to the last good checkpoint: no loss scale fixes a weight."
+EPSILON = (
+    "If Adam or its like updates it in float16 itself (level O3): an eps of 1e-08 is 0 "
+    "there, and 0 / 0 is NaN; use eps=6.1e-05, or master weights (level O2)."
 )
-_TESTS: dict[str, Callable[..., Flaw | None]] = {
-    "div": _divided,
-    "true_divide": _divided,
-    "fmod": _divided,
-    "remainder": _divided,
-    "log": _LOGARITHM,
-    "log2": _LOGARITHM,
-    "log10": _LOGARITHM,
-    "log1p": _at((lambda x: x <= -1, "its argument is -1 or below", _LOG)),
-    "sqrt": _at((lambda x: x < 0, _BELOW, _CLAMP)),
-    "rsqrt": _at((lambda x: x == 0, _ZERO, _DIV), (lambda x: x < 0, _BELOW, _CLAMP)),
-    "reciprocal": _at((lambda x: x == 0, _ZERO, _DIV)),
-    "pow": _power,
-    "acos": _OUTSIDE,
-    "asin": _OUTSIDE,
-    "atanh": _EDGE,
-    "erfinv": _EDGE,
-    "logit": _at((lambda x: (x <= 0) | (x >= 1), "it is not inside 0 to 1", _CLAMP)),
-    "native_layer_norm": _normed,
-    "native_group_norm": _normed,
-    "native_batch_norm": _batch_normed,
-    "_native_batch_norm_legit": _batch_normed,
-    "_native_batch_norm_legit_no_training": _batch_normed,
-    "_linalg_slogdet": _flat,
-    "lgamma": _POLES,
-    "digamma": _POLES,
-    "std": _spread,
-    "var": _spread,
-    "var_mean": _spread,
-    "std_mean": _spread,
-    "mean": _mean,
-    "nll_loss_forward": _nll,
-    "nll_loss2d_forward": _nll,
-    "nll_loss_backward": _nll_back,
-    "nll_loss2d_backward": _nll_back,
-    "_ctc_loss": _aligned,
-    "_cudnn_ctc_loss": _aligned,
-}
-
-_ROOTS = {"sqrt", "pow", "norm", "rsqrt", "hypot", "cdist"}
+"""For a parameter in float16 that is non-finite."""
 
 
-def backward_flaw(word: str, found: Flaw) -> Flaw:
-    """Return what is wrong, said of the operation whose slope is computed.
+def _is_zero(values: Tensor) -> Tensor:
+    return values == 0
+
+
+@functools.cache
+def _has_slope_at_0(function: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Return whether torch gives a function of two tensors a finite slope at 0."""
+    with torch.enable_grad():
+        zero = torch.zeros((), device="cpu", requires_grad=True)
+        (slope,) = torch.autograd.grad(function(zero, zero), zero)
+    return bool(slope.isfinite())
+
+
+def _both_0(first: Tensor, second: Tensor) -> Tensor:
+    return (first == 0) & (second == 0) & (not _has_slope_at_0(torch.atan2))
+
+
+def _zero(evidence: str, advice: str, result: str = "") -> DomainError:
+    return DomainError("zero", evidence, advice, result)
+
+
+_LOGS, _NORMS = "log log2 log10", "native_layer_norm native_group_norm"
+_BATCH_NORMS = "native_batch_norm native_batch_norm_legit"
+_NLL = "nll_loss nll_loss2d nll_loss_forward nll_loss2d_forward"
+
+# Norms, prod and cdist have no row: torch gives them a finite slope at 0.
+_ROWS = (
+    _Row(_LOGS, "self", _is_zero, "both", _zero(_AT_0, _LOG, "inf")),
+    _Row(_LOGS, "self", lambda x: x < 0, "forward", _zero(_BELOW_0, _CLAMP, "NaN")),
+    _Row(
+        *("log1p", "self", lambda x: x == -1, "both"),
+        _zero("its argument is -1", _LOG, "inf"),
+    ),
+    _Row(
+        *("log1p", "self", lambda x: x < -1, "forward"),
+        _zero("its argument is below -1", _CLAMP, "NaN"),
+    ),
+    _Row("sqrt rsqrt", "self", lambda x: x < 0, "both", _zero(_BELOW_0, _CLAMP, "NaN")),
+    _Row("sqrt rsqrt", "result", torch.isnan, "both", _zero(_BELOW_0, _CLAMP, "NaN")),
+    _Row("sqrt hypot", "result", _is_zero, "backward", _zero(_AT_0, _ROOT)),
+    _Row("rsqrt reciprocal", "self", _is_zero, "both", _zero(_AT_0, _DIV, "inf")),
+    _Row("rsqrt reciprocal", "result", torch.isinf, "both", _zero(_AT_0, _DIV, "inf")),
+    _Row(
+        *("pow", "self exponent", lambda x, n: (x == 0) & (n < 0), "both"),
+        _zero("it raises 0 to a power below 0", _DIV, "inf"),
+    ),
+    _Row(
+        *("pow", "self exponent", lambda x, n: (x < 0) & (n != n.round()), "both"),
+        _zero("it raises a negative number to a power that is not whole", _CLAMP),
+    ),
+    _Row(
+        *("pow", "self exponent", lambda x, n: (x == 0) & (n > 0) & (n < 1)),
+        *("backward", _zero(_AT_0, _ROOT)),
+    ),
+    _Row(
+        "atan2",
+        "self other",
+        _both_0,
+        "backward",
+        _zero("both arguments are 0", _ANGLE),
+    ),
+    _Row("div true_divide", "other", _is_zero, "both", _zero("its divisor is 0", _DIV)),
+    _Row(
+        "fmod remainder", "other", _is_zero, "forward", _zero("its divisor is 0", _DIV)
+    ),
+    _Row("acos asin", "self", lambda x: x.abs() > 1, "both", _zero(_AT_1, _CLAMP)),
+    _Row("acos asin", "self", lambda x: x.abs() == 1, "backward", _zero(_AT_1, _CLAMP)),
+    _Row("atanh erfinv", "self", lambda x: x.abs() >= 1, "both", _zero(_AT_1, _CLAMP)),
+    _Row(
+        *("logit", "self", lambda x: (x <= 0) | (x >= 1), "forward"),
+        _zero("it is not inside 0 to 1", _CLAMP),
+    ),
+    _Row(
+        *("lgamma digamma", "self", lambda x: (x <= 0) & (x == x.round()), "both"),
+        _zero(
+            "it is 0, or a whole number below",
+            "Keep its argument away from 0 and from whole numbers below it.",
+        ),
+    ),
+    _Row(
+        *("exp expm1", "result", torch.isposinf, "both"),
+        DomainError("range", "it is inf", _EXP, "inf"),
+    ),
+    _Row(
+        *("logsumexp", "result", torch.isneginf, "both"),
+        _zero("all it sums is -inf", MASK, "inf"),
+    ),
+    _Row(
+        *("mean", "self_sym_numel", _is_zero, "forward"),
+        _zero("it is the mean of nothing", _SKIP, "NaN"),
+    ),
+    _Row(
+        *("std var std_mean var_mean", "group_size correction", torch.le, "forward"),
+        _zero(
+            "it is the deviation of {group_size} number(s)",
+            "Take it over two numbers at least, or with correction=0.",
+        ),
+    ),
+    _Row(
+        *(f"{_NLL} nll_loss_backward nll_loss2d_backward", "total_weight"),
+        *(_is_zero, "forward"),
+        DomainError(
+            "label",
+            "its mean is over nothing: every label is {ignore_index}, or weighs 0",
+            *(_SKIP, "NaN"),
+        ),
+    ),
+    _Row(
+        *("ctc_loss cudnn_ctc_loss", "result0", torch.isinf, "forward"),
+        DomainError(
+            *("label", "an input is too short for its target"),
+            *("Leave such pairs out, or set zero_infinity=True.", "inf"),
+        ),
+    ),
+    _Row(
+        f"{_BATCH_NORMS} native_batch_norm_legit_no_training",
+        *("running_var", lambda x: x < 0, "forward"),
+        DomainError(
+            *("weight", "its running variance is negative"),
+            "Go back to the last good checkpoint, or reset the running statistics.",
+        ),
+    ),
+    _Row(
+        *(f"{_NORMS} {_BATCH_NORMS}", "result2 eps"),
+        *(lambda rstd, eps: ~rstd.isfinite() & (eps <= 0), "forward"),
+        _zero("its variance is 0, and so is its eps", "Give the norm an eps above 0."),
+    ),
+    _Row(
+        *("linalg_slogdet", "logabsdet", torch.isneginf, "forward"),
+        _zero(
+            "the determinant is 0",
+            "Add a small multiple of the identity to the matrix.",
+        ),
+    ),
+)
+_ROWS_OF_OP: defaultdict[str, list[_Row]] = defaultdict(list)
+for _row in _ROWS:
+    for _op in _row.ops.split():
+        _ROWS_OF_OP[_op].append(_row)
+
+
+def counted(places: Tensor) -> str:
+    """Return at how many places something is, such as " at 1 of 3 places"."""
+    values = local_data(places)
+    count = int(values.sum())
+    return f" at {count} of {values.numel()} places" if values.numel() > 1 else ""
+
+
+def find_domain_error(
+    op: str, values: Mapping[str, Any], phase: str
+) -> DomainError | None:
+    """Return at which values an operation is infinite or undefined. Synchronizes.
 
     Args:
-        word: Of that operation.
-        found: Of the one that computes its slope.
+        op: aten's name.
+        values: Its arguments by their names in aten's schema, or what it has saved by
+            autograd's names, as far as known.
+        phase: "forward": its result; "backward": its slope.
     """
-    if word in _ROOTS:
-        return Flaw("zero", f"its slope is infinite: {_ZERO}", _ROOT)
-    if word.startswith("log"):
-        return Flaw("zero", f"its slope is infinite: {_ZERO}", _LOG)
-    if word in {"acos", "asin", "atanh"}:
-        return Flaw("zero", "its slope is infinite: its argument is -1 or 1", _CLAMP)
-    return found
+    for row in _ROWS_OF_OP.get(op.lstrip("_"), ()):
+        operands = [values.get(name) for name in row.operands.split()]
+        if row.affects not in {phase, "both"} or any(v is None for v in operands):
+            continue
+        tensors = [local_data(torch.as_tensor(v)) for v in operands]
+        # Complex numbers have no order.
+        if row.test is not _is_zero and any(map(torch.is_complex, tensors)):
+            continue
+        places = row.test(*tensors)
+        if bool(places.any()):
+            error = row.error
+            evidence = error.evidence.format_map(values) + counted(places)
+            if row.operands == "other" and tensors[0].dtype == torch.float16:
+                least = torch.finfo(torch.float16).smallest_normal * 2**-10
+                evidence += f" (float16 holds nothing below {least:.1g}: "
+                evidence += "a smaller eps is 0)"
+            return error._replace(evidence=evidence)
+    return None
+
+
+def arguments(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    outputs: Sequence[Tensor],
+) -> dict[str, Any]:
+    """Return what an operation took and returned, by the names in the table.
+
+    The result of an operation with one is left out: its arguments are more exact.
+    """
+    schema = func._schema  # noqa: SLF001
+    values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    if len(schema.returns) > 1:
+        for number, (returned, output) in enumerate(
+            zip(schema.returns, outputs, strict=False)
+        ):
+            values[returned.name or f"result{number}"] = output
+    operand = values.get("self")
+    if isinstance(operand, Tensor):
+        values["self_sym_numel"] = operand.numel()
+        values["group_size"] = operand.numel() // max(1, outputs[0].numel())
+    if values.get("correction") is None:
+        values["correction"] = 1
+    return values
+
+
+def backward_domain_error(op: str, error: DomainError) -> DomainError:
+    """Return an error of a slope, in terms of the operation whose slope it is.
+
+    Args:
+        op: That operation, by its user's name.
+        error: Of the one that computes its slope.
+    """
+    if op in {"sqrt", "pow", "norm", "rsqrt", "hypot", "cdist"}:
+        return _zero(f"its slope is infinite: {_AT_0}", _ROOT)
+    if op.startswith("log"):
+        return _zero(f"its slope is infinite: {_AT_0}", _LOG)
+    if op in {"acos", "asin", "atanh"}:
+        return _zero("its slope is infinite: its argument is -1 or 1", _CLAMP)
+    return error

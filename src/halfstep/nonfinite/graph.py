@@ -1,12 +1,9 @@
-"""Who made the first inf or NaN of a forward pass, and why.
+"""Finds in the autograd graph of a loss which operation made the first inf or NaN.
 
-In: a loss whose backward pass has not run yet. Out: a `Finding`, or None if the forward
-pass was finite and the backward pass meets no infinite slope.
-
-The autograd graph knows most values: what an operation saved was made by the node it
-points to. Going back from a loss that is not finite, and never through a value that is,
-leaves the suspects; a mask of -inf that a softmax has used up is not among them. The
-first suspect in forward order against whom there is evidence is named.
+The graph knows most values: what an operation saved was made by the node it points to.
+Going back from a non-finite loss, and never through a finite value, leaves the
+suspects; a mask of -inf that a softmax has used up is not among them. The first
+suspect in forward order with evidence against it is named.
 """
 
 from __future__ import annotations
@@ -22,8 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.nonfinite.origin import module_rule
-from halfstep.nonfinite.saved_values import EPSILON, FIND, FLAWS, MASK, plain
+from halfstep.nonfinite import domains
+from halfstep.nonfinite.domains import (
+    CHECKPOINT,
+    EPSILON,
+    FIND,
+    MASK,
+    counted,
+    local_data,
+)
+from halfstep.nonfinite.origin import BadOp, module_rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,31 +40,73 @@ if TYPE_CHECKING:
     Edge = tuple[Node, int]  # a node, and which of its outputs
 
 
+_CAUSES = {"weights": "weight", "range": "forward range", "loss": "loss function"}
+"""Of a finding -> of a `BadOp`, where they differ."""
+_WITH_PARAMETERS = re.compile(r"(?P<op>[a-z]\w*) \((?P<names>[^)]*)\)")
+"""An operation and the parameters that it takes itself."""
+
+
 @dataclass(frozen=True)
-class Finding:
-    """Who made the first inf or NaN, and why."""
+class GraphCause:
+    """What made the first inf or NaN, and why."""
 
     cause: str
     """"data": a batch, a target or a buffer holds it; "weights": a parameter does;
     "zero": an operation met a value where it, or its slope, is infinite or undefined;
-    "range": numbers grew beyond what their format holds."""
+    "range": values exceeded the range of their format; "label": targets are to blame.
+    """
     where: str
-    """The operation, and the parameters that feed it."""
+    """The operation, and the parameters that it takes."""
     evidence: str
-    """What was seen there, with numbers."""
+    """What was observed there, with numbers."""
     advice: str
     """What to change."""
-    made: str = ""
-    """"inf" or "NaN", where a value shows it; of a slope it is not known which."""
+    nonfinite_kind: str = ""
+    """"inf" or "NaN", if a value shows it; unknown of a slope."""
     rule: str = ""
     """The rules of a policy in the advice; "" for none."""
 
+    def to_origin(self, scale: float, *, finite: bool | None) -> BadOp:
+        """Return it as the value that a replay returns, as far as the graph knows it.
+
+        Args:
+            scale: Loss scale of the last backward pass.
+            finite: Whether the last loss was; None if unknown.
+        """
+        module, op, evidence = "model", "", f"{self.where}: {self.evidence}"
+        match = _WITH_PARAMETERS.fullmatch(self.where)
+        if match is not None:
+            modules = {name.rpartition(".")[0] for name in match["names"].split(", ")}
+            op = match["op"]
+            if len(modules) == 1:
+                module, evidence = modules.pop() or "model", self.evidence
+        elif self.cause == "weights":
+            module = self.where.rpartition(".")[0] or "model"
+        elif self.cause == "loss":
+            module = "loss"
+        phase = {"data": "input", "weights": "weight"}.get(self.cause, "forward")
+        # A finite loss hides an exp that overflowed, not a slope that is infinite.
+        if phase == "forward" and finite and self.cause != "range":
+            phase = "backward"
+        return BadOp(
+            phase=phase,
+            module=module,
+            op=op,
+            scale=scale,
+            nonfinite_kind=self.nonfinite_kind,
+            cause=_CAUSES.get(self.cause, self.cause),
+            evidence=evidence,
+            advice=self.advice,
+            reproduced=False,
+            rule=self.rule,
+        )
+
 
 @torch.no_grad()
-def examine(loss: Tensor, name_of: Namer) -> Finding | None:
-    """Look at the graph of a loss before its backward pass, and leave it as it is.
+def find_in_graph(loss: Tensor, name_of: Namer) -> GraphCause | None:
+    """Examine the graph of a loss before its backward pass, without changing it.
 
-    Waits for the device. Tensors behind hooks, as those of recomputed blocks, are not
+    Synchronizes. Saved tensors behind hooks, as those of recomputed blocks, are not
     read: that would compute the block again, once for each of them.
 
     Args:
@@ -69,35 +116,44 @@ def examine(loss: Tensor, name_of: Namer) -> Finding | None:
     if loss.grad_fn is None:
         return None
     graph = _Graph(loss, loss.grad_fn, name_of)
-    if math.isfinite(_reach(loss)):
-        findings = (graph.singular(op, "backward") for op in graph.ops.values())
+    if math.isfinite(_absmax(loss)):
+        findings = (graph.domain_error(op, "backward") for op in graph.ops.values())
     else:
-        charges = (graph.given, graph.singular, graph.masked, graph.grown, graph.made)
-        findings = (charge(op) for op in graph.suspects() for charge in charges)
+        checks = (
+            *(graph.nonfinite_input, graph.domain_error, graph.masked_softmax),
+            *(graph.overflow, graph.unexplained),
+        )
+        findings = (check(op) for op in graph.candidate_ops() for check in checks)
     return next(filter(None, findings), None)
 
 
 # Operations, by the names of their nodes without "Backward0"
 
-_SAME = re.compile(r"(T|Trans\w+|Permute|\w*View|Reshape\w+|Expand|\w*queeze|Clone)$")
-"""They give the numbers they take."""
+_SHAPE_OPS = re.compile(
+    r"(T|Trans\w+|Permute|\w*View|Reshape\w+|Expand|\w*queeze|Clone)$"
+)
+"""They return their input."""
 
-_TAME = re.compile(r"Relu|Gelu|Silu|Tanh|Sigmoid|.*(Softmax|Norm$|Pool|Dropout)|Mean")
-"""They give no inf where they take none."""
+_BOUNDED_OPS = re.compile(
+    r"Relu|Gelu|Silu|Tanh|Sigmoid|.*(Softmax|Norm$|Pool|Dropout)|Mean"
+)
+"""They make no inf of finite inputs."""
 
-_ABSORBS = re.compile(r"Div|Maximum|Minimum|Clamp|Logaddexp|ScaledDot")
-"""They may give finite numbers though they take infinite ones."""
+_ABSORBING_OPS = re.compile(r"Div|Maximum|Minimum|Clamp|Logaddexp|ScaledDot")
+"""They may return finite numbers for infinite inputs."""
 
-_ADDS = {"Add", "Sub", "Rsub", "Baddbmm", "Where", "CopySlices", "IndexPut"}
-"""They take in tensors without a gradient that they do not save."""
+_ADDING_OPS = {"Add", "Sub", "Rsub", "Baddbmm", "Where", "CopySlices", "IndexPut"}
+"""They do not save inputs without a gradient."""
 _FACTORS = {"Addmm": "mat1 mat2", "Mm": "self mat2", "Bmm": "self mat2"}
 _FACTORS |= {"Convolution": "input weight"}
 _CONVOLUTION = "stride padding dilation transposed output_padding groups"
-_MADE = re.compile(r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)")
-"""How names of saved values begin that the operation made itself."""
-_TURNED = {"Addmm": "addmm", "Mm": "matmul"}
-"""What they are unless their last factor is turned, as a linear layer's weight is."""
-_WORDS = {
+_OWN_RESULT = re.compile(
+    r"result|out|logsumexp|total_weight|saved_|.*(state|philox|seed)"
+)
+"""Names of saved values that the operation computed itself."""
+_TRANSPOSED = {"Addmm": "addmm", "Mm": "matmul"}
+"""Names unless the last factor is transposed, like a linear layer's weight."""
+_OP_NAMES = {
     "Bmm": "matmul",
     "MkldnnRnnLayer": "lstm",
     "ToCopy": "cast",
@@ -109,7 +165,7 @@ _ROLES = {"self": "input", "mat1": "input", "mat2": "operand", "other": "operand
 
 
 class _PythonCalledError(Exception):
-    """What was to be read is computed by a hook."""
+    """A hook computes the saved value."""
 
 
 def _refuse(_frame: FrameType, event: str, _argument: object) -> None:
@@ -117,13 +173,13 @@ def _refuse(_frame: FrameType, event: str, _argument: object) -> None:
         raise _PythonCalledError
 
 
-def _without_python(read: Callable[[], Any]) -> Any:  # noqa: ANN401
+def _read_without_hooks(read: Callable[[], Any]) -> Any:  # noqa: ANN401
     """Read a saved value; where torch does not show hooks, stop before one runs.
 
     Raises:
         _PythonCalledError: If a hook was about to run, or if that cannot be known.
     """
-    if _SHOWS_HOOKS:
+    if _EXPOSES_HOOKS:
         return read()
     profiler = sys.getprofile()
     if profiler is not None and not callable(profiler):
@@ -135,8 +191,8 @@ def _without_python(read: Callable[[], Any]) -> Any:  # noqa: ANN401
         sys.setprofile(profiler)
 
 
-_SHOWS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
-"""An old torch calls the hooks of saved tensors, and has no word of them."""
+_EXPOSES_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
+"""torch 2.9 calls the hooks of saved tensors, and does not show them."""
 
 
 class _Op:
@@ -144,19 +200,26 @@ class _Op:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.kind = re.sub(r"Backward\d*$", "", node.name()).replace("_Cast", "ToCopy")
+        self.kind = re.sub(r"Backward\d*$", "", node.name()).replace(
+            "_CachedCast", "ToCopy"
+        )
         self.leaf: Tensor | None = getattr(node, "variable", None)
         self.edges = _edges(node)
         self.outputs = node._input_metadata  # noqa: SLF001 -- backward takes what it gave
         self.dtype = self.outputs[0].dtype
         self.limit = torch.finfo(self.dtype).max
-        self.holds = f"{str(self.dtype).removeprefix('torch.')} holds {self.limit:.6g}"
+        self.range_text = (
+            f"{str(self.dtype).removeprefix('torch.')} holds {self.limit:.6g}"
+        )
         # Only a cast to float16 is likely to make an inf.
         widens = self.kind == "ToCopy" and self.dtype != torch.float16
-        self.keeps = widens or _SAME.match(self.kind) is not None
-        self.carries = self.keeps or self.kind == "ToCopy" or self.leaf is not None
-        self.adds = self.kind in _ADDS and len(self.edges) < len(node.next_functions)
-        self.hidden = False
+        self.keeps_values = widens or _SHAPE_OPS.match(self.kind) is not None
+        self.carries_values = (
+            self.keeps_values or self.kind == "ToCopy" or self.leaf is not None
+        )
+        has_constants = len(self.edges) < len(node.next_functions)
+        self.adds_constants = self.kind in _ADDING_OPS and has_constants
+        self.has_unread = False
         self.saved = dict(self._read())
 
     def _read(self) -> Iterator[tuple[str, Any]]:
@@ -168,27 +231,29 @@ class _Op:
                     raw = getattr(self.node, f"_raw_{name.removeprefix('_')}", None)
                     parts = raw if isinstance(raw, tuple) else (raw,)
                     if any(getattr(part, "unpack_hook", None) for part in parts):
-                        self.hidden = True
+                        self.has_unread = True
                         continue
                     try:
-                        value = _without_python(partial(getattr, self.node, name))
+                        value = _read_without_hooks(partial(getattr, self.node, name))
                     except _PythonCalledError:
-                        self.hidden = True
+                        self.has_unread = True
                         continue
+                    # torch shows saved integers without their sign.
+                    if type(value) is int and value >= 2**63:
+                        value -= 2**64
                     yield name.removeprefix("_saved_"), value
 
     @property
-    def word(self) -> str:
+    def name(self) -> str:
         if self.kind == "Convolution":
             across = "_transpose" if self.saved.get("transposed") else ""
             return f"conv{across}{len(self.outputs[0].shape) - 2}d"
-        if self.kind in _TURNED:
+        if self.kind in _TRANSPOSED:
             last = self.node.next_functions[-1][0]
-            turned = last is None or last.name() == "TBackward0"
-            return "linear" if turned else _TURNED[self.kind]
+            transposed = last is None or last.name() == "TBackward0"
+            return "linear" if transposed else _TRANSPOSED[self.kind]
         kind = re.sub(r"^(Native|Cudnn|Miopen|Safe)|(?<=Product).*", "", self.kind)
-        spaced = re.sub(r"(?<=[a-z0-9D])(?=[A-Z][a-z])", "_", kind).lower()
-        return _WORDS.get(kind, spaced)
+        return _OP_NAMES.get(kind) or _snake_case(kind)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.saved.items():
@@ -197,11 +262,11 @@ class _Op:
                     yield name, part
 
     def constants(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield those that came in without a gradient."""
+        """Yield inputs without a gradient."""
         for name, value in self.tensors():
-            # While it trains, a batch norm writes its running statistics, reads none.
+            # In training a batch norm writes its running statistics, and reads none.
             unread = name.startswith("running_") and self.saved.get("training")
-            if not value.requires_grad and not _MADE.match(name) and not unread:
+            if not value.requires_grad and not _OWN_RESULT.match(name) and not unread:
                 yield name, value
 
     def product(self) -> Tensor | None:
@@ -217,6 +282,10 @@ class _Op:
             return torch.matmul(first, second)
 
 
+def _snake_case(kind: str) -> str:
+    return re.sub(r"(?<=[a-z0-9D])(?=[A-Z][a-z])", "_", kind).lower()
+
+
 class _Graph:
     """The operations behind a loss in forward order, and the values known of them."""
 
@@ -226,10 +295,10 @@ class _Graph:
         order = sorted(nodes, key=lambda node: node._sequence_nr())  # noqa: SLF001
         self.ops = {node: _Op(node) for node in order}
         self.values: dict[Edge, Tensor] = {(root, loss.output_nr): loss}
-        self.cleared: set[Edge] = set()
+        self.in_range: set[Edge] = set()
 
-    def suspects(self) -> list[_Op]:
-        """Return those through whom something not finite may have come."""
+    def candidate_ops(self) -> list[_Op]:
+        """Return the operations that inf or NaN may have passed through."""
         for node, op in self.ops.items():
             if op.leaf is not None:
                 self.values[node, 0] = op.leaf
@@ -237,149 +306,165 @@ class _Graph:
                 if value.grad_fn is not None:
                     self.values.setdefault((value.grad_fn, value.output_nr), value)
         for node, op in reversed(self.ops.items()):
-            if op.keeps and (node, 0) in self.values:
+            if op.keeps_values and (node, 0) in self.values:
                 self.values.setdefault(op.edges[0], self.values[node, 0])
         for node, op in self.ops.items():
-            taken = self.values.get(op.edges[0]) if op.carries and op.edges else None
+            operand = (
+                self.values.get(op.edges[0]) if op.carries_values and op.edges else None
+            )
             # A cast makes inf of what is too large for it.
-            if taken is not None and not op.limit < _reach(taken) < math.inf:
-                self.values.setdefault((node, 0), taken)
-        finite = {edge for edge, v in self.values.items() if math.isfinite(_reach(v))}
-        seen = _upstream(self.root, lambda edge: edge not in finite)
-        return [op for op in self.ops.values() if op.node in seen]
+            if operand is not None and not op.limit < _absmax(operand) < math.inf:
+                self.values.setdefault((node, 0), operand)
+        finite = {edge for edge, v in self.values.items() if math.isfinite(_absmax(v))}
+        nodes = _upstream(self.root, lambda edge: edge not in finite)
+        return [op for op in self.ops.values() if op.node in nodes]
 
-    def given(self, op: _Op) -> Finding | None:
-        """Say whether it was handed something not finite that no operation made."""
+    def nonfinite_input(self, op: _Op) -> GraphCause | None:
+        """Check for non-finite inputs that no operation made."""
         for node, _ in op.edges:
             leaf = self.ops[node].leaf
-            if leaf is not None and not math.isfinite(_reach(leaf)):
+            if leaf is not None and not math.isfinite(_absmax(leaf)):
                 if isinstance(leaf, nn.Parameter):
-                    return self._weights(leaf)
+                    return self._nonfinite_weight(leaf)
                 where = f"a tensor of shape {tuple(leaf.shape)}, not of any layer"
-                return Finding("data", where, _held(leaf), FIND, _kind(leaf))
+                return GraphCause(
+                    "data", where, _nonfinite_text(leaf), FIND, _nonfinite_kind(leaf)
+                )
         for name, value in op.constants():
-            reach = _reach(value)
-            if reach < math.inf or (reach == math.inf and _ABSORBS.match(op.kind)):
+            absmax = _absmax(value)
+            if absmax < math.inf or (
+                absmax == math.inf and _ABSORBING_OPS.match(op.kind)
+            ):
                 continue
             if isinstance(value, nn.Parameter):
-                return self._weights(value)
-            where = f"the {_ROLES.get(name, name)} of {self._place(op)}"
-            evidence, advice = _held(value), FIND
-            if value.dtype == torch.float16 and reach == math.inf:
+                return self._nonfinite_weight(value)
+            where = f"the {_ROLES.get(name, name)} of {self._describe_op(op)}"
+            evidence, advice = _nonfinite_text(value), FIND
+            if value.dtype == torch.float16 and absmax == math.inf:
                 evidence += ", where a cast to float16 makes it of all above 65504"
                 advice = "Scale this input down, keep it in float32, or train in bf16."
-            return Finding("data", where, evidence, advice, _kind(value))
+            return GraphCause("data", where, evidence, advice, _nonfinite_kind(value))
         return None
 
-    def _weights(self, parameter: Tensor) -> Finding:
-        advice = "Go back to the last good checkpoint: no loss scale mends a weight."
-        if parameter.dtype == torch.float16:
-            advice = f"{advice} {EPSILON}"
-        name, held = self.name_of(parameter), _held(parameter)
-        return Finding("weights", name, held, advice, _kind(parameter))
+    def _nonfinite_weight(self, parameter: Tensor) -> GraphCause:
+        is_fp16 = parameter.dtype == torch.float16
+        advice = f"{CHECKPOINT} {EPSILON}" if is_fp16 else CHECKPOINT
+        name, evidence = self.name_of(parameter), _nonfinite_text(parameter)
+        return GraphCause("weights", name, evidence, advice, _nonfinite_kind(parameter))
 
-    def singular(self, op: _Op, which: str = "forward") -> Finding | None:
-        """Say whether it met a value where it, or its slope, is infinite."""
-        for flaw in FLAWS:
-            if op.kind in flaw.kinds.split() and flaw.spoils in {which, "both"}:
-                places = flaw.places(op.saved)
-                if places.any():
-                    where, value = self._place(op), self.values.get((op.node, 0))
-                    evidence = f"{flaw.says}{_counted(places)}"
-                    made = flaw.makes if which == "forward" else ""
-                    made = made if value is None else _kind(value)
-                    return Finding(flaw.cause, where, evidence, flaw.advice, made)
-        return None
+    def domain_error(self, op: _Op, phase: str = "forward") -> GraphCause | None:
+        """Check for values at which it, or its slope, is infinite or undefined."""
+        error = domains.find_domain_error(_snake_case(op.kind), op.saved, phase)
+        if error is None:
+            return None
+        value = self.values.get((op.node, 0))
+        kind = error.result if phase == "forward" else ""
+        kind = kind if value is None else _nonfinite_kind(value)
+        cause = "weights" if error.cause == "weight" else error.cause
+        where = self._describe_op(op)
+        return GraphCause(cause, where, error.evidence, error.advice, kind)
 
-    def masked(self, op: _Op) -> Finding | None:
-        """Say whether a mask left a softmax nothing, or took what the loss asks for."""
+    def masked_softmax(self, op: _Op) -> GraphCause | None:
+        """Check for a softmax over a masked row, or a masked class of a target."""
         result = self.values.get((op.node, 0))
         if op.kind not in {"Softmax", "LogSoftmax"} or result is None:
             return None
-        if not any(part.adds or part.kind == "MaskedFill" for part in self._chain(op)):
+        if not any(
+            part.adds_constants or part.kind == "MaskedFill"
+            for part in self._unknown_upstream(op)
+        ):
             return None
-        evidence = f"a mask covers whole rows: {_held(result)}"
-        if _reach(result) == math.inf:
-            evidence = f"a target names a class that is masked: {_held(result)}"
-        return Finding("zero", self._place(op), evidence, MASK, _kind(result))
+        evidence = f"a mask covers whole rows: {_nonfinite_text(result)}"
+        if _absmax(result) == math.inf:
+            evidence = (
+                f"a target names a class that is masked: {_nonfinite_text(result)}"
+            )
+        return GraphCause(
+            "zero", self._describe_op(op), evidence, MASK, _nonfinite_kind(result)
+        )
 
-    def grown(self, op: _Op) -> Finding | None:
-        """Say whether a cast or a float16 product left its range, or clear it."""
+    def overflow(self, op: _Op) -> GraphCause | None:
+        """Check whether a cast or a float16 product overflows, or clear it."""
         value, what = None, "result"
-        if op.kind == "ToCopy" and not op.keeps:
+        if op.kind == "ToCopy" and not op.keeps_values:
             value, what = self.values.get(op.edges[0]), "argument"
         elif op.kind in _FACTORS and op.dtype == torch.float16:
             value = op.product()
-        reach = math.nan if value is None else _reach(value)
-        # Half of it: what is computed again is rounded, and lacks the bias.
-        if reach <= op.limit / 2:
-            self.cleared.add((op.node, 0))
-        if not op.limit < reach < math.inf:
+        absmax = math.nan if value is None else _absmax(value)
+        # Half of it: the second result is rounded, and lacks the bias.
+        if absmax <= op.limit / 2:
+            self.in_range.add((op.node, 0))
+        if not op.limit < absmax < math.inf:
             return None
-        evidence = f"its {what} reaches {reach:.1e}, {op.holds}"
-        advice, rule = self._widen([op])
-        return Finding("range", self._place(op), evidence, advice, "inf", rule)
+        evidence = f"its {what} reaches {absmax:.1e}, {op.range_text}"
+        advice, rule = self._fp32_advice([op])
+        return GraphCause("range", self._describe_op(op), evidence, advice, "inf", rule)
 
-    def made(self, op: _Op) -> Finding | None:
-        """Say that it made it, or something before it whose result is not known."""
+    def unexplained(self, op: _Op) -> GraphCause | None:
+        """Check for a non-finite result: it, or an operation before it, made that."""
         outputs = [(op.node, number) for number in range(len(op.outputs))]
         values = [self.values[edge] for edge in outputs if edge in self.values]
-        # What a mask fills in is meant.
-        if op.kind == "MaskedFill" or all(map(math.isfinite, map(_reach, values))):
+        # A mask fills in -inf on purpose.
+        if op.kind == "MaskedFill" or all(map(math.isfinite, map(_absmax, values))):
             return None
-        chain = self._chain(op)
-        wild = [part for part in chain if not _TAME.match(part.kind)] or [op]
-        where = self._place(wild[0]) + (f" to {wild[-1].word}" if wild[1:] else "")
+        chain = self._unknown_upstream(op)
+        suspects = [part for part in chain if not _BOUNDED_OPS.match(part.kind)] or [op]
+        where = self._describe_op(suspects[0])
+        where += f" to {suspects[-1].name}" if suspects[1:] else ""
         edges = [edge for part in chain for edge in part.edges]
-        took = [self.values[edge] for edge in edges if edge in self.values]
-        took += [value for part in chain for _, value in part.constants()]
-        most = max(filter(math.isfinite, map(_reach, took)), default=0.0)
-        seen, least = f"its inputs reach {most:.1e}", min(chain, key=lambda p: p.limit)
-        kind = "inf" if any(plain(value).isinf().any() for value in values) else "NaN"
-        far = least.dtype == torch.float16 or most * most > least.limit
-        cause, evidence = "range", f"{seen}, {least.holds}"
-        advice, rule = self._widen(wild)
-        if not far:
-            cause, evidence, rule = "zero", f"it makes {kind}, yet {seen}", ""
-            advice = "Print its inputs: it is not defined for one of them."
-        if any(part.hidden for part in chain):
+        inputs = [self.values[edge] for edge in edges if edge in self.values]
+        inputs += [value for part in chain for _, value in part.constants()]
+        absmax = max(filter(math.isfinite, map(_absmax, inputs)), default=0.0)
+        kind = "inf" if any(local_data(v).isinf().any() for v in values) else "NaN"
+        narrow = min(chain, key=lambda part: part.limit)
+        may_overflow = narrow.dtype == torch.float16 or absmax**2 > narrow.limit
+        reached = f"its inputs reach {absmax:.1e}"
+        if any(part.has_unread for part in chain):
+            cause = "range" if may_overflow else "zero"
             evidence = "tensors there were recomputed or offloaded, and are not read"
             advice = "Switch that off for one step, to see which operation it is."
-            rule = ""
-        elif any(part.adds for part in chain) and (kind == "NaN" or not far):
-            cause, evidence, advice = "data", f"{kind} comes in, yet {seen}", FIND
-            rule = ""
-        return Finding(cause, where, evidence, advice, kind, rule)
+        elif any(part.adds_constants for part in chain) and (
+            kind == "NaN" or not may_overflow
+        ):
+            cause, evidence, advice = "data", f"{kind} comes in, yet {reached}", FIND
+        elif not may_overflow:
+            cause, evidence = "zero", f"it makes {kind}, yet {reached}"
+            advice = "Print its inputs: it is not defined for one of them."
+        else:
+            advice, rule = self._fp32_advice(suspects)
+            evidence = f"{reached}, {narrow.range_text}"
+            return GraphCause("range", where, evidence, advice, kind, rule)
+        return GraphCause(cause, where, evidence, advice, kind)
 
-    def _chain(self, op: _Op) -> list[_Op]:
-        """Return an operation, and before it those whose results are not known."""
-        known = self.values.keys() | self.cleared
-        seen = _upstream(op.node, lambda edge: edge not in known)
-        parts = [part for part in self.ops.values() if part.node in seen]
-        return [part for part in parts if part is op or not part.keeps]
+    def _unknown_upstream(self, op: _Op) -> list[_Op]:
+        """Return an operation, and before it those with unknown results."""
+        known_edges = self.values.keys() | self.in_range
+        nodes = _upstream(op.node, lambda edge: edge not in known_edges)
+        parts = [part for part in self.ops.values() if part.node in nodes]
+        return [part for part in parts if part is op or not part.keeps_values]
 
-    def _place(self, op: _Op) -> str:
+    def _describe_op(self, op: _Op) -> str:
         """Name an operation with its parameters, or after the last one that has any."""
         ops = list(self.ops.values())
         for part in reversed(ops[: ops.index(op) + 1]):
             names = self._names(part)
             if names:
-                # Backwards in the alphabet, weight comes before bias.
-                fed = f"{part.word} ({', '.join(sorted(names, reverse=True)[:4])})"
-                return fed if part is op else f"{op.word}, after {fed}"
-        return op.word
+                # In reverse order, weight comes before bias.
+                text = f"{part.name} ({', '.join(sorted(names, reverse=True)[:4])})"
+                return text if part is op else f"{op.name}, after {text}"
+        return op.name
 
     def _names(self, op: _Op) -> set[str]:
         """Return the names of the parameters that an operation takes itself."""
-        given = _upstream(op.node, lambda edge: self.ops[edge[0]].carries)
-        leaves = [self.ops[node].leaf for node in given]
+        nodes = _upstream(op.node, lambda edge: self.ops[edge[0]].carries_values)
+        leaves = [self.ops[node].leaf for node in nodes]
         return {self.name_of(leaf) for leaf in leaves if leaf is not None}
 
-    def _widen(self, ops: list[_Op]) -> tuple[str, str]:
-        """Return what helps operations whose results do not fit, and the rules in it.
+    def _fp32_advice(self, ops: list[_Op]) -> tuple[str, str]:
+        """Return the advice for operations that overflow, and the rules in it.
 
-        A rule speaks of the module whose parameters an operation takes; of all such
-        operations where none is known.
+        A rule is for the module whose parameters an operation takes, or else for all
+        such operations.
         """
         rules: dict[str, None] = {}
         for op in ops:
@@ -387,13 +472,12 @@ class _Graph:
                 continue
             names = self._names(op)
             paths = {name.rpartition(".")[0] for name in names}
-            own = len(paths) == 1 and all(map(_PATH.fullmatch, names))
-            if own:
+            if len(paths) == 1 and all(map(_PATH.fullmatch, names)):
                 rules[module_rule(paths.pop())] = None
-            elif hasattr(torch.ops.aten, op.word):
-                rules[f"op:{op.word}=fp32"] = None
+            elif hasattr(torch.ops.aten, op.name):
+                rules[f"op:{op.name}=fp32"] = None
         if not rules:
-            return "Scale down or normalise what flows in.", ""
+            return "Scale down or normalise its inputs.", ""
         rule = " + ".join(rules)
         return f"Keep it in float32 (policy '{rule}') or train in bf16.", rule
 
@@ -402,37 +486,32 @@ def _edges(node: Node) -> list[Edge]:
     return [(maker, number) for maker, number in node.next_functions if maker]
 
 
-def _upstream(node: Node, goes: Callable[[Edge], bool]) -> set[Node]:
-    """Return a node, and all before it that edges lead to which are to be gone."""
-    left, seen = [node], {node}
-    while left:
-        for edge in _edges(left.pop()):
-            if edge[0] not in seen and goes(edge):
-                seen.add(edge[0])
-                left.append(edge[0])
-    return seen
+def _upstream(node: Node, follows: Callable[[Edge], bool]) -> set[Node]:
+    """Return a node, and all before it on edges that are to be followed."""
+    pending, nodes = [node], {node}
+    while pending:
+        for edge in _edges(pending.pop()):
+            if edge[0] not in nodes and follows(edge):
+                nodes.add(edge[0])
+                pending.append(edge[0])
+    return nodes
 
 
-def _reach(value: Tensor) -> float:
+def _absmax(value: Tensor) -> float:
     """Return the largest magnitude, NaN if there is one."""
-    held = plain(value)
-    held = torch.view_as_real(held) if held.is_complex() else held
-    if not (held.is_floating_point() and held.itemsize > 1 and held.numel()):
+    values = local_data(value)
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if not (values.is_floating_point() and values.itemsize > 1 and values.numel()):
         return 0.0
-    low, high = torch.aminmax(held)
+    low, high = torch.aminmax(values)
     return torch.maximum(-low, high).abs().item()
 
 
-def _kind(value: Tensor) -> str:
-    """Return "NaN" if there is one, else "inf" if there is; "" where all is finite."""
-    held = plain(value)
-    return "NaN" if held.isnan().any() else "inf" if held.isinf().any() else ""
+def _nonfinite_kind(value: Tensor) -> str:
+    """Return "NaN" if there is one, else "inf" if there is; "" if all is finite."""
+    values = local_data(value)
+    return "NaN" if values.isnan().any() else "inf" if values.isinf().any() else ""
 
 
-def _held(value: Tensor) -> str:
-    return f"it holds {_kind(value)}{_counted(~plain(value).isfinite())}"
-
-
-def _counted(places: Tensor) -> str:
-    count = int(places.sum())
-    return f" at {count} of {places.numel()} places" if places.numel() > 1 else ""
+def _nonfinite_text(value: Tensor) -> str:
+    return f"it holds {_nonfinite_kind(value)}{counted(~local_data(value).isfinite())}"

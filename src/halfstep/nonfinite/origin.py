@@ -1,8 +1,4 @@
-"""The first operation that made an inf or a NaN: where, from what, why, what to do.
-
-In: plain values from a replay. Out: a `BadOp` that prints as sentences, becomes JSON,
-and is a `Finding` for the doctor.
-"""
+"""The operation that made the first inf or NaN, as a value: where, why, what to do."""
 
 from __future__ import annotations
 
@@ -27,9 +23,9 @@ CAUSES = (
     "another process",
 )
 """data: what went into the model; label: what the loss compares with; learning rate:
-training ran away before; loss function: it left its range after the model had not;
-forward range and backward range: a format was left; weight: a parameter or buffer was
-not finite before the step; zero: an operation met a value where it, or its slope, is
+training diverged before; loss function: it overflowed, and the model did not; forward
+range and backward range: a dtype overflowed; weight: a parameter or buffer was
+non-finite before the step; zero: an operation met a value at which it, or its slope, is
 infinite or undefined; hardware: an exact replay was finite; another process: it was
 finite here, and other processes share gradients with this one."""
 
@@ -41,16 +37,16 @@ _WIDE = ("finite", "not finite", "not run")
 
 
 def module_rule(path: str) -> str:
-    """Return a rule that keeps a module, and its like in other layers, in float32."""
+    """Return a rule that keeps a module, and the same in other layers, in fp32."""
     return f"module:{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', path)}=fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadOp:
-    """What made the first inf or NaN of a step, and how sure that is.
+    """The operation that made the first inf or NaN of a step, and the cause.
 
     Raises:
-        UserError: If a word is none of those listed.
+        UserError: If phase, cause or wide is none of those listed.
     """
 
     phase: str
@@ -61,40 +57,40 @@ class BadOp:
     kind: str = ""
     """Class name of that module; "" outside of the model."""
     op: str = ""
-    """aten's word for it, such as "linear", "softmax" or "mm"; "" if none ran."""
+    """The operation, such as "linear", "softmax" or "mm"; "" if none ran."""
     step: int | None = None
-    """Of the optimizer; None if nobody said."""
+    """Of the optimizer; None if unknown."""
     scale: float
     """Loss scale of the backward pass."""
     dtype: str = ""
     """Format of its result, such as "float16"."""
     inputs: float | None = None
-    """Largest finite magnitude that it took in; None if that was not seen."""
-    made: str = ""
-    """"inf" or "NaN"; "" where it is not known which, or there was none: then the
-    phase is "none", or the dtype "int64", of an index that points nowhere."""
+    """Largest finite magnitude of its inputs; None if unknown."""
+    nonfinite_kind: str = ""
+    """"inf" or "NaN"; "" if unknown, or if there was none: then the phase is "none", or
+    the dtype "int64", of an index out of range."""
     wide: str = "not run"
-    """What its result is in float32: "finite", "not finite", "not run"."""
+    """Its result in fp32: "finite", "not finite", "not run"."""
     cause: str
     """One of `CAUSES`."""
     evidence: str
-    """What was seen, with numbers."""
+    """What was observed, with numbers."""
     advice: str
-    """The flag, policy row or code change that mends it."""
+    """The flag, policy rule or code change that fixes it."""
     reproduced: bool
-    """A replay showed it. False: the replay was finite, or there was none."""
+    """A replay reproduced it. False: the replay was finite, or there was none."""
     rule: str = ""
-    """The policy row in the advice, such as "module:decoder.*.wo=fp32"; else "". Of a
-    graph alone there may be several, joined by " + "."""
+    """The rule in the advice, such as "module:decoder.*.wo=fp32"; else "". Of a graph
+    alone there may be several, joined by " + "."""
     normal: bool = False
-    """It is no fault: a smaller loss scale, which dynamic scaling finds, cures it."""
+    """It is no fault: dynamic loss scaling finds a scale without it."""
 
     def __post_init__(self) -> None:
         words = (("phase", PHASES), ("cause", CAUSES), ("wide", _WIDE))
         for name, allowed in words:
-            given = getattr(self, name)
-            if given not in allowed:
-                message = f"{name}={given!r} of a BadOp: use {', '.join(allowed)}."
+            value = getattr(self, name)
+            if value not in allowed:
+                message = f"{name}={value!r} of a BadOp: use {', '.join(allowed)}."
                 raise UserError(message)
 
     @property
@@ -105,13 +101,12 @@ class BadOp:
     def __str__(self) -> str:
         """Return it as sentences."""
         at = "" if self.step is None else f" at step {self.step}"
-        # Whole numbers hold neither inf nor NaN: an index points nowhere.
+        # Integers hold neither inf nor NaN: an index is out of range.
         if self.phase == "none" or self.dtype == "int64":
             return f"{self.place}{at}: {self.evidence}. {self.advice}"
-        held = self.phase in {"input", "weight"}
-        says = "took in" if self.phase == "input" else "holds" if held else "produced"
+        verb = {"input": "received", "weight": "holds"}.get(self.phase, "produced")
         passed = " in the backward pass" if self.phase == "backward" else ""
-        head = f"{self.place} {says} {self.made or 'inf or NaN'}{passed}{at}"
+        head = f"{self.place} {verb} {self.nonfinite_kind or 'inf or NaN'}{passed}{at}"
         return f"{head}: {self.evidence}. {self.advice}"
 
     def data(self) -> dict[str, Any]:
@@ -123,7 +118,7 @@ class BadOp:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BadOp:
-        """Return the value that `data` was made from, other keys left aside."""
+        """Return the value of such `data`; other keys are ignored."""
         return cls(**{name: data[name] for name in cls.__annotations__ if name in data})
 
     def finding(self) -> Finding:

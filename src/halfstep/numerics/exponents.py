@@ -1,4 +1,4 @@
-"""How large numbers are, in powers of two, counted without waiting for the device.
+"""Histograms of exponents, counted without host-device synchronization.
 
 In: tensors, multiplied by a loss scale. Out: one histogram of their exponents, and what
 it tells: the largest safe scale, and the share of numbers that a scale would lose.
@@ -14,7 +14,7 @@ import torch
 
 from halfstep._torch import async_read
 from halfstep.numerics.formats import parse
-from halfstep.numerics.local_tensor import stored
+from halfstep.numerics.local_tensor import local_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ BINS = 2048
 twice that. Bin 0 counts zeros, the last one inf and NaN."""
 
 _BIAS = 1023
-_PIECE = 2**20  # Numbers widened at a time: 8 MB, not four times the tensor.
+_CHUNK_NUMEL = 2**20  # Numbers widened at a time: 8 MB, not four times the tensor.
 
 
 def exponents(tensors: Iterable[Tensor], scale: Tensor) -> Tensor:
@@ -47,12 +47,12 @@ def exponents(tensors: Iterable[Tensor], scale: Tensor) -> Tensor:
     """
     total = torch.zeros(BINS, dtype=torch.int64, device=scale.device)
     for tensor in tensors:
-        total += count(tensor).to(total.device)
-    return unscaled(total, scale)
+        total += count_exponents(tensor).to(total.device)
+    return unscale_histogram(total, scale)
 
 
 @torch.no_grad()
-def count(tensor: Tensor) -> Tensor:
+def count_exponents(tensor: Tensor) -> Tensor:
     """Count a tensor's numbers by their exponents, as they are.
 
     Why: log2 is wrong next to powers of two. In fp64 every number of the other formats
@@ -62,14 +62,14 @@ def count(tensor: Tensor) -> Tensor:
     Returns:
         int64, shape (BINS,), on the tensor's device.
     """
-    flat = stored(tensor).flatten()
+    flat = local_values(tensor).flatten()
     histogram = torch.zeros(BINS, dtype=torch.int64, device=flat.device)
-    for piece in torch.split(flat, _PIECE):
-        histogram += tally(_field(piece), BINS)
+    for piece in torch.split(flat, _CHUNK_NUMEL):
+        histogram += bincount(_exponent_field(piece), BINS)
     return histogram
 
 
-def tally(numbers: Tensor, bins: int) -> Tensor:
+def bincount(numbers: Tensor, bins: int) -> Tensor:
     """Count how often each number from 0 to below `bins` is there, without waiting.
 
     Why: `torch.bincount` reads the largest number on the host. On a CPU alone that is
@@ -82,19 +82,19 @@ def tally(numbers: Tensor, bins: int) -> Tensor:
     Returns:
         int64, shape (bins,), on the same device.
     """
-    if async_read.on_host(numbers.device):
+    if async_read.is_cpu(numbers.device):
         return torch.bincount(numbers, minlength=bins)
     one = torch.ones((), dtype=torch.int64, device=numbers.device)
-    found = torch.zeros(bins, dtype=torch.int64, device=numbers.device)
-    return found.scatter_add_(0, numbers.long(), one.expand_as(numbers))
+    counts = torch.zeros(bins, dtype=torch.int64, device=numbers.device)
+    return counts.scatter_add_(0, numbers.long(), one.expand_as(numbers))
 
 
-def _field(values: Tensor) -> Tensor:
+def _exponent_field(values: Tensor) -> Tensor:
     """Return the exponent field of fp64: 0 for zeros, 2047 for inf and NaN."""
     return (values.double().view(torch.int64) >> 52) & (BINS - 1)
 
 
-def largest(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+def largest_magnitude(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return the largest absolute value, in the dtype and on the device of `like`.
 
     Why: a GPU has one fused kernel for the norms of a list. A CPU takes several times
@@ -105,7 +105,7 @@ def largest(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        values = stored(tensor).detach()
+        values = local_values(tensor).detach()
         if values.numel():
             groups[values.device, values.dtype].append(values)
     tops = [torch.zeros_like(like)]
@@ -118,16 +118,16 @@ def largest(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.stack(tops).amax()
 
 
-def unscaled(histogram: Tensor, scale: Tensor) -> Tensor:
+def unscale_histogram(histogram: Tensor, scale: Tensor) -> Tensor:
     """Return the histogram of the same numbers divided by `scale`, shape ()."""
     bins = torch.arange(BINS, device=histogram.device)
-    target = (bins - (_field(scale) - _BIAS)).clamp(1, BINS - 2)
+    target = (bins - (_exponent_field(scale) - _BIAS)).clamp(1, BINS - 2)
     target = torch.where((bins == 0) | (bins == BINS - 1), bins, target)
     return torch.zeros_like(histogram).scatter_add_(0, target, histogram)
 
 
 def largest_safe_scale(
-    histogram: Tensor, low: torch.dtype = torch.float16, margin: int = 1
+    histogram: Tensor, low_dtype: torch.dtype = torch.float16, margin: int = 1
 ) -> Tensor:
     """Return the largest power of two that none of the numbers overflows at.
 
@@ -136,7 +136,7 @@ def largest_safe_scale(
 
     Args:
         histogram: Of unscaled numbers.
-        low: The format that must hold them, scaled.
+        low_dtype: The format that must hold them, scaled.
         margin: Powers of two to stay away, >= 0. At 0 a number may come to lie between
             the largest one and the next power of two, and overflow; at 1 all lie below
             half the largest, so that the next batch may be twice as large.
@@ -145,7 +145,7 @@ def largest_safe_scale(
         float32, shape (); NaN if no finite number other than zero was seen. At least
         2**-126 and at most 2**127, which fp32 holds.
     """
-    top = math.frexp(torch.finfo(low).max)[1] - 1
+    top = math.frexp(torch.finfo(low_dtype).max)[1] - 1
     seen = histogram[1:-1] > 0
     bins = torch.arange(1, BINS - 1, device=histogram.device)
     highest = torch.where(seen, bins - _BIAS, -_BIAS).amax()
@@ -162,8 +162,8 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def flushed(
-    histogram: Tensor, scale: Tensor, low: torch.dtype = torch.float16
+def flushed_share(
+    histogram: Tensor, scale: Tensor, low_dtype: torch.dtype = torch.float16
 ) -> Tensor:
     """Return which share of the numbers other than zero becomes zero at a scale.
 
@@ -173,16 +173,18 @@ def flushed(
     Args:
         histogram: Of unscaled numbers.
         scale: A power of two, shape ().
-        low: The format that holds them, scaled.
+        low_dtype: The format that holds them, scaled.
 
     Returns:
         float32, shape (), from 0 to 1; 0 if nothing was seen.
     """
-    return _share(histogram, scale, -math.inf, _exponent(parse(low).min_subnormal) - 1)
+    return _share_between(
+        histogram, scale, -math.inf, _exponent(parse(low_dtype).min_subnormal) - 1
+    )
 
 
-def subnormal(
-    histogram: Tensor, scale: Tensor, low: torch.dtype = torch.float16
+def subnormal_share(
+    histogram: Tensor, scale: Tensor, low_dtype: torch.dtype = torch.float16
 ) -> Tensor:
     """Return which share of the numbers other than zero loses bits at a scale.
 
@@ -191,24 +193,26 @@ def subnormal(
     Args:
         histogram: Of unscaled numbers.
         scale: A power of two, shape ().
-        low: The format that holds them, scaled.
+        low_dtype: The format that holds them, scaled.
 
     Returns:
         float32, shape (), from 0 to 1; 0 if nothing was seen.
     """
-    form = parse(low)
-    lowest, normal = _exponent(form.min_subnormal) - 1, _exponent(form.min_normal)
-    return _share(histogram, scale, lowest, normal)
+    format_ = parse(low_dtype)
+    lowest, normal = _exponent(format_.min_subnormal) - 1, _exponent(format_.min_normal)
+    return _share_between(histogram, scale, lowest, normal)
 
 
 def _exponent(power: float) -> int:
     return math.frexp(power)[1] - 1
 
 
-def _share(histogram: Tensor, scale: Tensor, start: float, end: float) -> Tensor:
+def _share_between(
+    histogram: Tensor, scale: Tensor, start: float, end: float
+) -> Tensor:
     """Return the share whose exponent, scaled, is at least `start` and below `end`."""
     counts = histogram[1:-1]
     bins = torch.arange(1, BINS - 1, device=histogram.device)
-    scaled = bins - _BIAS + _field(scale) - _BIAS
+    scaled = bins - _BIAS + _exponent_field(scale) - _BIAS
     within = (scaled >= start) & (scaled < end)
     return (counts * within).sum() / counts.sum().clamp(min=1)

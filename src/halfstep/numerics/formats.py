@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from halfstep.errors import UserError, shown
+from halfstep.errors import UserError, format_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,23 +86,24 @@ def parse(word: str | torch.dtype | FloatFormat) -> FloatFormat:
     if isinstance(word, FloatFormat):
         return word
     if isinstance(word, torch.dtype):
-        found = _BY_DTYPE.get(word)
+        format_ = _BY_DTYPE.get(word)
     else:
         key = word if isinstance(word, str) else ""  # from a caller without types
         key = key.strip().lower().removeprefix("torch.")
-        found = FORMATS.get(_LONG_NAMES.get(key, key))
-    if found is None:
+        format_ = FORMATS.get(_LONG_NAMES.get(key, key))
+    if format_ is None:
         message = (
-            f"dtype={shown(word)} is not a format; choose one of {', '.join(FORMATS)}."
+            f"dtype={format_value(word)} is not a format; "
+            f"choose one of {', '.join(FORMATS)}."
         )
         raise UserError(message)
-    return found
+    return format_
 
 
 def word(dtype: torch.dtype) -> str:
     """Return a format's short word, or torch's for a dtype that is none of ours."""
-    known = _BY_DTYPE.get(dtype)
-    return known.name if known else str(dtype).removeprefix("torch.")
+    format_ = _BY_DTYPE.get(dtype)
+    return format_.name if format_ else str(dtype).removeprefix("torch.")
 
 
 def is_low(dtype: torch.dtype) -> bool:
@@ -127,7 +128,7 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
         value: A tensor, a nested container of tensors, or anything else.
         dtype: The dtype to cast to.
     """
-    cast: T = _Cast(dtype).of(value)[0]
+    cast: T = _NestedCast(dtype).cast(value)[0]
     return cast
 
 
@@ -143,15 +144,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
         yield from tensors_in(item)
 
 
-class _Cast:
+class _NestedCast:
     """One cast of a nested value, which remembers what it has met."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._met: dict[int, tuple[Any, Any]] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {}
         """Id -> what has it, kept alive so that no other gets it, and its copy; None
         while nothing in it was cast."""
-        self._open: set[int] = set()
+        self._open_keys: set[int] = set()
         """Keys of the containers that are being gone through."""
         self._traced: list[Any] = []
         """What was met while torch.compile traces."""
@@ -169,47 +170,47 @@ class _Cast:
         self._traced.append(value)
         return -len(self._traced)
 
-    def of(self, value: Any) -> tuple[Any, bool]:  # noqa: ANN401
+    def cast(self, value: Any) -> tuple[Any, bool]:  # noqa: ANN401
         """Return what stands for a value, and whether that is a copy."""
         if isinstance(value, torch.Tensor):
             if value.dtype not in _BY_DTYPE or value.dtype == self._dtype:
                 return value, False
             key = self._key(value)
-            if key not in self._met:
-                self._met[key] = value, value.to(self._dtype)
-            return self._met[key][1], True
+            if key not in self._copies:
+                self._copies[key] = value, value.to(self._dtype)
+            return self._copies[key][1], True
         items = _items(value)
         if items is None:
             return value, False
         key = self._key(value)
-        if key not in self._met:
-            self._met[key] = value, None
+        if key not in self._copies:
+            self._copies[key] = value, None
             self._fill(value, key, items)
-        elif key in self._open and not isinstance(value, tuple):
+        elif key in self._open_keys and not isinstance(value, tuple):
             return self._copy(value, key), True  # it holds itself: so shall the copy
-        copied = self._met[key][1]
+        copied = self._copies[key][1]
         return (value, False) if copied is None else (copied, True)
 
     def _fill(self, value: Any, key: int, items: list[tuple[Any, Any]]) -> None:  # noqa: ANN401
         """Cast what a container holds; copy it if that makes a difference."""
-        self._open.add(key)
+        self._open_keys.add(key)
         if isinstance(value, tuple):
-            cast = [self.of(item) for _, item in items]
+            cast = [self.cast(item) for _, item in items]
             if any(changed for _, changed in cast):
-                twin = _tuple_like(value, [item for item, _ in cast])
-                self._met[key] = value, twin
+                copied = _tuple_like(value, [item for item, _ in cast])
+                self._copies[key] = value, copied
         else:
             for name, item in items:
-                new, changed = self.of(item)
+                new, changed = self.cast(item)
                 if changed:
-                    _put(self._copy(value, key), name, new)
-        self._open.remove(key)
+                    _set_item(self._copy(value, key), name, new)
+        self._open_keys.remove(key)
 
     def _copy(self, value: Any, key: int) -> Any:  # noqa: ANN401
         """Return the copy of a container, made when first asked for."""
-        if self._met[key][1] is None:
-            self._met[key] = value, _shallow(value)
-        return self._met[key][1]
+        if self._copies[key][1] is None:
+            self._copies[key] = value, _shallow_copy(value)
+        return self._copies[key][1]
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401
@@ -230,7 +231,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
-def _put(container: Any, key: Any, item: object) -> None:  # noqa: ANN401
+def _set_item(container: Any, key: Any, item: object) -> None:  # noqa: ANN401
     if isinstance(container, (MutableMapping, list)):
         # One by one: transformers' ModelOutput refuses `update`.
         container[key] = item
@@ -238,7 +239,7 @@ def _put(container: Any, key: Any, item: object) -> None:  # noqa: ANN401
         object.__setattr__(container, key, item)  # a frozen one refuses its own
 
 
-def _shallow(value: Any) -> Any:  # noqa: ANN401
+def _shallow_copy(value: Any) -> Any:  # noqa: ANN401
     """Copy a container. torch.compile cannot look into `copy.copy` of plain ones."""
     if type(value) in (dict, list):
         return type(value)(value)
@@ -249,8 +250,8 @@ def _tuple_like(value: Any, items: list[Any]) -> Any:  # noqa: ANN401
     if hasattr(value, "n_sequence_fields"):  # torch.return_types
         return type(value)(items)
     # Constructors of named tuples, and of others, take what they like.
-    twin = tuple.__new__(type(value), items)
+    copied = tuple.__new__(type(value), items)
     extra = getattr(value, "__dict__", None)
     if extra:
-        vars(twin).update(extra)
-    return twin
+        vars(copied).update(extra)
+    return copied

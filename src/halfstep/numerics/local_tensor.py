@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def stored(gradient: Tensor) -> Tensor:
+def local_values(gradient: Tensor) -> Tensor:
     """Return the real numbers behind a gradient on this rank, to be changed in place.
 
     Args:
@@ -27,7 +27,7 @@ def stored(gradient: Tensor) -> Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-def dense(tensor: Tensor) -> Tensor:
+def dense_values(tensor: Tensor) -> Tensor:
     """Return the stored numbers of a tensor: of a sparse one, of a rank's part."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.coalesce().values() if local.is_sparse else local

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from halfstep.numerics.formats import is_low
-from halfstep.numerics.local_tensor import dense
+from halfstep.numerics.local_tensor import dense_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,17 +24,19 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     Args:
         gradients: Of any dtype, sparse or dense; DTensors count with all their parts.
     """
-    values = [g if hasattr(g, "full_tensor") else dense(g) for g in gradients]
+    values = [g if hasattr(g, "full_tensor") else dense_values(g) for g in gradients]
     # A 16-bit norm would overflow long before its gradients do.
     wide = [v.float() if is_low(v.dtype) else v for v in values]
-    norms = [nn.utils.get_total_norm(alike) for alike in by_mesh(wide)]
-    whole = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
-    return whole[0] if len(whole) == 1 else nn.utils.get_total_norm(whole)
+    norms = [nn.utils.get_total_norm(group) for group in group_by_mesh(wide)]
+    full_norms = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
+    return (
+        full_norms[0] if len(full_norms) == 1 else nn.utils.get_total_norm(full_norms)
+    )
 
 
-def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return tensors in groups that torch can take together: whole ones, and meshes."""
-    kinds: dict[object, list[Tensor]] = {}
+    groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    return list(kinds.values())
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())

@@ -15,9 +15,9 @@ import torch
 
 from halfstep._torch import async_read
 from halfstep.errors import UserError
-from halfstep.numerics.exponents import BINS, count, tally
+from halfstep.numerics.exponents import BINS, bincount, count_exponents
 from halfstep.numerics.formats import BF16, FP16, FloatFormat
-from halfstep.numerics.local_tensor import dense
+from halfstep.numerics.local_tensor import dense_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,10 +36,10 @@ LARGEST = 2.0**480
 """Magnitudes above count as this one in sums of squares, which would overflow fp64.
 Only fp64 has them."""
 
-_PIECES = {True: 2**16, False: 2**22}
+_CHUNK_NUMEL = {True: 2**16, False: 2**22}
 """Numbers looked at together: on a CPU what stays in a core's cache, fp64 copies and
 all; elsewhere what keeps the device busy."""
-_PATTERNS = 2**20  # 16-bit numbers counted together
+_CHUNK_NUMEL_16BIT = 2**20  # 16-bit numbers counted together
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """Those that can be measured; complex ones are seen as pairs of these."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,7 +61,7 @@ class Counts:
     other than zero, -inf of none."""
 
     @classmethod
-    def none(cls, casts: int, device: torch.device) -> Counts:
+    def zeros(cls, casts: int, device: torch.device) -> Counts:
         """Return those of no numbers, for so many casts."""
         width = BINS + len(FACTS) + casts * len(LOSSES)
         extremes = torch.zeros(2, dtype=torch.float64, device=device)
@@ -72,7 +72,7 @@ class Counts:
             extremes,
         )
 
-    def plus(self, other: Counts) -> Counts:
+    def add(self, other: Counts) -> Counts:
         """Return those of the numbers of both; neither is written to."""
         at = self.counts.device
         return Counts(
@@ -96,7 +96,7 @@ class Counts:
         parts = (self.counts.unbind(), self.sums.unbind(), self.extremes.unbind())
         return [Counts(*row) for row in zip(*parts, strict=True)]
 
-    def bad(self) -> Tensor:
+    def has_nonfinite(self) -> Tensor:
         """Return whether there are infs or NaNs: bool, for each row."""
         first = BINS + FACTS.index("infs")
         return self.counts[..., first : first + 2].sum(-1) > 0
@@ -117,15 +117,17 @@ def add_(into: Counts, tensor: Tensor, casts: tuple[FloatFormat, ...]) -> None:
     """
     values = _flat(tensor)
     if values.element_size() == 2:  # noqa: PLR2004
-        _add_patterns(into, values, casts)
+        _add_16bit(into, values, casts)
     else:
-        for piece in torch.split(values, _PIECES[async_read.on_host(values.device)]):
-            _add_piece(into, piece, casts)
+        for piece in torch.split(
+            values, _CHUNK_NUMEL[async_read.is_cpu(values.device)]
+        ):
+            _add_chunk(into, piece, casts)
 
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return the numbers in a row, in any order; a copy only of one with gaps."""
-    values = dense(tensor.detach()).resolve_neg()
+    values = dense_values(tensor.detach()).resolve_neg()
     values = (
         torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     )
@@ -142,17 +144,17 @@ def _flat(tensor: Tensor) -> Tensor:
 # 32 and 64 bits: pass by pass over a piece
 
 
-def _add_piece(into: Counts, piece: Tensor, casts: tuple[FloatFormat, ...]) -> None:
+def _add_chunk(into: Counts, chunk: Tensor, casts: tuple[FloatFormat, ...]) -> None:
     """Add a piece, by what its bits say: positive floats are ordered as integers."""
-    if not piece.numel():
+    if not chunk.numel():
         return
-    bits_of = _INTEGERS[piece.element_size()]
+    bits_of = _INTEGERS[chunk.element_size()]
     most = torch.iinfo(bits_of).max
-    inf = most - 2 ** _MANTISSA[piece.dtype] + 1
-    size = piece.abs()
+    inf = most - 2 ** _MANTISSA[chunk.dtype] + 1
+    size = chunk.abs()
     values = torch.nan_to_num(size, nan=0.0, posinf=0.0)
     finite = values.view(bits_of)
-    histogram = count(values)
+    histogram = count_exponents(values)
     some, numbers, nonzero = (  # a NaN is none of zero
         torch.count_nonzero(size),
         torch.count_nonzero(torch.nan_to_num_(size, nan=0.0)),
@@ -160,20 +162,20 @@ def _add_piece(into: Counts, piece: Tensor, casts: tuple[FloatFormat, ...]) -> N
     )
     histogram[0] -= some - nonzero
     histogram[-1] += some - nonzero
-    facts = [piece.numel() - some, _subnormals(values, histogram, nonzero)]
+    facts = [chunk.numel() - some, _subnormals(values, histogram, nonzero)]
     facts += [numbers - nonzero, some - numbers]
     # Zero becomes the largest integer of all, and is never the smallest.
     least = (finite - 1).bitwise_and_(most).amin()
-    lowest = (least + 1).clamp(max=inf - 1).view(piece.dtype).double()
+    lowest = (least + 1).clamp(max=inf - 1).view(chunk.dtype).double()
     lowest = torch.where(least < most, lowest, torch.inf)
-    largest = finite.amax().view(piece.dtype).double()
+    largest = finite.amax().view(chunk.dtype).double()
     losses, errors = [], []
     for form in casts:
         lost, error = _cast(values, form, nonzero)
         losses += lost
         errors.append(error)
     into.counts[:BINS] += histogram
-    into.counts[BINS] += piece.numel()
+    into.counts[BINS] += chunk.numel()
     into.counts[BINS + 1 :] += torch.stack([*facts, *losses])
     into.sums.add_(torch.stack([_square(values), *errors]))
     torch.maximum(into.extremes, torch.stack([largest, -lowest]), out=into.extremes)
@@ -198,10 +200,10 @@ def _cast(
     """
     low = values.to(form.dtype)
     bits = low.view(_INTEGERS[form.bytes])
-    left = torch.count_nonzero(bits)
-    fields = tally(bits >> form.mantissa_bits, 2**form.exponent_bits)
-    subnormal = fields[0] - (values.numel() - left)
-    flushed, saturated = nonzero - left, fields[-1]
+    num_nonzero = torch.count_nonzero(bits)
+    fields = bincount(bits >> form.mantissa_bits, 2**form.exponent_bits)
+    subnormal = fields[0] - (values.numel() - num_nonzero)
+    flushed, saturated = nonzero - num_nonzero, fields[-1]
     back = low.to(values.dtype).clamp_(max=form.max)
     return [flushed, subnormal, saturated], _square(values - back)
 
@@ -262,25 +264,25 @@ def _magnitudes(
     return _Magnitudes(values.double().to(device), field.to(device), facts.to(device))
 
 
-def _add_patterns(into: Counts, values: Tensor, casts: tuple[FloatFormat, ...]) -> None:
+def _add_16bit(into: Counts, values: Tensor, casts: tuple[FloatFormat, ...]) -> None:
     """Add numbers of 16 bits by how often each magnitude is there."""
-    known = _magnitudes(values.dtype, casts, values.device)
-    often = _frequencies(values)
-    into.counts[:BINS].scatter_add_(0, known.bins, often)
-    found = often.double() @ known.facts  # exact: counts are far below 2**53
+    magnitudes = _magnitudes(values.dtype, casts, values.device)
+    frequencies = _frequencies(values)
+    into.counts[:BINS].scatter_add_(0, magnitudes.bins, frequencies)
+    sums = frequencies.double() @ magnitudes.facts  # exact: counts are far below 2**53
     facts = len(FACTS) + len(LOSSES) * len(casts)
-    into.counts[BINS:] += found[:facts].long()
-    into.sums.add_(found[facts:])
-    there = torch.where(often > 0, known.values, 0.0)
-    lowest = torch.where(there > 0, there, torch.inf).amin()
-    reached = torch.stack([there.amax(), -lowest])
-    torch.maximum(into.extremes, reached, out=into.extremes)
+    into.counts[BINS:] += sums[:facts].long()
+    into.sums.add_(sums[facts:])
+    present = torch.where(frequencies > 0, magnitudes.values, 0.0)
+    lowest = torch.where(present > 0, present, torch.inf).amin()
+    extremes = torch.stack([present.amax(), -lowest])
+    torch.maximum(into.extremes, extremes, out=into.extremes)
 
 
 def _frequencies(values: Tensor) -> Tensor:
     """Count how often each magnitude of a 16-bit format is there: int64, (32768,)."""
     bits = values.view(torch.int16)
-    often = torch.zeros(2**15, dtype=torch.int64, device=values.device)
-    for piece in torch.split(bits, _PATTERNS):
-        often += tally(piece & (2**15 - 1), len(often))
-    return often
+    frequencies = torch.zeros(2**15, dtype=torch.int64, device=values.device)
+    for piece in torch.split(bits, _CHUNK_NUMEL_16BIT):
+        frequencies += bincount(piece & (2**15 - 1), len(frequencies))
+    return frequencies

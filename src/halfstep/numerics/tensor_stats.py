@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from halfstep.errors import UserError, require
 from halfstep.numerics import formats
-from halfstep.numerics.exponents import BINS, flushed
+from halfstep.numerics.exponents import BINS, flushed_share
 from halfstep.numerics.tensor_counts import CASTS, FACTS, LOSSES, Counts, add_
 
 if TYPE_CHECKING:
@@ -86,8 +86,12 @@ class TensorStats:
     @cached_property
     def _read(self) -> tuple[list[int], list[float], list[float]]:
         """Counts behind the histogram, sums, extremes."""
-        held = self.counted
-        return held.counts[BINS:].tolist(), held.sums.tolist(), held.extremes.tolist()
+        counted = self.counted
+        return (
+            counted.counts[BINS:].tolist(),
+            counted.sums.tolist(),
+            counted.extremes.tolist(),
+        )
 
     def _fact(self, name: str) -> int:
         return self._read[0][FACTS.index(name)]
@@ -155,22 +159,22 @@ class TensorStats:
         Raises:
             UserError: If that cast was not measured.
         """
-        form = _format(to)
-        if form not in self.casts:
-            known = ", ".join(map(str, self.casts)) or "none"
+        format_ = _format(to)
+        if format_ not in self.casts:
+            measured = ", ".join(map(str, self.casts)) or "none"
             message = (
-                f"a cast to {form} was not measured, only {known}: "
-                f"measure(tensor, casts=({form.name.upper()},))."
+                f"a cast to {format_} was not measured, only {measured}: "
+                f"measure(tensor, casts=({format_.name.upper()},))."
             )
             raise UserError(message)
-        place = self.casts.index(form)
+        index = self.casts.index(format_)
         counts, sums, _ = self._read
-        start = len(FACTS) + len(LOSSES) * place
+        start = len(FACTS) + len(LOSSES) * index
         return CastLoss(
             *(counts[start], counts[start + 1], counts[start + 2]),
             of=self.nonzero,
             signal=sums[0],
-            noise=sums[1 + place],
+            noise=sums[1 + index],
         )
 
     def underflow(
@@ -189,7 +193,7 @@ class TensorStats:
         _require_power("scale", scale)
         histogram = self.counted.counts[:BINS].cpu()
         wide = torch.tensor(scale, dtype=torch.float64)
-        return flushed(histogram, wide, _format(to).dtype).item()
+        return flushed_share(histogram, wide, _format(to).dtype).item()
 
     def headroom(
         self, to: FloatFormat | str | torch.dtype, scale: float = 1.0
@@ -214,8 +218,8 @@ class TensorStats:
         Raises:
             UserError: If they are of different dtypes or casts.
         """
-        _require_alike(self, other)
-        return TensorStats(self.dtype, self.casts, self.counted.plus(other.counted))
+        _require_same_kind(self, other)
+        return TensorStats(self.dtype, self.casts, self.counted.add(other.counted))
 
     def over_ranks(self, group: dist.ProcessGroup | None = None) -> TensorStats:
         """Return the statistics of the numbers of all processes.
@@ -226,16 +230,22 @@ class TensorStats:
         Args:
             group: Processes that take part; None: all.
         """
-        return TensorStats(self.dtype, self.casts, counts_over(self.counted, group))
+        return TensorStats(
+            self.dtype, self.casts, all_reduce_counts(self.counted, group)
+        )
 
     def read(self) -> TensorStats:
         """Return the same on the host, with every number there. Waits."""
-        here = torch.device("cpu")
-        held = self.counted
-        moved = (held.counts.to(here), held.sums.to(here), held.extremes.to(here))
-        found = TensorStats(self.dtype, self.casts, Counts(*moved))
-        assert found._read  # noqa: S101
-        return found
+        cpu = torch.device("cpu")
+        counted = self.counted
+        on_cpu = (
+            counted.counts.to(cpu),
+            counted.sums.to(cpu),
+            counted.extremes.to(cpu),
+        )
+        stats = TensorStats(self.dtype, self.casts, Counts(*on_cpu))
+        assert stats._read  # noqa: S101
+        return stats
 
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`. Waits for the device."""
@@ -292,13 +302,13 @@ def measure(
         UserError: If the tensor is of another dtype, or a format is unknown.
     """
     forms = tuple(map(_format, casts))
-    counted = Counts.none(len(forms), tensor.device)
+    counted = Counts.zeros(len(forms), tensor.device)
     add_(counted, tensor, forms)
     real = tensor.real if tensor.is_complex() else tensor
     return TensorStats(str(real.dtype).removeprefix("torch."), forms, counted)
 
 
-def merged(stats: Sequence[TensorStats]) -> TensorStats:
+def merge_all(stats: Sequence[TensorStats]) -> TensorStats:
     """Return the statistics of the numbers of all; at least one is there."""
     first, *others = stats
     for other in others:
@@ -306,17 +316,19 @@ def merged(stats: Sequence[TensorStats]) -> TensorStats:
     return first
 
 
-def counts_over(counted: Counts, group: dist.ProcessGroup | None = None) -> Counts:
+def all_reduce_counts(
+    counted: Counts, group: dist.ProcessGroup | None = None
+) -> Counts:
     """Return the counts of all processes, of one tensor or of rows of them.
 
     All must call it, with as many rows. Three collectives, whatever the rows.
     """
-    found = Counts(*(t.clone() for t in vars(counted).values()))
+    totals = Counts(*(t.clone() for t in vars(counted).values()))
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(found.counts, group=group)
-        dist.all_reduce(found.sums, group=group)
-        dist.all_reduce(found.extremes, dist.ReduceOp.MAX, group=group)
-    return found
+        dist.all_reduce(totals.counts, group=group)
+        dist.all_reduce(totals.sums, group=group)
+        dist.all_reduce(totals.extremes, dist.ReduceOp.MAX, group=group)
+    return totals
 
 
 def _format(word: FloatFormat | str | torch.dtype) -> FloatFormat:
@@ -328,7 +340,7 @@ def _require_power(name: str, value: float) -> None:
     require(name, value, good, "a power of two above 0")
 
 
-def _require_alike(one: TensorStats, other: TensorStats) -> None:
+def _require_same_kind(one: TensorStats, other: TensorStats) -> None:
     if one.dtype != other.dtype or one.casts != other.casts:
         names = [", ".join(map(str, each.casts)) or "none" for each in (one, other)]
         message = (
@@ -341,7 +353,7 @@ def _require_alike(one: TensorStats, other: TensorStats) -> None:
 def _from_data(data: dict[str, Any]) -> TensorStats:
     casts = tuple(formats.parse(name) for name in data["casts"])
     losses = list(data["casts"].values())
-    counted = Counts.none(len(casts), torch.device("cpu"))
+    counted = Counts.zeros(len(casts), torch.device("cpu"))
     facts = {name: int(data[name]) for name in FACTS}
     bins = {int(at) + _BIAS: int(many) for at, many in data["exponents"].items()}
     # What lies in no other bin: zeros and fp64's own subnormal numbers.

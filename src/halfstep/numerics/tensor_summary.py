@@ -1,6 +1,6 @@
-"""What a tensor's numbers were like, as plain values.
+"""Statistics of a tensor, as plain values.
 
-In: `TensorStats.data()`, perhaps from a file. Out: a `Tally`, whose histogram tells
+In: `TensorStats.data()`, or a file. Out: a `TensorSummary`, whose histogram tells
 what a format and a loss scale make of the numbers.
 """
 
@@ -24,7 +24,7 @@ _LOWEST, _HIGHEST = -1100, 1100  # no format has powers of two beyond fp64's
 
 
 @dataclass(frozen=True)
-class CastTally:
+class CastSummary:
     """What a cast to a format would do to the numbers."""
 
     flushed: int
@@ -46,18 +46,18 @@ class CastTally:
         return 10 * (math.log10(self.signal) - math.log10(self.noise))
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> CastTally:
+    def from_data(cls, data: Mapping[str, Any]) -> CastSummary:
         """Return what `data` tells."""
         return cls(
-            json_fields.whole(data, "flushed", 0),
-            json_fields.whole(data, "saturated", 0),
+            json_fields.integer(data, "flushed", 0),
+            json_fields.integer(data, "saturated", 0),
             json_fields.real(data.get("signal", 0.0), "signal"),
             json_fields.real(data.get("noise", 0.0), "noise"),
         )
 
 
 @dataclass(frozen=True)
-class Tally:
+class TensorSummary:
     """The numbers of one tensor at one step, counted."""
 
     dtype: str
@@ -72,34 +72,36 @@ class Tally:
     """Smallest finite magnitude other than 0; 0 where there is none."""
     exponents: Mapping[int, int]
     """floor(log2(abs(x))) -> how many finite numbers other than zero have it."""
-    casts: Mapping[str, CastTally]
+    casts: Mapping[str, CastSummary]
     """Word of a format -> what a cast to it would do."""
 
     @classmethod
-    def from_data(cls, data: object) -> Tally:
+    def from_data(cls, data: object) -> TensorSummary:
         """Return what `TensorStats.data()` tells.
 
         Raises:
             UserError: If it is nothing of the kind.
         """
-        told = json_fields.mapping(data, "statistics")
-        exponents = json_fields.mapping(told.get("exponents", {}), "exponents")
-        casts = json_fields.mapping(told.get("casts", {}), "casts")
+        fields = json_fields.mapping(data, "statistics")
+        exponents = json_fields.mapping(fields.get("exponents", {}), "exponents")
+        casts = json_fields.mapping(fields.get("casts", {}), "casts")
         return cls(
-            _format_word(json_fields.word(told, "dtype") or "unknown"),
-            json_fields.whole(told, "count"),
-            json_fields.whole(told, "zeros", 0),
-            json_fields.whole(told, "infs", 0),
-            json_fields.whole(told, "nans", 0),
-            json_fields.amount(told, "amax"),
-            json_fields.amount(told, "amin"),
+            _format_word(json_fields.optional_text(fields, "dtype") or "unknown"),
+            json_fields.integer(fields, "count"),
+            json_fields.integer(fields, "zeros", 0),
+            json_fields.integer(fields, "infs", 0),
+            json_fields.integer(fields, "nans", 0),
+            json_fields.non_negative(fields, "amax"),
+            json_fields.non_negative(fields, "amin"),
             {
-                _power(power): json_fields.whole(exponents, power)
+                _power_of_two(power): json_fields.integer(exponents, power)
                 for power in exponents
                 if exponents[power]
             },
             {
-                _format_word(name): CastTally.from_data(json_fields.mapping(cast, name))
+                _format_word(name): CastSummary.from_data(
+                    json_fields.mapping(cast, name)
+                )
                 for name, cast in casts.items()
             },
         )
@@ -113,38 +115,38 @@ def _format_word(dtype: str) -> str:
         return dtype
 
 
-def _power(text: str) -> int:
+def _power_of_two(text: str) -> int:
     try:
-        found = int(text)
+        power = int(text)
     except ValueError:
-        found = _HIGHEST + 1
-    if not _LOWEST <= found <= _HIGHEST:
+        power = _HIGHEST + 1
+    if not _LOWEST <= power <= _HIGHEST:
         message = f"'exponents' has the key {text[:20]!r}; keys are powers of two."
         raise UserError(message)
-    return found
+    return power
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A tally, when it was made, and under which loss scale."""
+    """A summary, its step, and the loss scale at that step."""
 
     step: int
-    tally: Tally
+    summary: TensorSummary
     scale: float = 1.0
     """What the numbers were multiplied by: of gradients the loss scale."""
 
 
-def lowest(format_: FloatFormat) -> int:
+def underflow_exponent(format_: FloatFormat) -> int:
     """Return the power of two below which a format makes zeros of numbers."""
     return math.frexp(format_.min_subnormal)[1] - 2
 
 
-def normal(format_: FloatFormat) -> int:
+def min_normal_exponent(format_: FloatFormat) -> int:
     """Return the power of two below which a format loses digits of numbers."""
     return math.frexp(format_.min_normal)[1] - 1
 
 
-def top(format_: FloatFormat) -> int:
+def max_exponent(format_: FloatFormat) -> int:
     """Return the power of two of a format's largest numbers."""
     return math.frexp(format_.max)[1] - 1
 
@@ -160,19 +162,19 @@ def merged(samples: Iterable[Sample], scale: float | None = None) -> Counter[int
     total: Counter[int] = Counter()
     for sample in samples:
         moved = round(math.log2(scale / sample.scale)) if scale else 0
-        for power, count in sample.tally.exponents.items():
+        for power, count in sample.summary.exponents.items():
             total[power + moved] += count
     return total
 
 
 def share_below(histogram: Mapping[int, int], power: int, above: int = -9999) -> float:
     """Return the share of the numbers from 2**above on that are below 2**power."""
-    whole = sum(histogram.values())
-    found = sum(count for e, count in histogram.items() if above <= e < power)
-    return found / whole if whole else 0.0
+    total = sum(histogram.values())
+    num_below = sum(count for e, count in histogram.items() if above <= e < power)
+    return num_below / total if total else 0.0
 
 
-def flushed(samples: Iterable[Sample], format_: FloatFormat) -> float:
+def flushed_share(samples: Iterable[Sample], format_: FloatFormat) -> float:
     """Return the share of numbers that the format they are in has made zeros of.
 
     They are gone, so this is an estimate: small numbers lie about as densely above the
@@ -183,17 +185,17 @@ def flushed(samples: Iterable[Sample], format_: FloatFormat) -> float:
         samples: In that format.
         format_: It.
     """
-    lost = whole = 0.0
+    num_flushed = total = 0.0
     for sample in samples:
-        tally = sample.tally
-        last = tally.exponents.get(lowest(format_) + 1, 0)
-        gone = min(float(tally.zeros), last / 2)
-        lost += gone
-        whole += gone + sum(tally.exponents.values())
-    return lost / whole if whole else 0.0
+        summary = sample.summary
+        last = summary.exponents.get(underflow_exponent(format_) + 1, 0)
+        estimate = min(float(summary.zeros), last / 2)
+        num_flushed += estimate
+        total += estimate + sum(summary.exponents.values())
+    return num_flushed / total if total else 0.0
 
 
-def span(histogram: Mapping[int, int], mass: float = 0.999) -> int:
+def exponent_span(histogram: Mapping[int, int], mass: float = 0.999) -> int:
     """Return how many powers of two the bulk of the numbers takes up.
 
     Args:
@@ -201,10 +203,10 @@ def span(histogram: Mapping[int, int], mass: float = 0.999) -> int:
         mass: Share of the numbers that counts as the bulk; the rest is cut off in
             equal parts at both ends.
     """
-    whole = sum(histogram.values())
-    if not whole:
+    total = sum(histogram.values())
+    if not total:
         return 0
-    ends, cut = [], (1 - mass) / 2 * whole
+    ends, cut = [], (1 - mass) / 2 * total
     for order in (sorted(histogram), sorted(histogram, reverse=True)):
         seen = 0
         for power in order:

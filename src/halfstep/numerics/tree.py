@@ -1,4 +1,4 @@
-"""Batches with only some of their examples, whatever these are made of.
+"""One traversal of nested tensors: halves of a batch, and a function over each tensor.
 
 In: tensors in lists, tuples, mappings and dataclasses. Out: the same value, each of its
 tensors changed.
@@ -49,13 +49,13 @@ def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
         return item[:half] if item.ndim and item.shape[0] == examples else item
 
     def second(item: Tensor) -> Tensor:
-        whole = item.ndim and item.shape[0] == examples
-        return item[half : 2 * half] if whole else item
+        is_batched = item.ndim and item.shape[0] == examples
+        return item[half : 2 * half] if is_batched else item
 
-    return mapped(batch, first), mapped(batch, second)
+    return map_tensors(batch, first), map_tensors(batch, second)
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
     """Return a copy of a nested value with each of its tensors changed.
 
     Args:
@@ -65,16 +65,16 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN4
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, MutableMapping):
-        twin = copy.copy(value)
-        for key in list(twin):
-            twin[key] = mapped(twin[key], change)
-        return twin
+        copied = copy.copy(value)
+        for key in list(copied):
+            copied[key] = map_tensors(copied[key], change)
+        return copied
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(item, change) for item in value))
+        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(mapped(item, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        inside = {name: mapped(getattr(value, name), change) for name in names}
+        inside = {name: map_tensors(getattr(value, name), change) for name in names}
         return dataclasses.replace(value, **inside)
     return value

@@ -70,7 +70,7 @@ def decide(
         )
         raise UserError(message)
     op = op.removeprefix("aten::") if op else None
-    index = _first(policy, op, module, types)
+    index = _first_match(policy, op, module, types)
     row = op_tables.NAMED[policy.base][device].get(op or "")
     if index is not None:
         rule = policy.rules[index]
@@ -95,10 +95,10 @@ def deciding_rule(
     Returns:
         None where no rule does.
     """
-    return _first(policy, None, module, types)
+    return _first_match(policy, None, module, types)
 
 
-def _first(
+def _first_match(
     policy: Policy, op: str | None, module: str, types: Sequence[str]
 ) -> int | None:
     """Return the index of the rule that decides."""

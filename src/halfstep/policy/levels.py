@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfstep.errors import UserError, shown
+from halfstep.errors import UserError, format_value
 from halfstep.reporting.table import Table
 
 
@@ -84,19 +84,18 @@ def parse(word: str | Level) -> Level:
     """
     if isinstance(word, Level):
         return word
-    meant = word if isinstance(word, str) else ""  # from a caller without types
-    found = LEVELS.get(meant)
-    if found is not None:
-        return found
-    meant = meant.strip().upper()
-    meant = "O" + meant[1:] if meant[:1] == "0" else meant
-    if meant in LEVELS:
-        message = (
-            f"level={word!r} is spelt {meant!r}: the capital letter O and a digit."
-        )
+    name = word if isinstance(word, str) else ""  # from a caller without types
+    level = LEVELS.get(name)
+    if level is not None:
+        return level
+    name = name.strip().upper()
+    name = "O" + name[1:] if name[:1] == "0" else name
+    if name in LEVELS:
+        message = f"level={word!r} is spelt {name!r}: the capital letter O and a digit."
     else:
         message = (
-            f"level={shown(word)} is not a level; choose auto, {', '.join(LEVELS)}."
+            f"level={format_value(word)} is not a level; "
+            f"choose auto, {', '.join(LEVELS)}."
         )
     raise UserError(message)
 

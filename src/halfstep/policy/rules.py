@@ -173,8 +173,8 @@ class Policy:
                 place = f"policy file {str(path)!r}, rule {number}"
                 kind = next(kind for kind in KINDS if kind in rule)
                 reason = rule.get("reason", _DEFAULT_REASON)
-                made = Rule(kind, rule[kind], rule["run"], reason)
-                policy = replace(policy, rules=(*policy.rules, made))
+                parsed = Rule(kind, rule[kind], rule["run"], reason)
+                policy = replace(policy, rules=(*policy.rules, parsed))
         except UserError as error:
             message = f"{place}: {error}"
             raise UserError(message) from None
@@ -221,7 +221,7 @@ def check_ops(policy: Policy) -> None:
         UserError: If a rule matches no operation, or only such as cannot be cast.
     """
     rules = [rule for rule in policy.rules if rule.kind == "op"]
-    names = [name for op in _known_ops() for name in _spellings(op)] if rules else []
+    names = [name for op in _all_op_names() for name in _spellings(op)] if rules else []
     for rule in rules:
         if matching_ops(rule):
             continue
@@ -249,14 +249,14 @@ def matching_ops(rule: Rule) -> tuple[str, ...]:
     machinery = set(_MACHINERY.split())
     return tuple(
         op
-        for op in _known_ops()
+        for op in _all_op_names()
         if rule.matches("op", _spellings(op))
         and op.partition("::")[0] not in machinery
         and _is_functional(op)
     )
 
 
-def _known_ops() -> list[str]:
+def _all_op_names() -> list[str]:
     return sorted(torch._C._dispatch_get_all_op_names())  # noqa: SLF001
 
 

@@ -20,7 +20,7 @@ _TWO_COLUMNS = re.compile(r"( *\S.*?) {2,}(?=\S)")
 _HANGING = 4  # columns by which what is said begins further in, on a line of its own
 
 
-def complain(what: object, status: int) -> int:
+def print_error(what: object, status: int) -> int:
     """Print an error as one line; return the exit status."""
     line = " ".join(str(what).split())
     sys.stderr.write(f"halfstep: error: {line}\n")
@@ -33,7 +33,7 @@ class Formatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         del indent  # none at this level
         return "\n".join(
-            part for line in text.splitlines() for part in _fitted(line, width)
+            part for line in text.splitlines() for part in _fit_line(line, width)
         )
 
     def _split_lines(self, text: str, width: int) -> list[str]:
@@ -51,18 +51,18 @@ def _wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
     )
 
 
-def _fitted(line: str, width: int) -> Iterable[str]:
+def _fit_line(line: str, width: int) -> Iterable[str]:
     """Return a line broken to a width, its second column below itself."""
     if len(line) <= width:
         return [line]
     begin = " " * (len(line) - len(line.lstrip()))
-    found = _TWO_COLUMNS.match(line)
-    if found is None:
+    match = _TWO_COLUMNS.match(line)
+    if match is None:
         return _wrap(line, width, rest=begin)
-    if found.end() <= width // 2:
-        return _wrap(line, width, rest=" " * found.end())
+    if match.end() <= width // 2:
+        return _wrap(line, width, rest=" " * match.end())
     hanging = begin + " " * _HANGING
-    return [found[1], *_wrap(line[found.end() :], width, hanging, hanging)]
+    return [match[1], *_wrap(line[match.end() :], width, hanging, hanging)]
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Leave with one line."""
-        sys.exit(complain(f"{message}; see {self.prog} --help", 2))
+        sys.exit(print_error(f"{message}; see {self.prog} --help", 2))
 
     def parse_known_args(  # type: ignore[override]
         self,
@@ -81,12 +81,12 @@ class Parser(argparse.ArgumentParser):
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
         """Refuse what is not known here, where the flags that there are are known."""
-        found, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             flag = next((word for word in rest if word.startswith("-")), "")
             near = _nearest(flag.partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
-        return found, rest
+        return parsed, rest
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
         if action.choices is not None and value not in action.choices:
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, message)
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def _nearest(word: str, candidates: Iterable[str]) -> str:
     """Return which of some words is meant by one with a slip; nothing if none is."""
-    near = difflib.get_close_matches(word, known, 1)
+    near = difflib.get_close_matches(word, candidates, 1)
     return f"; nearest: {near[0]}" if near else ""

@@ -1,4 +1,4 @@
-"""Pictures of exponents: powers of two over layers, and over steps, as inline SVG.
+"""Plots of exponents: powers of two over layers, and over steps, as inline SVG.
 
 In: histograms. Out: elements to put into a page, every text in them escaped. They are
 drawn narrow, so that a phone shows their labels at full size.
@@ -44,7 +44,7 @@ def range_of(
     return (min(powers) - 1, max(powers) + 1) if powers else (-1, 1)
 
 
-def over_layers(
+def plot_layers(
     rows: Sequence[tuple[str, Mapping[int, int]]], lines: Sequence[Line], title: str
 ) -> str:
     """Draw a strip for each tensor: the darker, the more of its numbers.
@@ -79,7 +79,7 @@ def over_layers(
     return _svg(height, [*parts, *names], title)
 
 
-def over_steps(
+def plot_steps(
     samples: Sequence[tuple[int, Mapping[int, int]]], lines: Sequence[Line], title: str
 ) -> str:
     """Draw the histogram of one tensor as it changes: steps across, powers upward.
@@ -92,14 +92,14 @@ def over_steps(
     low, high = range_of([histogram for _, histogram in samples], lines)
     unit = _TALL / (high - low + 1)
     stride = math.ceil(len(samples) / _COLUMNS)
-    kept = samples[::stride]
-    wide = (_WIDTH - _LEFT - _SIDE) / len(kept)
+    sampled = samples[::stride]
+    wide = (_WIDTH - _LEFT - _SIDE) / len(sampled)
 
     def y(power: float) -> float:
         return 6 + (high + 1 - power) * unit
 
     parts = [_rect(_LEFT, 6, _WIDTH - _LEFT - _SIDE, _TALL, "#f1f3f5")]
-    for column, (_, histogram) in enumerate(kept):
+    for column, (_, histogram) in enumerate(sampled):
         for power, shade in _shades(histogram):
             x = _LEFT + column * wide
             parts.append(_rect(x, y(power + 1), wide, unit, _INK, shade))
@@ -111,12 +111,12 @@ def over_steps(
         at = y(line.power)
         parts.append(_stroke(_LEFT, at, _WIDTH - _SIDE, at))
         lower = at < _TALL / 2
-        shown = at + 11 if lower else at - 4
-        parts.append(_text(_WIDTH - _SIDE - 3, shown, line.label, "end", _WARN))
+        label_y = at + 11 if lower else at - 4
+        parts.append(_text(_WIDTH - _SIDE - 3, label_y, line.label, "end", _WARN))
     base = _TALL + 19
-    parts.append(_text(_LEFT, base, f"step {kept[0][0]:,}", "start"))
-    if len(kept) > 1:
-        parts.append(_text(_WIDTH - _SIDE, base, f"{kept[-1][0]:,}", "end"))
+    parts.append(_text(_LEFT, base, f"step {sampled[0][0]:,}", "start"))
+    if len(sampled) > 1:
+        parts.append(_text(_WIDTH - _SIDE, base, f"{sampled[-1][0]:,}", "end"))
     return _svg(base + 5, parts, title)
 
 

@@ -17,7 +17,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import Table, line
+from halfstep.reporting.table import Table, single_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,9 +96,9 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 {% endfor %}</dl></div>{% endfor %}
 {% for bar in section.bars %}
 <figure>{% if bar.title %}<figcaption>{{ bar.title }}</figcaption>{% endif %}
-<div class="bar" aria-hidden="true">{% for name, share, colour in bar.drawn() %}
+<div class="bar" aria-hidden="true">{% for name, share, colour in bar.segments() %}
 <span style="width:{{ '%.3f' % share }}%;background:{{ colour }}"></span>{% endfor %}
-</div><ul class="legend">{% for name, share, colour in bar.drawn() %}
+</div><ul class="legend">{% for name, share, colour in bar.segments() %}
 <li><i style="background:{{ colour }}"></i>{{ name }} {{ '%.1f' % share }} %</li>
 {% endfor %}</ul></figure>
 {% endfor %}{% for table in section.tables %}{% set numeric = table.numeric() %}
@@ -107,23 +107,23 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 <table><thead><tr>{% for name in table.columns %}
 <th scope="col" class="{{ kind(numeric[loop.index0], name) }}">{{ name }}</th>
 {% endfor %}</tr></thead>
-<tbody>{% for row in table.shown() %}<tr>{% for cell in row %}
+<tbody>{% for row in table.formatted_rows() %}<tr>{% for cell in row %}
 <td class="{{ kind(numeric[loop.index0], cell) }}">{{ cell }}</td>
 {% endfor %}</tr>{% endfor %}</tbody></table></div>
 {% for note in table.notes %}<p class="note">{{ note }}</p>{% endfor %}</figure>
-{% endfor %}{% for heat in section.heats %}{% set table = heat.table %}
+{% endfor %}{% for matrix in section.confusion_matrices %}{% set table = matrix.table %}
 <figure>{% if table.title %}<figcaption>{{ table.title }}</figcaption>{% endif %}
 <div class="scroll" role="region" aria-label="{{ table.title }}" tabindex="0">
 <table class="heat{{ ' many' if table.columns | length > 10 }}"><thead><tr>
 <th scope="col" rowspan="2">{{ table.columns[0] }}</th>
-<th scope="colgroup" colspan="{{ table.columns | length - 1 }}">{{ heat.across }}</th>
+<th scope="colgroup" colspan="{{ table.columns | length - 1 }}">{{ matrix.across }}</th>
 </tr><tr>{% for name in table.columns[1:] %}
 <th scope="col" class="{{ kind(false, name) }}">{{ name }}</th>{% endfor %}</tr>
-</thead><tbody>{% for name, cells in heat.drawn() %}<tr>
+</thead><tbody>{% for name, cells in matrix.shaded_rows() %}<tr>
 <th scope="row" class="{{ kind(false, name) }}">{{ name }}</th>
 {% for count, colour in cells %}
 <td style="background:{{ colour }}">{{ count }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table></div><p class="note">{{ heat.legend }}</p>
+</tbody></table></div><p class="note">{{ matrix.legend }}</p>
 {% for note in table.notes %}<p class="note">{{ note }}</p>{% endfor %}</figure>
 {% endfor %}<div class="charts">{% for chart in section.charts %}
 <figure><figcaption>{{ chart.title }}</figcaption>{{ chart.svg() | safe }}</figure>
@@ -221,24 +221,30 @@ class Chart:
                 axes.yaxis.set_major_formatter("{x:g}")
                 axes.yaxis.set_minor_formatter(Plain())
             lowest = 1 / _LARGEST if self.log_y else -_LARGEST
-            held = "steps-post" if self.step else "default"
+            drawstyle = "steps-post" if self.step else "default"
             lines = []
             for curve, colour in zip(self.curves, cycle(_COLOURS), strict=False):
                 x, y = _points(curve, lowest)
-                lines += axes.plot(x, y, color=colour, drawstyle=held, linewidth=1.3)
+                lines += axes.plot(
+                    x, y, color=colour, drawstyle=drawstyle, linewidth=1.3
+                )
                 # A point between two gaps has no line to show it: mark it.
                 gap = [True, *map(math.isnan, y), True]
-                alone = [i for i in range(len(y)) if gap[i] and gap[i + 2]]
-                axes.plot([x[i] for i in alone], [y[i] for i in alone], ".", c=colour)
+                isolated = [i for i in range(len(y)) if gap[i] and gap[i + 2]]
+                axes.plot(
+                    [x[i] for i in isolated], [y[i] for i in isolated], ".", c=colour
+                )
             if any(names):
                 legend = {"frameon": False, "ncols": across}
                 figure.legend(lines, names, loc="outside upper left", **legend)
-            drawn = StringIO()
+            buffer = StringIO()
             nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
-            figure.savefig(drawn, format="svg", metadata=nothing)
+            figure.savefig(buffer, format="svg", metadata=nothing)
         # Groups have an id that nothing refers to, the same in every figure.
-        element = re.sub('<g id="[^"]*"', "<g", drawn.getvalue().partition("<svg ")[2])
-        return f'<svg role="img" aria-label="{escape(line(self.title))}" {element}'
+        element = re.sub('<g id="[^"]*"', "<g", buffer.getvalue().partition("<svg ")[2])
+        return (
+            f'<svg role="img" aria-label="{escape(single_line(self.title))}" {element}'
+        )
 
 
 @dataclass(frozen=True)
@@ -250,17 +256,17 @@ class Bar:
     parts: tuple[tuple[str, float], ...]
     "Names and sizes, finite and zero or more."
 
-    def drawn(self) -> list[tuple[str, float, str]]:
+    def segments(self) -> list[tuple[str, float, str]]:
         """Return name, share in percent and colour of each part."""
-        whole = sum(size for _, size in self.parts) or 1.0
+        total = sum(size for _, size in self.parts) or 1.0
         return [
-            (name, 100 * size / whole, colour)
+            (name, 100 * size / total, colour)
             for (name, size), colour in zip(self.parts, cycle(_COLOURS), strict=False)
         ]
 
 
 @dataclass(frozen=True)
-class Heat:
+class ConfusionMatrix:
     """A table of counts whose cells are shaded by their share of the row.
 
     Cells whose row and column have the same name are blue, all others orange.
@@ -277,18 +283,20 @@ class Heat:
         names = f"{self.table.columns[0]} and {self.across}"
         return f"Darker: a greater share of its row. Blue: {names} agree."
 
-    def drawn(self) -> list[tuple[str, list[tuple[str, str]]]]:
+    def shaded_rows(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Return each row's name, and the words of its cells with their colours."""
         rows = []
         names = self.table.columns[1:]
-        for row, shown in zip(self.table.rows, self.table.shown(), strict=True):
+        for row, texts in zip(
+            self.table.rows, self.table.formatted_rows(), strict=True
+        ):
             sizes = [cell if isinstance(cell, int | float) else 0 for cell in row[1:]]
-            whole = sum(sizes) or 1
+            total = sum(sizes) or 1
             # Words stay readable on the deepest shade, on a light page and a dark.
-            depths = [0.6 * size / whole for size in sizes]
+            depths = [0.6 * size / total for size in sizes]
             tones = ["0,114,178" if name == row[0] else "213,94,0" for name in names]
             colours = map("rgba({},{:.3f})".format, tones, depths)
-            rows.append((shown[0], list(zip(shown[1:], colours, strict=True))))
+            rows.append((texts[0], list(zip(texts[1:], colours, strict=True))))
         return rows
 
 
@@ -330,7 +338,7 @@ class Section:
     "One below the other, with the shares of their parts."
     tables: tuple[Table, ...] = ()
     "One below the other."
-    heats: tuple[Heat, ...] = ()
+    confusion_matrices: tuple[ConfusionMatrix, ...] = ()
     "One below the other."
     charts: tuple[Chart, ...] = ()
     "Side by side where the window is wide enough."
@@ -359,7 +367,11 @@ def page(title: str, sections: Sequence[Section], lead: str = "") -> str:
     except ModuleNotFoundError as error:
         raise UserError(_NOT_INSTALLED) from error
     document: str = Template(_PAGE, trim_blocks=True, autoescape=True).render(
-        title=title, sections=sections, lead=lead, kind=_kind, flagged=_flagged
+        title=title,
+        sections=sections,
+        lead=lead,
+        kind=_kind,
+        flagged=_with_unbroken_flags,
     )
     return document
 
@@ -371,7 +383,7 @@ def _kind(number: bool, word: str) -> str:
     return "short" if len(word) <= _SHORT else "long" if len(word) > _LONG else ""
 
 
-def _flagged(words: str) -> str:
+def _with_unbroken_flags(words: str) -> str:
     """Return text as HTML in which a flag such as --loss-scale is not broken in two."""
     return _FLAG.sub(r'<span class="flag">\g<0></span>', escape(words))
 
@@ -381,10 +393,10 @@ def _points(curve: Curve, lowest: float) -> tuple[list[float], list[float]]:
     y = [value if lowest <= value <= _LARGEST else math.nan for value in curve.y]
     places = range(len(y))
     size = math.ceil(4 * len(y) / _MOST_POINTS) if len(y) > _MOST_POINTS else 1
-    kept = {*places[:1], *places[-1:]}
+    indices = {*places[:1], *places[-1:]}
     for start in places[::size]:
         gaps = [i for i in places[start : start + size] if math.isnan(y[i])]
-        seen = [i for i in places[start : start + size] if not math.isnan(y[i])]
-        seen.sort(key=y.__getitem__)
-        kept.update(gaps[:1], seen[:1], seen[-1:])
-    return [curve.x[i] for i in sorted(kept)], [y[i] for i in sorted(kept)]
+        finite = [i for i in places[start : start + size] if not math.isnan(y[i])]
+        finite.sort(key=y.__getitem__)
+        indices.update(gaps[:1], finite[:1], finite[-1:])
+    return [curve.x[i] for i in sorted(indices)], [y[i] for i in sorted(indices)]

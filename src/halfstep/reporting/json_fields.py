@@ -1,4 +1,4 @@
-"""Plain values out of JSON that anybody may have written.
+"""Typed, checked reads of values in JSON of unknown origin.
 
 In: a mapping as `json.loads` gives it, and a key. Out: a value of the type that is
 wanted, or one line that says what stands there instead.
@@ -19,8 +19,8 @@ _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST = 1 << 63
 
 
-def _refuse(key: str, value: object, right: str) -> NoReturn:
-    message = f"{key!r} is {reprlib.repr(value)}; it must be {right}."
+def _refuse(key: str, value: object, expected: str) -> NoReturn:
+    message = f"{key!r} is {reprlib.repr(value)}; it must be {expected}."
     raise UserError(message)
 
 
@@ -57,31 +57,31 @@ def number(data: Mapping[str, Any], key: str) -> float | None:
     return real(data[key], key) if key in data else None
 
 
-def amount(data: Mapping[str, Any], key: str) -> float:
+def non_negative(data: Mapping[str, Any], key: str) -> float:
     """Return the finite number >= 0 at a key; 0 where there is no such key."""
-    found = real(data.get(key, 0.0), key)
-    if not 0 <= found < math.inf:
+    value = real(data.get(key, 0.0), key)
+    if not 0 <= value < math.inf:
         _refuse(key, data[key], "a finite number of at least 0")
-    return found
+    return value
 
 
-def share(data: Mapping[str, Any], key: str) -> float:
+def fraction(data: Mapping[str, Any], key: str) -> float:
     """Return the number from 0 to 1 at a key, which must be there."""
-    given = data.get(key)
-    found = real(given, key)
-    if not 0 <= found <= 1:
-        _refuse(key, given, "a number from 0 to 1")
-    return found
+    raw = data.get(key)
+    value = real(raw, key)
+    if not 0 <= value <= 1:
+        _refuse(key, raw, "a number from 0 to 1")
+    return value
 
 
 def loss_scale(data: Mapping[str, Any], key: str) -> float | None:
     """Return the loss scale at a key; None for null and where there is no such key."""
     if data.get(key) is None:
         return None
-    found = real(data[key], key)
-    if not is_scale(found):
+    value = real(data[key], key)
+    if not is_scale(value):
         _refuse(key, data[key], "a number that fp32 holds, above 0")
-    return found
+    return value
 
 
 def is_scale(value: float) -> bool:
@@ -89,7 +89,7 @@ def is_scale(value: float) -> bool:
     return 2.0**-149 <= value < 2.0**128
 
 
-def whole(data: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def integer(data: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return the whole number >= 0 at a key.
 
     Args:
@@ -97,40 +97,40 @@ def whole(data: Mapping[str, Any], key: str, default: int | None = None) -> int:
         key: Its name.
         default: What a missing one is; None: it must be there.
     """
-    found = data.get(key, default)
-    fits = isinstance(found, int) and not isinstance(found, bool)
-    if not fits or not 0 <= found < _LARGEST:
-        _refuse(key, found, "a whole number of at least 0")
-    return int(found)
+    value = data.get(key, default)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not 0 <= value < _LARGEST:
+        _refuse(key, value, "a whole number of at least 0")
+    return int(value)
 
 
-def word(data: Mapping[str, Any], key: str) -> str | None:
+def optional_text(data: Mapping[str, Any], key: str) -> str | None:
     """Return the text at a key; None for null and where there is no such key."""
-    found = data.get(key)
-    if found is not None and not isinstance(found, str):
-        _refuse(key, found, "text")
-    return found
+    value = data.get(key)
+    if value is not None and not isinstance(value, str):
+        _refuse(key, value, "text")
+    return value
 
 
 def text(data: Mapping[str, Any], key: str) -> str:
     """Return the text at a key, which must be there."""
-    found = word(data, key)
-    if found is None:
-        _refuse(key, found, "text")
-    return found
+    value = optional_text(data, key)
+    if value is None:
+        _refuse(key, value, "text")
+    return value
 
 
-def flag(data: Mapping[str, Any], key: str) -> bool | None:
+def optional_bool(data: Mapping[str, Any], key: str) -> bool | None:
     """Return the truth at a key; None for null and where there is no such key."""
-    found = data.get(key)
-    if found is not None and not isinstance(found, bool):
-        _refuse(key, found, "true or false")
-    return found
+    value = data.get(key)
+    if value is not None and not isinstance(value, bool):
+        _refuse(key, value, "true or false")
+    return value
 
 
-def words(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def texts(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Return the texts in the array at a key; none where there is no such key."""
-    found = items(data.get(key) or (), key)
-    if not all(isinstance(each, str) for each in found):
-        _refuse(key, found, "an array of texts")
-    return tuple(found)
+    values = items(data.get(key) or (), key)
+    if not all(isinstance(each, str) for each in values):
+        _refuse(key, values, "an array of texts")
+    return tuple(values)

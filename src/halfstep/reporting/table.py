@@ -69,16 +69,21 @@ class Table:
         sides = ["right" if number else "left" for number in self.numeric()]
 
         def row(tag: str, cells: Iterable[str]) -> str:
-            shown = (
-                f'<{tag} style="text-align: {side}">{html.escape(line(cell))}</{tag}>'
+            tags = (
+                f'<{tag} style="text-align: {side}">'
+                f"{html.escape(single_line(cell))}</{tag}>"
                 for side, cell in zip(sides, cells, strict=True)
             )
-            return f"<tr>{''.join(shown)}</tr>"
+            return f"<tr>{''.join(tags)}</tr>"
 
-        body = "".join(row("td", cells) for cells in self.shown())
-        title = f"<caption>{html.escape(line(self.title))}</caption>" * bool(self.title)
+        body = "".join(row("td", cells) for cells in self.formatted_rows())
+        title = f"<caption>{html.escape(single_line(self.title))}</caption>" * bool(
+            self.title
+        )
         head = f"<thead>{row('th', self.columns)}</thead>"
-        notes = "".join(f"<p>{html.escape(line(note))}</p>" for note in self.notes)
+        notes = "".join(
+            f"<p>{html.escape(single_line(note))}</p>" for note in self.notes
+        )
         return f"<table>{title}{head}<tbody>{body}</tbody></table>{notes}"
 
     def text(self, width: int | None = None) -> str:
@@ -97,11 +102,11 @@ class Table:
         Returns:
             Lines without blanks or a newline at the end.
         """
-        grid = [tuple(map(line, self.columns)), *self.shown()]
+        grid = [tuple(map(single_line, self.columns)), *self.formatted_rows()]
         numeric, columns = self.numeric(), list(zip(*grid, strict=True))
-        least = [_least(*each) for each in zip(columns, numeric, strict=True)]
-        title = wrapped(self.title, width) if self.title else []
-        notes = chain.from_iterable(wrapped(note, width) for note in self.notes)
+        least = [_min_width(*each) for each in zip(columns, numeric, strict=True)]
+        title = wrap(self.title, width) if self.title else []
+        notes = chain.from_iterable(wrap(note, width) for note in self.notes)
         blocks = [
             _block([columns[j] for j in block], [numeric[j] for j in block], width)
             for block in _blocks(least, width)
@@ -111,10 +116,14 @@ class Table:
     def markdown(self) -> str:
         """Return a GitHub table; what markdown would read as a mark is escaped."""
         marks = ["---:" if number else "---" for number in self.numeric()]
-        head, *body = [map(_plain, row) for row in (self.columns, *self.shown())]
+        head, *body = [
+            map(_escape_markdown, row) for row in (self.columns, *self.formatted_rows())
+        ]
         lines = [f"| {' | '.join(cells)} |" for cells in (head, marks, *body)]
-        title = [f"**{_plain(self.title)}**"] if self.title else []
-        return "\n\n".join([*title, "\n".join(lines), *map(_plain, self.notes)])
+        title = [f"**{_escape_markdown(self.title)}**"] if self.title else []
+        return "\n\n".join(
+            [*title, "\n".join(lines), *map(_escape_markdown, self.notes)]
+        )
 
     def data(self) -> dict[str, object]:
         """Return title, columns, notes and rows, as dicts by column, for `json.dumps`.
@@ -139,7 +148,7 @@ class Table:
             for kind in kinds
         ]
 
-    def shown(self) -> list[tuple[str, ...]]:
+    def formatted_rows(self) -> list[tuple[str, ...]]:
         """Return the rows as the words that every format shows."""
 
         def word(cell: Cell) -> str:
@@ -147,7 +156,7 @@ class Table:
                 return {None: "-", True: "yes", False: "no"}[cell]
             if isinstance(cell, float):
                 return f"{cell:z.{self.digits}f}"  # z: no "-0.000"
-            return line(str(cell))
+            return single_line(str(cell))
 
         return [tuple(map(word, row)) for row in self.rows]
 
@@ -157,7 +166,7 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size((0, 0)).columns or None
 
 
-def count(number: int, noun: str, plural: str = "") -> str:
+def format_count(number: int, noun: str, plural: str = "") -> str:
     """Return a number and what it counts: 1 text, 2 texts."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
@@ -186,14 +195,14 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def line(text: str) -> str:
+def single_line(text: str) -> str:
     """Replace line breaks and escape codes, which would tear a table apart."""
     return _CONTROL.sub(" ", text)
 
 
-def _plain(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Escape what GitHub's markdown would read as a cell's end, a mark or a tag."""
-    return re.sub(r"[\\|<*`]", r"\\\g<0>", line(text))
+    return re.sub(r"[\\|<*`]", r"\\\g<0>", single_line(text))
 
 
 def _width(text: str) -> int:
@@ -202,12 +211,12 @@ def _width(text: str) -> int:
     return narrow + sum(unicodedata.east_asian_width(c) in {"W", "F"} for c in text)
 
 
-def _padded(text: str, size: int, right: bool) -> str:
+def _pad(text: str, size: int, right: bool) -> str:
     blank = " " * (size - _width(text))
     return blank + text if right else text + blank
 
 
-def _least(column: Sequence[str], number: bool) -> int:
+def _min_width(column: Sequence[str], number: bool) -> int:
     """Return the columns that a column of a table takes at least, its name first."""
     head, *body = column
     if not number:
@@ -236,29 +245,33 @@ def _block(
     heads = [j for j, number in enumerate(numeric) if number]
     for j in (*words[-1:], *others, *heads) if width is not None else ():
         excess = sum(sizes) + _GAP * (len(sizes) - 1) - (width or 0)
-        sizes[j] = max(sizes[j] - max(excess, 0), _least(columns[j], numeric[j]))
-    head, *body = [_stacked(row, sizes, numeric) for row in zip(*columns, strict=True)]
+        sizes[j] = max(sizes[j] - max(excess, 0), _min_width(columns[j], numeric[j]))
+    head, *body = [
+        _layout_row(row, sizes, numeric) for row in zip(*columns, strict=True)
+    ]
     rule = (" " * _GAP).join("-" * size for size in sizes)
     return "\n".join([*head, rule, *chain.from_iterable(body)])
 
 
-def _stacked(row: tuple[str, ...], sizes: list[int], numeric: list[bool]) -> list[str]:
+def _layout_row(
+    row: tuple[str, ...], sizes: list[int], numeric: list[bool]
+) -> list[str]:
     """Lay out one row as the lines that its tallest cell needs."""
-    stacks = map(wrapped, row, sizes)
+    stacks = map(wrap, row, sizes)
     return [
-        (" " * _GAP).join(map(_padded, parts, sizes, numeric)).rstrip()
+        (" " * _GAP).join(map(_pad, parts, sizes, numeric)).rstrip()
         for parts in zip_longest(*stacks, fillvalue="")
     ]
 
 
-def wrapped(text: str, size: int | None) -> list[str]:
+def wrap(text: str, size: int | None) -> list[str]:
     """Break `text` at blanks, or anywhere where there are none, as in Chinese.
 
     Args:
         text: Line breaks in it count as blanks.
         size: Terminal columns that each line may take; None breaks nothing.
     """
-    text, lines = line(text).strip(), []
+    text, lines = single_line(text).strip(), []
     while size is not None and _width(text) > size:
         fits = [i for i in range(2, size + 1) if _width(text[:i]) <= size] or [1]
         end = max(text.rfind(" ", 0, fits[-1] + 1), 0) or fits[-1]

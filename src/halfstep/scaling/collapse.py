@@ -16,10 +16,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from halfstep._torch import async_read
-from halfstep._torch.async_read import Late
-from halfstep.nonfinite import graph_origin
-from halfstep.nonfinite.graph import Finding, examine
-from halfstep.nonfinite.saved_values import EPSILON
+from halfstep._torch.async_read import DelayedScalars
+from halfstep.nonfinite.domains import EPSILON
+from halfstep.nonfinite.graph import GraphCause, find_in_graph
 from halfstep.scaling.skip_log import SkipLog
 from halfstep.scaling.step_history import StepHistory
 from halfstep.scaling.step_report import Constant, GradAbsmax
@@ -50,7 +49,7 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
         loss_finite: Whether the last loss was; None if nobody showed it.
         inf_in: Parameters whose gradients held inf.
         nan_in: Parameters whose gradients held NaN.
-        cause: "data", "weights", "zero", "range", "learning rate" or "loss".
+        cause: "data", "label", "weights", "zero", "range", "learning rate" or "loss".
         advice: What to do next.
         bad_op: The same as a value, and what a replay has found, once there was one.
     """
@@ -120,13 +119,13 @@ class CollapseMonitor:
     def __init__(self, scale: float) -> None:
         self.log = SkipLog()
         self._history = StepHistory()
-        self._delayed = Late()
+        self._delayed = DelayedScalars()
         self._param_readers: deque[
             Callable[[list[float]], Sequence[NonFiniteParam]]
         ] = deque()
         self._loss: Tensor | None = None
         self._loss_sum: Tensor | None = None
-        self._graph_cause: Finding | None = None
+        self._graph_cause: GraphCause | None = None
         self._graph_error = ""
         self._one_skip_left = False
         self._last_read_scale = scale
@@ -150,7 +149,7 @@ class CollapseMonitor:
             return
         self._loss = loss.detach()
         value = 0.0
-        if _is_scalar(loss) and async_read.on_host(loss.device):
+        if _is_scalar(loss) and async_read.is_cpu(loss.device):
             value = float(self._loss)
         elif _is_scalar(loss):
             # Of several micro-batches, one that is not finite shows in the sum.
@@ -158,7 +157,7 @@ class CollapseMonitor:
         is_reported = math.isfinite(value) or self.log.has_loss
         if self._one_skip_left or not is_reported:
             try:
-                self._graph_cause = examine(loss, name_of)
+                self._graph_cause = find_in_graph(loss, name_of)
             except Exception as error:  # noqa: BLE001
                 # Tensors of any kind may lie in a graph. Not to know the cause must
                 # not end a run that may yet go on.
@@ -172,7 +171,7 @@ class CollapseMonitor:
         On a CPU names are known anyway. Elsewhere taking them costs a pass over all
         gradients: only once a step that overflowed has arrived.
         """
-        return self._history.in_a_row > 0 and not async_read.on_host(device)
+        return self._history.in_a_row > 0 and not async_read.is_cpu(device)
 
     def may_be_below_one(self, rule: ScaleRule) -> bool:
         """Say whether the scale may be smaller than 1, for all that has arrived here.
@@ -221,7 +220,7 @@ class CollapseMonitor:
         values.append(scale_used if loss_sum is None else loss_sum)
         values += self._submit_names(culprits, scale_used.device)
         self._loss_sum = None
-        delayed_values = self._delayed.send(values)
+        delayed_values = self._delayed.submit(values)
         if delayed_values is None:
             return
         (
@@ -234,7 +233,7 @@ class CollapseMonitor:
             *absmax,
         ) = delayed_values
         read_params = self._param_readers.popleft()
-        self._steps_unread = self._delayed.behind
+        self._steps_unread = self._delayed.num_pending
         history = self._history
         history.add(
             scale, loss_value, skipped=bool(num_skipped), overflowed=bool(overflowed)
@@ -242,7 +241,7 @@ class CollapseMonitor:
         if not math.isfinite(loss_sum_value):
             self.log.log_loss(loss_sum_value, None, "")
         if overflowed:
-            is_cpu = async_read.on_host(scale_used.device)
+            is_cpu = async_read.is_cpu(scale_used.device)
             get_culprits = culprits if is_cpu else partial(read_params, absmax)
             num_in_a_row = history.in_a_row
             self.log.log_overflow(
@@ -279,7 +278,7 @@ class CollapseMonitor:
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered, as plain values. Waits for the device."""
         history = copy.deepcopy(self._history)
-        for scale, skipped, _, bad, loss, *_ in self._delayed.coming():
+        for scale, skipped, _, bad, loss, *_ in self._delayed.read_pending():
             history.add(scale, loss, skipped=bool(skipped), overflowed=bool(bad))
         return history.data()
 
@@ -331,13 +330,17 @@ class CollapseMonitor:
             nan_in=nan_in,
             cause=verdict.cause,
             advice=verdict.advice,
-            bad_op=graph_origin.bad_op(verdict, last, finite=finite),
+            bad_op=verdict.to_origin(last, finite=finite),
         )
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph, a CUDA event and a loss on its way cannot be pickled.
         cleared = {"_loss": None, "_loss_sum": None, "_graph_cause": None}
-        return self.__dict__ | cleared | {"_delayed": Late(), "_param_readers": deque()}
+        return (
+            self.__dict__
+            | cleared
+            | {"_delayed": DelayedScalars(), "_param_readers": deque()}
+        )
 
 
 def _is_scalar(loss: Tensor) -> bool:
@@ -352,16 +355,20 @@ def _has_no_value(loss: Tensor) -> bool:
 
 def _sum(total: Tensor | None, loss: Tensor) -> Tensor:
     wide = loss.float()
-    return wide if total is None else total + async_read.moved(wide, total.device)
+    return (
+        wide
+        if total is None
+        else total + async_read.to_device_async(wide, total.device)
+    )
 
 
 def find_cause(
-    finding: Finding | None,
+    finding: GraphCause | None,
     losses: LossHistory,
     loss: Tensor | None,
     *,
     finite: bool | None,
-) -> Finding:
+) -> GraphCause:
     """Return the likeliest cause of endless overflow.
 
     Args:
@@ -381,25 +388,25 @@ def find_cause(
         evidence = f"the forward pass worked for {losses.applied} steps only"
         if diverged:
             evidence = f"the loss went from {losses.first:.3g} to {last:.3g}"
-        return Finding(
+        return GraphCause(
             "learning rate",
             finding.where if finding is not None else "training",
             evidence,
             "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm).",
-            "" if finding is None else finding.made,
+            "" if finding is None else finding.nonfinite_kind,
         )
     if finding is not None:
         return finding
     loss_text = "not shown" if loss is None else f"{value:.4g}"
     if finite is False:
-        return Finding(
+        return GraphCause(
             "loss",
             "the loss",
             f"it is {loss_text}",
             "Look at the loss function and its inputs: print them for this batch.",
             "NaN" if math.isnan(value) else "inf",
         )
-    return Finding(
+    return GraphCause(
         "loss",
         "the backward pass",
         f"the loss is {loss_text}, yet its gradients overflow",

@@ -284,7 +284,7 @@ class GradScaler(TorchGradScaler):
             result = optimizer_step.step_with_closure(
                 self, closure, optimizer, state, *args, **kwargs
             )
-        elif fused_optimizers.skips_inside(optimizer):
+        elif fused_optimizers.handles_found_inf(optimizer):
             self._main_scaler()  # the caller may have set the scale
             host_scale = self._host_scale
             result = optimizer_step.fused_step(

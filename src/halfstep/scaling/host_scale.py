@@ -49,7 +49,7 @@ class HostScale:
         if not is_new and scale._version == self._version:  # noqa: SLF001
             return None
         value = init_scale if is_new else 0.0
-        value = scale.item() if async_read.on_host(scale.device) else value
+        value = scale.item() if async_read.is_cpu(scale.device) else value
         self.mark_written(scale)
         self.is_power_of_two = is_power_of_two(value)
         return value

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from halfstep._torch.async_read import moved
+from halfstep._torch.async_read import to_device_async
 from halfstep.errors import require
-from halfstep.numerics.exponents import largest, power_of_two
+from halfstep.numerics.exponents import largest_magnitude, power_of_two
 from halfstep.scaling.unscale import reduce_over_ranks
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class LogMaxStrategy:
         """Take in the largest gradient of a step; ask for a scale above all likely."""
         # Metal has no double.
         scale = state.scale if state.scale.is_mps else state.scale.double()
-        absmax = largest(gradients, scale)
+        absmax = largest_magnitude(gradients, scale)
         overflowed = (found_inf.to(scale.device) > 0) | ~absmax.isfinite()
         x = torch.where(overflowed, _OVERFLOW_LOG2 - scale.log2(), absmax.log2())
         x = reduce_over_ranks(x, dist.ReduceOp.MAX, self._group)
@@ -99,7 +99,7 @@ class LogMaxStrategy:
 
     def _updated_moments(self, x: Tensor) -> Tensor:
         """Return the moments and one more x; -inf, of nothing but zeros, is none."""
-        before = moved(self._moments, x.device).to(x)
+        before = to_device_async(self._moments, x.device).to(x)
         fast, slow, square, steps = before
         after = (
             self._beta1 * fast + (1 - self._beta1) * x,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep._torch import async_read
-from halfstep.errors import UserError, real, require, shown
+from halfstep.errors import UserError, format_value, require, to_float
 from halfstep.scaling.host_scale import is_power_of_two
 
 if TYPE_CHECKING:
@@ -100,12 +100,13 @@ class ScaleRule:
         if isinstance(word, str) and word in STRATEGIES:
             return cls(growth_factor=1.0, strategy=word)
         try:
-            scale = float(word) if isinstance(word, str) else real(word)
+            scale = float(word) if isinstance(word, str) else to_float(word)
         except ValueError:
             scale = 1.0 if word == "none" else math.nan
         if not _TINY <= scale <= _HUGE:
             message = (
-                f"loss_scale={shown(word)} is not a scale; choose auto, dynamic, "
+                f"loss_scale={format_value(word)} is not a scale; "
+                "choose auto, dynamic, "
                 "measured, logmax, none or a positive number such as 1024."
             )
             raise UserError(message)
@@ -183,7 +184,7 @@ def advance(
         Micikevicius et al., "Mixed Precision Training", ICLR 2018: why to scale.
         torch.amp.GradScaler: growth and back-off. Megatron-LM: hysteresis.
     """
-    if async_read.on_host(state.scale.device):
+    if async_read.is_cpu(state.scale.device):
         # There is nobody to wait for, and thirty operations on one number cost more
         # than the pass over a thousand gradients' flags.
         current = (

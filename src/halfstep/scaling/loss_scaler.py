@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep._torch.async_read import moved
+from halfstep._torch.async_read import to_device_async
 from halfstep.errors import UserError
 from halfstep.scaling.collapse import CollapseMonitor
 from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
@@ -79,7 +79,7 @@ class LossScaler:
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, in fp32 at least."""
         wide = torch.promote_types(loss.dtype, torch.float32)
-        return loss.to(wide) * moved(self.state.scale, loss.device)
+        return loss.to(wide) * to_device_async(self.state.scale, loss.device)
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide gradients by the scale in place; return 1.0 if any was not finite."""

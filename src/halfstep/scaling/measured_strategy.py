@@ -14,7 +14,12 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
 from halfstep.errors import require
-from halfstep.numerics.exponents import BINS, count, largest_safe_scale, unscaled
+from halfstep.numerics.exponents import (
+    BINS,
+    count_exponents,
+    largest_safe_scale,
+    unscale_histogram,
+)
 from halfstep.numerics.formats import is_low
 from halfstep.scaling.unscale import reduce_over_ranks
 
@@ -106,14 +111,16 @@ class MeasuredStrategy:
             if gradient is not None and gradient.dtype == self._low:
                 # One histogram a device: each has an autograd thread of its own.
                 before = self._counts.get(gradient.device, 0)
-                self._counts[gradient.device] = before + count(gradient)
+                self._counts[gradient.device] = before + count_exponents(gradient)
 
     def _pop_histogram(self, scale: Tensor) -> Tensor:
         """Return what all ranks counted, unscaled, and begin anew."""
         total = torch.zeros(BINS, dtype=torch.int64, device=scale.device)
         while self._counts:
             total += self._counts.popitem()[1].to(total.device)
-        return unscaled(reduce_over_ranks(total, dist.ReduceOp.SUM, self._group), scale)
+        return unscale_histogram(
+            reduce_over_ranks(total, dist.ReduceOp.SUM, self._group), scale
+        )
 
     def _find_first_scale(
         self, loss: Tensor, nodes: Sequence[Node], state: ScaleState

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.amp.grad_scaler import OptState
 
-from halfstep._torch.optimizer_params import coalesce, gradients_of, named
+from halfstep._torch.optimizer_params import coalesce, gradients_of, named_parameters
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def no_checks(stepped: Sequence[Optimizer]) -> AssertionError:
 
 def why_no_gradients(optimizer: Optimizer) -> str:
     """Say which parameters have no gradients, and the likely cause."""
-    named_params = list(named(optimizer))
+    named_params = list(named_parameters(optimizer))
     names = [name for name, _ in named_params]
     first_names = ", ".join(names[:_MAX_NAMES])
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
@@ -91,7 +91,7 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
     """Return the error of gradients that unscaling would flush to zero."""
     fp16_names = [
         name
-        for name, param in named(optimizer)
+        for name, param in named_parameters(optimizer)
         if param.grad is not None and param.grad.dtype == torch.float16
     ]
     more = f" and {len(fp16_names) - 1} more" if len(fp16_names) > 1 else ""
@@ -150,7 +150,7 @@ def check_no_gradients(optimizers: Iterable[Optimizer]) -> None:
         RuntimeError: If a parameter has a gradient.
     """
     for optimizer in optimizers:
-        for name, param in named(optimizer):
+        for name, param in named_parameters(optimizer):
             if param.grad is not None:
                 message = (
                     f"scaler.backward() found a gradient in {name} that it did not "
@@ -172,7 +172,7 @@ def retries_under_ddp() -> UserError:
 def released_twice() -> UserError:
     """Session: a second backward pass where gradients are released."""
     message = (
-        "release_gradients=True updates weights in each backward pass: call "
+        "optimizer_in_backward=True updates weights in each backward pass: call "
         "session.step() before the next. Add losses up into one."
     )
     return UserError(message)

@@ -40,7 +40,7 @@ def fused_step(
 
     Args:
         scaler: Unscales.
-        optimizer: One that `fused_optimizers.skips_inside`.
+        optimizer: One that `fused_optimizers.handles_found_inf`.
         state: What the scaler keeps of it in this iteration.
         host_scale: What is known of the scale.
         args: For the optimizer's step.
@@ -57,7 +57,7 @@ def fused_step(
         if (
             host_scale.is_power_of_two
             and factor is None
-            and optimizer_hooks.is_torchs_own(optimizer)
+            and optimizer_hooks.runs_only_torch_code(optimizer)
             and dtypes_of(gradients_of(optimizer)) <= _FP32_OR_WIDER
         ):
             scaler.unscale_(optimizer)

@@ -72,7 +72,7 @@ class BackwardPasses:
         Args:
             name: Of the loss.
             backward: Runs the pass of the scaled loss; told whether to keep the graph.
-            parameters: Whose `.grad` it fills, once `settle` was called.
+            parameters: Whose `.grad` it fills, once `run_pending` was called.
             sync_grads: Brings gradients there that lie elsewhere.
 
         Raises:

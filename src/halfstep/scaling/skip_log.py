@@ -16,7 +16,7 @@ from halfstep.errors import warn_caller
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from halfstep.nonfinite.graph import Finding
+    from halfstep.nonfinite.graph import GraphCause
     from halfstep.scaling.loss_scale import ScaleRule
     from halfstep.scaling.step_report import NonFiniteParam
 
@@ -34,7 +34,7 @@ MIN_FREQUENT = 6
 FREQUENT_WINDOW = 50
 """... if so many steps hold them. A scale that probes upwards, every `growth_interval`
 steps, loses fewer."""
-_FIND_ADVICE = "halfstep.first_bad(model, step) finds the operation."
+_FIND_ADVICE = "halfstep.find_nonfinite(model, step) finds the operation."
 
 
 class SkipLog:
@@ -113,7 +113,9 @@ class SkipLog:
         level = logging.WARNING if is_fixed or floor or is_alarming else logging.INFO
         _logger.log(level, "%s: %s (%d so far).", what, gradients_text, self._skips)
 
-    def log_loss(self, value: float, finding: Finding | None, graph_error: str) -> None:
+    def log_loss(
+        self, value: float, finding: GraphCause | None, graph_error: str
+    ) -> None:
         """Report a loss that is not finite: a warning first, then log records.
 
         Args:
@@ -131,7 +133,7 @@ class SkipLog:
             _logger.warning("the loss is %g; not finite %d times.", value, self._losses)
 
 
-def _cause(finding: Finding) -> str:
+def _cause(finding: GraphCause) -> str:
     where = f"{finding.where}: {finding.evidence}"
     return f"Cause: {finding.cause} ({where}). {finding.advice}"
 

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfstep.errors import UserError, require, require_kind
+from halfstep.errors import UserError, require, require_type
 
 EARLY_STEPS = 20
 """Applied steps up to which overflow in a forward pass that used to work is put down
@@ -101,7 +101,7 @@ class StepHistory:
         Raises:
             UserError: If it is no dictionary, or a part is missing or of another kind.
         """
-        require_kind("'watch'", data, isinstance(data, dict), "a dict, as it was saved")
+        require_type("'watch'", data, isinstance(data, dict), "a dict, as it was saved")
         for name in cls().data():
             if name not in data:
                 message = (

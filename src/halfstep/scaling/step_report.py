@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from halfstep._torch import async_read
-from halfstep._torch.optimizer_params import first_gradient, named
-from halfstep.numerics.local_tensor import dense
+from halfstep._torch.optimizer_params import first_gradient, named_parameters
+from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.norms import total_norm
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class OptimizerGrads:
         self._version = 0 if first is None else first._version  # noqa: SLF001
         self._nonfinite: tuple[NonFiniteParam, ...] | None = None
         flags = list(flags)
-        if all(async_read.on_host(flag.device) for flag in flags):
+        if all(async_read.is_cpu(flag.device) for flag in flags):
             bad = any(bool(flag) for flag in flags)
             self._nonfinite = (
                 find_nonfinite_params(self.gradients() or []) if bad else ()
@@ -221,7 +221,7 @@ class OptimizerGrads:
             return None
         if first._version != self._version:  # noqa: SLF001
             return None
-        pairs = named(optimizer)
+        pairs = named_parameters(optimizer)
         return [(name, param.grad) for name, param in pairs if param.grad is not None]
 
     def nonfinite_params(self) -> tuple[NonFiniteParam, ...] | None:
@@ -297,7 +297,7 @@ def find_nonfinite_params(
     """Return those tensors that hold inf or NaN. Waits for the device."""
     params = []
     for name, tensor in pairs:
-        values = dense(tensor)
+        values = dense_values(tensor)
         # A sum is inf or NaN if a part is, and mostly spares the other two passes.
         if values.numel() and not bool(torch.isfinite(values.sum())):
             inf, nan = bool(values.isinf().any()), bool(values.isnan().any())
@@ -317,10 +317,12 @@ class GradAbsmax:
 
     def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
         self.names = [name for name, _ in pairs]
-        stored = [dense(gradient) for _, gradient in pairs]
+        stored = [dense_values(gradient) for _, gradient in pairs]
         norms = torch._foreach_norm(stored, torch.inf)  # noqa: SLF001
         device = norms[0].device
-        self.absmax = torch.stack([async_read.moved(norm, device) for norm in norms])
+        self.absmax = torch.stack(
+            [async_read.to_device_async(norm, device) for norm in norms]
+        )
         """Largest magnitude of each gradient, on the device."""
 
     def __call__(self) -> tuple[NonFiniteParam, ...]:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep._torch.async_read import moved
-from halfstep.numerics.local_tensor import stored
+from halfstep._torch.async_read import to_device_async
+from halfstep.numerics.local_tensor import local_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +55,7 @@ def max_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     Why: torch adds them. Two overflowing devices give 2, and torch's fused kernels,
     which compare with 1, then apply the step that overflowed.
     """
-    local_flags = [moved(flag, device) for flag in flags]
+    local_flags = [to_device_async(flag, device) for flag in flags]
     return local_flags[0] if len(local_flags) == 1 else torch.stack(local_flags).amax()
 
 
@@ -91,11 +91,11 @@ def unscale_by_device_(
                 return {inverse_device: flag}
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        values = stored(gradient)
+        values = local_values(gradient)
         groups[values.device, values.dtype].append(values)
     flags = {}
     for (device, dtype), group in groups.items():
-        factor = moved(inverse, device)
+        factor = to_device_async(inverse, device)
         flag = flags.setdefault(device, torch.zeros_like(factor))
         if device.type == "cuda" and dtype == torch.bfloat16:
             # torch's kernel has no bf16 form on CUDA.
@@ -112,12 +112,15 @@ def divided_copies(gradients: Iterable[Tensor], scale: Tensor) -> list[Tensor]:
 
     For a scale below 1, where that can overflow; elsewhere it is wasted memory.
     """
-    local_gradients = [stored(gradient) for gradient in gradients]
+    local_gradients = [local_values(gradient) for gradient in gradients]
     dtypes = [
         torch.promote_types(values.dtype, torch.float32) for values in local_gradients
     ]
     pairs = zip(local_gradients, dtypes, strict=True)
-    return [values.to(kind) / moved(scale, values.device) for values, kind in pairs]
+    return [
+        values.to(kind) / to_device_async(scale, values.device)
+        for values, kind in pairs
+    ]
 
 
 def dtypes_of(gradients: Iterable[Tensor]) -> set[torch.dtype]:

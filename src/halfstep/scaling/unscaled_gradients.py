@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from halfstep._torch.async_read import moved
-from halfstep.numerics.local_tensor import stored
+from halfstep._torch.async_read import to_device_async
+from halfstep.numerics.local_tensor import local_values
 from halfstep.scaling.unscale import FoundInfReduction, reduction_groups, unscale_
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class UnscaledGradients:
         if not self._drop or self._num_overflowed is None:
             return 1
         num_clean = (self._num_passes - self._num_overflowed).clamp(min=1)
-        return self._num_passes / moved(num_clean, total.device)
+        return self._num_passes / to_device_async(num_clean, total.device)
 
     @torch.no_grad()
     def accumulate(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
@@ -92,7 +92,7 @@ class UnscaledGradients:
                 continue
             if self._drop:
                 # Filled, not multiplied by 0: that would make NaN of an inf.
-                values = stored(gradient)
+                values = local_values(gradient)
                 values.masked_fill_(found_inf.to(values.device) > 0, 0)
             total = self._totals.get(parameter)
             if total is None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep.errors import UserError, require, require_kind, shown
+from halfstep.errors import UserError, format_value, require, require_type
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
             "prepare was given the optimizer first: write prepare(model, optimizer)."
         )
         raise UserError(message)
-    require_kind("model", model, isinstance(model, nn.Module), "an nn.Module")
+    require_type("model", model, isinstance(model, nn.Module), "an nn.Module")
     assert isinstance(model, nn.Module)  # noqa: S101
     _check_optimizer(optimizer)
     assert isinstance(optimizer, torch.optim.Optimizer)  # noqa: S101
@@ -82,7 +82,7 @@ def _check_optimizer(optimizer: object) -> None:
             "optimizer.optimizer."
         )
         raise UserError(message)
-    require_kind("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer")
+    require_type("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         message = "LBFGS evaluates the model inside its step; use another optimizer."
         raise UserError(message)
@@ -142,8 +142,8 @@ def check_fp32_weights(model: nn.Module, choice: Choice) -> None:
             raise UserError(message)
 
 
-def check_names(
-    names: Iterable[tuple[str, nn.Parameter]] | None, model: nn.Module
+def check_named_parameters(
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | None, model: nn.Module
 ) -> list[tuple[str, nn.Parameter]]:
     """Return the names of parameters for reports.
 
@@ -151,11 +151,13 @@ def check_names(
         UserError: If they are not pairs of a name and a parameter.
     """
     expected = "pairs of name and parameter, as model.named_parameters() gives them"
-    if names is None:
+    if named_parameters is None:
         return list(model.named_parameters())
-    is_valid = hasattr(names, "__iter__") and not isinstance(names, str | torch.Tensor)
-    require_kind("names", names, is_valid, expected)
-    pairs: list[Any] = list(names)
+    is_valid = hasattr(named_parameters, "__iter__") and not isinstance(
+        named_parameters, str | torch.Tensor
+    )
+    require_type("named_parameters", named_parameters, is_valid, expected)
+    pairs: list[Any] = list(named_parameters)
     for pair in pairs:
         if not (
             isinstance(pair, tuple | list)
@@ -163,7 +165,9 @@ def check_names(
             and isinstance(pair[0], str)
             and isinstance(pair[1], torch.Tensor)
         ):
-            message = f"names holds {shown(pair)}; it must be {expected}."
+            message = (
+                f"named_parameters holds {format_value(pair)}; it must be {expected}."
+            )
             raise UserError(message)
     return pairs
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.casting import dispatch_table
-from halfstep.casting.autocast_mode import Region
-from halfstep.casting.grad_accumulation import Gradients
-from halfstep.casting.policy_autocast import Steered
+from halfstep.casting.autocast_mode import Autocast
+from halfstep.casting.grad_accumulation import Fp32GradAccumulator
+from halfstep.casting.policy_autocast import PolicyAutocast
 from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class AutocastContexts:
         Raises:
             UserError: If the device has no table, and the policy needs one.
         """
-        self._grad_accumulator = Gradients()
+        self._grad_accumulator = Fp32GradAccumulator()
         fp32 = choice.level.autocast and not choice.level.low_weights
         self.cache = CastCache(self._grad_accumulator if fp32 else None)
         self._policy = policy
@@ -57,25 +57,25 @@ class AutocastContexts:
         self._was_evaluating = False
         self._reported_unmatched = False
         low = choice.format.dtype if choice.level.autocast else None
-        context = Region(device, low, choice.level.autocast, None)
-        self._context: Region | Steered = context
-        self._recording_context: Steered | None = None
+        context = Autocast(device, low, choice.level.autocast, None)
+        self._context: Autocast | PolicyAutocast = context
+        self._recording_context: PolicyAutocast | None = None
         if not choice.level.autocast:
             return
         dispatch_table.check_device(policy, device)
         self._context, self._recording_context = (
-            Steered(
+            PolicyAutocast(
                 context,
                 policy,
                 self.cache,
-                weights=fp32,
+                cache_weights=fp32,
                 record=record,
-                matched=self._matched,
+                matched_rules=self._matched,
             )
             for record in (False, True)
         )
 
-    def select(self, *, record: bool) -> Region | Steered:
+    def select(self, *, record: bool) -> Autocast | PolicyAutocast:
         """Return the region for a micro-batch.
 
         Args:
@@ -87,7 +87,7 @@ class AutocastContexts:
             # counts, for an evaluation, and taken out after it.
             self.cache.clear()
         elif self._needs_refresh:
-            self.cache.renew()
+            self.cache.refresh()
         self._needs_refresh, self._was_evaluating = False, not torch.is_grad_enabled()
         if record and self._recording_context is not None:
             return self._recording_context
@@ -100,11 +100,11 @@ class AutocastContexts:
         Not those of another one inside it, as `torch.autograd.grad` in a hook is: its
         gradients are its caller's.
         """
-        self._grad_accumulator.begin(loss)
+        self._grad_accumulator.start(loss)
         try:
             yield
         finally:
-            self._grad_accumulator.end()
+            self._grad_accumulator.stop()
 
     def after_step(self, num_implied: int) -> str:
         """Take note that the optimizer has stepped.
@@ -116,16 +116,16 @@ class AutocastContexts:
             What to warn of: rules that matched nothing in the first step; "" of none.
         """
         self._needs_refresh = True
-        if self._reported_unmatched or isinstance(self._context, Region):
+        if self._reported_unmatched or isinstance(self._context, Autocast):
             return ""
         self._reported_unmatched = True
         count = len(self._policy.rules)
-        return dispatch_table.unmatched(
+        return dispatch_table.unmatched_rule_warning(
             self._policy, self._matched | set(range(count - num_implied, count))
         )
 
     def table(self) -> Table | None:
         """Return what ran how, if a region was recorded."""
-        if self._recording_context is None or not self._recording_context.recorded:
+        if self._recording_context is None or not self._recording_context.has_records:
             return None
         return self._recording_context.report()

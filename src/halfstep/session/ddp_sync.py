@@ -42,7 +42,7 @@ class GradientSync:
         self._ddp: DistributedDataParallel | None = None
         self._is_new_ddp = False
         self._ddp_params: dict[Tensor, bool] = {}
-        self._averager = bucketed_all_reduce.Averager()
+        self._averager = bucketed_all_reduce.BucketedAllReduce()
 
     def forward_context(
         self, model: nn.Module, num_done: int, *, per_pass: bool
@@ -97,11 +97,11 @@ class GradientSync:
 
         Why: wrapping gave every rank the weights of the first, but in 16 bits.
         """
-        wrapper = ddp.wrapper(model)
+        wrapper = ddp.find_ddp(model)
         if wrapper is None or wrapper is self._ddp:
             return wrapper
         self._masters.broadcast_(
-            partial(bucketed_all_reduce.first_rank, wrapper.process_group)
+            partial(bucketed_all_reduce.broadcast_, wrapper.process_group)
         )
         self._ddp, self._is_new_ddp = wrapper, True
         self._ddp_params = _averaged_by(wrapper)
@@ -146,7 +146,7 @@ class GradientSync:
         if self._low_dtype == torch.float16:
             # What each micro-batch could hold, their sum must not overflow.
             headroom = 1 << (self._accumulate - 1).bit_length()
-        self._averager.average(comm_dtypes, group, headroom=headroom)
+        self._averager.mean_(comm_dtypes, group, predivide_factor=headroom)
 
 
 def _averaged_by(wrapper: DistributedDataParallel) -> dict[Tensor, bool]:

@@ -56,7 +56,7 @@ def explain_table(
 def session_notes(
     choice: Choice, policy: Policy, scaler: LossScaler, masters: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what holds for all of a session, a line each; as for `explained`."""
+    """Return what holds for all of a session, a line each; as for `explain`."""
     rule = scaler.rule
     moves = f"dynamic ({rule.strategy})" if rule.backoff_factor < 1 else "fixed"
     return (

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.errors import UserError, count, flag
-from halfstep.machine.recommendation import Choice, cautions, choose
+from halfstep.errors import UserError, require_bool, require_int
+from halfstep.machine.recommendation import Choice, resolve, warnings_for
 from halfstep.masters import encoding as forms
-from halfstep.masters import optimizer_in_backward
+from halfstep.masters import optimizer_in_backward as in_backward
 from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.policy.rules import Policy
@@ -48,10 +48,10 @@ def prepare(
     drop_bad_microbatch: bool = False,
     retries: int = 0,
     master: str = "fp32",
-    release_gradients: bool = False,
+    optimizer_in_backward: bool = False,
     lost_updates_every: int | None = None,
     scheduler: LRScheduler | None = None,
-    names: Iterable[tuple[str, nn.Parameter]] | None = None,
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Session:
     """Prepare a model and its optimizer, in place, to train in mixed precision.
@@ -86,7 +86,7 @@ def prepare(
             leaner; "kahan" a bf16 rest, "stochastic" nothing but rounding at random,
             both with bf16 moments; "none": the optimizer updates 16-bit weights. All
             but "fp32" and "none" need bf16.
-        release_gradients: Update each weight as soon as its gradient is there, inside
+        optimizer_in_backward: Update each weight as soon as its gradient is there, in
             `session.backward`, and free the gradient. It excludes loss scales,
             clipping and accumulation. A gradient with inf or NaN leaves its own
             parameter alone (`StepReport.left_out`), not the whole step. Under DDP
@@ -95,7 +95,7 @@ def prepare(
             rounding swallowed (`session.lost_updates`); None never does.
         scheduler: Of the optimizer's learning rate; the session steps it, once for each
             step that is applied. May be set later: `session.scheduler`.
-        names: (name, parameter) for reports; default the model's own.
+        named_parameters: (name, parameter) for reports; default the model's own.
         process_group: Ranks that must agree to skip. Not needed under DDP, whose
             averaged gradients carry an inf to every rank.
 
@@ -104,19 +104,19 @@ def prepare(
             fit. Nothing has been changed then.
     """
     arguments.check_model_and_optimizer(model, optimizer)
-    accumulate = count("accumulate", accumulate, 1)
-    retries = count("retries", retries, 0)
+    accumulate = require_int("accumulate", accumulate, 1)
+    retries = require_int("retries", retries, 0)
     clip_grad_norm = check_clip_norm(clip_grad_norm)
-    drop_bad_microbatch = flag("drop_bad_microbatch", drop_bad_microbatch)
-    release_gradients = flag("release_gradients", release_gradients)
+    drop_bad_microbatch = require_bool("drop_bad_microbatch", drop_bad_microbatch)
+    optimizer_in_backward = require_bool("optimizer_in_backward", optimizer_in_backward)
     if lost_updates_every is not None:
-        lost_updates_every = count("lost_updates_every", lost_updates_every, 1)
+        lost_updates_every = require_int("lost_updates_every", lost_updates_every, 1)
     arguments.check_group(process_group)
     check_scheduler(scheduler, optimizer)
-    named = arguments.check_names(names, model)
+    named = arguments.check_named_parameters(named_parameters, model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     device_type = device.type
-    choice = level if isinstance(level, Choice) else choose(level, dtype, device_type)
+    choice = level if isinstance(level, Choice) else resolve(level, dtype, device_type)
     arguments.check_fp32_weights(model, choice)
     encoding = _master_encoding(master, choice)
     is_explicit_dtype = level is not choice and dtype != "auto"
@@ -126,31 +126,33 @@ def prepare(
         and formats.parse(dtype) is not formats.FP32
     ):
         warnings.warn(choice.reason, stacklevel=2)
-    for text in cautions(choice, optimizer, device_type, masters=encoding is not None):
+    for text in warnings_for(
+        choice, optimizer, device_type, masters=encoding is not None
+    ):
         warnings.warn(text, stacklevel=2)
     if isinstance(loss_scale, str) and loss_scale == "auto":
         loss_scale = levels.DEFAULT_LOSS_SCALE[choice.format.name]
     rules = Policy.of(policy)
-    released = release_gradients
+    released = optimizer_in_backward
     fsdp.check(model, optimizer, choice, rules, master=master, release=released)
     if fsdp.is_sharded(model):
         encoding = None  # its shards are
     rule = loss_scale
     if not isinstance(rule, ScaleRule):
         rule = ScaleRule.parse(rule)
-    if release_gradients:
+    if optimizer_in_backward:
         needs_all_gradients = (
             drop_bad_microbatch or retries > 0 or lost_updates_every is not None
         )
         agreed = process_group is not None
-        optimizer_in_backward.check(
+        in_backward.check(
             rule,
             clip_grad_norm,
             accumulate,
             needs_agreement=agreed,
             needs_all_gradients=needs_all_gradients,
         )
-        optimizer_in_backward.check_optimizer(optimizer)
+        in_backward.check_optimizer(optimizer)
     session = Session(
         model,
         optimizer,
@@ -163,10 +165,10 @@ def prepare(
         drop_bad_microbatch=drop_bad_microbatch,
         retries=retries,
         scheduler=scheduler,
-        names=named,
+        named_parameters=named,
         process_group=process_group,
         master=encoding,
-        release_gradients=release_gradients,
+        optimizer_in_backward=optimizer_in_backward,
         lost_updates_every=lost_updates_every,
     )
     arguments.mark_prepared(model, optimizer, choice)

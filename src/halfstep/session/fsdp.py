@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep.casting.module_rules import scopes_of
+from halfstep.casting.module_rules import hooks_for
 from halfstep.errors import UserError
 from halfstep.masters import MasterWeights, NoMasters
 from halfstep.masters.generic_step import narrow_all
@@ -91,7 +91,7 @@ def check(
     check_not_replaced(model, [p for g in optimizer.param_groups for p in g["params"]])
     if release:
         message = (
-            "release_gradients=True leaves out gradients that are not finite, and of "
+            "optimizer_in_backward=True leaves out non-finite gradients, and of "
             "one parameter FSDP2 gives each rank a part: ranks would not agree."
         )
         raise UserError(message)
@@ -105,7 +105,7 @@ def check(
         raise UserError(message)
     fp32_paths = [
         scope.path
-        for scope in scopes_of(model, rules)
+        for scope in hooks_for(model, rules)
         if scope.category == op_tables.FP32
     ]
     for path, name, param, low in _sharded_parameters(model):

@@ -85,7 +85,7 @@ def load(session: Session, directory: Path) -> None:
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    index = sharded.verified(directory, _REST)
+    index = sharded.verify(directory, _REST)
     saved: dict[str, Any] = index.state_dict_metadata
     # What is not a tensor torch would unpickle, with no limit to what that may call.
     if not all(isinstance(entry, TensorStorageMetadata) for entry in saved.values()):
@@ -139,7 +139,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
     file = io.BytesIO()
     torch.save(rest, file)
     # Ranks agree on every number in it, but perhaps not on every byte.
-    rest_bytes = process_group.same_everywhere(file.getvalue())
+    rest_bytes = process_group.broadcast_object(file.getvalue())
     return tensors | {_REST: torch.frombuffer(bytearray(rest_bytes), dtype=torch.uint8)}
 
 
@@ -173,7 +173,7 @@ def _template(
     session: Session, saved: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
     """Return memory for all that was saved, split as this session's weights are."""
-    own_tensors = state_dict.stored_tensors(ddp.bare(session.model))
+    own_tensors = state_dict.stored_tensors(ddp.unwrap(session.model))
     tensors = {}
     for path in (path for path in saved if path != _REST):
         name = path.partition("/")[2]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from halfstep._torch.async_read import Late
-from halfstep.errors import UserError, require_kind, warn_caller
+from halfstep._torch.async_read import DelayedScalars
+from halfstep.errors import UserError, require_type, warn_caller
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
         getattr(scheduler, "step", None)
     )
     expected = "a torch.optim.lr_scheduler.LRScheduler, or None"
-    require_kind("scheduler", scheduler, is_valid, expected)
+    require_type("scheduler", scheduler, is_valid, expected)
     if isinstance(scheduler, ReduceLROnPlateau):
         message = (
             "scheduler is a ReduceLROnPlateau, which needs a metric: leave it out, and "
@@ -62,7 +62,7 @@ class LRSchedule:
     def __init__(self, scheduler: LRScheduler | None, applied: int = 0) -> None:
         self.scheduler = scheduler
         self._num_followed = applied
-        self._delayed = Late()
+        self._delayed = DelayedScalars()
         self._last_epoch: int | None = None
         """Its `last_epoch` after our last step."""
         self._warned = False
@@ -70,7 +70,7 @@ class LRSchedule:
     def step(self, applied: Tensor) -> None:
         """Step once for each applied step that is known of.
 
-        On a GPU that is `async_read.LAG` steps late, where nobody waits for what was
+        On a GPU that is `async_read.DELAY_STEPS` steps late: nothing waits for what was
         skipped.
 
         Args:
@@ -78,7 +78,7 @@ class LRSchedule:
         """
         if self.scheduler is None:
             return
-        delayed_applied = self._delayed.send((applied,))
+        delayed_applied = self._delayed.submit((applied,))
         while delayed_applied and self._num_followed < delayed_applied[0]:
             self._warn_if_stepped_twice()
             self.scheduler.step()
@@ -111,7 +111,11 @@ class LRSchedule:
             state: Of a schedule, or {}: then this one begins here.
             applied: Steps applied so far.
         """
-        self._num_followed, self._delayed, self._last_epoch = applied, Late(), None
+        self._num_followed, self._delayed, self._last_epoch = (
+            applied,
+            DelayedScalars(),
+            None,
+        )
         if self.scheduler is not None and state:
             self.scheduler.load_state_dict(state["state"])
             self._num_followed = state["followed"]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._torch import async_read, fused_optimizers, optimizer_hooks
-from halfstep.errors import UserError, positive, warn_caller
+from halfstep.errors import UserError, require_positive, warn_caller
 from halfstep.masters import cpu_kernels, fused_step
-from halfstep.numerics.norms import by_mesh, total_norm
+from halfstep.numerics.norms import group_by_mesh, total_norm
 from halfstep.scaling.loss_scaler import inverse_scale
 from halfstep.scaling.unscale import FoundInfReduction
 
@@ -34,7 +34,7 @@ def check_clip_norm(clip: object) -> float | None:
     """
     if clip is None:
         return None
-    return positive("clip_grad_norm", clip, "a number above 0, or None")
+    return require_positive("clip_grad_norm", clip, "a number above 0, or None")
 
 
 class OptimizerStep:
@@ -68,7 +68,7 @@ class OptimizerStep:
         self._per_pass_found_inf: Tensor | None = None
         self._is_fused = self._grads_still_scaled = self._warned = False
         # The optimizer outlives the session, which is then no more to be called.
-        optimizer_hooks.guard(
+        optimizer_hooks.register_pre_step_check(
             masters.optimizer, partial(_check_external_step, masters, weakref.ref(self))
         )
 
@@ -161,11 +161,11 @@ class OptimizerStep:
         """A kernel on the device itself leaves everything alone on overflow."""
         if self._is_fused and self.masters.kernel is not None:
             return self.masters.kernel.on_device
-        inside = fused_optimizers.skips_inside(self.masters.optimizer)
+        inside = fused_optimizers.handles_found_inf(self.masters.optimizer)
         return (
             inside
             and not self.masters.encoding.is_compact
-            and not async_read.on_host(self._device)
+            and not async_read.is_cpu(self._device)
         )
 
     @torch.no_grad()
@@ -198,7 +198,7 @@ class OptimizerStep:
     def _clip(self) -> None:
         if self.norm is not None and self.clip is not None and self.clip != torch.inf:
             params = [param for param, _ in self.masters.grads()]
-            for mesh_params in by_mesh(params):
+            for mesh_params in group_by_mesh(params):
                 nn.utils.clip_grads_with_norm_(mesh_params, self.clip, self.norm)
 
     def zero_grad(self) -> None:

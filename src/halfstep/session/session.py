@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from halfstep.casting import convert_model
 from halfstep.distributed import ddp
-from halfstep.errors import require_kind, warn_caller
-from halfstep.masters import optimizer_in_backward
-from halfstep.masters.optimizer_in_backward import OptimizerInBackward
+from halfstep.errors import require_type, warn_caller
+from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
 from halfstep.masters.rounding_loss import RoundingLossCounter
 from halfstep.scaling import misuse
 from halfstep.scaling.grad_versions import GradVersions
@@ -47,8 +46,8 @@ if TYPE_CHECKING:
 
     from torch.optim.lr_scheduler import LRScheduler
 
-    from halfstep.casting.autocast_mode import Region
-    from halfstep.casting.policy_autocast import Steered
+    from halfstep.casting.autocast_mode import Autocast
+    from halfstep.casting.policy_autocast import PolicyAutocast
     from halfstep.machine.recommendation import Choice
     from halfstep.masters.encoding import MasterEncoding
     from halfstep.masters.rounding_loss import RoundingLoss
@@ -79,10 +78,10 @@ class Session:
         drop_bad_microbatch: bool,
         retries: int,
         scheduler: LRScheduler | None,
-        names: Iterable[tuple[str, nn.Parameter]],
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
         process_group: torch.distributed.ProcessGroup | None,
         master: MasterEncoding | None,
-        release_gradients: bool,
+        optimizer_in_backward: bool,
         lost_updates_every: int | None,
     ) -> None:
         self.model = model
@@ -99,7 +98,7 @@ class Session:
         )
         self._unwrapped = model
         self._group = process_group
-        self._names = {id(param): name for name, param in names}
+        self._names = {id(param): name for name, param in named_parameters}
         level = fsdp.conversion_level(model, choice.level)
         conversion = convert_model.convert_(model, level, choice.format.dtype, policy)
         optimizer.zero_grad()  # what is left from before is not scaled
@@ -117,7 +116,7 @@ class Session:
             self._masters, self._passes, clip_grad_norm, device
         )
         self._in_backward: OptimizerInBackward | None = None
-        if release_gradients:
+        if optimizer_in_backward:
             self._in_backward = OptimizerInBackward(
                 self._masters, norm=clip_grad_norm is not None
             )
@@ -138,7 +137,7 @@ class Session:
         self._lr_schedule = LRSchedule(scheduler)
 
     @contextlib.contextmanager
-    def autocast(self, *, record: bool = False) -> Iterator[Region | Steered]:
+    def autocast(self, *, record: bool = False) -> Iterator[Autocast | PolicyAutocast]:
         """Open the region for the forward pass and the loss of one micro-batch.
 
         Args:
@@ -179,7 +178,7 @@ class Session:
                 DDP each needs a forward pass of its own.
         """
         expected = "a Tensor with its graph, as the loss function returns it"
-        require_kind("loss", loss, isinstance(loss, Tensor), expected)
+        require_type("loss", loss, isinstance(loss, Tensor), expected)
         if self._passes.keeps_graphs and ddp.is_data_parallel(self.model):
             raise misuse.retries_under_ddp()
         if self._in_backward is not None and self._window.loss is not None:
@@ -397,7 +396,7 @@ class Session:
     def clip_grad_norm(self, largest: float | None) -> None:
         largest = check_clip_norm(largest)
         if self._in_backward is not None:
-            optimizer_in_backward.check_norm(largest)
+            check_norm(largest)
         self._optimizer_step.clip = largest
 
     @property

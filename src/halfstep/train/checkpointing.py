@@ -103,12 +103,12 @@ def run_on_first_rank(world: World, call: Callable[[], T]) -> T | None:
     """
     result: T | None = None
     local_error: UserError | OSError | None = None
-    if world.leads:
+    if world.is_first:
         try:
             result = call()
         except (UserError, OSError) as error:
             local_error = error
-    fault = process_group.same_everywhere(
+    fault = process_group.broadcast_object(
         None if local_error is None else str(local_error)
     )
     if fault is not None:
@@ -133,7 +133,7 @@ def find_resume_checkpoint(
         newest = folder.newest(_checked_notes)
         return None if newest is None else _check_best(folder, *newest)
 
-    return process_group.same_everywhere(run_on_first_rank(world, find))
+    return process_group.broadcast_object(run_on_first_rank(world, find))
 
 
 def _check_best(

@@ -1,8 +1,8 @@
-"""What a reader should know about a run's data, and what to do about it.
+"""Checks of a run's data, with what to do about each finding.
 
-In: a trainer. Out: sentences for the report, none where there is nothing to say. What
-there is to say of the training itself the doctor says, and of texts that come more
-than once, which are counted here.
+In: a trainer. Out: sentences for the report, none where there is nothing to report.
+Findings about the training itself are the doctor's, and so are those about repeated
+texts, which are counted here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from halfstep.reporting.table import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +36,7 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
     if corpus.task == "ner" and len(corpus.test) and not corpus.test.words():
         findings.append(
             "The test texts hold no entity: whatever the model finds there, its F1 is "
-            "0; mark some, or judge on other texts."
+            "0; annotate some, or evaluate on other texts."
         )
     for split, encoded in trainer.job.encoded.items():
         cut = cut_texts(encoded, trainer.job.longest)
@@ -47,12 +49,10 @@ def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ..
             )
     inexact = trainer.job.encoded["train"].inexact
     if inexact:
-        things, they = "entities", "they begin or end inside one, or lie"
-        if inexact == 1:
-            things, they = "entity", "it begins or ends inside one, or lies"
+        number = format_count(inexact, "entity", "entities")
         findings.append(
-            f"{inexact} {things} of the training file cannot be shown exactly by "
-            f"tokens: {they} beyond --max-length."
+            f"{number} of the training file cannot be shown exactly by tokens: an edge "
+            "is inside a token, or beyond --max-length."
         )
     return tuple(findings)
 
@@ -63,9 +63,8 @@ def left_out_findings(corpus: Corpus) -> list[str]:
     if not faults:
         return []
     listed = " ".join(faults[:_MAX_LISTED])
-    more = (
-        f" And {len(faults) - _MAX_LISTED} more." if len(faults) > _MAX_LISTED else ""
-    )
+    rest = len(faults) - _MAX_LISTED
+    more = f" And {rest} more." if rest > 0 else ""
     are = "sentence is" if len(faults) == 1 else "sentences are"
     return [f"{len(faults)} {are} left out for invalid tags: {listed}{more}"]
 

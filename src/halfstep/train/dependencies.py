@@ -22,7 +22,6 @@ TO_PREDICT = {
 TO_TRAIN = TO_PREDICT | {
     "jinja2": "jinja2",
     "matplotlib": "matplotlib",
-    "nervaluate": "nervaluate",
     "rich": "rich",
     "scikit-learn": "sklearn",
     "tomli-w": "tomli_w",

@@ -21,7 +21,7 @@ from halfstep.diagnostics.doctor import RunFacts, examine, run_reader
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
 from halfstep.machine import hardware
-from halfstep.reporting.table import Cell, Table, count
+from halfstep.reporting.table import Cell, Table, format_count
 from halfstep.train.data_checks import count_repeats, data_findings
 from halfstep.train.evaluate import EVAL_BATCH, collect_outputs
 from halfstep.train.preflight_batch import check_first_batch
@@ -67,7 +67,7 @@ def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunRe
         record = trainer.train_step(work, clock)
         times.append(1 / record["examples_per_s"] * work.size)
         skipped, loss = record["skipped_total"], record["loss"]
-        if process_group.same_everywhere(time.perf_counter() - began > _MAX_SECONDS):
+        if process_group.broadcast_object(time.perf_counter() - began > _MAX_SECONDS):
             break
     step = statistics.median(times[_WARM_UP:] or times)
     # A large dev split takes minutes; the longest texts take the most memory.
@@ -102,17 +102,17 @@ def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunRe
         "allocated by torch on the GPU of" if job.plan.device == "cuda" else "in"
     )
     eval_count, epochs = (
-        count(len(eval_texts), "dev text"),
-        count(plan.order.epochs, "epoch"),
+        format_count(len(eval_texts), "dev text"),
+        format_count(plan.order.epochs, "epoch"),
     )
     first = f"loss {loss:.3f}, {skipped} of {len(times)} skipped"
     rows: tuple[tuple[Cell, ...], ...] = (
         ("level", f"{session.choice}: {session.choice.reason}"),
-        ("data", f"{corpus.sizes}; {count(len(corpus.labels), 'label')}"),
+        ("data", f"{corpus.sizes}; {format_count(len(corpus.labels), 'label')}"),
         ("tokens", f"median {middle:.0f}, longest {most}, cut after {job.longest}"),
         ("padding", f"{padding_fraction(lengths, plan.order):.1%} of what is computed"),
         ("parameters", f"{num_params / 1e6:.1f} million"),
-        ("steps", f"{total} of {count(batch, 'text')}, in {epochs}"),
+        ("steps", f"{total} of {format_count(batch, 'text')}, in {epochs}"),
         ("a step", f"{step * 1000:.0f} ms, {batch / step:.0f} texts a second"),
         ("training", f"{_duration(step * total)}, evaluation apart"),
         ("memory", f"{peak:.0f} MiB at most so far, {memory_scope} the first process"),
@@ -135,7 +135,7 @@ def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunRe
     tables = (table,) if report is None else (table, *report.tables())
     if report is not None:
         summary["verdict"] = report.verdict
-    process_group.wait_for_all()
+    process_group.barrier()
     return RunResult(summary, tables, folder, trainer.examples)
 
 

@@ -15,8 +15,6 @@ from halfstep.train.data.length_batches import ordered
 from halfstep.train.tasks import Objective
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from halfstep.distributed.process_group import World
     from halfstep.session.session import Session
     from halfstep.train.data.corpus import Split
@@ -48,7 +46,7 @@ def collect_outputs(
         The filled `task.empty_outputs`, on the CPU; and the mean cross-entropy of
         all targets in nats, without weights and smoothing.
     """
-    model: Any = ddp.bare(session.model)
+    model: Any = ddp.unwrap(session.model)
     outputs = task.empty_outputs(encoded, model.config.num_labels)
     sums = torch.zeros(2, dtype=torch.float64)
     batches = ordered(encoded.lengths, EVAL_BATCH)
@@ -69,8 +67,8 @@ def collect_outputs(
             sums += torch.tensor([float(loss), num_targets], dtype=torch.float64)
             task.write_outputs(outputs, encoded, indices, logits)
     model.train()
-    all_outputs = process_group.total(outputs.to(world.device)).cpu()
-    summed, count = process_group.total(sums.to(world.device)).tolist()
+    all_outputs = process_group.all_reduce_sum(outputs.to(world.device)).cpu()
+    summed, count = process_group.all_reduce_sum(sums.to(world.device)).tolist()
     return all_outputs, summed / max(1.0, count)  # texts may be without any token
 
 
@@ -87,9 +85,5 @@ def baseline_accuracy(train: Split, test: Split) -> float:
         CountVectorizer(analyzer="char", ngram_range=(1, 2)),
         LogisticRegression(max_iter=1000),
     )
-    pipeline.fit(_read(train), train.labels())
-    return float(pipeline.score(_read(test), test.labels()))
-
-
-def _read(split: Split) -> Sequence[str]:
-    return list(split.texts())
+    pipeline.fit(list(train.texts()), train.labels())
+    return float(pipeline.score(list(test.texts()), test.labels()))

@@ -18,7 +18,7 @@ import torch
 
 from halfstep.diagnostics.probe import Probe
 from halfstep.distributed import process_group
-from halfstep.reporting.table import count
+from halfstep.reporting.table import format_count
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train import checkpointing, profile_step, replay_step
 from halfstep.train.evaluate import collect_outputs
@@ -113,7 +113,7 @@ class Trainer:
                 self.session.model,
                 mode,
                 after=self.state.step,
-                log=self.folder.log if self.world.leads else None,
+                log=self.folder.log if self.world.is_first else None,
                 over_ranks=self.world.size > 1,
             )
 
@@ -205,7 +205,7 @@ class Trainer:
             losses=self._skip_watcher.history(self.session.steps_applied),
             failed=failed,
         )
-        if origin is not None and self.world.leads:
+        if origin is not None and self.world.is_first:
             event = {"step": batch.number, "event": "bad_op"}
             self.folder.log(origin.data() | event)
         return origin
@@ -217,7 +217,7 @@ class Trainer:
         """Make a step; of one early in the run, write down where its time went."""
         total, device = self.job.plan.total_steps, self.world.device
         if not (
-            self.world.leads
+            self.world.is_first
             and profile_step.is_profile_step(batch.number, total, device)
         ):
             return self.train_step(batch, clock)
@@ -237,7 +237,7 @@ class Trainer:
         name = self.job.plan.best_by
         return (
             f"stopped early after step {number}: {name} has not improved in "
-            f"{count(self.state.waited, 'evaluation')}; the best is of step "
+            f"{format_count(self.state.waited, 'evaluation')}; the best is of step "
             f"{self.state.best_step}"
         )
 
@@ -300,7 +300,7 @@ class Trainer:
         """Return a sum over all processes; learn on the way who is asked to stop."""
         asked = [float(self.stop.signal == number) for number in _SIGNALS]
         values = torch.cat([summed[None], torch.tensor(asked, device=summed.device)])
-        total, *votes = process_group.total(values).tolist()
+        total, *votes = process_group.all_reduce_sum(values).tolist()
         for number, vote in zip(_SIGNALS, votes, strict=True):
             if vote and not self._stop_signal:
                 self._stop_signal = number
@@ -311,7 +311,7 @@ class Trainer:
         self._reduce_loss_and_stop(torch.zeros((), device=self.world.device))
 
     def _log(self, record: Mapping[str, Any]) -> None:
-        if self.world.leads:
+        if self.world.is_first:
             self.folder.log(record)
             if self._tensorboard is not None:
                 self._tensorboard.write(record)
@@ -335,7 +335,7 @@ class Trainer:
             self.state.best_step, self.state.best_score = number, score
         self.state.waited = 0 if better else self.state.waited + 1
         # Processors of several kinds may differ in a last digit, and so in a decision.
-        self.state = process_group.same_everywhere(self.state)
+        self.state = process_group.broadcast_object(self.state)
         better = self.state.best_step == number
         scores = {f"dev_{key}": value for key, value in metrics.scores.items()}
         dev_metrics = {"dev_loss": metrics.loss, **scores, "classes": metrics.classes()}
@@ -355,7 +355,7 @@ class Trainer:
             for lost in self.session.lost_updates()
             if lost.step == step and lost.share is not None
         ]
-        if groups and self.world.leads:
+        if groups and self.world.is_first:
             self.folder.log({"step": step, "event": "lost_updates", "groups": groups})
 
     def _divergence_message(self, loss: float) -> str:

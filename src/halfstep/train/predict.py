@@ -1,4 +1,4 @@
-"""What a finished run makes of new texts: labels, or entities.
+"""Predictions of a finished run for new texts: labels, or entities.
 
 In: the folder of a run and texts. Out: one prediction a text, in order, as they come,
 and how many texts were longer than the model reads.

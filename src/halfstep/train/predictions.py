@@ -1,4 +1,4 @@
-"""Predictions on their way to a person or a file.
+"""Output of predictions: tables to read, and files of JSON lines.
 
 In: predictions as they come. Out: a table, or a file of JSON lines, whole or not at
 all, with progress.
@@ -7,7 +7,6 @@ all, with progress.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import secrets
@@ -17,7 +16,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import Cell, Table, count
+from halfstep.reporting.table import Cell, Table, format_count
 from halfstep.train.data.text_lines import decode_lines
 from halfstep.train.predict import Label
 
@@ -38,21 +37,13 @@ def lines(source: BinaryIO) -> Iterator[str]:
             a file to train on, or there is no text.
     """
     empty = True
-    for line in decode_lines("standard input", _read(source)):
+    for line in decode_lines("standard input", source):
         if text := line.strip():
             empty = False
             yield text
     if empty:
         message = "standard input holds no text; give one a line."
         raise UserError(message)
-
-
-def _read(source: BinaryIO) -> Iterator[bytes]:
-    try:
-        yield from source
-    except OSError as error:
-        message = f"standard input cannot be read: {error.strerror}."
-        raise UserError(message) from error
 
 
 def drop_blank(texts: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -80,27 +71,24 @@ def tables(
         outputs: Names of the model's outputs, for the columns of classes.
         notes: What else is to be said.
     """
-    first = next(predictions)
     rows: list[tuple[Cell, ...]] = []
-    if isinstance(first, Label):
-        columns: tuple[str, ...] = ("label", *(f"p({name})" for name in outputs))
-        rows += [
-            (each.label, *each.probabilities.values(), each.text)
-            for each in itertools.chain([first], predictions)
-            if isinstance(each, Label)
-        ]
-        notes += _cut_note(predictions)
-        return [Table("Predictions", (*columns, "text"), tuple(rows), notes)]
-    for number, each in enumerate(itertools.chain([first], predictions), 1):
-        if not isinstance(each, Label):
+    columns: tuple[str, ...] = ("text", "kind", "entity", "start", "end")
+    title = "Entities"
+    about: tuple[str, ...] = (
+        "text: counted from 1; start, end: characters, the end not included",
+    )
+    for number, each in enumerate(predictions, 1):
+        if isinstance(each, Label):
+            title, about = "Predictions", ()
+            columns = ("label", *(f"p({name})" for name in outputs), "text")
+            rows.append((each.label, *each.probabilities.values(), each.text))
+        else:
             rows += [
                 (number, entity.kind, entity.words, entity.start, entity.end)
                 for entity in each.entities
             ] or [(number, "-", "no entity", None, None)]
-    columns = ("text", "kind", "entity", "start", "end")
-    about = "text: counted from 1; start, end: characters, the end not included"
-    notes = (about, *notes, *_cut_note(predictions))
-    return [Table("Entities", columns, tuple(rows), notes)]
+    notes = (*about, *notes, *_cut_note(predictions))
+    return [Table(title, columns, tuple(rows), notes)]
 
 
 def _cut_note(predictions: Predictions) -> tuple[str, ...]:
@@ -185,5 +173,5 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _progress(number: int, seconds: float) -> None:
     rate = number / seconds if seconds else 0.0
-    message = f"{count(number, 'text')}, {rate:.0f} a second"
+    message = f"{format_count(number, 'text')}, {rate:.0f} a second"
     print(message, file=sys.stderr, flush=True)

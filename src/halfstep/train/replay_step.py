@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.diagnostics.replay import first_bad, not_reproduced
+from halfstep.diagnostics.replay import find_nonfinite, not_reproduced
 from halfstep.distributed import process_group
 from halfstep.scaling.step_history import LossHistory
 
@@ -105,7 +105,7 @@ def replay(
         losses: Of the steps applied before.
         failed: The step was seen to fail, from these very weights.
     """
-    world = process_group.size()
+    world = process_group.world_size()
     weight = world / batch.weight  # as the session divides by the micro-batches
     failures: list[str] = []
 
@@ -119,7 +119,7 @@ def replay(
 
     def search() -> BadOp | None:
         try:
-            return first_bad(
+            return find_nonfinite(
                 session.model,
                 [of(place) for place in range(len(batch.parts))],
                 scale=scale,
@@ -134,10 +134,10 @@ def replay(
             return None
 
     for _ in range(2 if failed else 1):
-        origin = process_group.first_given(search())
+        origin = process_group.first_not_none(search())
         if origin is not None:
             return origin
-    reason = process_group.first_given(next(iter(failures), None))
+    reason = process_group.first_not_none(next(iter(failures), None))
     if reason is not None:
         message = f"step {batch.number} failed, and could not be run again: {reason}"
         warnings.warn(message, stacklevel=2)

@@ -19,10 +19,10 @@ from halfstep.diagnostics.doctor import environment
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
 from halfstep.machine import hardware
-from halfstep.machine.recommendation import Choice, choose
+from halfstep.machine.recommendation import Choice, resolve
 from halfstep.numerics import formats
 from halfstep.policy import levels
-from halfstep.reporting.table import count
+from halfstep.reporting.table import format_count
 from halfstep.session.factory import prepare
 from halfstep.train import (
     checkpointing,
@@ -126,7 +126,7 @@ def run(
 
 def _check_same(fingerprint: str) -> None:
     """Refuse data that are not those of the first process: each reads its own copy."""
-    if process_group.same_everywhere(fingerprint) != fingerprint:
+    if process_group.broadcast_object(fingerprint) != fingerprint:
         message = (
             f"--data is not the same on {platform.node()} as on the first machine; "
             "copy it from there."
@@ -165,7 +165,7 @@ def _is_restart(folder: RunFolder, settings: Mapping[str, Any], world: World) ->
         return is_restart
 
     return bool(
-        process_group.same_everywhere(checkpointing.run_on_first_rank(world, ask))
+        process_group.broadcast_object(checkpointing.run_on_first_rank(world, ask))
     )
 
 
@@ -180,7 +180,11 @@ def _train(
     All processes stop together, so all can leave as after a whole run.
     """
     trainer = ready.trainer
-    plan, choice, leads = trainer.job.plan, trainer.session.choice, trainer.world.leads
+    plan, choice, leads = (
+        trainer.job.plan,
+        trainer.session.choice,
+        trainer.world.is_first,
+    )
     display = progress(plan.total_steps, trainer.state.step, leads=leads)
     for line in (*faults, *_opening_lines(config, trainer, ready.network, notes)):
         display.print_line(line)
@@ -354,8 +358,8 @@ def _choice(
     and its processes follow the first.
     """
     if notes is None:
-        return process_group.same_everywhere(
-            choose(config.level, config.dtype, world.device.type)
+        return process_group.broadcast_object(
+            resolve(config.level, config.dtype, world.device.type)
         )
     level, dtype = levels.parse(notes["level"]), formats.parse(notes["dtype"])
     return Choice(level, dtype, notes["reason"])
@@ -404,10 +408,10 @@ def _opening_lines(
     }[corpus.task]
     start = f", from step {step}" if step else ""
     size, batch = num_params / 1e6, plan.order.batch_size
-    steps = f"{count(plan.total_steps, 'step')} of {count(batch, 'text')}"
+    steps = f"{format_count(plan.total_steps, 'step')} of {format_count(batch, 'text')}"
     lines = [
         f"level {choice}{master_weights}: {choice.reason}",
-        f"{corpus.name}: {corpus.sizes} in {count(len(corpus.labels), *things)}",
+        f"{corpus.name}: {corpus.sizes} in {format_count(len(corpus.labels), *things)}",
         f"model of {size:.1f} million parameters, {steps}{processes}{start}",
     ]
     if notes is not None and notes["processes"] != world.size:

@@ -1,4 +1,4 @@
-"""What each step reads: its batch, this process's part of it, as tensors that wait.
+"""The batch of each step, and this process's part of it, as tensors.
 
 In: encoded examples and the order of batches. Out: `StepBatch`, one a step, made in
 this process or ahead of time by others.

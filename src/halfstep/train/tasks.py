@@ -1,6 +1,6 @@
-"""What sets one kind of training apart from another: outputs, loss, and judgement.
+"""The kinds of training: their outputs, losses and metrics.
 
-In: the name of a task. Out: a `Task`, which the loop asks where it would otherwise
+In: the name of a task. Out: a `Task`, which the loop calls where it would otherwise
 have to know what is trained.
 
 Shapes: B examples, T positions, K outputs, N examples of a split.
@@ -9,19 +9,19 @@ Shapes: B examples, T positions, K outputs, N examples of a split.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import count
+from halfstep.reporting.table import format_count
 from halfstep.train.data import entity_tags
 from halfstep.train.data.entity_tags import IGNORED
 from halfstep.train.metrics import entities
 from halfstep.train.metrics import labels as metrics_labels
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from torch import Tensor
@@ -32,101 +32,53 @@ if TYPE_CHECKING:
     from halfstep.train.metrics.result import EvalMetrics
 
 
-class Task(Protocol):
-    """A kind of training."""
-
-    @property
-    def name(self) -> str:
-        """The word of --task."""
-
-    @property
-    def head(self) -> str:
-        """End of the class name of its models in transformers."""
-
-    def output_names(self, labels: Sequence[str]) -> tuple[str, ...]:
-        """Return what each output of the model stands for."""
-
-    def empty_outputs(self, encoded: EncodedTexts, num_outputs: int) -> Tensor:
-        """Return zeros for `write_outputs`; the sum over ranks is complete."""
-
-    def write_outputs(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        indices: np.ndarray,
-        logits: Tensor,
-    ) -> None:
-        """Store the outputs of a batch at the places of its examples."""
-
-    def compute_metrics(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        split: Split,
-        labels: Sequence[str],
-        loss: float,
-    ) -> EvalMetrics:
-        """Return the metrics of the stored outputs."""
-
-    def worst_examples(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        split: Split,
-        labels: Sequence[str],
-    ) -> Table:
-        """Return the errors that are worth reading."""
-
-
 @dataclass(frozen=True)
-class Classify:
-    """One label a text."""
+class Task:
+    """A kind of training: what an output of the model is, and how outputs are scored.
 
-    name: str = "classify"
-    head: str = "SequenceClassification"
+    `labels` are the classes or entity types of a corpus, at their ids.
+    """
 
-    def output_names(self, labels: Sequence[str]) -> tuple[str, ...]:
-        """Return the classes."""
-        return tuple(labels)
+    name: str
+    """The word of --task."""
+    head: str
+    """End of the class name of its models in transformers."""
+    output_names: Callable[[Sequence[str]], tuple[str, ...]]
+    """(labels) -> what each output of the model stands for."""
+    empty_outputs: Callable[[EncodedTexts, int], Tensor]
+    """(examples, K) -> zeros for `write_outputs`; the sum over ranks is complete."""
+    write_outputs: Callable[[Tensor, EncodedTexts, np.ndarray, Tensor], None]
+    """(outputs, examples, indices, logits) stores a batch at its examples' places."""
+    compute_metrics: Callable[
+        [Tensor, EncodedTexts, Split, Sequence[str], float], EvalMetrics
+    ]
+    """(outputs, examples, split, labels, mean loss) -> their metrics."""
+    worst_examples: Callable[[Tensor, EncodedTexts, Split, Sequence[str]], Table]
+    """(outputs, examples, split, labels) -> the errors that are worth reading."""
 
-    def empty_outputs(self, encoded: EncodedTexts, num_outputs: int) -> Tensor:
-        """Return a place for the logits of each example. float32, shape (N, K)."""
-        return torch.zeros(len(encoded), num_outputs)
 
-    def write_outputs(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        indices: np.ndarray,
-        logits: Tensor,
-    ) -> None:
-        """Write down logits of shape (B, K)."""
-        del encoded
-        outputs[torch.from_numpy(indices)] = logits.to(outputs)
+def _write_logits(
+    outputs: Tensor, encoded: EncodedTexts, indices: np.ndarray, logits: Tensor
+) -> None:
+    del encoded
+    outputs[torch.from_numpy(indices)] = logits.to(outputs)
 
-    def compute_metrics(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        split: Split,
-        labels: Sequence[str],
-        loss: float,
-    ) -> EvalMetrics:
-        """Return accuracy, precision, recall, F1 and correlation."""
-        del split, loss  # the logits tell it, without the rounding of a running sum
-        return metrics_labels.compute_metrics(outputs, _targets(encoded), labels)
 
-    def worst_examples(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        split: Split,
-        labels: Sequence[str],
-    ) -> Table:
-        """Return the wrong guesses that the model was surest of."""
-        return metrics_labels.worst_examples(
-            split.text, outputs, _targets(encoded), labels
-        )
+def _label_metrics(
+    outputs: Tensor,
+    encoded: EncodedTexts,
+    split: Split,
+    labels: Sequence[str],
+    loss: float,
+) -> EvalMetrics:
+    del split, loss  # the logits give it without the rounding of a running sum
+    return metrics_labels.compute_metrics(outputs, _targets(encoded), labels)
+
+
+def _worst_labels(
+    outputs: Tensor, encoded: EncodedTexts, split: Split, labels: Sequence[str]
+) -> Table:
+    return metrics_labels.worst_examples(split.text, outputs, _targets(encoded), labels)
 
 
 def _targets(encoded: EncodedTexts) -> Tensor:
@@ -134,61 +86,32 @@ def _targets(encoded: EncodedTexts) -> Tensor:
     return torch.from_numpy(encoded.labels)
 
 
-@dataclass(frozen=True)
-class Entities:
-    """Named entities: a tag for each token, spans of characters for people."""
+def _write_tags(
+    outputs: Tensor, encoded: EncodedTexts, indices: np.ndarray, logits: Tensor
+) -> None:
+    """Store the best valid tags, from logits of shape (B, T, K)."""
+    tags = best_tags(encoded, indices, logits)
+    for index, row in zip(indices, tags, strict=True):
+        begin, length = encoded.begins[index], encoded.lengths[index]
+        outputs[begin : begin + length] = torch.from_numpy(row[:length])
 
-    name: str = "ner"
-    head: str = "TokenClassification"
 
-    def output_names(self, labels: Sequence[str]) -> tuple[str, ...]:
-        """Return the tags of the kinds."""
-        return entity_tags.tag_names(labels)
+def _entity_metrics(
+    outputs: Tensor,
+    encoded: EncodedTexts,
+    split: Split,
+    labels: Sequence[str],
+    loss: float,
+) -> EvalMetrics:
+    pair = _true_and_predicted(outputs, encoded, split)
+    return entities.compute_metrics(*pair, labels, loss)
 
-    def empty_outputs(self, encoded: EncodedTexts, num_outputs: int) -> Tensor:
-        """Return a place for the tag of each token. int32, shape (tokens,)."""
-        del num_outputs
-        return torch.zeros(int(encoded.lengths.sum()), dtype=torch.int32)
 
-    def write_outputs(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        indices: np.ndarray,
-        logits: Tensor,
-    ) -> None:
-        """Write down the best valid tags, from logits of shape (B, T, K)."""
-        tags = best_tags(encoded, indices, logits)
-        begins = encoded.begins
-        for index, row in zip(indices, tags, strict=True):
-            length = int(encoded.lengths[index])
-            begin = int(begins[index])
-            outputs[begin : begin + length] = torch.from_numpy(row[:length])
-
-    def compute_metrics(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        split: Split,
-        labels: Sequence[str],
-        loss: float,
-    ) -> EvalMetrics:
-        """Return precision, recall and F1 of whole entities."""
-        true_entities, predicted_entities = _true_and_predicted(outputs, encoded, split)
-        return entities.compute_metrics(true_entities, predicted_entities, labels, loss)
-
-    def worst_examples(
-        self,
-        outputs: Tensor,
-        encoded: EncodedTexts,
-        split: Split,
-        labels: Sequence[str],
-    ) -> Table:
-        """Return texts whose entities were missed, invented or confused."""
-        true_entities, predicted_entities = _true_and_predicted(outputs, encoded, split)
-        return entities.worst_examples(
-            split.text, true_entities, predicted_entities, labels
-        )
+def _worst_entities(
+    outputs: Tensor, encoded: EncodedTexts, split: Split, labels: Sequence[str]
+) -> Table:
+    pair = _true_and_predicted(outputs, encoded, split)
+    return entities.worst_examples(split.text, *pair, labels)
 
 
 def best_tags(encoded: EncodedTexts, indices: np.ndarray, logits: Tensor) -> np.ndarray:
@@ -217,7 +140,30 @@ def _true_and_predicted(
     return [split.spans(i) for i in range(len(encoded))], predicted
 
 
-TASKS: dict[str, Task] = {task.name: task for task in (Classify(), Entities())}
+TASKS: dict[str, Task] = {
+    "classify": Task(
+        "classify",
+        "SequenceClassification",
+        output_names=tuple,
+        # fp32 logits, shape (N, K).
+        empty_outputs=lambda encoded, count: torch.zeros(len(encoded), count),
+        write_outputs=_write_logits,
+        compute_metrics=_label_metrics,
+        worst_examples=_worst_labels,
+    ),
+    "ner": Task(
+        "ner",
+        "TokenClassification",
+        output_names=entity_tags.tag_names,
+        # int32 tags, shape (tokens,).
+        empty_outputs=lambda encoded, _: torch.zeros(
+            int(encoded.lengths.sum()), dtype=torch.int32
+        ),
+        write_outputs=_write_tags,
+        compute_metrics=_entity_metrics,
+        worst_examples=_worst_entities,
+    ),
+}
 """Name -> task."""
 
 
@@ -280,7 +226,8 @@ def check_class_weights(weights: Sequence[float], labels: Sequence[str]) -> Tens
     """
     if len(weights) != len(labels):
         message = (
-            f"--class-weights holds {count(len(weights), 'number')} for {len(labels)} "
+            f"--class-weights holds {format_count(len(weights), 'number')} "
+            f"for {len(labels)} "
             f"classes; give one each, in the order {', '.join(labels)}."
         )
         raise UserError(message)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfstep.casting.autocast_mode import Region
+from halfstep.casting.autocast_mode import Autocast
 from halfstep.casting.autocast_mode import autocast as region_of
-from halfstep.casting.policy_autocast import Steered
+from halfstep.casting.policy_autocast import PolicyAutocast
 from halfstep.casting.weight_cache import CastCache
 from halfstep.compat.apex.lists import BANNED, FP32_NAMES, PATCHED_FP32, policy_for
 from halfstep.compat.apex.state import STATE, AmpError
@@ -95,13 +95,13 @@ class AmpHandle:
         for function in self.registered:
             self._wrap(function)
         for device, cache in self._caches.items():
-            region = Steered(
-                Region(device, self.dtype, enabled=True, cache_enabled=self._caching),
+            region = PolicyAutocast(
+                Autocast(device, self.dtype, enabled=True, cache_enabled=self._caching),
                 policy_for(device),
                 cache,
-                weights=True,
+                cache_weights=True,
                 record=False,
-                matched=set(),
+                matched_rules=set(),
             )
             self._exit_stack.enter_context(region)
 

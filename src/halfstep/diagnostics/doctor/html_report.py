@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from halfstep.diagnostics.doctor.gemm_shapes import name_of
 from halfstep.diagnostics.doctor.text import lead, not_evaluated_lines
 from halfstep.numerics import formats
-from halfstep.numerics.tensor_summary import lowest, merged, top
+from halfstep.numerics.tensor_summary import max_exponent, merged, underflow_exponent
 from halfstep.reporting import exponent_plots, html
 from halfstep.reporting.html import Bar, Card, Chart, Curve, Drawing, Section
-from halfstep.reporting.table import Table, line
+from halfstep.reporting.table import Table, single_line
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -66,7 +66,7 @@ def page(facts: RunFacts, examination: Examination) -> str:
     empty = {Section(each.heading) for each in sections}
     empty.add(Section("Exponents by layer", _EXPONENTS))
     nonempty = [section for section in sections if section not in empty]
-    title = line(f"halfstep doctor: {facts.name}")
+    title = single_line(f"halfstep doctor: {facts.name}")
     return html.page(title, nonempty, lead(facts, examination))
 
 
@@ -80,8 +80,10 @@ def _card(finding: Finding) -> Card:
     if not finding.limit:
         against = (("source", finding.source),)
     fields = (("measured", finding.measured), *against, ("advice", finding.advice))
-    lines = tuple((name, line(words)) for name, words in fields)
-    return Card(finding.severity, line(f"{finding.rule}: {finding.where}"), lines)
+    lines = tuple((name, single_line(words)) for name, words in fields)
+    return Card(
+        finding.severity, single_line(f"{finding.rule}: {finding.where}"), lines
+    )
 
 
 def _lines(
@@ -94,7 +96,7 @@ def _lines(
         format_ = formats.FORMATS.get(name)
         if format_ is None:
             continue
-        zero, full = lowest(format_), top(format_) + 1
+        zero, full = underflow_exponent(format_), max_exponent(format_) + 1
         if name == "fp16" or min(powers) <= zero:
             lines.append(exponent_plots.Line(zero, f"{name}: 0 below"))
         if name == "fp16" or max(powers) + 1 >= full:
@@ -111,7 +113,7 @@ def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
     drawings = []
     for ending, title, how, scale in kinds:
         histograms = [
-            (line(name.removesuffix(ending)), merged(samples, scale))
+            (single_line(name.removesuffix(ending)), merged(samples, scale))
             for name, samples in facts.stats.items()
             if name.endswith(ending)
         ]
@@ -125,7 +127,7 @@ def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
             notes.append(f"{rest} more, less large and less small, are left out.")
         lines = _lines(facts, [histogram for _, histogram in extremes])
         caption = f"{title}, {how}" if how else title
-        svg = exponent_plots.over_layers(extremes, lines, caption)
+        svg = exponent_plots.plot_layers(extremes, lines, caption)
         drawings.append(Drawing(caption, svg, tuple(notes)))
     return tuple(drawings)
 
@@ -150,7 +152,7 @@ def _exponent_history(
     many = {
         name: samples
         for name, samples in facts.stats.items()
-        if len(samples) > 1 and any(each.tally.exponents for each in samples)
+        if len(samples) > 1 and any(each.summary.exponents for each in samples)
     }
     tops = sorted(many, key=lambda name: -_top(many[name]))
     lows = sorted(many, key=lambda name: _low(many[name]))
@@ -161,19 +163,19 @@ def _exponent_history(
         scale = facts.scale if name.endswith(":grad") else 1.0
         samples = [(s.step, merged([s], scale)) for s in many[name]]
         lines = _lines(facts, [h for _, h in samples if h])
-        words = line(name)
+        words = single_line(name)
         drawings.append(
-            Drawing(words, exponent_plots.over_steps(samples, lines, words))
+            Drawing(words, exponent_plots.plot_steps(samples, lines, words))
         )
     return tuple(drawings)
 
 
 def _top(samples: Sequence[Sample]) -> int:
-    return max(max(each.tally.exponents, default=-9999) for each in samples)
+    return max(max(each.summary.exponents, default=-9999) for each in samples)
 
 
 def _low(samples: Sequence[Sample]) -> int:
-    return min(min(each.tally.exponents, default=9999) for each in samples)
+    return min(min(each.summary.exponents, default=9999) for each in samples)
 
 
 def _curve(

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_summary import (
-    flushed,
-    lowest,
+    exponent_span,
+    flushed_share,
+    max_exponent,
     merged,
-    normal,
+    min_normal_exponent,
     share_below,
-    span,
-    top,
+    underflow_exponent,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _largest_gradient(facts: RunFacts) -> float | None:
     """Return the largest magnitude of a gradient, not scaled; None if none was seen."""
     return max(
         (
-            s.tally.amax / s.scale
+            s.summary.amax / s.scale
             for samples in facts.gradients.values()
             for s in samples
         ),
@@ -67,7 +67,7 @@ def safe_scale(facts: RunFacts) -> float | None:
     if largest is None:
         return None
     highest = math.frexp(largest)[1] - 1
-    return float(2.0 ** min(top(formats.FP16) - highest - _MARGIN, _HIGHEST))
+    return float(2.0 ** min(max_exponent(formats.FP16) - highest - _MARGIN, _HIGHEST))
 
 
 def _scale_word(scale: float) -> str:
@@ -81,10 +81,10 @@ def _scale_advice(facts: RunFacts) -> str:
     Each doubling keeps half of what was lost, where small numbers lie evenly.
     """
     safe = safe_scale(facts) or facts.scale
-    word, low = _scale_word(safe), lowest(formats.FP16)
+    word, low = _scale_word(safe), underflow_exponent(formats.FP16)
     per_tensor = facts.gradients.values()
     worst_flushed = max(
-        (flushed(samples, formats.FP16) for samples in per_tensor), default=0.0
+        (flushed_share(samples, formats.FP16) for samples in per_tensor), default=0.0
     )
     raised = max(0, math.ceil(math.log2(worst_flushed / _FINE))) if worst_flushed else 0
     lost = max((share_below(merged(s, safe), low) for s in per_tensor), default=0.0)
@@ -108,14 +108,14 @@ def _scale_advice(facts: RunFacts) -> str:
 def _underflow(facts: RunFacts) -> Iterator[Observation]:
     advice = _scale_advice(facts)
     for name, samples in facts.gradients.items():
-        share = flushed(samples, formats.FP16)
+        share = flushed_share(samples, formats.FP16)
         measured = f"about {percent(share)} of its gradients become 0 in fp16"
         measured += f" at loss scale {_scale_word(samples[-1].scale)}"
         yield Observation(name, measured, advice, share, share)
 
 
 def _subnormal(facts: RunFacts) -> Iterator[Observation]:
-    low, full = lowest(formats.FP16), normal(formats.FP16)
+    low, full = underflow_exponent(formats.FP16), min_normal_exponent(formats.FP16)
     advice = _scale_advice(facts)
     for name, samples in facts.gradients.items():
         share = share_below(merged(samples), full, above=low)
@@ -136,7 +136,7 @@ def _gradient_room(facts: RunFacts) -> Iterator[Observation]:
     if facts.config.loss_scale is None:
         return  # it may have stood still and yet be free to move
     largest = {
-        name: max(s.tally.amax / s.scale for s in samples) * facts.scale
+        name: max(s.summary.amax / s.scale for s in samples) * facts.scale
         for name, samples in facts.gradients.items()
     }
     for name, amax in largest.items():
@@ -153,7 +153,7 @@ def _gradient_room(facts: RunFacts) -> Iterator[Observation]:
 
 def _output_room(facts: RunFacts) -> Iterator[Observation]:
     for name, samples in facts.samples(":output"):
-        stats = [s.tally for s in samples if s.tally.dtype == "fp16"]
+        stats = [s.summary for s in samples if s.summary.dtype == "fp16"]
         stats = [one for one in stats if 0 < one.amax <= formats.FP16.max]
         if stats:
             amax = max(one.amax for one in stats)
@@ -168,7 +168,7 @@ def _output_room(facts: RunFacts) -> Iterator[Observation]:
 def _too_low(facts: RunFacts) -> Iterator[Observation]:
     safe, largest = safe_scale(facts), _largest_gradient(facts)
     histogram = merged(s for samples in facts.gradients.values() for s in samples)
-    harm = share_below(histogram, normal(formats.FP16)) > _FINE
+    harm = share_below(histogram, min_normal_exponent(formats.FP16)) > _FINE
     largest = (largest or 0.0) * facts.scale
     if safe is not None and largest and safe > facts.scale and harm:
         room = math.log2(formats.FP16.max / largest)
@@ -182,10 +182,11 @@ def _spread(facts: RunFacts) -> Iterator[Observation]:
         (s for samples in facts.gradients.values() for s in samples), 1.0
     )
     measured = (
-        f"99.9 % of them span {span(histogram)} powers of two; fp16 holds 41 at most"
+        f"99.9 % of them span {exponent_span(histogram)} powers of two; "
+        "fp16 holds 41 at most"
     )
     yield Observation(
-        "gradients", measured, "Train in bf16 (--dtype bf16).", span(histogram)
+        "gradients", measured, "Train in bf16 (--dtype bf16).", exponent_span(histogram)
     )
 
 
@@ -195,7 +196,7 @@ def _coarse(facts: RunFacts) -> Iterator[Observation]:
     # Numbers that are all alike, each half a unit off, lose 7.5 dB more.
     best = 13.5 + 6.02 * format_.mantissa_bits
     for name, samples in facts.samples(":output"):
-        casts = [s.tally.casts.get(format_.name) for s in samples]
+        casts = [s.summary.casts.get(format_.name) for s in samples]
         sqnrs = [c.sqnr for c in casts if c is not None and c.sqnr is not None]
         if sqnrs:
             lost = best - min(sqnrs)

@@ -82,11 +82,12 @@ def _advice_on_skips(facts: RunFacts) -> str:
     """Return what ends skips that go on, the likeliest first."""
     rules = [str(event["rule"]) for event in facts.bad_ops if event.get("rule")]
     rule = Counter(rules).most_common(1)[0][0] if rules else "module:NAME=fp32"
-    ask = "" if rules else ", whose NAME halfstep.first_bad(model, step) tells"
+    ask = "" if rules else ", whose NAME halfstep.find_nonfinite(model, step) tells"
     keep = f"keep what overflows in fp32 (--policy 'lean + {rule}'{ask})"
     if facts.dtype != "fp16":
         return (
-            "Ask halfstep.first_bad(model, step) which operation makes it; lower --lr, "
+            "Ask halfstep.find_nonfinite(model, step) which operation makes it; "
+            "lower --lr, "
             f"look at the data of these steps, or {keep}."
         )
     stuck = facts.stuck_scale
@@ -216,7 +217,9 @@ def _lost_loss(facts: RunFacts) -> Iterator[Observation]:
     )
     measured += f"step {nonfinite[0].step}"
     measured += "" if applied else "; nothing tells whether there was an update"
-    advice = "Ask halfstep.first_bad(model, step) which operation made it; lower --lr."
+    advice = (
+        "Ask halfstep.find_nonfinite(model, step) which operation made it; lower --lr."
+    )
     weight = len(nonfinite) / len(recorded)
     yield Observation("loss", measured, advice, len(nonfinite), weight, severity)
 
@@ -237,7 +240,7 @@ def _events(facts: RunFacts, ending: str) -> list[tuple[int, str]]:
         for sample in samples
         if name.endswith(ending)
         and sample.step not in event_steps
-        and (sample.tally.infs or sample.tally.nans)
+        and (sample.summary.infs or sample.summary.nans)
     ]
     return sorted(events, key=lambda each: each[0])
 
@@ -325,8 +328,8 @@ def _bad_op(facts: RunFacts) -> Iterator[Observation]:
             len(events), f", and {len(events) - 1} times more"
         )
         measured = (
-            f"{op} ({kind}{phase}) made {first.get('made') or 'inf or NaN'} at step "
-            f"{first.get('step')}{times}; cause: {cause}"
+            f"{op} ({kind}{phase}) made {first.get('nonfinite_kind') or 'inf or NaN'} "
+            f"at step {first.get('step')}{times}; cause: {cause}"
         )
         evidence = str(first.get("evidence") or "").rstrip(".")
         measured += f" ({evidence})" if evidence else ""

@@ -88,7 +88,10 @@ def read(folder: Path) -> RunFacts:
 
     def weights() -> dict[str, str]:
         formats = json_fields.mapping(environment.get("weights") or {}, "weights")
-        return {name: json_fields.word(formats, name) or "unknown" for name in formats}
+        return {
+            name: json_fields.optional_text(formats, name) or "unknown"
+            for name in formats
+        }
 
     machine = None
     if "machine" in environment:
@@ -109,7 +112,7 @@ def read(folder: Path) -> RunFacts:
         padding=reader.try_parse(
             SUMMARY,
             lambda: (
-                json_fields.share(summary, "padded_share")
+                json_fields.fraction(summary, "padded_share")
                 if summary.get("padded_share") is not None
                 else None
             ),
@@ -184,17 +187,25 @@ class _Metrics:
         Raises:
             UserError: If it is damaged.
         """
-        event = json_fields.word(record, "event")
-        step = json_fields.whole(record, "step")
+        event = json_fields.optional_text(record, "event")
+        step = json_fields.integer(record, "step")
         if event is None:
             self._take_step(Step.from_data(record))
         elif event == "stats":
             self._take_stats(step, record)
         elif event == "non_finite":
-            self._note(step, NonFinite(step, json_fields.words(record, "where")))
+            self._note(step, NonFinite(step, json_fields.texts(record, "where")))
         elif event == "bad_op":
-            for key in ("phase", "op", "kind", "made", "evidence", "advice", "rule"):
-                json_fields.word(record, key)
+            for key in (
+                "phase",
+                "op",
+                "kind",
+                "nonfinite_kind",
+                "evidence",
+                "advice",
+                "rule",
+            ):
+                json_fields.optional_text(record, key)
             for key in ("module", "cause"):
                 json_fields.text(record, key)
             self._note(step, dict(record))
@@ -274,7 +285,7 @@ class _Metrics:
             scale = 1.0
             if name.endswith(":grad"):
                 scale = each.scale or scales.get(each.step) or 1.0
-            return type(each)(each.step, each.tally, scale)
+            return type(each)(each.step, each.summary, scale)
 
         per_tensor = {
             name: tuple(

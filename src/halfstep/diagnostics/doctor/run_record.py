@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from halfstep.numerics.tensor_summary import Sample, Tally
+from halfstep.numerics.tensor_summary import Sample, TensorSummary
 from halfstep.reporting import json_fields
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ class Step:
         spent = [json_fields.real(value, name) for name, value in parts.items()]
         scale = json_fields.number(data, "scale")
         return cls(
-            json_fields.whole(data, "step"),
+            json_fields.integer(data, "step"),
             json_fields.number(data, "loss"),
             json_fields.number(data, "lr"),
             scale if scale is not None and json_fields.is_scale(scale) else None,
-            json_fields.flag(data, "skipped"),
-            json_fields.words(data, "found_inf_in"),
+            json_fields.optional_bool(data, "skipped"),
+            json_fields.texts(data, "found_inf_in"),
             json_fields.number(data, "grad_norm"),
-            json_fields.amount(parts, "input") if "input" in parts else None,
+            json_fields.non_negative(parts, "input") if "input" in parts else None,
             _positive(sum(spent)),
         )
 
@@ -91,9 +91,9 @@ class Config:
             UserError: If a value has the wrong type.
         """
         names = ("level", "dtype", "master", "loss_scale", "device", "probe")
-        words = {name: json_fields.word(data, name) for name in names}
+        words = {name: json_fields.optional_text(data, name) for name in names}
         values = {name: value for name, value in words.items() if value != "auto"}
-        least = json_fields.whole(data, "accumulate", 0) or None
+        least = json_fields.integer(data, "accumulate", 0) or None
         return cls(
             **values, accumulate=least, clip=_positive(json_fields.number(data, "clip"))
         )
@@ -137,11 +137,11 @@ class Evaluation:
         for label in counts:
             count = json_fields.mapping(counts[label], label)
             true, predicted = (
-                json_fields.whole(count, key) for key in ("true", "predicted")
+                json_fields.integer(count, key) for key in ("true", "predicted")
             )
             classes.append(ClassCount(label, true, predicted))
         return cls(
-            json_fields.whole(data, "step"),
+            json_fields.integer(data, "step"),
             json_fields.number(data, "dev_loss"),
             tuple(classes),
         )
@@ -168,7 +168,7 @@ class SplitFacts:
         """
         fields = json_fields.mapping(data, "a split")
         names = ("texts", "repeated", "contradicting", "in_train")
-        return cls(*(json_fields.whole(fields, name) for name in names))
+        return cls(*(json_fields.integer(fields, name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -196,16 +196,18 @@ class ProfileRow:
             for shape in json_fields.items(data.get("shapes") or [], "shapes")
         )
         return cls(
-            json_fields.word(data, "op") or "unknown",
+            json_fields.optional_text(data, "op") or "unknown",
             tuple(
-                tuple(json_fields.whole({"shapes": n}, "shapes") for n in shape)
+                tuple(json_fields.integer({"shapes": n}, "shapes") for n in shape)
                 for shape in shapes
             ),
-            json_fields.words(data, "dtypes"),
-            json_fields.amount(data, "calls"),
-            json_fields.amount(data, "self_s"),
-            json_fields.amount(data, "flops") if data.get("flops") is not None else 0.0,
-            json_fields.word(data, "module"),
+            json_fields.texts(data, "dtypes"),
+            json_fields.non_negative(data, "calls"),
+            json_fields.non_negative(data, "self_s"),
+            json_fields.non_negative(data, "flops")
+            if data.get("flops") is not None
+            else 0.0,
+            json_fields.optional_text(data, "module"),
         )
 
 
@@ -248,21 +250,21 @@ class ProfileFacts:
         fields = json_fields.mapping(data, "profile")
         rows = json_fields.items(fields.get("rows") or [], "rows")
         return cls(
-            wall_s=json_fields.amount(fields, "wall_s"),
+            wall_s=json_fields.non_negative(fields, "wall_s"),
             rows=tuple(
                 ProfileRow.from_data(json_fields.mapping(r, "rows")) for r in rows
             ),
-            casts_s=json_fields.amount(fields, "casts_s"),
-            gemm_s=json_fields.amount(fields, "gemm_s"),
-            fp32_only_s=json_fields.amount(fields, "fp32_only_s"),
-            python_s=json_fields.amount(fields, "python_s"),
-            waits=json_fields.amount(fields, "waits"),
-            wait_s=json_fields.amount(fields, "wait_s"),
-            input_s=json_fields.amount(fields, "input_s"),
-            update_s=json_fields.amount(fields, "update_s"),
-            device=json_fields.word(fields, "device"),
-            level=json_fields.word(fields, "level"),
-            dtype=json_fields.word(fields, "dtype"),
+            casts_s=json_fields.non_negative(fields, "casts_s"),
+            gemm_s=json_fields.non_negative(fields, "gemm_s"),
+            fp32_only_s=json_fields.non_negative(fields, "fp32_only_s"),
+            python_s=json_fields.non_negative(fields, "python_s"),
+            waits=json_fields.non_negative(fields, "waits"),
+            wait_s=json_fields.non_negative(fields, "wait_s"),
+            input_s=json_fields.non_negative(fields, "input_s"),
+            update_s=json_fields.non_negative(fields, "update_s"),
+            device=json_fields.optional_text(fields, "device"),
+            level=json_fields.optional_text(fields, "level"),
+            dtype=json_fields.optional_text(fields, "dtype"),
         )
 
 
@@ -289,10 +291,10 @@ class MachineFacts:
         fields = json_fields.mapping(data, "machine")
         rates = json_fields.mapping(fields.get("rates") or {}, "rates")
         return cls(
-            json_fields.word(fields, "chip") or "",
-            json_fields.words(fields, "instruction_sets"),
-            {name: json_fields.amount(rates, name) for name in rates},
-            json_fields.flag(fields, "fp16_accumulation"),
+            json_fields.optional_text(fields, "chip") or "",
+            json_fields.texts(fields, "instruction_sets"),
+            {name: json_fields.non_negative(rates, name) for name in rates},
+            json_fields.optional_bool(fields, "fp16_accumulation"),
         )
 
 
@@ -309,7 +311,9 @@ class LostUpdates:
     def from_data(cls, step: int, data: Mapping[str, Any]) -> LostUpdates:
         """Return what a group in an event "lost_updates" tells."""
         return cls(
-            step, json_fields.whole(data, "group"), json_fields.share(data, "share")
+            step,
+            json_fields.integer(data, "group"),
+            json_fields.fraction(data, "share"),
         )
 
 
@@ -397,7 +401,9 @@ class RunFacts:
         nothing however small it is.
         """
         per_tensor = {
-            name: tuple(s for s in samples if s.tally.dtype == "fp16" and s.tally.amax)
+            name: tuple(
+                s for s in samples if s.summary.dtype == "fp16" and s.summary.amax
+            )
             for name, samples in self.samples(":grad")
         }
         return {name: samples for name, samples in per_tensor.items() if samples}
@@ -426,4 +432,4 @@ def sample(step: int, data: object, scale: float) -> Sample:
     Raises:
         UserError: If `data` is nothing of the kind.
     """
-    return Sample(step, Tally.from_data(data), scale)
+    return Sample(step, TensorSummary.from_data(data), scale)

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from halfstep.reporting.finding import SEVERITIES
-from halfstep.reporting.table import line, wrapped
+from halfstep.reporting.table import single_line, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -62,7 +62,7 @@ def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
         examination: Of these facts.
         width: Columns to fit; 80 is what every terminal has.
     """
-    parts = ["\n".join(wrapped(f"{facts.name}: {lead(facts, examination)}", width))]
+    parts = ["\n".join(wrap(f"{facts.name}: {lead(facts, examination)}", width))]
     parts += [
         "\n".join(_finding_lines(finding, width)) for finding in examination.findings
     ]
@@ -77,7 +77,7 @@ def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
 
 
 def _finding_lines(finding: Finding, width: int) -> Iterator[str]:
-    yield from wrapped(f"{finding.severity.upper()}  {finding.rule}", width)
+    yield from wrap(f"{finding.severity.upper()}  {finding.rule}", width)
     for name in _FIELDS:
         value = getattr(finding, name)
         if value:
@@ -92,7 +92,7 @@ def _listed(title: str, lines: Iterable[str], width: int) -> Iterator[str]:
 
 def _hung(label: str, value: str, width: int) -> Iterator[str]:
     """Yield a label and its text, further lines below the text's beginning."""
-    for number, part in enumerate(wrapped(line(value), width - len(label))):
+    for number, part in enumerate(wrap(single_line(value), width - len(label))):
         yield (label if number == 0 else " " * len(label)) + part
 
 

@@ -30,8 +30,12 @@ from halfstep.diagnostics.preflight.validation import (
     empty,
 )
 from halfstep.diagnostics.preflight.verdict import verdict_and_findings
-from halfstep.machine.recommendation import Choice, choose
-from halfstep.numerics.exponents import flushed, largest_safe_scale, subnormal
+from halfstep.machine.recommendation import Choice, resolve
+from halfstep.numerics.exponents import (
+    flushed_share,
+    largest_safe_scale,
+    subnormal_share,
+)
 from halfstep.numerics.formats import FP16
 from halfstep.policy.rules import Policy
 
@@ -118,7 +122,7 @@ def check(
     check_arguments(unwrapped, loss_fn, optimizer, more)
     check_model(unwrapped)
     device = next(unwrapped.parameters()).device
-    choice = level if isinstance(level, Choice) else choose(level, dtype, device.type)
+    choice = level if isinstance(level, Choice) else resolve(level, dtype, device.type)
     words = "lean" if policy is None else policy
     rules = Policy.parse(words) if isinstance(words, str) else words
     state = RandomState([device])
@@ -293,8 +297,8 @@ def _curve(
         points.append(
             ScalePoint(
                 scale,
-                flushed(histogram, power).item(),
-                subnormal(histogram, power).item(),
+                flushed_share(histogram, power).item(),
+                subnormal_share(histogram, power).item(),
                 math.log2(top / scale),
             )
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from halfstep.casting.convert_model import overflow_reported
+from halfstep.casting.convert_model import allow_overflow
 from halfstep.diagnostics.preflight.model_buffers import BufferSnapshot
 from halfstep.diagnostics.preflight.module_ranges import Boundaries, Trace
 from halfstep.diagnostics.preflight.saved_tensors import GradientExponents, SavedBytes
@@ -27,7 +27,7 @@ from halfstep.errors import UserError
 from halfstep.machine import fp16_emulation
 from halfstep.machine import recommendation as choosing
 from halfstep.masters.encoding import NONE
-from halfstep.numerics.exponents import unscaled
+from halfstep.numerics.exponents import unscale_histogram
 from halfstep.numerics.formats import FP16
 from halfstep.scaling import ScaleRule
 from halfstep.session.factory import prepare
@@ -121,15 +121,17 @@ class ModelCopy:
         if self.device.type != "cpu":
             _disable_dropout(model_copy)
         has_masters = choice.level.masters and master != NONE
-        self.weight_nan_warning = choosing.ruin(choice, stepper, masters=has_masters)
+        self.weight_nan_warning = choosing.weight_nan_warning(
+            choice, stepper, masters=has_masters
+        )
         """What will make NaN of weights, "" where nothing does."""
-        self.emulates_fp16 = choice.format == FP16 and fp16_emulation.needed(
+        self.emulates_fp16 = choice.format == FP16 and fp16_emulation.is_needed(
             self.device.type
         )
         """Passes, not steps, compute fp16 products in fp32 and round them."""
         lossy = choice.level.low_weights and not has_masters
         rule = ScaleRule.parse(1.0)
-        with _collecting_warnings(self.notes), overflow_reported():
+        with _collecting_warnings(self.notes), allow_overflow():
             self.session = prepare(
                 model_copy,
                 stepper,
@@ -188,7 +190,7 @@ class ModelCopy:
             gradients,
             _not_finite(gradients),
             boundaries.trace(),
-            unscaled(exponents.total(), power),
+            unscale_histogram(exponents.total(), power),
             saved.bytes,
             time.perf_counter() - began,
         )
@@ -196,7 +198,7 @@ class ModelCopy:
     def _products(self) -> contextlib.AbstractContextManager[object]:
         """Return a region in which fp16 takes no minutes where a CPU has none."""
         if self.emulates_fp16:
-            return fp16_emulation.Widened()  # type: ignore[no-untyped-call]
+            return fp16_emulation.Fp32Matmuls()  # type: ignore[no-untyped-call]
         return contextlib.nullcontext()
 
     def _gradients(

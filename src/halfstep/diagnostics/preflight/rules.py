@@ -144,7 +144,8 @@ def _fp32(facts: Facts) -> list[Finding]:
             "",
             "",
             "No format can mend that: look at the batch, its labels, the weights and "
-            "the loss function; halfstep.first_bad names the operation that made it.",
+            "the loss function; halfstep.find_nonfinite names the operation "
+            "that made it.",
             1.0,
         )
     ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.numerics.exponents import BINS, count
+from halfstep.numerics.exponents import BINS, count_exponents
 from halfstep.scaling.measured_strategy import nodes_of
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class GradientExponents:
         """Count one gradient."""
         if gradient.dtype == self._dtype and gradient.ndim:
             before = self._counts.get(gradient.device, 0)
-            self._counts[gradient.device] = before + count(gradient)
+            self._counts[gradient.device] = before + count_exponents(gradient)
 
     def total(self) -> Tensor:
         """Return the counts of all devices. int64, shape (BINS,), on the CPU."""

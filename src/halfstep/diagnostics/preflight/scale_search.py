@@ -123,12 +123,12 @@ class ScaleSearch:
         """
         try:
             for batch in self.batches:
-                tree.mapped(batch, _copied)
+                tree.map_tensors(batch, _copied)
         except Exception as error:  # noqa: BLE001 -- of the user's own containers
             why = line_of(error)
             self.notes.append(f"the batch is not copied ({why}): loss_fn may change it")
             return loss_fn
-        return lambda model, batch: loss_fn(model, tree.mapped(batch, _copied))
+        return lambda model, batch: loss_fn(model, tree.map_tensors(batch, _copied))
 
     def _reference(self, number: int) -> Pass:
         batch = self.batches[number]

@@ -1,7 +1,4 @@
-"""Observes a model while it trains: which tensor is not finite, or what all are like.
-
-In: a model. Out: `Probe`, with flags and statistics by name.
-"""
+"""Observes a model while it trains: non-finite tensors, or statistics of all."""
 
 from halfstep.diagnostics.probe.probe import MODES, Event, Probe
 

@@ -1,14 +1,12 @@
-"""What a probe does inside a graph of torch.compile.
+"""Operations that a probe adds to a graph of torch.compile, forward and backward.
 
-In: a module's output, while it is traced. Out: the same output, and operations in the
-graph, forward and backward, that write flags or, at run time, show the tensor to the
-probe.
+They write flags, or pass the tensor to the probe at run time.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,104 +15,102 @@ from torch.utils import _pytree as pytree
 from halfstep.numerics.tensor_counts import DTYPES
 
 UNSEEN = -1.0
-"""What a flag holds until something was written to it: 0, or 1 for inf or NaN."""
+"""Value of a flag that nothing was written to; 1 for inf or NaN, otherwise 0."""
 
 
-class Watching(Protocol):
-    """An observer that graphs report tensors to at run time."""
+class Observer(Protocol):
+    """Receives tensors from graphs at run time."""
 
     def at_run_time(self, name: int, value: Tensor) -> None:
-        """Be shown the tensor of a name by its number."""
+        """Receive the tensor of the name with this number."""
 
 
-if TYPE_CHECKING:
-    _watching: weakref.WeakValueDictionary[int, Watching]
-_watching = weakref.WeakValueDictionary()
+_observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
 
 
-def register(watching: Watching) -> int:
+def register(observer: Observer) -> int:
     """Return the number of an observer in graphs, valid as long as it lives."""
-    _watching[id(watching)] = watching
-    return id(watching)
+    _observers[id(observer)] = observer
+    return id(observer)
 
 
 @torch.library.custom_op("halfstep::observe", mutates_args=("flags",))
-def observe(flags: Tensor, value: Tensor, who: int, name: int) -> None:  # noqa: ARG001
-    """Show a tensor to a probe at run time; what it writes to `flags` keeps it there.
+def observe(flags: Tensor, value: Tensor, observer: int, name: int) -> None:  # noqa: ARG001
+    """Pass a tensor to a probe at run time; mutating `flags` keeps it in the graph.
 
     Why: a graph has no place for statistics that are taken in some steps only, and
-    would be compiled anew for each kind of step.
+    would be compiled again for each kind of step.
     """
-    watching = _watching.get(who)
-    if watching is not None:
-        watching.at_run_time(name, value)
+    target = _observers.get(observer)
+    if target is not None:
+        target.at_run_time(name, value)
 
 
 @observe.register_fake
-def _observe_fake(flags: Tensor, value: Tensor, who: int, name: int) -> None:
+def _observe_fake(flags: Tensor, value: Tensor, observer: int, name: int) -> None:
     """Do nothing to fake tensors."""
 
 
-def _write(flags: Tensor, place: int, value: Tensor, who: int, name: int) -> None:
-    """Note in a graph whether a tensor is finite, or show it, where `who` is given."""
-    if who:
-        observe(flags, value, who, name)
+def _write(flags: Tensor, index: int, value: Tensor, observer: int, name: int) -> None:
+    """Write in a graph whether a tensor is non-finite, or pass it to an observer."""
+    if observer:
+        observe(flags, value, observer, name)
         return
     real = torch.view_as_real(value) if value.is_complex() else value
-    bad = torch.isfinite(real).logical_not().any().to(flags.dtype)
-    flags[place].copy_(torch.maximum(flags[place], bad))
+    nonfinite = torch.isfinite(real).logical_not().any().to(flags.dtype)
+    flags[index].copy_(torch.maximum(flags[index], nonfinite))
 
 
-class Watch(torch.autograd.Function):
-    """A tensor as it is, whose gradient is looked at on its way back."""
+class ObserveGrad(torch.autograd.Function):
+    """Returns a tensor as it is; its gradient is observed in the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 -- torch's own
         value: Tensor,
         flags: Tensor,
-        place: int,
-        who: int,
+        index: int,
+        observer: int,
         name: int,
     ) -> Tensor:
         """Return the tensor."""
-        ctx.flags, ctx.target = flags, (place, who, name)
+        ctx.flags, ctx.target = flags, (index, observer, name)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Look at the gradient; return it."""
-        place, who, name = ctx.target
+        """Observe the gradient; return it."""
+        index, observer, name = ctx.target
         (gradient,) = gradients
-        _write(ctx.flags, place, gradient.detach(), who, name)
+        _write(ctx.flags, index, gradient.detach(), observer, name)
         return gradient, None, None, None, None
 
 
-def watched(
+def observed(
     output: Any,  # noqa: ANN401 -- whatever a module returns
     flags: tuple[Tensor, Tensor],
-    place: int,
-    who: int,
+    index: int,
+    observer: int,
     names: tuple[int, int],
 ) -> Any:  # noqa: ANN401
-    """Return a module's output, watched; traced into a graph.
+    """Return a module's output; traced into a graph, it is observed there.
 
     Args:
         output: Any value that torch's pytree knows.
-        flags: Of outputs and of gradients, float32, a number for each module.
-        place: Of the module in them.
-        who: Number of the registered observer; 0 writes flags instead.
+        flags: Of outputs and of gradients, float32, an element for each module.
+        index: Of the module in them.
+        observer: Number of the registered observer; 0 writes flags instead.
         names: Numbers of the names of its output and its gradient.
     """
 
-    def look(value: Tensor) -> Tensor:
-        kind = value.real.dtype if value.is_complex() else value.dtype
-        if kind not in DTYPES or not value.numel():
+    def add(value: Tensor) -> Tensor:
+        dtype = value.real.dtype if value.is_complex() else value.dtype
+        if dtype not in DTYPES or not value.numel():
             return value
-        _write(flags[0], place, value.detach(), who, names[0])
+        _write(flags[0], index, value.detach(), observer, names[0])
         if not value.requires_grad:
             return value
-        seen: Tensor = Watch.apply(value, flags[1], place, who, names[1])  # type: ignore[no-untyped-call]
-        return seen
+        result: Tensor = ObserveGrad.apply(value, flags[1], index, observer, names[1])  # type: ignore[no-untyped-call]
+        return result
 
-    return pytree.tree_map_only(Tensor, look, output)
+    return pytree.tree_map_only(Tensor, add, output)

@@ -1,14 +1,14 @@
-"""How a probe is attached: hooks on modules, on gradients, and at a backward's end.
+"""Hooks of a probe on modules, on gradients, and at the end of a backward pass.
 
-In: a model. Out: each tensor that comes by, once, noted in `StepRecords` under its
-names;
-inside torch.compile, operations in the graph that do so.
+Each tensor is read once and recorded under the names of all modules that returned it.
+Inside torch.compile, operations in the graph do so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,21 +16,48 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from halfstep.diagnostics.probe import compiled
-from halfstep.diagnostics.probe.output_tracker import (
-    OUTSIDE,
-    OutputTracker,
-    TrackedTensor,
-)
 from halfstep.diagnostics.probe.step_records import StepRecords
+from halfstep.numerics.formats import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
 
+    from halfstep.diagnostics.probe.step_records import FlagOrStats
     from halfstep.numerics.formats import FloatFormat
+
+_NO_BACKWARD = -1
+"""torch's number of the current backward pass, where there is none."""
+
+
+class _Output:
+    """A tensor that a module returned, and that others may return again."""
+
+    __slots__ = ("flag_or_stats", "modules", "ref", "requires_grad", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.ref = weakref.ref(tensor)
+        # An inference tensor has no version: whether it was written to is unknown.
+        self.version = None if tensor.is_inference() else tensor._version  # noqa: SLF001
+        self.requires_grad = tensor.grad_fn is not None
+        self.modules: list[int] = []
+        """Numbers of the modules that returned it."""
+        self.flag_or_stats: FlagOrStats = None
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Return whether it is this tensor, with the same values and graph.
+
+        A reentrant checkpoint gives an output a graph later.
+        """
+        return (
+            self.ref() is tensor
+            and self.version is not None
+            and self.version == tensor._version  # noqa: SLF001
+            and self.requires_grad == (tensor.grad_fn is not None)
+        )
 
 
 class Hooks:
-    """Shows what comes by in a model to `records`, from now until `detach`."""
+    """Records a model's outputs and gradients in `records`, until `detach`."""
 
     def __init__(
         self, model: nn.Module, casts: tuple[FloatFormat, ...], *, full: bool
@@ -46,22 +73,18 @@ class Hooks:
         self.modules = modules_of(model)
         self.records = StepRecords(casts, full=full)
         self.on = True
-        """Whether it is attached and not paused. Graphs of torch.compile are guarded
-        by it: without a probe they are compiled anew, without a trace of it."""
-        self.looking = True
-        """Whether anything is looked at in this step."""
+        """Attached and not paused. Graphs of torch.compile are guarded by it: without
+        a probe they are compiled again, without operations of it."""
+        self.sampling = True
+        """Whether this step is observed."""
         self.traced = False
         """A graph of torch.compile with flags in it has run in this step."""
         self._graph_reported = False
-        """A graph of torch.compile has reported a tensor in this step."""
-        owners = (
-            (path, module, own)
-            for path, module in self.modules
-            for own in module._parameters  # noqa: SLF001
-        )
+        """A graph of torch.compile has passed a tensor in this step."""
         self._parameters = [
-            (f"{path}.{own}" if path else own, module, own)
-            for path, module, own in owners
+            (f"{path}.{name}" if path else name, module, name)
+            for path, module in self.modules
+            for name in module._parameters  # noqa: SLF001
         ]
         paths = [path or "model" for path, _ in self.modules]
         self.names: tuple[str, ...] = (
@@ -70,22 +93,22 @@ class Hooks:
             *(f"{name}:grad" for name, _, _ in self._parameters),
         )
         """Number -> name."""
-        parameters = list(model.parameters())
-        self.device = parameters[0].device if parameters else torch.device("cpu")
-        count = len(self.modules)
-        self._tracker = OutputTracker(self.records, count)
-        shape = (count,), compiled.UNSEEN
+        first = next(model.parameters(), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        self._outputs: dict[int, _Output] = {}
+        """Id of a tensor -> its record."""
+        shape = (len(self.modules),), compiled.UNSEEN
         self.flags = (
             torch.full(*shape, device=self.device),
             torch.full(*shape, device=self.device),
         )
         """Of outputs and of their gradients, written to by graphs."""
-        self._who = compiled.register(self) if full else 0
-        self._queued = self._parameters_seen = False
+        self._observer = compiled.register(self) if full else 0
+        self._end_queued = self._parameters_read = False
         _attached.add(self)
         self._handles = [
-            module.register_forward_hook(self._hook(place))
-            for place, (_, module) in enumerate(self.modules)
+            module.register_forward_hook(self._hook(number))
+            for number, (_, module) in enumerate(self.modules)
         ]
 
     @property
@@ -93,120 +116,126 @@ class Hooks:
         """Whether `detach` was not called."""
         return bool(self._handles)
 
-    def blind(self, seen: Container[int]) -> str | None:
-        """Return the path of what was not seen at all, though it may have run.
+    def unobserved(self, observed: Container[int]) -> str | None:
+        """Return the path of what was not observed at all, though it may have run.
 
         Args:
-            seen: Numbers of names.
+            observed: Numbers of names.
         """
-        if not any(place in seen for place in range(len(self.modules))):
+        if not any(number in observed for number in range(len(self.modules))):
             return "the model"
         for path, module in self.modules:
             if not _is_compiled(module):
                 continue
             inside = [
-                place
-                for place, (inner, _) in enumerate(self.modules)
+                number
+                for number, (inner, _) in enumerate(self.modules)
                 if inner.startswith(f"{path}.")
             ]
-            if inside and not any(place in seen for place in inside):
+            if inside and not any(number in observed for number in inside):
                 return repr(path)
         return None
 
     def detach(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self.on = False
         _attached.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._tracker.clear()
+        self._outputs = {}
 
-    def begin(self, *, looking: bool) -> None:
-        """Forget what was seen; begin a step."""
-        self.looking = looking
+    def begin(self, *, sampling: bool) -> None:
+        """Clear the records; begin a step."""
+        self.sampling = sampling
         self.records.clear()
-        self._tracker.clear()
-        self._queued = self._parameters_seen = self._graph_reported = False
+        self._outputs = {}
+        self._end_queued = self._parameters_read = self._graph_reported = False
         if self.traced:
             for flags in self.flags:
                 flags.fill_(compiled.UNSEEN)
         self.traced = False
 
     def finish(self) -> None:
-        """Look at the gradients of parameters, if a graph has run the backward pass.
+        """Read the gradients of parameters, if a graph has run the backward pass.
 
-        Then no hook says that it has ended. Where nothing has run it, they are those
-        of the step before, which were reported.
+        Then no hook runs at its end. Without such a graph, gradients that were not
+        read are those of an earlier step.
         """
-        self._tracker.read_pending()
         ran = self.traced or self._graph_reported
-        if self.on and self.looking and ran and not self._parameters_seen:
-            self._measure_parameter_grads()
+        if self.on and self.sampling and ran and not self._parameters_read:
+            self._read_parameter_grads()
 
     def at_run_time(self, name: int, value: Tensor) -> None:
-        """Be shown a tensor by a graph."""
-        if self.looking:
+        """Receive a tensor from a graph."""
+        if self.sampling:
             self._graph_reported = True
             self.records.record(name, self.records.measure(value))
 
-    def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], Any]:
-        names = place, place + len(self.modules)
-        own = self.modules[place][1]
+    def _hook(self, number: int) -> Callable[[nn.Module, Any, Any], Any]:
+        names = number, number + len(self.modules)
+        hooked = self.modules[number][1]
 
-        def seen(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ANN401
-            if module is not own:  # a copy brings its hooks along
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ANN401
+            del args
+            if module is not hooked:  # a copy of a module has its hooks
                 return None
             if torch.compiler.is_compiling():
                 if not self.on:
                     return None
-                if not self._who:
+                if not self._observer:
                     self.traced = True
-                return compiled.watched(output, self.flags, place, self._who, names)
-            if self.on and self.looking:
-                self._reset_after_error()
-                self._tracker.observe_output(
-                    place, module, args, output, self._on_output_grad
+                return compiled.observed(
+                    output, self.flags, number, self._observer, names
                 )
+            if self.on and self.sampling:
+                self._observe_output(number, output)
             return None
 
-        return seen
+        return hook
 
-    def _on_output_grad(self, tracked: TrackedTensor, gradient: Tensor) -> None:
-        """Look at the gradient of an output."""
-        if self.on and self.looking:
-            self._tracker.observe_grad(tracked, gradient)
-            self._queue_end_of_backward()
+    def _observe_output(self, number: int, output: Any) -> None:  # noqa: ANN401
+        """Read what a module returned, and hook its gradient."""
+        in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD  # noqa: SLF001
+        if not in_backward:  # an error may have ended the last one
+            self._end_queued = False
+        for tensor in (output,) if type(output) is Tensor else tensors_in(output):
+            seen = self._outputs.get(id(tensor))
+            if seen is None or not seen.is_unchanged(tensor):
+                seen = self._outputs[id(tensor)] = _Output(tensor)
+                if seen.requires_grad:
+                    hook = partial(self._observe_grad, seen)
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                if not in_backward:
+                    seen.flag_or_stats = self.records.measure(tensor)
+            seen.modules.append(number)
+            # A checkpoint computes the same outputs again in the backward pass, and
+            # only then may they have a graph.
+            if not in_backward:
+                self.records.record(number, seen.flag_or_stats)
 
-    def _queue_end_of_backward(self) -> None:
-        """Look at the gradients of parameters once the backward pass has ended."""
-        if not self._queued:
-            self._queued = True
-            self._queue_callback(self._ended)
+    def _observe_grad(self, output: _Output, gradient: Tensor) -> None:
+        """Read the gradient of an output."""
+        if not (self.on and self.sampling):
+            return
+        flag_or_stats = self.records.measure(gradient)
+        for number in output.modules:
+            self.records.record(number + len(self.modules), flag_or_stats)
+        if not self._end_queued:
+            self._end_queued = True
+            # DDP and FSDP queue callbacks too, perhaps later, that finish gradients:
+            # so this one queues another.
+            queue = Variable._execution_engine.queue_callback  # noqa: SLF001
+            queue(partial(queue, self._read_parameter_grads))
 
-    def _reset_after_error(self) -> None:
-        """Forget that a backward pass was to end, if an error has ended it."""
-        if self._queued and torch._C._current_graph_task_id() == OUTSIDE:  # noqa: SLF001
-            self._queued = False
-            self._tracker.read_pending()
-
-    def _ended(self) -> None:
-        # DDP and FSDP have asked as well, perhaps later: they finish gradients first.
-        self._queue_callback(self._measure_parameter_grads)
-
-    @staticmethod
-    def _queue_callback(call: Callable[[], None]) -> None:
-        engine = Variable._execution_engine  # noqa: SLF001
-        engine.queue_callback(call)
-
-    def _measure_parameter_grads(self) -> None:
-        self._queued, self._parameters_seen = False, True
-        self._tracker.read_pending()
-        first = 2 * len(self.modules)
+    def _read_parameter_grads(self) -> None:
+        self._end_queued, self._parameters_read = False, True
         grads = [
             (number, gradient)
-            for number, (_, module, own) in enumerate(self._parameters, first)
-            if (parameter := module._parameters.get(own)) is not None  # noqa: SLF001
+            for number, (_, module, name) in enumerate(
+                self._parameters, 2 * len(self.modules)
+            )
+            if (parameter := module._parameters.get(name)) is not None  # noqa: SLF001
             and (gradient := parameter.grad) is not None
         ]
         self.records.measure_all(grads)
@@ -217,7 +246,7 @@ _attached: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def all_paused() -> Iterator[None]:
-    """Let no probe of any model look at anything inside."""
+    """Pause the probes of all models."""
     before = [(hooks, hooks.on) for hooks in _attached]
     for hooks, _ in before:
         hooks.on = False
@@ -229,9 +258,9 @@ def all_paused() -> Iterator[None]:
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return modules by path, each once, parts before the whole: as they end.
+    """Return modules by path, each once, children before parents: as they end.
 
-    Scripted parts are left out: they cannot be hooked.
+    Scripted modules are left out: they cannot be hooked.
     """
     modules: list[tuple[str, nn.Module]] = []
     visited: set[int] = set()
@@ -250,5 +279,5 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Say whether torch.compile runs a module."""
+    """Return whether torch.compile runs a module."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None  # noqa: SLF001

@@ -1,8 +1,7 @@
-"""Observes a model while it trains: which tensor is not finite, or what all are like.
+"""Observes a model while it trains: non-finite tensors, or statistics of all.
 
-In: a model. Out: flags and `TensorStats` by name, of module outputs, of the gradients
-of these, and of the gradients of parameters; events for metrics.jsonl. Nothing waits
-for the device; on a GPU results arrive some steps later.
+Tensors are module outputs, their gradients, and the gradients of parameters. Nothing
+synchronizes with the device; on a GPU results arrive some steps later.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 import torch.distributed as dist
 
-from halfstep._torch.async_read import Parcels, moved
+from halfstep._torch.async_read import DelayedTensors, to_device_async
 from halfstep.diagnostics.probe.compiled import UNSEEN
 from halfstep.diagnostics.probe.hooks import Hooks
 from halfstep.diagnostics.probe.step_records import Key, label
@@ -26,7 +25,7 @@ from halfstep.distributed import ddp, process_group
 from halfstep.errors import UserError, require
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_counts import CASTS, Counts
-from halfstep.numerics.tensor_stats import TensorStats, counts_over
+from halfstep.numerics.tensor_stats import TensorStats, all_reduce_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator
@@ -43,14 +42,14 @@ _MAX_HISTORY = 1000  # steps with inf or NaN that are remembered
 
 
 class Probe:
-    """Watches a model from when it is made until `detach`, or as a context manager.
+    """Observes a model until `detach`, or as a context manager.
 
     Names are "<module path>:output", "<module path>:grad" for the gradient of that
     output, and "<parameter name>:grad"; the model itself is "model". A module that
     runs several times in a step, or returns several tensors, has one name: its flag
     says whether one of them held inf or NaN, its statistics are of all their numbers.
-    Only what modules return is looked at: an attention mask of -inf that is passed to
-    one, or infinities inside of it, are not reported.
+    Only what modules return is observed: masks that contain -inf by design are not
+    reported.
 
     Call `step` once for each step of the optimizer. A gradient is as it is when the
     backward pass ends: multiplied by the loss scale, and not yet clipped.
@@ -60,17 +59,17 @@ class Probe:
             `fully_shard`.
         mode: "flags": whether each tensor is finite, always. "sampled": statistics of
             all, in the first step and each `every` steps from then on; in between
-            nothing is looked at. "full": statistics in each step.
-        every: Steps, >= 1. 100, because a step with statistics takes a few times as
-            long as one without: that hundredth is a few per cent.
-        casts: Formats to cast to for the statistics, to see what is lost.
-        after: Steps that were made before: a run that is resumed samples the steps that
-            it would have sampled without a break. >= 0.
-        log: Takes events, which are plain values for `json.dumps`; or a file such as
-            metrics.jsonl, to which the first process adds them.
+            nothing is observed. "full": statistics in each step.
+        every: Steps, >= 1. A step with statistics takes a few times as long as one
+            without: at 100, sampling adds a few percent.
+        casts: Formats whose rounding, underflow and overflow the statistics measure.
+        after: Steps before this run, >= 0: a resumed run samples the steps that an
+            uninterrupted one would.
+        log: Called with each event, plain values for `json.dumps`; or a file such as
+            metrics.jsonl, to which the first process appends them.
         over_ranks: Flags and statistics are those of all processes. All must have such
             a probe of the same mode, and call `step` together. Flags take one
-            collective a step; a step with statistics takes four, and waits for one.
+            collective a step; a step with statistics takes four, one of them blocking.
         group: Processes that take part; None: all.
 
     Raises:
@@ -107,49 +106,54 @@ class Probe:
         self.steps = after
         """Number of the last step that has ended."""
         self.non_finite: tuple[str, ...] = ()
-        """What was not finite in step `arrived`, in the order observed."""
+        """What was non-finite in step `arrived`, in the order observed."""
         self.arrived = 0
-        """The last step that is known of; 0 before the first."""
+        """The last step whose results have arrived; 0 before the first."""
         self.history: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_MAX_HISTORY)
-        """The last 1,000 steps in which something was not finite: number and names."""
+        """The last 1,000 steps with non-finite tensors: number and names."""
         self.stats: dict[str, TensorStats] = {}
-        """By name, of the last step with statistics. Reading a property may wait."""
+        """By name, of the last step with statistics. Reading a property may
+        synchronize."""
         self._casts = tuple(
             word if isinstance(word, formats.FloatFormat) else formats.parse(word)
             for word in casts
         )
         self._ended = after
-        self._blind: str | None = None
-        """What should have been seen, and was not."""
+        self._unobserved: str | None = None
+        """What should have been observed, and was not."""
         self._log = _writer(log)
         self._over_ranks, self._group = over_ranks, group
-        self._flags_coming: Parcels[tuple[int, list[int], list[int]]] = Parcels()
-        self._stats_coming: Parcels[tuple[Event, list[str], list[str]]] = Parcels()
-        self._hooks = Hooks(ddp.bare(model), self._casts, full=mode != "flags")
+        self._pending_flags: DelayedTensors[tuple[int, list[int], list[int]]] = (
+            DelayedTensors()
+        )
+        self._pending_stats: DelayedTensors[tuple[Event, list[str], list[str]]] = (
+            DelayedTensors()
+        )
+        self._hooks = Hooks(ddp.unwrap(model), self._casts, full=mode != "flags")
         self._begin()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that can be seen, parts of a module before the module."""
+        """All that can be observed, parts of a module before the module."""
         return self._hooks.names
 
     def step(self, number: int | None = None, *, scale: float | None = None) -> None:
-        """End a step: tell what is known, and begin the next. Waits for nothing.
+        """End a step: report what has arrived, and begin the next.
 
-        After the backward pass. Before or after the optimizer's step is the same, but
-        for a model that torch.compile runs: there, before gradients are cleared.
+        Call it after the backward pass, before or after the optimizer's step; with
+        torch.compile, before gradients are cleared. Nothing synchronizes.
 
         Args:
-            number: Of the step, as events tell it; None counts on.
-            scale: What its loss was multiplied by, > 0, as events of statistics tell
-                it: without it, `halfstep doctor` takes that of the step's own record.
+            number: Of the step, for events; None: one more than the last.
+            scale: Loss scale, > 0, for events of statistics: without it,
+                `halfstep doctor` takes the one in the step's own record.
 
         Raises:
             RuntimeError: After `detach`.
             UserError: If `scale` is out of its range.
         """
-        good = scale is None or (math.isfinite(scale) and scale > 0)
-        require("scale", scale, good, "a finite number above 0, or None")
+        valid = scale is None or (math.isfinite(scale) and scale > 0)
+        require("scale", scale, valid, "a finite number above 0, or None")
         hooks = self._hooks
         if not hooks.attached:
             message = "the probe was detached; make another one."
@@ -157,39 +161,39 @@ class Probe:
         hooks.finish()
         self._ended += 1
         self.steps = self.steps + 1 if number is None else number
-        if hooks.looking and self.mode == "flags":
+        if hooks.sampling and self.mode == "flags":
             self._send_flags()
-        elif hooks.looking:
+        elif hooks.sampling:
             self._send_stats({} if scale is None else {"scale": scale})
         self._begin()
-        if self._blind is not None:
+        if self._unobserved is not None:
             message = (
-                f"the probe saw nothing of {self._blind}. If torch.compile ran it "
-                "before the probe was attached, attach first, or call "
+                f"the probe observed nothing of {self._unobserved}. If torch.compile "
+                "ran it before the probe was attached, attach first, or call "
                 "torch.compiler.reset()."
             )
-            self._blind = None
+            self._unobserved = None
             warnings.warn(message, stacklevel=2)
 
     def _begin(self) -> None:
-        looking = self.mode != "sampled" or self._ended % self.every == 0
-        self._hooks.begin(looking=looking)
+        sampling = self.mode != "sampled" or self._ended % self.every == 0
+        self._hooks.begin(sampling=sampling)
 
     def flush(self) -> None:
-        """Take in all that is still under way. Waits for the device."""
-        for (step, order, came), tensors in self._flags_coming.flush():
-            self._flags_arrived(step, order, came, tensors)
-        for (which, names, dtypes), tensors in self._stats_coming.flush():
-            self._stats_arrived(which, names, dtypes, tensors)
+        """Report all steps that have not arrived yet. Synchronizes."""
+        for (step, order, first_seen), tensors in self._pending_flags.flush():
+            self._flags_arrived(step, order, first_seen, tensors)
+        for (event, names, dtypes), tensors in self._pending_stats.flush():
+            self._stats_arrived(event, names, dtypes, tensors)
 
     def detach(self) -> None:
-        """Leave the model as it was before; what was seen can still be read. Waits."""
+        """Remove all hooks; results can still be read. Synchronizes."""
         self._hooks.detach()
         self.flush()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Look at nothing inside, such as passes that evaluate the model.
+        """Observe nothing inside, such as passes that evaluate the model.
 
         Graphs of torch.compile that run inside are compiled without the probe.
         """
@@ -215,20 +219,20 @@ class Probe:
             self._arrive(self.steps, records.nonfinite, self._named(records.order, bad))
             return
         order, rows = records.flags()
-        came = list(records.order)
-        rows = [moved(row, hooks.device).float() for row in rows]
+        first_seen = list(records.order)
+        rows = [to_device_async(row, hooks.device).float() for row in rows]
         if hooks.traced:
             count = len(hooks.modules)
             # Gradients of parameters come last.
             traced = [*range(count), *reversed(range(count, 2 * count))]
-            order, came = [*traced, *order], [*traced, *came]
+            order, first_seen = [*traced, *order], [*traced, *first_seen]
             rows = [hooks.flags[0].clone(), hooks.flags[1].flip(0), *rows]
         if self._over_ranks:
             order, rows = self._reduced_over_ranks(order, rows)
         if not rows:
             rows = [torch.empty(0)]
-        note = self.steps, order, came
-        for (step, numbers, first), tensors in self._flags_coming.send(note, rows):
+        note = self.steps, order, first_seen
+        for (step, numbers, first), tensors in self._pending_flags.submit(note, rows):
             self._flags_arrived(step, numbers, first, tensors)
 
     def _reduced_over_ranks(
@@ -240,29 +244,31 @@ class Probe:
         if order:
             indices = torch.tensor(order).to(hooks.device, non_blocking=True)
             every.scatter_reduce_(0, indices, torch.cat(rows), "amax")
-        return list(range(len(every))), [process_group.highest(every, self._group)]
+        return list(range(len(every))), [
+            process_group.all_reduce_max(every, self._group)
+        ]
 
     def _flags_arrived(
-        self, step: int, order: list[int], came: list[int], tensors: list[Tensor]
+        self, step: int, order: list[int], first_seen: list[int], tensors: list[Tensor]
     ) -> None:
         flags = list(zip(order, torch.cat(tensors).tolist(), strict=True))
-        seen = {number for number, flag in flags if flag != UNSEEN}
+        observed = {number for number, flag in flags if flag != UNSEEN}
         bad = {number for number, flag in flags if flag > 0}
-        self._arrive(step, seen, self._named(came, bad))
+        self._arrive(step, observed, self._named(first_seen, bad))
 
-    def _named(self, came: Iterable[int], bad: set[int]) -> list[str]:
+    def _named(self, first_seen: Iterable[int], bad: set[int]) -> list[str]:
         """Return the names of numbers, in the order observed."""
         if not bad:
             return []
         # What only other processes observed comes last.
-        ordered = dict.fromkeys([*came, *sorted(bad)])
+        ordered = dict.fromkeys([*first_seen, *sorted(bad)])
         return [self.names[number] for number in ordered if number in bad]
 
     # Statistics
 
     def _send_stats(self, extra: Event) -> None:
-        """Send statistics, with what their event tells besides."""
-        rows = self._hooks.records.rows
+        """Send statistics, with what else their event holds."""
+        rows = self._hooks.records.stats
         if self._over_ranks:
             rows = self._stats_over_ranks(rows)
         if not rows:
@@ -279,55 +285,48 @@ class Probe:
             for name, dtype, row in zip(names, dtypes, rows.values(), strict=True)
         }
         stacked = Counts.stacked(list(rows.values()))
-        for (which, labels, kinds), tensors in self._stats_coming.send(
+        for (event, labels, kinds), tensors in self._pending_stats.submit(
             ({"step": self.steps, **extra}, names, dtypes), list(vars(stacked).values())
         ):
-            self._stats_arrived(which, labels, kinds, tensors)
+            self._stats_arrived(event, labels, kinds, tensors)
 
     def _stats_over_ranks(self, rows: dict[Key, Counts]) -> dict[Key, Counts]:
-        """Return the statistics of all processes. Waits for what each has seen."""
+        """Return the statistics of all processes; blocks until each has sent keys."""
         if not (dist.is_available() and dist.is_initialized()):
             return rows
         keys_per_rank: list[list[Key]] = [[]] * dist.get_world_size(self._group)
         dist.all_gather_object(keys_per_rank, list(rows), group=self._group)
         # Every process must send them in one order: that of the first.
         keys = list(dict.fromkeys(key for keys in keys_per_rank for key in keys))
-        none = Counts.none(len(self._casts), self._hooks.device)
-        own = [rows.get(key, none) for key in keys]
-        return (
-            dict(
-                zip(
-                    keys,
-                    counts_over(Counts.stacked(own), self._group).rows(),
-                    strict=True,
-                )
-            )
-            if own
-            else {}
-        )
+        none = Counts.zeros(len(self._casts), self._hooks.device)
+        if not keys:
+            return {}
+        local = Counts.stacked([rows.get(key, none) for key in keys])
+        totals = all_reduce_counts(local, self._group).rows()
+        return dict(zip(keys, totals, strict=True))
 
     def _stats_arrived(
-        self, which: Event, names: list[str], dtypes: list[str], tensors: list[Tensor]
+        self, event: Event, names: list[str], dtypes: list[str], tensors: list[Tensor]
     ) -> None:
         counts = Counts(*tensors)
-        flags = counts.bad().tolist()
+        flags = counts.has_nonfinite().tolist()
         bad = [name for name, flag in zip(names, flags, strict=True) if flag]
         if self._log is not None:
             stats = {
                 name: TensorStats(dtype, self._casts, row).data()
                 for name, dtype, row in zip(names, dtypes, counts.rows(), strict=True)
             }
-            self._log({**which, "event": "stats", "tensors": stats})
+            self._log({**event, "event": "stats", "tensors": stats})
         numbers = {name: number for number, name in enumerate(self.names)}
-        seen = {numbers[name] for name in names if name in numbers}
-        self._arrive(which["step"], seen, bad)
+        observed = {numbers[name] for name in names if name in numbers}
+        self._arrive(event["step"], observed, bad)
 
     # Both
 
-    def _arrive(self, step: int, seen: Container[int], bad: list[str]) -> None:
-        """Take in what was found in a step."""
+    def _arrive(self, step: int, observed: Container[int], bad: list[str]) -> None:
+        """Report a step."""
         if not self.arrived:
-            self._blind = self._hooks.blind(seen)
+            self._unobserved = self._hooks.unobserved(observed)
         self.arrived = step
         self.non_finite = tuple(bad)
         if bad:
@@ -339,7 +338,7 @@ class Probe:
 def _writer(
     log: Callable[[Event], object] | str | Path | None,
 ) -> Callable[[Event], object] | None:
-    """Return what takes an event: the callable, or one that adds lines to a file."""
+    """Return a callable for events: `log`, or one that appends lines to a file."""
     if log is None or callable(log):
         return log
     path = Path(log)

@@ -17,18 +17,18 @@ import torch
 from torch.autograd.profiler import profile as watch
 from torch.autograd.profiler import record_function
 
-from halfstep._torch.profiler_marks import OWN
+from halfstep._torch.profiler_marks import PREFIX
 from halfstep.diagnostics.profiling import timeline
 from halfstep.diagnostics.profiling.profile_result import GEMM, Profile, Row
 from halfstep.diagnostics.profiling.timeline import DRAIN, FETCH, INPUT, UPDATE
-from halfstep.errors import UserError, require, require_kind
+from halfstep.errors import UserError, require, require_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from halfstep.diagnostics.profiling.timeline import Op, Timeline
 
-_STEP = f"{OWN}step"
+_STEP = f"{PREFIX}step"
 _Shapes = tuple[tuple[int, ...], ...]
 _LOW = {"bf16", "fp16"}
 _FLOATS = _LOW | {"fp32", "float64"}
@@ -74,13 +74,13 @@ def profile(
         UserError: If an argument is of the wrong kind or out of range, or `batches` run
             out.
     """
-    require_kind("step", step, callable(step), "a function that makes one step")
+    require_type("step", step, callable(step), "a function that makes one step")
     _require_count("steps", steps, 1)
     _require_count("profiled", profiled, 1)
     _require_count("warmup", warmup, 0)
     many = batches is None or hasattr(batches, "__iter__")
     many = many or hasattr(batches, "__getitem__")
-    require_kind("batches", batches, many, "a collection of batches, or an iterator")
+    require_type("batches", batches, many, "a collection of batches, or an iterator")
     run = _Runner(step, batches, _device(device))
     for _ in range(warmup):
         run.once()

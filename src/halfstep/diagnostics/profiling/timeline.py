@@ -16,7 +16,7 @@ from torch._C._autograd import DeviceType
 from torch.utils import flop_counter
 
 from halfstep._torch import profiler_marks
-from halfstep._torch.profiler_marks import OWN
+from halfstep._torch.profiler_marks import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 """Begin and end, in nanoseconds of the profiler's clock."""
 
-INPUT, DRAIN = f"{OWN}input", f"{OWN}drain"
+INPUT, DRAIN = f"{PREFIX}input", f"{PREFIX}drain"
 """Fetching a batch; waiting for the device only so that a step can be timed."""
 
 UPDATE, FETCH = "update", "input"
@@ -45,7 +45,7 @@ _WORDS = {
 """What the profiler calls a dtype, which is C++'s name for it -> ours."""
 
 _NO_TENSOR = {"", "Scalar", "ScalarList", "TensorList", "GenericList"}
-_ENGINE = ("autograd::", "torch::autograd::", OWN)
+_ENGINE = ("autograd::", "torch::autograd::", PREFIX)
 _WAITS = re.compile(
     r"(cuda|hip)(Stream|Device|Event)Synchronize|.*[zZ]eEventHostSync.*"
 )

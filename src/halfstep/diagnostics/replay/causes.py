@@ -1,20 +1,16 @@
-"""Derives the cause, the evidence and the remedy from what a replay recorded.
-
-In: an `Event`, and what is known of the run. Out: a `BadOp`.
-"""
+"""Derives cause, evidence and advice from what a replay recorded."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfstep.diagnostics.replay import op_names
-from halfstep.nonfinite.domains import MASK, backward_flaw
+from halfstep.nonfinite.domains import CHECKPOINT, EPSILON, backward_domain_error
 from halfstep.nonfinite.origin import BadOp, module_rule
-from halfstep.nonfinite.saved_values import EPSILON
 
 if TYPE_CHECKING:
     from halfstep.diagnostics.replay.index_checks import OutOfRange
@@ -26,7 +22,6 @@ _RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)
 _MEAN = (
     "Take a mean over elements, not a sum, or divide the loss; or train in bfloat16."
 )
-_CHECKPOINT = "Go back to the last good checkpoint: no loss scale mends a weight."
 _CONVERTED = (
     "A cast to float16 makes that of all above 65504. If it is finite in the float32 "
     "weights, keep its module in float32{rule} or train in bfloat16; if not, go back "
@@ -46,18 +41,19 @@ _NOT_REPRODUCED = (
     "alone, test its memory."
 )
 _OTHERS = (
-    "Call first_bad on every process: the one that made it names the operation. If "
-    "none does,"
+    "Call find_nonfinite on every process: the one that made it names the "
+    "operation. If none does,"
 )
 _ONE_PART = (
     ", or the gradients of several micro-batches are finite and their sum is not (give "
     "a list with one step for each)"
 )
 _EXP = "Subtract the maximum before exp, or clamp its argument."
-_DOWN = "Scale down or normalise what flows in."
+_DOWN = "Scale down or normalise its inputs."
 _PRINT = "Print its inputs: it is not defined for one of them."
 _KEEP_OUT = "Keep that infinity out of it: mask with a large finite number, or later."
-_MASKS = {"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"}
+_MASK = "Leave something in each row unmasked."
+_SOFTMAXES = {"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"}
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,11 @@ class ReplayContext:
     part: int | None = None
     """Index of the one that failed; None for their sum."""
     low: NonFiniteEvent | None = None
-    """What was bad at scale 1; None if all was finite there."""
+    """The event at scale 1; None if all was finite there."""
     boundary: float | None = None
-    """Largest gradient that came out of the loss at scale 1."""
+    """Largest gradient that the loss passes to the model at scale 1."""
     processes: int = 1
-    """That average gradients: each sees the inf or NaN that one of them made."""
+    """That average gradients: inf or NaN made by one is seen by all."""
 
 
 @dataclass(frozen=True)
@@ -92,54 +88,38 @@ class _Explanation:
 def bad_op(event: NonFiniteEvent, context: ReplayContext) -> BadOp:
     """Return the report of an event."""
     event = _origin(event)
-    explanation = _explain(event, context)
-    place, word = event.consumer or (event.place, event.word)
-    module, kind = place.module, place.kind
+    place, op = event.consumer or (event.place, event.op)
+    module = place.module
     if event.source_kind in {"weight", "buffer"}:
         module = event.source.rpartition(".")[0] or "model"
-    return BadOp(
-        phase=explanation.phase,
+    return _report(
+        context,
+        _explain(event, context),
         module=module,
-        kind=kind,
-        op=word,
-        step=context.step,
-        scale=context.scale,
-        dtype=_word(event.dtype),
+        kind=place.kind,
+        op=op,
+        dtype=_dtype_name(event.dtype),
         inputs=event.inputs,
-        made=event.nonfinite.kind,
+        nonfinite_kind=event.nonfinite.kind,
         wide=event.fp32_result[0],
-        cause=explanation.cause,
-        evidence=explanation.evidence + _which(context),
-        advice=explanation.advice,
-        reproduced=True,
-        rule=explanation.rule,
-        normal=explanation.normal,
     )
 
 
 def out_of_range(error: OutOfRange, context: ReplayContext) -> BadOp:
     """Return the report of an index that is out of range."""
     cause, advice = "data", "Use the tokenizer of this model, or a larger table."
-    if error.label:
-        cause, advice = "label", "Mend the labels, or give the model more outputs."
-    return BadOp(
-        phase="input",
-        module=error.place.module,
-        kind=error.place.kind,
-        op=error.word,
-        step=context.step,
-        scale=context.scale,
-        dtype="int64",
-        cause=cause,
-        evidence=error.says + _which(context),
-        advice=advice,
-        reproduced=True,
+    if error.is_label:
+        cause, advice = "label", "Fix the labels, or give the model more outputs."
+    explanation = _Explanation(cause, error.evidence, advice, "input")
+    module, kind = error.place.module, error.place.kind
+    return _report(
+        context, explanation, module=module, kind=kind, op=error.op, dtype="int64"
     )
 
 
 def not_reproduced(context: ReplayContext) -> BadOp:
     """Return the report of a run that failed while two exact replays were finite."""
-    # Of one micro-batch alone, the sum with others was not looked at.
+    # For one micro-batch alone, the sum with others was not checked.
     more = _ONE_PART if context.parts == 1 else ""
     cause, advice = "hardware", _NOT_REPRODUCED.format(more=more)
     evidence = "the step failed, yet two replays of it are finite"
@@ -147,64 +127,73 @@ def not_reproduced(context: ReplayContext) -> BadOp:
         cause = "another process"
         evidence += f" here, and {context.processes} processes share gradients"
         advice = f"{_OTHERS} {advice[0].lower()}{advice[1:]}"
-    return BadOp(
-        phase="none",
-        step=context.step,
-        scale=context.scale,
-        cause=cause,
-        evidence=evidence,
-        advice=advice,
-        reproduced=False,
-    )
+    explanation = _Explanation(cause, evidence, advice, "none")
+    return _report(context, explanation, reproduced=False)
 
 
-def unseen(context: ReplayContext, nonfinite_kind: str, watched: int) -> BadOp:
-    """Return the report where none of the traced operations is to blame."""
+def unobserved(context: ReplayContext, nonfinite_kind: str, num_ops: int) -> BadOp:
+    """Return the report where no traced operation made it."""
+    evidence = f"none of the {num_ops} traced operations of torch made it"
+    advice = "Check custom kernels and what is computed outside of torch."
+    explanation = _Explanation("loss function", evidence, advice, "forward")
+    return _report(context, explanation, nonfinite_kind=nonfinite_kind)
+
+
+def _report(
+    context: ReplayContext,
+    explanation: _Explanation,
+    *,
+    reproduced: bool = True,
+    **fields: Any,  # noqa: ANN401
+) -> BadOp:
+    """Return an explanation as a report, with other fields of that."""
     return BadOp(
-        phase="forward",
+        phase=explanation.phase,
         step=context.step,
         scale=context.scale,
-        made=nonfinite_kind,
-        cause="loss function",
-        evidence=f"none of the {watched} operations of torch's that were seen made it",
-        advice="Look at custom kernels and at what is computed outside of torch.",
-        reproduced=True,
+        cause=explanation.cause,
+        evidence=explanation.evidence + _which(context),
+        advice=explanation.advice,
+        reproduced=reproduced,
+        rule=explanation.rule,
+        normal=explanation.normal,
+        **fields,
     )
 
 
 def _which(context: ReplayContext) -> str:
-    """Name the micro-batch, where there are several."""
+    """Return which micro-batch it was, if there are several."""
     if context.part is None or context.parts == 1:
         return ""
     return f" (micro-batch {context.part + 1} of {context.parts})"
 
 
 def _origin(event: NonFiniteEvent) -> NonFiniteEvent:
-    """Return the row that a mask left nothing, where another operation stumbles on it.
+    """Return the softmax over a fully masked row, if an event is a result of one.
 
-    A softmax makes NaN of such a row; a sum of exponentials gives -inf, which the next
-    product makes NaN of.
+    A softmax makes NaN of such a row; a logsumexp -inf, of which the next product
+    makes NaN.
     """
-    rows = [one for one in event.parents if one.word in _MASKS and one.parents]
-    return min(rows, key=lambda one: one.number, default=event)
+    softmaxes = [one for one in event.parents if one.op in _SOFTMAXES and one.parents]
+    return min(softmaxes, key=lambda one: one.number, default=event)
 
 
 def _explain(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
-    """Return cause, evidence and remedy; the first charge that holds is taken."""
-    charges = (
+    """Return cause, evidence and advice by the first check that applies."""
+    checks = (
         *(_summed, _came_in, _masked, _constant, _undefined, _not_a_number),
         *(_diverged, _in_loss, _forward, _backward),
     )
-    explanations = (charge(event, context) for charge in charges)
+    explanations = (check(event, context) for check in checks)
     return next(explanation for explanation in explanations if explanation is not None)
 
 
 def _summed(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Each micro-batch has finite gradients, and their sum is not."""
+    """Check for a non-finite sum of finite gradients."""
     if event.source_kind != "sum":
         return None
     bad, of = event.count
-    name, limit = _word(event.dtype), torch.finfo(event.dtype).max
+    name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
     scale = context.scale if context.low is None else min(context.scale, 1)
     evidence = (
         f"the gradients of {context.parts} micro-batches are finite, up to "
@@ -226,7 +215,7 @@ def _summed(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | Non
 
 
 def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Something not finite was there before any operation ran."""
+    """Check for inf or NaN that no operation made."""
     del context
     values = event.nonfinite.kind + _places(event)
     if event.source_kind in {"weight", "buffer"}:
@@ -240,9 +229,9 @@ def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
             advice = f"{_CONVERTED.format(rule=rule_note)} {EPSILON}"
             return _Explanation("weight", evidence, advice, "weight", rule)
         own = event.source_kind == "weight" and event.dtype == torch.float16
-        advice = f"{_CHECKPOINT} {EPSILON}" if own else _CHECKPOINT
+        advice = f"{CHECKPOINT} {EPSILON}" if own else CHECKPOINT
         return _Explanation("weight", evidence, advice, "weight")
-    if event.source_kind == "outside" and event.name.startswith("nll_loss"):
+    if event.source_kind == "outside" and event.aten_name.startswith("nll_loss"):
         # Its labels are whole numbers.
         evidence = f"the class weights hold {values}"
         return _Explanation("loss function", evidence, "Use finite ones.", "input")
@@ -266,66 +255,63 @@ def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
 
 
 def _masked(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """It made NaN of an infinity that was meant, as a softmax does of a masked row."""
+    """Check for NaN made of an intended infinity, as by softmax of a masked row."""
     del context
     if not event.parents:
         return None
     value = event.nonfinite.kind
-    if event.word in _MASKS:
-        evidence = f"a mask leaves a row nothing, so it gives {value}{_places(event)}"
-        return _Explanation("zero", evidence, MASK, event.phase)
+    if event.op in _SOFTMAXES:
+        evidence = f"a mask covers a whole row, so it returns {value}{_places(event)}"
+        return _Explanation("zero", evidence, _MASK, event.phase)
     origin = min(event.parents, key=lambda parent: parent.number)
-    source = origin.source or f"{origin.place.module} ({origin.word})"
-    evidence = f"it makes {value}{_places(event)} of the infinity that {source} puts in"
+    source = origin.source or f"{origin.place.module} ({origin.op})"
+    evidence = f"it makes {value}{_places(event)} of the infinity from {source}"
     if origin.source_kind in {"input", "outside"}:
         return _Explanation("data", evidence, _FIND, "input")
     return _Explanation("zero", evidence, _KEEP_OUT, event.phase)
 
 
 def _constant(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """A constant that is not finite reached the loss."""
+    """Check for a non-finite constant that reached the loss."""
     del context
     if not (event.is_intended or event.constant) or event.parents:
         return None
     values = event.nonfinite.kind + _places(event)
     if event.place.is_loss and not event.is_selected:
-        evidence = f"it is given a constant that is not finite, so it gives {values}"
+        evidence = (
+            f"one of its arguments is a non-finite constant, so it returns {values}"
+        )
         return _Explanation("loss function", evidence, "Use a finite one.", event.phase)
     if event.source_kind:
         return None
     if event.is_selected:
-        evidence = f"the {values} that it puts in reaches the loss: "
+        evidence = f"the {values} that it fills in reaches the loss: "
         evidence += "a target names a masked class"
         return _Explanation(
             "label", evidence, "Mask no class that a target names.", "forward"
         )
     if event.is_intended:
-        evidence = f"the {values} that it puts in reaches the loss"
+        evidence = f"the {values} that it fills in reaches the loss"
         return _Explanation("zero", evidence, _KEEP_OUT, event.phase)
-    evidence = f"it is given a constant that is not finite, so it gives {values}"
+    evidence = f"one of its arguments is a non-finite constant, so it returns {values}"
     return _Explanation("zero", evidence, "Use a finite one.", event.phase)
 
 
 def _undefined(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Its result, or its slope, is infinite or undefined at its arguments."""
+    """Check for arguments at which it, or its slope, is infinite or undefined."""
     del context
-    domain_error = event.domain_error
-    if domain_error is None or event.fp32_result[0] == "finite":
+    error = event.domain_error
+    if error is None or event.fp32_result[0] == "finite":
         return None
-    if (
-        event.phase == "backward"
-        and domain_error.cause == "zero"
-        and not event.is_executed_op
-    ):
-        domain_error = backward_flaw(event.word, domain_error)
-    phase = "weight" if domain_error.cause == "weight" else event.phase
-    return _Explanation(
-        domain_error.cause, domain_error.says, domain_error.advice, phase
-    )
+    in_slope = event.phase == "backward" and not event.is_executed_op
+    if in_slope and error.cause == "zero":
+        error = backward_domain_error(event.op, error)
+    phase = "weight" if error.cause == "weight" else event.phase
+    return _Explanation(error.cause, error.evidence, error.advice, phase)
 
 
 def _not_a_number(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """It made NaN of numbers too small to overflow, in float32 too."""
+    """Check for NaN made of numbers too small to overflow, in fp32 too."""
     del context
     inputs = event.inputs or 0.0
     small = inputs * inputs <= torch.finfo(torch.float32).max
@@ -340,7 +326,7 @@ def _not_a_number(event: NonFiniteEvent, context: ReplayContext) -> _Explanation
 
 
 def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """Training had run away, or the forward pass worked for some steps only."""
+    """Check for a loss that diverged, or an overflow in one of the first steps."""
     losses = context.losses
     if not losses.applied or event.place.module == "input":
         return None
@@ -358,34 +344,34 @@ def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
 
 
 def _in_loss(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """It left its range after the model had given finite numbers."""
+    """Check for an overflow in the loss function."""
     del context
     if event.phase != "forward" or not event.place.is_loss:
         return None
     advice = _WIDE_LOSS if event.fp32_result[0] == "finite" else _DOWN
-    if event.name == "exp":
+    if event.aten_name == "exp":
         advice = _EXP
     return _Explanation("loss function", _evidence(event), advice, "forward")
 
 
 def _forward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
-    """A format was left on the way forward."""
+    """Check for an overflow in the forward pass."""
     del context
     if event.phase != "forward":
         return None
     if event.fp32_result[0] != "finite":
-        advice = _EXP if event.name in {"exp", "expm1"} else _DOWN
+        advice = _EXP if event.aten_name in {"exp", "expm1"} else _DOWN
         return _Explanation("forward range", _evidence(event), advice, "forward")
-    place, word = event.consumer or (event.place, event.word)
-    advice, rule = _fp32_advice(place, word)
+    place, op = event.consumer or (event.place, event.op)
+    advice, rule = _fp32_advice(place, op)
     cast = event.written
     if cast is not None and cast.fixed:
         nor, instead = ", nor does bfloat16", "cast to bfloat16 there"
-        if op_names.is_product(event.name):  # autocast casts what it takes once more
+        if op_names.is_matmul(event.aten_name):  # autocast casts its inputs
             nor, instead = "", "train in bfloat16"
         advice = (
-            f"The code itself casts to {_word(event.dtype)} at {cast.where}, which no "
-            f"rule undoes{nor}: leave that cast out, or {instead}."
+            f"The code itself casts to {_dtype_name(event.dtype)} at {cast.where}, "
+            f"which no rule undoes{nor}: leave that cast out, or {instead}."
         )
         return _Explanation("forward range", _evidence(event), advice, "forward")
     if cast is not None:
@@ -394,7 +380,7 @@ def _forward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
 
 
 def _backward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
-    """A format was left on the way back."""
+    """Explain an overflow in the backward pass."""
     if context.low is None:
         seen = f"{_evidence(event)}, at loss scale {context.scale:g}"
         evidence = f"{seen}; at scale 1 all gradients are finite"
@@ -407,25 +393,25 @@ def _backward(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
         return _Explanation("loss function", evidence, _MEAN, "backward")
     if event.fp32_result[0] != "finite":
         return _Explanation("backward range", seen, _NO_SCALE + _DOWN, "backward")
-    advice, rule = _fp32_advice(*(event.receiver or (event.place, event.word)))
+    advice, rule = _fp32_advice(*(event.receiver or (event.place, event.op)))
     return _Explanation(
         "backward range", seen, f"{_NO_SCALE}{advice}", "backward", rule
     )
 
 
-def _fp32_advice(place: Place, word: str) -> tuple[str, str]:
-    """Return what keeps an operation in float32, and the row of a policy that does."""
-    rule = module_rule(place.module) if place.is_module else op_names.op_rule(word)
+def _fp32_advice(place: Place, op: str) -> tuple[str, str]:
+    """Return the advice that keeps an operation in fp32, and the rule for it."""
+    rule = module_rule(place.module) if place.is_module else op_names.op_rule(op)
     if not rule:
         return "Compute it in float32, or train in bfloat16.", ""
     return f"Keep it in float32 (rule '{rule}') or train in bfloat16.", rule
 
 
 def _evidence(event: NonFiniteEvent) -> str:
-    """Say what was too large for which format."""
+    """Return what was too large for which dtype."""
     inputs = 0.0 if event.inputs is None else event.inputs
     kind, reach = event.fp32_result
-    name, limit = _word(event.dtype), torch.finfo(event.dtype).max
+    name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
     ends = {
         "finite": "; in float32 the result is finite",
         "not finite": "; in float32 too" * (event.dtype != torch.float32),
@@ -439,15 +425,15 @@ def _evidence(event: NonFiniteEvent) -> str:
 
 
 def _too_large(event: NonFiniteEvent) -> str:
-    name, limit = _word(event.dtype), torch.finfo(event.dtype).max
+    name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
     return f"reaches {event.inputs or 0.0:.1e}, {name} holds {limit:.6g}"
 
 
 def _places(event: NonFiniteEvent) -> str:
-    """Say where it is not finite."""
+    """Return at how many places it is non-finite."""
     bad, of = event.count
     return f" at {bad} of {of} places" if of > 1 else ""
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

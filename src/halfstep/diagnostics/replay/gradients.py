@@ -1,7 +1,6 @@
-"""Gradients of a loss, taken so that nothing else notices.
+"""Gradients of a loss that a replay takes, and their sum over micro-batches.
 
-In: a model and its loss. Out: gradients; those that the model holds stay, and no hook
-that waits for one runs.
+The gradients that the model holds stay, and no hook that waits for one runs.
 """
 
 from __future__ import annotations
@@ -12,12 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from halfstep.diagnostics.replay import tensor_facts
+from halfstep.diagnostics.replay.module_stack import ROOT, Place
+from halfstep.diagnostics.replay.op_trace import NonFiniteEvent
 from halfstep.distributed import ddp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch.autograd.graph import Node
+
+SUM = "sum"
+"""Source of the event of a sum of gradients."""
 
 
 def gradients(
@@ -31,22 +36,27 @@ def gradients(
         scale: To multiply it by.
         shards: The model's parameters, as they were before the forward pass.
     """
-    params = [p for p in ddp.bare(model).parameters() if p.requires_grad]
+    params = [p for p in ddp.unwrap(model).parameters() if p.requires_grad]
     if not params or not loss.requires_grad:
         return []
     scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
-    if not _needs_backward(model, scaled):
-        grads = torch.autograd.grad(scaled, params, allow_unused=True)
-        return list(grads)
+    nodes = _nodes(scaled)
+    # Only `backward` gives gradients through reentrant checkpoints, or to FSDP2's
+    # shards.
+    reentrant = any(n.name() == "CheckpointFunctionBackward" for n in nodes)
+    if not (reentrant or is_sharded(model)):
+        return list(torch.autograd.grad(scaled, params, allow_unused=True))
+    last = "torch::autograd::AccumulateGrad"
+    leaves = [n.variable for n in nodes if n.name() == last]  # type: ignore[attr-defined]
     # Shards are other parameters than what was gathered of them for the forward pass.
-    with _fresh_grads(_leaves(scaled)), _fresh_grads([*params, *shards]):
+    with _fresh_grads(leaves), _fresh_grads([*params, *shards]):
         torch.autograd.backward(scaled)
         return [param.grad for param in (*params, *shards)]
 
 
 @contextlib.contextmanager
 def _fresh_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Give leaves fresh gradients, and let no hook use them, as an optimizer may."""
+    """Remove gradients of leaves, and the hooks that use them, as an optimizer may."""
     saved = []
     for leaf in leaves:
         hooks = leaf._post_accumulate_grad_hooks or {}  # noqa: SLF001
@@ -61,43 +71,89 @@ def _fresh_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(saved_hooks)
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
-    """Return the tensors whose gradients a backward pass adds to."""
-    last = "torch::autograd::AccumulateGrad"
-    return [node.variable for node in _nodes(loss) if node.name() == last]  # type: ignore[attr-defined]
-
-
-def _needs_backward(model: nn.Module, loss: Tensor) -> bool:
-    """Say whether gradients come by `backward` alone.
-
-    So it is with reentrant checkpoints; and FSDP2's reach its shards only there.
-    """
-    reentrant = "CheckpointFunctionBackward"
-    return is_sharded(model) or any(n.name() == reentrant for n in _nodes(loss))
-
-
-def _nodes(loss: Tensor) -> Iterator[Node]:
-    """Go through the graph of a loss."""
+def _nodes(loss: Tensor) -> list[Node]:
+    """Return the nodes of the graph of a loss."""
     pending, seen = [loss.grad_fn], {loss.grad_fn}
+    nodes = []
     while pending:
         node = pending.pop()
-        if node is None:
-            continue
-        yield node
-        more = {one for one, _ in node.next_functions} - seen
-        seen |= more
-        pending += more
+        if node is not None:
+            nodes.append(node)
+            new = {one for one, _ in node.next_functions} - seen
+            seen |= new
+            pending += new
+    return nodes
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether processes hold pieces of it, as FSDP2 has them."""
+    """Return whether FSDP2 shards it over processes."""
     return any(hasattr(m, "set_requires_gradient_sync") for m in model.modules())
 
 
 def exchanges(model: nn.Module) -> bool:
-    """Say whether its passes wait for other processes, as shards and norms make them.
+    """Return whether its passes communicate, as shards and synchronized norms do.
 
-    DDP's do not: a replay lets it exchange nothing.
+    DDP does not: a replay switches its communication off.
     """
     norms = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     return norms or is_sharded(model)
+
+
+class GradSums:
+    """Sums gradients over micro-batches.
+
+    Args:
+        model: Whose parameters they are of; bare or wrapped.
+        dtype: To sum in; None for that of each gradient.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        self._root = ddp.unwrap(model)
+        named = self._root.named_parameters()
+        self._names = [name for name, param in named if param.requires_grad]
+        self._dtype = dtype
+        self._totals: dict[int, Tensor] = {}
+        self._absmax = 0.0
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one micro-batch, as `gradients` returns them.
+
+        Those of shards follow those of parameters, in the same order.
+        """
+        for index, gradient in enumerate(grads):
+            if gradient is None:
+                continue
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            part = local.detach().to(self._dtype or local.dtype)
+            absmax = tensor_facts.absmax(tensor_facts.floats(part))
+            self._absmax = max(self._absmax, absmax)
+            total = self._totals.get(index)
+            self._totals[index] = part.clone() if total is None else total + part
+
+    def event(self) -> NonFiniteEvent | None:
+        """Return the event of the first sum that is non-finite."""
+        nonfinite: dict[int, tensor_facts.NonFiniteKinds] = {}
+        for index, total in self._totals.items():
+            dense = total.coalesce() if total.is_sparse else total
+            for part in tensor_facts.floats(dense):
+                kinds = tensor_facts.nonfinite_kinds(part)
+                if kinds:
+                    nonfinite[index] = kinds
+        if not nonfinite:
+            return None
+        first = min(nonfinite)
+        name = self._names[first % len(self._names)]
+        path = name.rpartition(".")[0]
+        return NonFiniteEvent(
+            number=0,
+            place=Place(path or ROOT, type(self._root.get_submodule(path)).__name__),
+            phase="backward",
+            op="add",
+            aten_name="add",
+            nonfinite=nonfinite[first],
+            dtype=self._totals[first].dtype,
+            inputs=self._absmax,
+            count=(len(nonfinite), len(self._totals)),
+            source_kind=SUM,
+            source=name,
+        )

@@ -1,8 +1,6 @@
-"""Indices that point nowhere, and other words and labels that torch refuses.
+"""Checks indices and targets before an operation runs.
 
-In: an operation and its arguments, before it runs. Out: nothing, or an `OutOfRange`.
-
-Why before: on a GPU such an index ends the process.
+Why before: on a GPU an index out of range ends the process.
 """
 
 from __future__ import annotations
@@ -12,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from halfstep.diagnostics.replay.module_stack import ModuleStack, Place
-
 
 _TABLES = {
     "embedding": "embedding",
@@ -24,63 +19,61 @@ _TABLES = {
 }
 
 
-class OutOfRange(RuntimeError):  # noqa: N818 -- it is caught where it is made
-    """An index that an operation cannot use.
+class OutOfRange(RuntimeError):  # noqa: N818 -- the search catches it
+    """An index or target that an operation cannot use.
 
     Args:
         place: Where it runs.
-        word: The operation.
-        label: The index is a label, not a word.
-        says: What is wrong, with numbers.
+        op: The operation.
+        is_label: The index is a label, not a token.
+        evidence: What is wrong, with numbers.
     """
 
-    def __init__(self, place: Place, word: str, *, label: bool, says: str) -> None:
-        super().__init__(says)
-        self.place, self.word, self.label, self.says = place, word, label, says
+    def __init__(self, place: Place, op: str, *, is_label: bool, evidence: str) -> None:
+        super().__init__(evidence)
+        self.place, self.op = place, op
+        self.is_label, self.evidence = is_label, evidence
 
 
-def check(name: str, args: Sequence[Any], places: ModuleStack) -> None:
-    """Refuse indices that are out of range. Waits for the device.
+def check(name: str, args: Sequence[Any], modules: ModuleStack) -> None:
+    """Check that indices are in range. Synchronizes.
 
     Args:
         name: aten's name of the operation.
-        args: What it takes.
-        places: Knows where it runs.
+        args: Its arguments.
+        modules: Says where it runs.
 
     Raises:
-        OutOfRange: If there are any.
+        OutOfRange: If one is not.
     """
+    op, is_label = _TABLES.get(name, name), False
     if name in {"nll_loss_forward", "nll_loss2d_forward"}:
-        logits, target, ignored = args[0], args[1], args[4]
-        count = logits.shape[1 if logits.dim() > 1 else 0]
-        bad = (target != ignored) & ((target < 0) | (target >= count))
-        label, what = True, f"classes are 0 to {count - 1}, and {ignored} is left out"
-        places_of, word = target, "cross_entropy"
-    elif name in _TABLES:
-        count, places_of = args[0].shape[0], args[1]
-        bad = (places_of < 0) | (places_of >= count)
-        label, what = False, f"the table has rows 0 to {count - 1}"
-        word = _TABLES[name]
-    elif name in {"gather", "index_select"} and args[0].dim():
-        count, places_of = args[0].shape[args[1]], args[2]
-        bad = (places_of < 0) | (places_of >= count)
-        # A loss that is written by hand looks up the label's place so.
-        label, what = places.current().is_loss, f"there are 0 to {count - 1}"
-        word = name
+        op, is_label = "cross_entropy", True
+        logits, indices, ignored = args[0], args[1], args[4]
+        size = logits.shape[1 if logits.dim() > 1 else 0]
+        right = f"classes are 0 to {size - 1}, and {ignored} is left out"
+        invalid = (indices != ignored) & ((indices < 0) | (indices >= size))
+    elif name in _TABLES or (name in {"gather", "index_select"} and args[0].dim()):
+        if name in _TABLES:
+            size, indices = args[0].shape[0], args[1]
+            right = f"the table has rows 0 to {size - 1}"
+        else:
+            size, indices = args[0].shape[args[1]], args[2]
+            right = f"there are 0 to {size - 1}"
+            # A hand-written loss looks up labels so.
+            is_label = modules.current().is_loss
+        invalid = (indices < 0) | (indices >= size)
     elif name == "binary_cross_entropy":
-        targets = args[1]
-        good = (targets >= 0) & (targets <= 1)
-        if bool(good.all()):
-            return
-        says = f"{int((~good).sum())} of {good.numel()} targets are not inside 0 to 1"
-        raise OutOfRange(places.current(), name, label=True, says=says)
+        is_label = True
+        invalid = ~((args[1] >= 0) & (args[1] <= 1))
     else:
         return
-    if bool(bad.any()):
-        says = f"index {_first(places_of, bad)} at {int(bad.sum())} of {bad.numel()}"
-        says = f"{says} places, yet {what}"
-        raise OutOfRange(places.current(), word, label=label, says=says)
-
-
-def _first(values: Tensor, bad: Tensor) -> int:
-    return int(values[bad].flatten()[0])
+    if not bool(invalid.any()):
+        return
+    count = f"{int(invalid.sum())} of {invalid.numel()}"
+    if name == "binary_cross_entropy":
+        evidence = f"{count} targets are not inside 0 to 1"
+    else:
+        index = int(indices[invalid].flatten()[0])
+        evidence = f"index {index} at {count} places, yet {right}"
+    raise OutOfRange(modules.current(), op, is_label=is_label, evidence=evidence)

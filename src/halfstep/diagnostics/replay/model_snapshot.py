@@ -1,7 +1,6 @@
-"""A model that is left exactly as it was.
+"""Restores a model after a replay: parameters, gradients, buffers, flags, hooks.
 
-In: a model. Out: a region, after which its parameters, gradients, buffers, flags, hooks
-and what else its modules hold are as they were before; and the random numbers, too.
+And whatever else its modules hold, and the state of the random generators.
 """
 
 from __future__ import annotations
@@ -22,36 +21,34 @@ from halfstep.diagnostics.probe.hooks import all_paused
 from halfstep.diagnostics.replay import tensor_facts
 from halfstep.diagnostics.replay.gradients import is_sharded
 from halfstep.distributed import ddp
-from halfstep.nonfinite.saved_values import plain
+from halfstep.nonfinite.domains import local_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PLAIN = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
-"""Kinds of container that are put back, and looked into."""
+"""Container types that are restored, and searched for tensors."""
 
 
 @contextlib.contextmanager
 def restored_after(
     model: nn.Module, generator_state: Tensor | None
 ) -> Iterator[ModelSnapshot]:
-    """Put all back at the end; let nothing be compiled meanwhile.
-
-    Nor exchanged, by DDP, or seen by a probe.
+    """Restore the model at the end; meanwhile DDP, torch.compile and probes are off.
 
     Args:
         model: Bare or wrapped.
-        generator_state: Of torch, to begin with; None for the present one.
+        generator_state: Of torch, to begin with; None for the current one.
 
     Yields:
         The snapshot; its `save` must see each tensor that is about to be written.
     """
     leaves = [(param, param.grad, param.requires_grad) for param in model.parameters()]
     with contextlib.ExitStack() as stack:
-        numbers = RandomState({param.device for param in model.parameters()})
-        stack.callback(numbers.restore)
+        random_state = RandomState({param.device for param in model.parameters()})
+        stack.callback(random_state.restore)
         stack.enter_context(all_paused())
-        stack.enter_context(module_rules.forgotten_after())
+        stack.enter_context(module_rules.restore_registry())
         snapshot = ModelSnapshot(model)
         stack.callback(snapshot.restore)
         if generator_state is not None:
@@ -60,9 +57,9 @@ def restored_after(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
-                stack.enter_context(ddp.silenced(module))
+                stack.enter_context(ddp.bypassed(module))
         stack.enter_context(warnings.catch_warnings())
-        # That hooks fire for a wrapper too: they are ours, and know wrappers.
+        # Its hooks are called for a compiled wrapper too, which ours handle.
         warnings.filterwarnings(
             "ignore", "Using `torch.compile\\(module\\)` when there"
         )
@@ -71,16 +68,16 @@ def restored_after(
             yield snapshot
         finally:
             torch.clear_autocast_cache()
-            for param, gradient, wanted in leaves:
+            for param, gradient, requires_grad in leaves:
                 param.grad = gradient
-                param.requires_grad_(wanted)
+                param.requires_grad_(requires_grad)
 
 
 class ModelSnapshot:
-    """A snapshot of the containers of a model's modules, and of the numbers in them.
+    """A snapshot of the containers of a model's modules, and of the tensors in them.
 
-    Why containers: buffers, hooks, flags and caches of a module all lie in a few
-    dictionaries. What tells the size of a cache lies beside it, so both are put back.
+    Why containers: buffers, hooks, flags and caches of a module are all in a few
+    dictionaries; a cache and its size are restored together.
 
     Args:
         model: Bare or wrapped.
@@ -90,26 +87,26 @@ class ModelSnapshot:
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: dict[int, list[Tensor]] = {}
         self._numbers: list[tuple[Tensor, Tensor]] = []
-        self._memories: list[tuple[Tensor, Tensor]] = []
+        self._data: list[tuple[Tensor, Tensor]] = []
         buffers = [*model.buffers()]
-        # Batch norms write into theirs, and no operation says so.
+        # Batch norms write to theirs, and no operation shows it.
         for buffer in buffers:
             self._numbers.append((buffer, buffer.detach().clone()))
         seen = {id(buffer) for buffer in buffers}
         sharded = is_sharded(model)
-        for module in ddp.bare(model).modules():
+        for module in ddp.unwrap(model).modules():
             own = vars(module)
-            # FSDP2 swaps pieces for wholes in there, and takes note of it elsewhere.
+            # FSDP2 replaces shards there, and keeps state of that elsewhere.
             self._scan(own, seen, *([own.get("_parameters")] * sharded))
         for param in model.parameters():
             self._save_on_write(param, seen)
             self._save_on_write(param.grad, seen)
-            # To give a weight other memory, by `.data`, is no operation.
+            # No operation shows that `.data` was set.
             if not sharded and type(param.data) is Tensor and _is_strided(param):
-                self._memories.append((param, param.data))
+                self._data.append((param, param.data))
 
     def _scan(self, container: Any, seen: set[int], *left_out: object) -> None:  # noqa: ANN401
-        """Take down what a container holds, and what the containers in it do."""
+        """Save a container, and the containers in it."""
         if id(container) in seen or any(container is one for one in left_out):
             return
         seen.add(id(container))
@@ -122,32 +119,31 @@ class ModelSnapshot:
                 self._save_on_write(value, seen)
 
     def _save_on_write(self, tensor: Tensor | None, seen: set[int]) -> None:
-        """Keep the numbers of a tensor as soon as it is written."""
+        """Save a tensor as soon as it is written."""
         if tensor is not None and id(tensor) not in seen:
             seen.add(id(tensor))
             self._tensors.setdefault(_memory(tensor), []).append(tensor)
 
     def save(self, written: Tensor) -> None:
-        """Take note that a tensor is about to be written."""
+        """Save a tensor that is about to be written."""
         for tensor in self._tensors.pop(_memory(written), ()):
             self._numbers.append((tensor, tensor.detach().clone()))
 
     def restore(self) -> None:
-        """Put back what was there, and take out what was not."""
+        """Restore the contents, and remove what was added."""
         for container, before in self._containers:
             _restore_container(container, before)
-        for param, memory in self._memories:
-            same = param.dtype == memory.dtype and _is_strided(param)
-            if not (same and param.is_set_to(memory)):
-                param.data = memory
+        for param, data in self._data:
+            same = param.dtype == data.dtype and _is_strided(param)
+            if not (same and param.is_set_to(data)):
+                param.data = data
         with torch.no_grad():
             for tensor, numbers in self._numbers:
                 if tensor.shape != numbers.shape:
                     tensor.resize_(numbers.shape)
-                # Not without need: a graph may wait for this very version of it.
-                if not tensor.is_meta and not torch.equal(
-                    plain(tensor), plain(numbers)
-                ):
+                # Only if needed: a graph may depend on its version.
+                values, before = local_data(tensor), local_data(numbers)
+                if not tensor.is_meta and not torch.equal(values, before):
                     tensor.copy_(numbers)
 
 
@@ -156,11 +152,11 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor_facts.storage_key(plain(tensor))
+    return tensor_facts.storage_key(local_data(tensor))
 
 
 def _restore_container(container: Any, before: Any) -> None:  # noqa: ANN401
-    """Give a container what a copy of it holds; touch none that holds just that."""
+    """Restore a container from its copy, unless it still has the same items."""
     now, then = [*map(id, _items(container))], [*map(id, _items(before))]
     if now == then and [*container] == [*before]:
         return

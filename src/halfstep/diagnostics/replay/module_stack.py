@@ -1,11 +1,8 @@
-"""Where an operation runs: which module, and which pass.
-
-In: modules as they are entered and left, and nodes of the backward pass. Out: a
-`Place` for the operation under way.
+"""Tracks in which module, and which pass, the current operation runs.
 
 Why by sequence numbers: autograd numbers each node before its operation runs. So the
-operation that made a node is the first that sees the number, and its module is known
-when the node runs backwards.
+first operation that sees a number made the node, and its module is known when the node
+runs in the backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from halfstep.diagnostics.replay import op_names, tensor_facts
-from halfstep.distributed.ddp import bare, is_silenced
+from halfstep.distributed.ddp import is_bypassed, unwrap
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,15 +30,13 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 ROOT, LOSS, INPUT = "model", "loss", "input"
-"""The model itself, what comes after its forward pass, and what comes before it."""
+"""The model itself, what runs after its forward pass, and what runs before it."""
 
 _POSITIONAL = {
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
 }
-
-
-_NAMES = ("Loss", "Criterion")
+_LOSS_NAMES = ("Loss", "Criterion")
 """Ends of class names."""
 
 
@@ -53,36 +48,36 @@ class Place:
     """Path; or one of `ROOT`, `LOSS`, `INPUT`."""
     kind: str
     """Class name; "" outside of the model."""
-    around: Place | None = None
+    caller: Place | None = None
     """Where the module was called."""
-    gives_loss: bool = False
+    computes_loss: bool = False
     """A module in the model that computes a loss: known once it has run."""
 
     @property
     def is_module(self) -> bool:
-        """A rule on modules can speak of it."""
+        """A module rule can match it."""
         return self.module not in {ROOT, LOSS, INPUT}
 
     def is_inside(self, other: Place) -> bool:
-        """Say whether a rule on another's module speaks of this one, too."""
+        """Return whether a rule for another's module matches this one, too."""
         return other.is_module and f"{self.module}.".startswith(f"{other.module}.")
 
     @property
     def is_loss(self) -> bool:
-        """It belongs to the loss function, wherever that is called."""
-        inside = self.around is not None and self.around.is_loss
-        return self.module == LOSS or self.gives_loss or inside
+        """It is part of the loss function, wherever that is called."""
+        inside = self.caller is not None and self.caller.is_loss
+        return self.module == LOSS or self.computes_loss or inside
 
 
 class ModuleStack:
-    """Follows modules and nodes while it is entered.
+    """Tracks modules and nodes while it is entered.
 
     Args:
         model: Bare or wrapped.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.root = bare(model)
+        self.root = unwrap(model)
         self._paths = {id(m): path or ROOT for path, m in self.root.named_modules()}
         self._owners = {
             id(param): Place(path or ROOT, type(module).__name__)
@@ -97,23 +92,23 @@ class ModuleStack:
         self._sums: list[Place] = []
         self._refs: list[object] = []
         self.arguments: dict[int, str] = {}
-        """Memory of what the model was called with -> name of the argument."""
+        """Storage of an argument of the model -> its name."""
 
     def __enter__(self) -> Self:
-        """Begin to follow."""
+        """Attach hooks."""
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave_outer, always_call=True),
             self.root.register_forward_pre_hook(self._called, with_kwargs=True),
         ]
-        # After the hooks of others on it, whose work is the module's own.
+        # After other hooks on it, whose operations are part of the module.
         for module in self.root.modules():
             hook = module.register_forward_hook(self._leave, always_call=True)
             self._hooks.append(hook)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Follow no more."""
+        """Remove them."""
         for hook in self._hooks:
             hook.remove()
         self._stack.clear()
@@ -121,38 +116,39 @@ class ModuleStack:
     def _called(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        """Take note of what the model is called with."""
+        """Record the arguments of the model."""
         parameters = inspect.signature(module.forward).parameters.values()
         names = [p.name for p in parameters if p.kind in _POSITIONAL]
-        names += [f"argument {place}" for place in range(len(names), len(args))]
+        names += [f"argument {index}" for index in range(len(names), len(args))]
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             for path, part in _named(name, value):
-                if tensor_facts.storage_key(part):
-                    self.arguments[tensor_facts.storage_key(part)] = path
+                key = tensor_facts.storage_key(part)
+                if key:
+                    self.arguments[key] = path
                     self._refs.append(tensor_facts.storage_ref(part))
 
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         del args
         ddp = isinstance(module, nn.parallel.DistributedDataParallel)
-        if ddp and not is_silenced(module):
+        if ddp and not is_bypassed(module):
             message = (
-                "step() of first_bad runs a DistributedDataParallel that is not in the "
-                "model it was given, and would wait for other processes: give that "
-                "wrapper as the model."
+                "step() of find_nonfinite runs a DistributedDataParallel that is not "
+                "in the model it was given, and would wait for other processes: give "
+                "that wrapper as the model."
             )
             raise UserError(message)
         path = self._paths.get(id(module))
-        kind, around = type(module).__name__, self._inside()
+        kind = type(module).__name__
+        caller = self._stack[-1][1] if self._stack else None
         self._ran = self._ran or path is not None
-        if path is None:
-            # A loss that is made anew in each forward pass, or a wrapper of the model.
-            path = around.module if around is not None else None
-        place = None if path is None else Place(path, kind, around)
+        if path is None and caller is not None:
+            path = caller.module  # a loss that each forward pass makes
+        place = None if path is None else Place(path, kind, caller)
         inner = id(module) in self._paths and self._running() is None
         if inner and any(True for _ in module.parameters(recurse=False)):
-            # What weights still work on is no loss.
+            # What a module with weights uses is no loss.
             for one in self._sums:
-                one.gives_loss = False
+                one.computes_loss = False
             self._sums.clear()
         self._stack.append((module, place))
 
@@ -169,27 +165,26 @@ class ModuleStack:
         self._done = self._done or module is self.root
 
     def _detect_loss(self, module: nn.Module, place: Place, output: object) -> None:
-        """Say whether a module in the model is a loss function.
+        """Determine whether a module in the model is a loss function.
 
-        It is where it gives one number for the whole batch, and no weights work on
-        that; or is called a loss. One that is called so and gives more, as a layer
-        does, is none; unless it is torch's own.
+        It is if it returns one number for the whole batch that no module with weights
+        uses; or has the name of a loss. With that name and a larger result, as of a
+        layer, it is none, unless it is torch's own.
         """
         sizes = [part.dim() for part in tensor_facts.floats(output)]
-        named = place.kind.endswith(_NAMES) and (output is None or sizes[:1] == [0])
-        place.gives_loss = named or isinstance(module, nn.modules.loss._Loss)  # noqa: SLF001
-        if not place.gives_loss and sizes and not any(sizes):
-            place.gives_loss = True
+        named = place.kind.endswith(_LOSS_NAMES) and (
+            output is None or sizes[:1] == [0]
+        )
+        place.computes_loss = named or isinstance(module, nn.modules.loss._Loss)  # noqa: SLF001
+        if not place.computes_loss and sizes and not any(sizes):
+            place.computes_loss = True
             self._sums.append(place)
-
-    def _inside(self) -> Place | None:
-        return self._stack[-1][1] if self._stack else None
 
     @staticmethod
     def node() -> Node | None:
-        """Return the node that runs backwards; None in a forward pass.
+        """Return the current node of the backward pass; None in a forward pass.
 
-        Also None while a forward pass is computed again for a backward pass.
+        Also None while activation checkpointing recomputes a forward pass.
         """
         return None if torch.is_grad_enabled() else ModuleStack._running()
 
@@ -198,11 +193,11 @@ class ModuleStack:
         return torch._C._current_autograd_node()  # noqa: SLF001
 
     def current(self) -> Place:
-        """Return where the operation under way runs."""
+        """Return where the current operation runs."""
         node = self.node()
         if node is not None:
             return self._origin_of(node)[0]
-        inside = self._inside()
+        inside = self._stack[-1][1] if self._stack else None
         if inside is not None:
             return inside
         backward_node = self._running()
@@ -210,16 +205,14 @@ class ModuleStack:
             return self._origin_of(backward_node)[0]
         return Place(LOSS if self._done or self._ran else INPUT, "")
 
-    def forward_word(self) -> str:
-        """Return the operation whose node runs backwards; "" if it is not torch's."""
+    def forward_op(self) -> str:
+        """Return the operation whose slope is computed; "" if it is not torch's."""
         node = self.node()
-        own = node is None or isinstance(
-            node, torch.autograd.function.BackwardCFunction
-        )
-        return "" if node is None or own else self._origin_of(node)[1]
+        custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        return "" if node is None or custom else self._origin_of(node)[1]
 
     def receiver(self, node: Node, dtype: torch.dtype) -> tuple[Place, str] | None:
-        """Return who made what a node's gradient in a format belongs to.
+        """Return the operation to whose result a node's gradient in a dtype belongs.
 
         None if that is a leaf.
         """
@@ -228,11 +221,11 @@ class ModuleStack:
                 return self._nodes.get(maker._sequence_nr())  # noqa: SLF001
         return None
 
-    def note(self, word: str) -> None:
-        """Take note that an operation runs, which may have made a node."""
+    def note(self, op: str) -> None:
+        """Record that an operation runs, which may have made a node."""
         if self.node() is None:
             node_number = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001
-            self._nodes.setdefault(node_number, (self.current(), word))
+            self._nodes.setdefault(node_number, (self.current(), op))
             self._highest = max(self._highest, node_number)
 
     def _origin_of(self, node: Node) -> tuple[Place, str]:
@@ -244,11 +237,11 @@ class ModuleStack:
         if leaf is not None:
             return self._owners.get(id(leaf), Place(ROOT, "")), ""
         place = Place(LOSS if number > self._highest else ROOT, "")
-        return place, op_names.node_word(node.name())
+        return place, op_names.node_name(node.name())
 
 
 def _named(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating tensors in an argument, each with where it lies in there."""
+    """Yield the floating tensors in an argument, each with its path."""
     inside: Iterable[tuple[object, object]] = ()
     if isinstance(value, dict):
         inside = value.items()
@@ -261,6 +254,6 @@ def _named(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def _dtype_of(maker: Node, output: int) -> torch.dtype:
-    # A node's gradients come in as what it gave goes out.
+    # A node's incoming gradients have the metadata of its outputs.
     dtype: torch.dtype = maker._input_metadata[output].dtype  # noqa: SLF001
     return dtype

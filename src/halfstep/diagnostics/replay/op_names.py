@@ -1,22 +1,28 @@
-"""Names of operations as users know them, and rows of a policy that speak of them.
+"""What users call an operation, where a program calls it, and rules that match it.
 
-In: an overload of aten's. Out: a word such as "linear", and a row that keeps it, or its
-module, in float32.
+Why calls are followed: the same `mm` runs below `x @ w`, `linear` and `einsum`, and a
+rule of a policy matches what was called. A cast by autocast runs within the call of
+something else; one by the program is a call of its own.
 """
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from halfstep.policy.rules import Rule, matching_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from types import FrameType
 
-    import torch
-
-_WORDS = {
+_USER_NAMES = {
     "addmm": "linear",
     "bmm": "matmul",
     "to_copy": "to",
@@ -28,54 +34,122 @@ _WORDS = {
     "cudnn_rnn": "rnn",
 }
 _AFFIXES = re.compile(r"^_*(native_|cudnn_|miopen_|mkldnn_|safe_|fused_)?|_forward$|_$")
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot"}
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot"}
 _TRANSPOSED = 6
-"""Place of that argument of aten's convolution."""
-_ATTENTION = "scaled_dot_product"
+"""Index of that argument of aten's convolution."""
+_FUNCTION_NAMES = {"rmatmul": "matmul", "imatmul": "matmul", "setitem": "copy"}
+_CASTS = {"to", "half", "bfloat16", "type", "type_as", "copy", "cast"}
 
 
-def base(func: torch._ops.OpOverload) -> str:
+def aten_name(func: torch._ops.OpOverload) -> str:
     """Return aten's name of an operation, without library, overload and "in place"."""
     name: str = func._schema.name.partition("::")[2]  # noqa: SLF001
     return name.rstrip("_") if not name.startswith("__") else name
 
 
-def is_product(name: str) -> bool:
-    """Say whether an operation is what matrix products and convolutions become."""
-    return name in _PRODUCTS or name.endswith("convolution")
+def is_matmul(name: str) -> bool:
+    """Return whether an operation is what matmuls and convolutions become."""
+    return name in _MATMULS or name.endswith("convolution")
 
 
-def word(
-    func: torch._ops.OpOverload, rank: int, args: Sequence[object], *, weighted: bool
-) -> str:
+def user_name(name: str, rank: int, args: Sequence[object], *, weighted: bool) -> str:
     """Return what a user calls an operation.
 
     Args:
-        func: As the dispatcher has it.
+        name: By `aten_name`.
         rank: Dimensions of its result.
-        args: That it takes.
+        args: Its arguments.
         weighted: One of its operands is a weight.
     """
-    name = base(func)
-    if _ATTENTION in name:
+    if "scaled_dot_product" in name:
         return "scaled_dot_product_attention"
     if name.endswith("convolution"):
-        across = "_transpose" if name == "convolution" and args[_TRANSPOSED] else ""
-        return f"conv{across}{max(1, rank - 2)}d"
+        transpose = name == "convolution" and args[_TRANSPOSED]
+        return f"conv{'_transpose' if transpose else ''}{max(1, rank - 2)}d"
     if name == "mm":
         return "linear" if weighted else "matmul"
-    plain = name.lstrip("_")
     short = _AFFIXES.sub("", name)
-    return _WORDS.get(plain) or _WORDS.get(short) or short
+    return _USER_NAMES.get(name.lstrip("_")) or _USER_NAMES.get(short) or short
 
 
-def node_word(name: str) -> str:
+def node_name(name: str) -> str:
     """Return what a user calls the operation behind a node such as "SqrtBackward0"."""
-    kind = re.sub(r"Backward\d*$", "", name)
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
+    return re.sub(
+        r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", name)
+    ).lower()
 
 
 def op_rule(name: str) -> str:
-    """Return a row that keeps an operation in float32; "" if a policy cannot."""
+    """Return a rule that keeps an operation in fp32; "" if no policy can."""
     rule = Rule("op", name, "fp32")
     return str(rule) if matching_ops(rule) else ""
+
+
+class Cast(NamedTuple):
+    """A cast by the program itself."""
+
+    where: str
+    """Such as "net.py:31"."""
+    fixed: bool
+    """Its dtype is a constant, so no rule and no other level changes it."""
+
+
+class TorchCalls(TorchFunctionMode):
+    """Tracks which function of torch the program is calling, while it is entered.
+
+    Args:
+        on_cast: Called with the result of each cast by the program; it may be the
+            argument itself, if that had the dtype already.
+    """
+
+    def __init__(self, on_cast: Callable[[object, Cast], None]) -> None:
+        super().__init__()
+        self._on_cast = on_cast
+        self._function = ""
+        """Its name; "" outside of a call."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Call it; keep its name meanwhile."""
+        del types
+        before = self._function
+        name = getattr(func, "__name__", "").partition(".")[0].strip("_")
+        self._function = _FUNCTION_NAMES.get(name, name)
+        try:
+            result = func(*args, **(kwargs or {}))
+            cast = self.cast()
+            if cast is not None:
+                self._on_cast(args[0] if result is None else result, cast)
+        finally:
+            self._function = before
+        return result
+
+    @property
+    def op(self) -> str:
+        """The call as an operation of aten; "" if it is none, or a cast."""
+        name = self._function
+        is_op = name and name not in _CASTS and hasattr(torch.ops.aten, name)
+        return name if is_op else ""
+
+    def cast(self) -> Cast | None:
+        """Return the cast that the program is calling, if it is one."""
+        if self._function not in _CASTS:
+            return None
+        frame: FrameType | None = inspect.currentframe()
+        call = TorchCalls.__torch_function__.__code__
+        while frame is not None and frame.f_code is not call:
+            frame = frame.f_back
+        frame = None if frame is None else frame.f_back
+        if frame is None or frame.f_globals.get("__name__", "").startswith("halfstep."):
+            return None
+        path, number = frame.f_code.co_filename, frame.f_lineno
+        line = linecache.getline(path, number)
+        # Whether the line names the dtype, or takes that of another tensor.
+        follows = self._function == "copy" or "dtype" in line or "type_as" in line
+        fixed = not follows or "half" in line or "float16" in line
+        return Cast(f"{Path(path).name}:{number}", fixed)

@@ -1,10 +1,10 @@
 """Traces every operation of a replay: which makes inf or NaN, and which passes it on.
 
-In: operations as they run. Out: `Event`s, each an operation that took in what is finite
-and gave what is not; and, for any tensor, the events behind what it holds.
+Each operation with finite inputs and a non-finite result gives an event; and for any
+tensor, the events behind its values are known.
 
-An infinity that is meant, as a mask of -inf is, is an event like another. It is named
-only if it reaches a result; and an operation that makes NaN of it is one of its own.
+An intended infinity, as in a mask of -inf, is an event like another. It is reported
+only if it reaches a result; an operation that makes NaN of it is an event of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.utils import _pytree
 
 from halfstep._torch.dispatch_mode import DispatchMode
 from halfstep.diagnostics.replay import index_checks, op_names, tensor_facts
-from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
-from halfstep.diagnostics.replay.torch_calls import Calls, Cast
-from halfstep.nonfinite.domains import Flaw, flaw
+from halfstep.diagnostics.replay.op_names import Cast, TorchCalls
+from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds, storage_key
+from halfstep.nonfinite import domains
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,43 +38,43 @@ class NonFiniteEvent:
     place: Place
     phase: str
     """"forward" or "backward"."""
-    word: str
-    """The operation; backwards, the one whose slope is computed."""
-    name: str
-    """The operation that ran, by aten's name."""
+    op: str
+    """By its user's name; in backward, the operation whose slope is computed."""
+    aten_name: str
+    """Of the operation that ran."""
     nonfinite: NonFiniteKinds
     dtype: torch.dtype
     inputs: float | None = None
-    """Largest finite magnitude that it took in."""
+    """Largest finite magnitude of its inputs."""
     fp32_result: tuple[str, float] = ("not run", 0.0)
-    domain_error: Flaw | None = None
+    domain_error: domains.DomainError | None = None
     constant: bool = False
-    """The program itself gave the operation a number that is not finite."""
+    """The program passed a non-finite number to the operation."""
     is_intended: bool = False
-    """Such a number only fills places, as the -inf of a mask does."""
+    """Such a number only fills elements, like the -inf of a mask."""
     is_selected: bool = False
-    """A label has chosen it: what a loss looks up by its labels came from there."""
+    """A label selected it: a loss looked it up by its labels."""
     is_executed_op: bool = False
-    """Backwards: `word` is the operation that ran, as the slope is not torch's own."""
+    """In backward: `op` is the operation that ran, as the slope is not torch's own."""
     count: tuple[int, int] = (0, 0)
-    """Places that are not finite, of all; parameters, where gradients were added up."""
+    """Non-finite elements, of all; parameters, where gradients were summed."""
     source_kind: str = ""
-    """Nothing made it: "weight", "buffer", "input" (of the model), "outside";
-    "exchange": another process made it; "sum": gradients were added up."""
+    """No operation made it: "weight", "buffer", "input" (of the model), "outside";
+    "exchange": another process made it; "sum": gradients were summed."""
     source: str = ""
-    """Name of the parameter, buffer or argument that was given, or cast."""
+    """Name of the parameter, buffer or argument that it is, or is a cast of."""
     raw_input: str = ""
-    """Argument of the model that it took in as it came; "" for none."""
+    """Argument of the model that was an input of the operation; "" for none."""
     parents: frozenset[NonFiniteEvent] = field(default_factory=frozenset)
-    """Infinities that were meant, and of which it made NaN."""
+    """Intended infinities, of which it made NaN."""
     casts: bool = False
     """It is a cast to a narrower format."""
     written: Cast | None = None
-    """The program itself made it, or what the operation took in."""
+    """The cast by the program that it is, or that made its inputs."""
     consumer: tuple[Place, str] | None = None
-    """Who took in the result of a cast first."""
+    """The first operation that used the result of a cast."""
     receiver: tuple[Place, str] | None = None
-    """Whose gradient a cast in a backward pass makes narrower."""
+    """The operation to whose gradient a cast in backward belongs."""
 
 
 _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -84,45 +84,75 @@ _OVERWRITE |= {"exponential", "log_normal", "cauchy", "geometric", "set"}
 _FILLS = {"full", "full_like", "new_full", "scalar_tensor", "fill", "masked_fill"}
 _FILLS |= {"index_fill", "constant_pad_nd", "where", "clamp", "scatter"}
 _EXCHANGES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"}
-"""Libraries whose results may still be under way."""
+"""Libraries whose results may not be complete when their operations return."""
 _CASTS = {"_to_copy", "to", "copy"}
 _PICKS = {"nll_loss_forward", "nll_loss2d_forward", "gather"}
 _SUMS = {"addmm", "mm", "bmm", "baddbmm", "convolution", "add", "sum", "mean"}
-"""They give +inf where they take -inf alone only by an overflow of their own."""
+"""They make +inf of -inf only by an overflow of their own."""
+
+
+@dataclass
+class _Call:
+    """One operation, with its arguments from before it ran."""
+
+    func: torch._ops.OpOverload
+    aten_name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Tensor]
+    keys: Sequence[int]
+    """Storages of the inputs."""
+    nonfinite: dict[int, NonFiniteKinds]
+    """Index of an input -> what it holds, if that is not finite."""
+    outs: list[Tensor]
+    written: Cast | None
 
 
 class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
-    """Watches operations while it is entered; waits for the device at each.
+    """Traces operations while it is entered; synchronizes at each.
 
     Args:
-        places: Knows where an operation runs.
-        writes: Called with each tensor that is about to be written.
+        modules: Says where an operation runs.
+        before_write: Called with each tensor that is about to be written.
     """
 
-    def __init__(self, places: ModuleStack, writes: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self, modules: ModuleStack, before_write: Callable[[Tensor], None]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places = places
-        self._writes = writes
-        self.watched = 0
-        """Operations so far."""
-        self.events: list[NonFiniteEvent] = []
+        self.modules = modules
+        self._before_write = before_write
+        self.num_ops = 0
+        self._num_events = 0
         self.boundary: float | None = None
-        """Largest magnitude that came back out of the loss, into the model."""
-        self.refused: set[NonFiniteEvent] = set()
-        """What is behind numbers that an operation refused to take."""
+        """Largest gradient that the loss passes to the model."""
+        self.rejected: set[NonFiniteEvent] = set()
+        """Events behind non-finite values that an operation raised for."""
+        self.in_backward = False
+        """The forward pass has ended, and the loss is known."""
         self.sent: set[NonFiniteEvent] = set()
-        """What is behind numbers that went to other processes."""
-        self.going_back = False
-        """The backward pass has begun."""
+        """Events behind non-finite values that went to other processes."""
         self._exchanged = False
         self._origins: dict[int, frozenset[NonFiniteEvent]] = {}
-        # Memory that is freed, and given out again, would pass for what lay there.
+        """Storage -> events behind the non-finite values there."""
+        # A storage that is freed and allocated again would pass for the old one.
         self._refs: dict[int, object] = {}
         self._casts: dict[int, NonFiniteEvent] = {}
-        self.calls = Calls(self._cast_by_program)
+        """Storage of the result of a cast that no operation has used yet."""
+        self.calls = TorchCalls(self._cast_by_program)
         self._written: dict[int, tuple[Place, Cast]] = {}
-        self._stored_tensors = dict(_stored(places.root))
-        self._shapes = {p.shape for p in places.root.parameters()}
+        """Storage -> cast by the program that made its format."""
+        self._stored_tensors = {
+            storage_key(part): (kind, name)
+            for kind, named in (
+                ("buffer", modules.root.named_buffers()),
+                ("weight", modules.root.named_parameters()),
+            )
+            for name, tensor in named
+            for part in tensor_facts.floats(tensor)
+        }
+        self._shapes = {p.shape for p in modules.root.parameters()}
 
     def __torch_dispatch__(
         self,
@@ -131,162 +161,183 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Run an operation, and look at what it took and gave."""
+        """Run an operation; read its inputs and outputs."""
         del types
         kwargs = kwargs or {}
-        name = op_names.base(func)
-        returns = func._schema.returns  # noqa: SLF001
-        written = _written(func, args, kwargs)
-        self.watched += 1
+        name = op_names.aten_name(func)
+        written = _written_tensors(func, args, kwargs)
+        self.num_ops += 1
         for tensor in written:
-            self._writes(tensor)
+            self._before_write(tensor)
         if func.namespace in _EXCHANGES:
             self._exchanged = True
             self.sent |= self.sources(tensor_facts.floats((args, kwargs)))
             return func(*args, **kwargs)
-        if not written and any(out.alias_info for out in returns):
-            self.places.note(name)
+        is_view = any(out.alias_info for out in func._schema.returns)  # noqa: SLF001
+        if is_view and not written:
+            self.modules.note(name)
             return func(*args, **kwargs)
-        index_checks.check(name, args, self.places)
-        before = _pytree.tree_map(
-            lambda v: v.detach().clone() if _among(v, written) else v, (args, kwargs)
-        )
-        taken = [] if name in _UNSET else tensor_facts.floats(before)
-        if name in _OVERWRITE and taken:
-            taken = taken[1:]
-        keys = (
-            []
-            if name in _UNSET
-            else [*map(tensor_facts.storage_key, tensor_facts.floats((args, kwargs)))]
-        )
-        keys = keys[len(keys) - len(taken) :]
-        try:
-            output = func(*args, **kwargs)
-        except Exception:
-            # Some refuse what is not finite, as losses of probabilities do.
-            self.refused = self.sources(taken)
-            raise
-        outs = tensor_facts.floats(output) or tensor_facts.floats(written)
-        word = self._word(func, name, outs, args)
-        self.places.note(word)
-        in_code = self._cast_in_code(name, taken, keys, outs)
-        bad = {
-            id(t): kinds for t in taken if (kinds := tensor_facts.nonfinite_kinds(t))
-        }
-        self._note_consumer(keys, word)
-        call = _Call(func, name, word, before, taken, outs, in_code)
-        for out in outs:
-            kinds = (
-                NonFiniteKinds()
-                if name in _UNSET
-                else tensor_facts.nonfinite_kinds(out)
-            )
-            if not kinds:
-                # Some operations that split give views, and do not say so.
-                if not written and tensor_facts.storage_key(out) not in keys:
-                    self._origins.pop(tensor_facts.storage_key(out), None)
-                continue
-            key = tensor_facts.storage_key(out)
-            self._origins[key] = self._sources_of(call, bad, keys, kinds, out)
-            self._refs[key] = tensor_facts.storage_ref(out)
-        self._measure_boundary(outs, taken)
-        return output
+        index_checks.check(name, args, self.modules)
+        return self._trace(func, name, args, kwargs, written)
 
-    def _word(
+    def _trace(
         self,
         func: torch._ops.OpOverload,
         name: str,
-        outs: Sequence[Tensor],
-        args: Sequence[object],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[Tensor],
+    ) -> Any:  # noqa: ANN401
+        """Run an operation; record its events.
+
+        Args:
+            func: The operation.
+            name: aten's.
+            args: Its arguments.
+            kwargs: Likewise.
+            written: Those that it writes to.
+        """
+        old_args, old_kwargs = _pytree.tree_map(
+            lambda v: v.detach().clone() if any(v is w for w in written) else v,
+            (args, kwargs),
+        )
+        inputs, keys = [], []
+        if name not in _UNSET:
+            first = int(name in _OVERWRITE)
+            inputs = tensor_facts.floats((old_args, old_kwargs))[first:]
+            keys = [*map(storage_key, tensor_facts.floats((args, kwargs)))][first:]
+        try:
+            output = func(*args, **kwargs)
+        except Exception:
+            # Some raise for non-finite inputs, as losses of probabilities do.
+            self.rejected = self.sources(inputs)
+            raise
+        outs = tensor_facts.floats(output) or tensor_facts.floats(written)
+        op = self._user_name(name, outs, args)
+        self.modules.note(op)
+        all_kinds = enumerate(map(tensor_facts.nonfinite_kinds, inputs))
+        call = _Call(
+            *(func, name, op, old_args, old_kwargs, inputs, keys),
+            {index: kinds for index, kinds in all_kinds if kinds},
+            outs,
+            self._cast_in_code(name, inputs, keys, outs),
+        )
+        for key in keys if self._casts else ():
+            event = self._casts.pop(key, None)
+            if event is not None and event.phase == "forward":
+                event.consumer = (self.modules.current(), op)
+        for out in outs:
+            self._record_output(call, out, is_new=not written)
+        if self.boundary is None and self.modules.node() is not None:
+            if not self.modules.current().is_loss:
+                self.boundary = tensor_facts.absmax(inputs)
+            elif any(map(tensor_facts.nonfinite_kinds, outs)):
+                self.boundary = math.inf
+        return output
+
+    def _record_output(self, call: _Call, out: Tensor, *, is_new: bool) -> None:
+        kinds, key = NonFiniteKinds(), storage_key(out)
+        if call.aten_name not in _UNSET:
+            kinds = tensor_facts.nonfinite_kinds(out)
+        if kinds:
+            self._origins[key] = self._sources_of(call, kinds, out)
+            self._refs[key] = tensor_facts.storage_ref(out)
+        # Some operations that split return views, without saying so.
+        elif is_new and key not in call.keys:
+            self._origins.pop(key, None)
+
+    def _user_name(
+        self, name: str, outs: Sequence[Tensor], args: Sequence[object]
     ) -> str:
-        rank = outs[0].dim() if outs else 0
-        weighted = False
-        if name == "mm":
-            shapes = [tuple(t.shape) for t in args[:2] if isinstance(t, Tensor)]
-            weight_shapes = self._shapes
-            weighted = any(
-                s in weight_shapes or s[::-1] in weight_shapes for s in shapes
-            )
-        if op_names.is_product(name) and self.calls.op:
+        if op_names.is_matmul(name) and self.calls.op:
             return self.calls.op
-        return op_names.word(func, rank, args, weighted=weighted)
+        shapes = [t.shape for t in args[:2] if name == "mm" and isinstance(t, Tensor)]
+        weighted = any(s in self._shapes or s[::-1] in self._shapes for s in shapes)
+        rank = outs[0].dim() if outs else 0
+        return op_names.user_name(name, rank, args, weighted=weighted)
+
+    def _set_written(self, out: Tensor, source: tuple[Place, Cast]) -> None:
+        self._written[storage_key(out)] = source
+        self._refs[storage_key(out)] = tensor_facts.storage_ref(out)
 
     def _cast_by_program(self, result: object, cast: Cast) -> None:
-        """Take note of what the program has cast to a narrow format."""
+        """Record what the program has cast to a 16-bit format."""
         for out in tensor_facts.floats(result):
             if out.itemsize < torch.float32.itemsize:
-                self._written[tensor_facts.storage_key(out)] = (
-                    self.places.current(),
-                    cast,
-                )
-                self._refs[tensor_facts.storage_key(out)] = tensor_facts.storage_ref(
-                    out
-                )
+                self._set_written(out, (self.modules.current(), cast))
 
     def _cast_in_code(
         self,
         name: str,
-        taken: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         keys: Sequence[int],
         outs: Sequence[Tensor],
     ) -> Cast | None:
-        """Return the cast by the program that an operation is, or that it works on.
+        """Return the cast by the program that an operation is, or that made its inputs.
 
-        What follows from such casts alone is in that format whatever a rule says; but
-        a rule on a module casts what comes into it.
+        Results of such casts alone are in that format whatever a rule says; but a rule
+        for a module casts what comes into it.
         """
-        current = self.places.current()
+        current = self.modules.current()
         low = [out for out in outs if out.itemsize < torch.float32.itemsize]
         sources = [self._written[key] for key in keys if key in self._written]
         origin = next((one for one in sources if one[0].is_inside(current)), None)
-        spread = len(sources) == sum(t.dim() > 0 for t in taken)
-        if name in _CASTS and low and any(t.itemsize > low[0].itemsize for t in taken):
+        spread = len(sources) == sum(t.dim() > 0 for t in inputs)
+        if name in _CASTS and low and any(t.itemsize > low[0].itemsize for t in inputs):
             cast = self.calls.cast()
             origin, spread = None if cast is None else (current, cast), True
-        for key in map(tensor_facts.storage_key, outs):
+        for key in map(storage_key, outs):
             self._written.pop(key, None)
-        for out in low if spread else ():
-            source = origin or next(iter(sources), None)
-            if source is not None:
-                self._written[tensor_facts.storage_key(out)] = source
-                self._refs[tensor_facts.storage_key(out)] = tensor_facts.storage_ref(
-                    out
-                )
+        source = origin or next(iter(sources), None)
+        if spread and source is not None:
+            for out in low:
+                self._set_written(out, source)
         return None if origin is None else origin[1]
 
     def _sources_of(
-        self,
-        call: _Call,
-        bad: dict[int, NonFiniteKinds],
-        keys: Sequence[int],
-        kinds: NonFiniteKinds,
-        out: Tensor,
+        self, call: _Call, kinds: NonFiniteKinds, out: Tensor
     ) -> frozenset[NonFiniteEvent]:
-        """Return the events behind something that is not finite."""
-        if not bad:
+        """Return the events behind a non-finite result."""
+        if not call.nonfinite:
             return frozenset({self._event(call, kinds, out)})
         sources: set[NonFiniteEvent] = set()
-        took = NonFiniteKinds()
-        for tensor, key in zip(call.taken, keys, strict=True):
-            if id(tensor) in bad:
-                took |= bad[id(tensor)]
-                if key not in self._origins:
-                    self._refs[key] = tensor_facts.storage_ref(tensor)
-                    outside_event = self._outside_event(
-                        call, tensor, key, bad[id(tensor)]
-                    )
-                    self._origins[key] = frozenset({outside_event})
-                sources |= self._origins[key]
-        for event in sources if call.name in _PICKS else ():
-            event.is_selected = True
+        input_kinds = NonFiniteKinds()
+        for index, one in call.nonfinite.items():
+            tensor, key = call.inputs[index], call.keys[index]
+            input_kinds |= one
+            if key not in self._origins:
+                self._refs[key] = tensor_facts.storage_ref(tensor)
+                outside = self._outside_event(call, tensor, key, one)
+                self._origins[key] = frozenset({outside})
+            sources |= self._origins[key]
+        if call.aten_name in _PICKS:
+            for event in sources:
+                event.is_selected = True
         if all(event.is_intended for event in sources):
-            grown = kinds.posinf and not took.posinf and call.name in _SUMS
-            emptied = call.name == "logsumexp"
-            if (kinds.nan and not took.nan) or grown or emptied:
-                new_event = self._event(call, kinds, out, parents=frozenset(sources))
-                new_event.is_intended = not (kinds.nan or kinds.posinf)
-                return frozenset({new_event})
+            overflowed = kinds.posinf and not input_kinds.posinf
+            overflowed = overflowed and call.aten_name in _SUMS
+            is_new_nan = kinds.nan and not input_kinds.nan
+            if is_new_nan or overflowed or call.aten_name == "logsumexp":
+                event = self._event(call, kinds, out, parents=frozenset(sources))
+                event.is_intended = not (kinds.nan or kinds.posinf)
+                return frozenset({event})
         return frozenset(sources)
+
+    def _new_event(
+        self, call: _Call, kinds: NonFiniteKinds, values: Tensor
+    ) -> NonFiniteEvent:
+        self._num_events += 1
+        return NonFiniteEvent(
+            number=self._num_events,
+            place=self.modules.current(),
+            phase="forward" if self.modules.node() is None else "backward",
+            op=call.op,
+            aten_name=call.aten_name,
+            nonfinite=kinds,
+            dtype=values.dtype,
+            count=tensor_facts.count_nonfinite(values),
+            inputs=tensor_facts.absmax(call.inputs),
+        )
 
     def _event(
         self,
@@ -295,103 +346,68 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         out: Tensor,
         parents: frozenset[NonFiniteEvent] = frozenset(),
     ) -> NonFiniteEvent:
-        """Record that an operation made an inf or NaN."""
-        node = self.places.node()
-        args, kwargs = call.before
-        own = "" if node is None else self.places.forward_word()
-        scalars = [v for v in _pytree.tree_leaves((args, kwargs)) if type(v) is float]
-        constant = not all(map(math.isfinite, scalars))
-        domain_error = flaw(call.name, args, kwargs, call.outs)
-        event = NonFiniteEvent(
-            number=len(self.events),
-            place=self.places.current(),
-            phase="forward" if node is None else "backward",
-            word=own or call.word,
-            is_executed_op=not own,
-            name=call.name,
-            nonfinite=kinds,
-            dtype=out.dtype,
-            count=tensor_facts.count_nonfinite(out),
-            inputs=tensor_facts.absmax(call.taken),
-            fp32_result=tensor_facts.run_in_fp32(call.func, args, kwargs),
-            domain_error=domain_error,
-            constant=constant,
-            is_intended=constant and call.name in _FILLS and not parents,
-            raw_input=self._raw_input(call.taken),
-            parents=parents,
-            casts=call.name in _CASTS,
-            written=call.in_code if node is None else None,
-        )
-        self.events.append(event)
+        """Return the event of an operation that made inf or NaN."""
+        event = self._new_event(call, kinds, out)
+        node, name = self.modules.node(), call.aten_name
+        forward_op = self.modules.forward_op()
+        event.op, event.is_executed_op = forward_op or call.op, not forward_op
+        values = domains.arguments(call.func, call.args, call.kwargs, call.outs)
+        event.domain_error = domains.find_domain_error(name, values, "forward")
+        # Last: an operation in place writes to these arguments.
+        event.fp32_result = tensor_facts.run_in_fp32(call.func, call.args, call.kwargs)
+        leaves = _pytree.tree_leaves((call.args, call.kwargs))
+        event.constant = any(type(v) is float and not math.isfinite(v) for v in leaves)
+        event.is_intended = event.constant and name in _FILLS and not parents
+        arguments = self.modules.arguments
+        event.raw_input = next((arguments[k] for k in call.keys if k in arguments), "")
+        event.parents, event.casts = parents, name in _CASTS
+        event.written = call.written if node is None else None
         if event.casts and node is not None:
-            event.receiver = self.places.receiver(node, out.dtype)
+            event.receiver = self.modules.receiver(node, out.dtype)
         if event.casts and event.written is None:
             if self.calls.op and node is None:
                 event.consumer = (event.place, self.calls.op)
             else:
-                self._casts[tensor_facts.storage_key(call.outs[0])] = event
+                self._casts[storage_key(call.outs[0])] = event
         return event
-
-    def _raw_input(self, taken: Iterable[Tensor]) -> str:
-        """Name the argument of the model that an operation takes as it came."""
-        arguments = self.places.arguments
-        return next(
-            (
-                arguments[k]
-                for k in map(tensor_facts.storage_key, taken)
-                if k in arguments
-            ),
-            "",
-        )
 
     def _outside_event(
         self, call: _Call, tensor: Tensor, key: int, kinds: NonFiniteKinds
     ) -> NonFiniteEvent:
-        """Record an inf or NaN that no traced operation has made."""
+        """Return the event of an inf or NaN that no traced operation has made."""
         kind, source = self._stored_tensors.get(key, ("", ""))
-        if not kind and key in self.places.arguments:
-            kind, source = "input", self.places.arguments[key]
-        node = self.places.node()
-        if not kind and self._exchanged and self.going_back:
+        if not kind and key in self.modules.arguments:
+            kind, source = "input", self.modules.arguments[key]
+        if not kind and self._exchanged and self.in_backward:
             kind = "exchange"
-        cast = "" if kind else self._cast_of(tensor)
-        # What a program writes as a number, torch turns into a tensor like this.
-        constant = not kind and not cast and not tensor.dim() and not node
-        event = NonFiniteEvent(
-            number=len(self.events),
-            place=self.places.current(),
-            phase="forward" if node is None else "backward",
-            word=call.word,
-            name=call.name,
-            nonfinite=kinds,
-            dtype=tensor.dtype,
-            count=tensor_facts.count_nonfinite(tensor),
-            inputs=tensor_facts.absmax(call.taken),
-            source_kind="" if cast or constant else kind or "outside",
-            constant=constant,
-            source=cast or source,
-            # A mask holds -inf alone. For `y[:, 0] = inf`, torch before 2.15 fills
-            # with a tensor of that number: the same as with the number.
-            is_intended=(constant and call.name in _FILLS)
-            or not (kinds.nan or kinds.posinf or kind == "weight" or cast),
+        weight = "" if kind else self._cast_weight(tensor)
+        event = self._new_event(call, kinds, tensor)
+        # A number in the program is turned into such a tensor by torch.
+        is_number = not tensor.dim() and not self.modules.node()
+        event.constant = not kind and not weight and is_number
+        event.source_kind = "" if weight or event.constant else kind or "outside"
+        event.source = weight or source
+        # A mask holds -inf alone. For `y[:, 0] = inf`, torch before 2.15 fills
+        # with a tensor of that number: the same as with the number.
+        event.is_intended = (event.constant and call.aten_name in _FILLS) or not (
+            kinds.nan or kinds.posinf or kind == "weight" or weight
         )
-        if cast:
-            weight = self.places.root.get_parameter(cast)
-            event.inputs, event.casts = tensor_facts.absmax([weight]), True
+        if weight:
+            parameter = self.modules.root.get_parameter(weight)
+            event.inputs, event.casts = tensor_facts.absmax([parameter]), True
             event.fp32_result = ("finite", event.inputs)
-            event.consumer = (event.place, call.word)
-            if tensor_facts.nonfinite_kinds(weight):
+            event.consumer = (event.place, call.op)
+            if tensor_facts.nonfinite_kinds(parameter):
                 event.source_kind, event.casts = "weight", False
-        self.events.append(event)
-        if call.name in _CASTS:
-            self._casts[tensor_facts.storage_key(call.outs[0])] = event
+        if call.aten_name in _CASTS:
+            self._casts[storage_key(call.outs[0])] = event
         return event
 
-    def _cast_of(self, tensor: Tensor) -> str:
-        """Name the parameter that a tensor is a cast of, made before the replay."""
+    def _cast_weight(self, tensor: Tensor) -> str:
+        """Return the parameter that a tensor is a cast of, made before the replay."""
         if tensor.itemsize >= torch.float32.itemsize:
             return ""
-        for name, parameter in self.places.root.named_parameters():
+        for name, parameter in self.modules.root.named_parameters():
             local = tensor_facts.floats(parameter)
             if not local or local[0].dtype == tensor.dtype:
                 continue
@@ -402,69 +418,22 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
                     return name
         return ""
 
-    def _note_consumer(self, keys: Iterable[int], word: str) -> None:
-        """Take note of who uses the result of a cast first."""
-        for key in keys if self._casts else ():
-            event = self._casts.pop(key, None)
-            if event is not None and event.phase == "forward":
-                event.consumer = (self.places.current(), word)
-
-    def _measure_boundary(
-        self, outs: Iterable[Tensor], taken: Iterable[Tensor]
-    ) -> None:
-        """Measure the gradient where it first leaves the loss."""
-        if self.boundary is None and self.places.node() is not None:
-            if not self.places.current().is_loss:
-                self.boundary = tensor_facts.absmax(taken)
-            elif any(map(tensor_facts.nonfinite_kinds, outs)):
-                self.boundary = math.inf
-
     def sources(self, tensors: Iterable[Tensor | None]) -> set[NonFiniteEvent]:
-        """Return the events behind what is not finite in some tensors."""
+        """Return the events behind the non-finite values of some tensors."""
         events: set[NonFiniteEvent] = set()
-        for tensor in tensors:
-            for part in tensor_facts.floats(tensor):
-                if tensor_facts.nonfinite_kinds(part):
-                    events |= self._origins.get(
-                        tensor_facts.storage_key(part), frozenset()
-                    )
+        for part in tensor_facts.floats([*tensors]):
+            if tensor_facts.nonfinite_kinds(part):
+                events |= self._origins.get(storage_key(part), frozenset())
         return events
 
 
-@dataclass
-class _Call:
-    """One operation, with what it took before it ran."""
-
-    func: torch._ops.OpOverload
-    name: str
-    word: str
-    before: tuple[tuple[Any, ...], dict[str, Any]]
-    taken: list[Tensor]
-    outs: list[Tensor]
-    in_code: Cast | None
-
-
-def _stored(root: torch.nn.Module) -> Iterable[tuple[int, tuple[str, str]]]:
-    for kind, named in (
-        ("buffer", root.named_buffers()),
-        ("weight", root.named_parameters()),
-    ):
-        for name, tensor in named:
-            for part in tensor_facts.floats(tensor):
-                yield tensor_facts.storage_key(part), (kind, name)
-
-
-def _written(
+def _written_tensors(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the tensors that an operation writes into."""
+    """Return the tensors that an operation writes to."""
     values: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = kwargs.get(argument.name)
-            values.append(args[place] if place < len(args) else given)
+            by_name = kwargs.get(argument.name)
+            values.append(args[index] if index < len(args) else by_name)
     return [t for t in _pytree.tree_leaves(values) if isinstance(t, Tensor)]
-
-
-def _among(value: object, tensors: Iterable[Tensor]) -> bool:
-    return any(value is tensor for tensor in tensors)

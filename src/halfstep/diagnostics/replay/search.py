@@ -1,38 +1,39 @@
-"""Replays of a step, as many as it takes to say what was wrong with it.
-
-In: a model, and a callable that computes the loss of the failing micro-batch. Out: a
-`BadOp`, or None where all is finite.
-"""
+"""Replays a step as often as needed to name the operation that made inf or NaN."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.diagnostics.replay import arguments, causes, tensor_facts
+from halfstep.diagnostics.replay import causes, tensor_facts
 from halfstep.diagnostics.replay.causes import ReplayContext
-from halfstep.diagnostics.replay.grad_sums import GradSums
-from halfstep.diagnostics.replay.gradients import exchanges, gradients
+from halfstep.diagnostics.replay.gradients import GradSums, exchanges, gradients
 from halfstep.diagnostics.replay.index_checks import OutOfRange
 from halfstep.diagnostics.replay.model_snapshot import restored_after
 from halfstep.diagnostics.replay.module_stack import ModuleStack
 from halfstep.diagnostics.replay.op_trace import OpTracer
+from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.distributed import process_group
+from halfstep.errors import UserError, require
 from halfstep.scaling.step_history import LossHistory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from halfstep.diagnostics.replay.arguments import Step
     from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
     from halfstep.diagnostics.replay.op_trace import NonFiniteEvent
     from halfstep.nonfinite.origin import BadOp
 
+Step = Callable[[], Tensor]
+"""Computes the loss of one micro-batch."""
 
-def first_bad(
+_EXAMPLE = "such as lambda: loss_fn(model(x), y)"
+
+
+def find_nonfinite(
     model: nn.Module,
     step: Step | Sequence[Step],
     *,
@@ -43,60 +44,75 @@ def first_bad(
     generator_state: Tensor | None = None,
     summed_in: torch.dtype | None = None,
 ) -> BadOp | None:
-    """Run a step again, and say which operation made the first inf or NaN.
+    """Run a step again, and name the operation that made the first inf or NaN.
 
-    Why: the gradients of a failed step are all NaN, and name no op. Each operation of
-    forward and backward pass is watched; the first that took in finite numbers and
-    gave others, and whose result reached the loss or a gradient, is named. It is then
-    run by itself in float32, which tells a format that is too narrow from an operation
-    that is undefined. A mask of -inf that does what it should is not named.
+    Why: the gradients of a failed step are all NaN, and name no operation. Each
+    operation of forward and backward pass is traced; the first that made inf or NaN
+    of finite inputs, and whose result reached the loss or a gradient, is named. It is
+    then run in fp32, which separates a dtype that is too narrow from an operation that
+    is undefined. A mask of -inf that works as intended is not reported.
 
-    It waits for the device at each operation, and takes ten to a hundred times as long
-    as a step, and memory for the gradients once more. What the model's modules hold
-    (weights, gradients, buffers, flags, hooks, caches in plain containers) and random
-    numbers are put back. No gradient is added to one that is
-    there, so no hook that waits for that runs; and no probe sees it. Nothing is
-    exchanged between DDP's processes, so one of them may call it alone; with FSDP, or
-    with batch norms that are synchronised, all must.
+    It synchronizes at each operation, takes ten to a hundred times as long as a step,
+    and memory for the gradients once more. Weights, gradients, buffers, flags, hooks,
+    caches in plain containers, and random numbers are restored. No gradient is added
+    to an existing one, so no hook that waits for that runs; and no probe observes it.
+    DDP's processes do not communicate, so one of them may call it alone; with FSDP or
+    synchronized batch norms all processes must.
 
     Args:
-        model: As it is called: also in DDP, or compiled; then what it was compiled from
-            runs.
+        model: As it is called: also in DDP, or compiled; then the original runs.
         step: Computes the loss of the micro-batch that failed, shape (), not scaled. It
-            must do all that the failing run did, and open the same region of autocast.
-            Where gradients of several micro-batches are added up: a list with one for
-            each, in order, so that their sum is looked at, too.
+            must do all that the failing run did, under the same autocast context. With
+            gradient accumulation: a list with one for each micro-batch, in order, so
+            that the sum of their gradients is checked, too.
         scale: Loss scale at which it failed.
         number: Of the step, for the report.
-        losses: Of the steps applied so far, which tell a learning rate that is too
-            high: in order, or as `halfstep.scaling.step_history.LossHistory`.
-        failed: The run was seen to give inf or NaN. Then a replay that gives none is
-            repeated, and reported as one that could not be reproduced; or, where
-            processes share gradients, as one that another process made.
+        losses: Of the steps applied so far, from which a learning rate that is too
+            high is diagnosed: in order, or as
+            `halfstep.scaling.step_history.LossHistory`.
+        failed: The run had inf or NaN. Then a replay without is repeated, and reported
+            as not reproduced; or, where processes share gradients, as one that another
+            process made.
         generator_state: `torch.get_rng_state()` from just before the failing step;
-            None goes on from the present state, for a `step` that seeds by itself.
-        summed_in: Format in which gradients of micro-batches are added up: float32 in a
+            None for the present state, if `step` seeds by itself.
+        summed_in: Dtype in which gradients of micro-batches are summed: float32 in a
             `Session` with master weights. None for their own, as torch does.
 
     Returns:
-        None if loss and gradients are finite, and the run was not said to fail; and
-        where another process made what is bad here, and reports it.
+        None if loss and gradients are finite, unless `failed`; and where another
+        process made what is non-finite here, and reports it.
 
     Raises:
-        UserError: If `model` is no module, `step` gives no loss, or a number is none.
+        UserError: If `model` is no module, `step` returns no loss, or a number is none.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> x = torch.ones(1, 2)
+        >>> bad = find_nonfinite(model, lambda: (model(x) * 0).log().sum())
+        >>> bad.op, bad.cause, bad.evidence
+        ('log', 'zero', 'its argument is 0')
     """
-    steps = arguments.steps(model, step)
-    arguments.check_numbers(scale, summed_in)
-    history = losses if isinstance(losses, LossHistory) else _history(losses)
+    steps = _check_steps(model, step)
+    valid = isinstance(scale, int | float) and 0 < scale < math.inf
+    require("scale", scale, valid, "a finite number above 0")
+    is_float = isinstance(summed_in, torch.dtype) and summed_in.is_floating_point
+    right = "a floating dtype, such as torch.float32, or None"
+    require("summed_in", summed_in, summed_in is None or is_float, right)
+    if isinstance(losses, LossHistory):
+        history = losses
+    else:
+        history = LossHistory()
+        for loss in losses:
+            history.add(float(loss))
     context = ReplayContext(
-        number, scale, history, len(steps), processes=process_group.size()
+        number, scale, history, len(steps), processes=process_group.world_size()
     )
 
     def replay(scale: float) -> _ReplayResult:
         with restored_after(model, generator_state) as snapshot:
             return _replay(model, steps, scale, snapshot, summed_in)
 
-    # Where a replay waits for other processes, all must make as many.
+    # Where a replay communicates, all processes must make as many.
     together = exchanges(model)
     result = replay(scale)
     if together or (failed and not result.has_failed):
@@ -106,56 +122,126 @@ def first_bad(
     context = replace(context, part=result.part)
     if result.index_error is not None:
         return causes.out_of_range(result.index_error, context)
-    if not result.bad:
+    if not result.nonfinite:
         return causes.not_reproduced(context) if failed else None
-    event = result.culprit
+    event = result.event
     if event is None:
-        return causes.unseen(context, result.bad.kind, result.watched)
+        return causes.unobserved(context, result.nonfinite.kind, result.num_ops)
     if not result.in_backward:
         return causes.bad_op(event, context)
     if low is None or scale <= 1:
         return causes.bad_op(
             event, replace(context, boundary=result.boundary, low=event)
         )
-    context = replace(context, boundary=low.boundary, low=low.culprit)
-    return causes.bad_op(low.culprit or event, context)
+    context = replace(context, boundary=low.boundary, low=low.event)
+    return causes.bad_op(low.event or event, context)
 
 
 def not_reproduced(number: int | None, scale: float, parts: int = 1) -> BadOp:
-    """Return what is said of a step that failed, and was finite in two replays.
+    """Return the report of a step that failed, and was finite in two replays.
 
     Args:
         number: Of the step.
         scale: Loss scale at which it failed.
-        parts: Micro-batches that were run again.
+        parts: Micro-batches that were replayed.
     """
     return causes.not_reproduced(ReplayContext(number, scale, LossHistory(), parts))
+
+
+def _check_steps(model: object, step: Step | Sequence[Step]) -> list[Step]:
+    """Return one callable for each micro-batch.
+
+    Raises:
+        UserError: If there is none, or one cannot be called, or `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        message = (
+            f"model={_repr(model)} of find_nonfinite is not a torch module: give the "
+            "nn.Module whose forward pass step() runs."
+        )
+        raise UserError(message)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            message = (
+                f"{name!r} of the model of find_nonfinite has no shape yet, for its "
+                "module is lazy and has not run: run the model once before."
+            )
+            raise UserError(message)
+    several = isinstance(step, Sequence) and not isinstance(step, str)
+    steps: list[object] = [*step] if several else [step]  # type: ignore[misc]
+    for one in steps or [step]:
+        if not callable(one):
+            message = (
+                f"step={_repr(one)} of find_nonfinite cannot be called: give a "
+                f"function that computes the loss, {_EXAMPLE}, or a list with "
+                "one for each micro-batch."
+            )
+            raise UserError(message)
+    return steps  # type: ignore[return-value]
+
+
+def _check_loss(step: Step, loss: object) -> None:
+    """Check that it is one floating number, as a tensor."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return
+    message = (
+        f"step {_name(step)!r} of find_nonfinite returned {_repr(loss)}: it must "
+        f"return the loss, a floating tensor of one number, {_EXAMPLE}."
+    )
+    raise UserError(message)
+
+
+def _check_graph(step: Step, loss: Tensor, trained: Sequence[Tensor]) -> None:
+    """Check that a finite loss has gradients, if anything is trained."""
+    if loss.requires_grad or not trained:
+        return
+    message = (
+        f"step {_name(step)!r} of find_nonfinite returned a finite loss without a "
+        "graph, so no gradient can be checked: compute it without torch.no_grad and "
+        "detach."
+    )
+    raise UserError(message)
+
+
+def _name(step: Step) -> str:
+    return getattr(step, "__qualname__", None) or type(step).__name__
+
+
+def _repr(value: object) -> str:
+    """Return a short description of a value."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)[:40]
+    if isinstance(value, list | tuple) and not value:
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 @dataclass
 class _ReplayResult:
     """What one replay recorded."""
 
-    bad: tensor_facts.NonFiniteKinds
+    nonfinite: NonFiniteKinds
     """What loss and gradients hold."""
-    culprit: NonFiniteEvent | None = None
+    event: NonFiniteEvent | None = None
+    """The first event behind that."""
     boundary: float | None = None
     index_error: OutOfRange | None = None
-    watched: int = 0
-    """Operations."""
+    num_ops: int = 0
     part: int | None = None
-    """Place of the micro-batch; None for all of them together."""
+    """Index of the micro-batch; None for all of them together."""
     gradients: Sequence[Tensor | None] = ()
 
     @property
     def has_failed(self) -> bool:
         """Something was wrong."""
-        return bool(self.bad) or self.index_error is not None
+        return bool(self.nonfinite) or self.index_error is not None
 
     @property
     def in_backward(self) -> bool:
-        """A number grew too large on the way back: it may be the loss scale's."""
-        event = self.culprit
+        """A gradient overflowed: the loss scale may be the cause."""
+        event = self.event
         if event is None or event.phase != "backward":
             return False
         return event.domain_error is None or event.fp32_result[0] == "finite"
@@ -170,7 +256,7 @@ def _replay(
 ) -> _ReplayResult:
     """Run all micro-batches; return the result of the first that failed.
 
-    If none was, what their sum shows.
+    If none did, that of the sum of their gradients.
     """
     failure: _ReplayResult | None = None
     sums = GradSums(model, summed_in)
@@ -179,55 +265,53 @@ def _replay(
         result.part = part
         if failure is None and result.has_failed:
             failure = result
-        # Where one waits for other processes, all must run as many.
+        # Where passes communicate, all processes must run as many.
         if failure is not None and not exchanges(model):
             return failure
         if len(steps) > 1:
             sums.add(result.gradients)
         result.gradients = ()
-    event = sums.event() if failure is None else None
-    return failure or _ReplayResult(
-        tensor_facts.NonFiniteKinds() if event is None else event.nonfinite, event
-    )
+    event = None if failure else sums.event()
+    nonfinite = NonFiniteKinds() if event is None else event.nonfinite
+    return failure or _ReplayResult(nonfinite, event)
 
 
 def _run(
     model: nn.Module, step: Step, scale: float, snapshot: ModelSnapshot
 ) -> _ReplayResult:
     """Run one micro-batch, forward and backward."""
-    with ModuleStack(model) as places:
-        tracer = OpTracer(places, snapshot.save)
-        shards = [p for p in places.root.parameters() if p.requires_grad]
+    with ModuleStack(model) as modules:
+        tracer = OpTracer(modules, snapshot.save)
+        trained = [p for p in modules.root.parameters() if p.requires_grad]
         try:
             with torch.inference_mode(mode=False), tracer, torch.enable_grad():
                 with tracer.calls:
                     loss = step()
-                arguments.check_loss(step, loss)
-                tracer.going_back = True
-                grads = gradients(model, loss, scale, shards)
+                _check_loss(step, loss)
+                tracer.in_backward = True
+                grads = gradients(model, loss, scale, trained)
         except OutOfRange as error:
-            return _ReplayResult(tensor_facts.NonFiniteKinds(), index_error=error)
+            return _ReplayResult(NonFiniteKinds(), index_error=error)
         except Exception:
-            if not tracer.refused:
+            if not tracer.rejected:
                 raise
-            culprit = _first(tracer.refused)
-            return _ReplayResult(tensor_facts.NonFiniteKinds(nan=True), culprit)
+            return _ReplayResult(NonFiniteKinds(nan=True), _first(tracer.rejected))
         results: list[Tensor | None] = [loss]
         if not any(map(tensor_facts.nonfinite_kinds, tensor_facts.floats(loss))):
-            arguments.check_graph(step, loss, shards)
+            _check_graph(step, loss, trained)
             results = grads
-        bad = tensor_facts.NonFiniteKinds()
+        nonfinite = NonFiniteKinds()
         for part in tensor_facts.floats(results):
-            bad |= tensor_facts.nonfinite_kinds(part)
+            nonfinite |= tensor_facts.nonfinite_kinds(part)
         sources = tracer.sources(results) | tracer.sent
-        own_sources = {event for event in sources if event.source_kind != "exchange"}
-        if sources and not own_sources:
-            return _ReplayResult(tensor_facts.NonFiniteKinds())
+        local = {event for event in sources if event.source_kind != "exchange"}
+        if sources and not local:
+            return _ReplayResult(NonFiniteKinds())
         return _ReplayResult(
-            bad,
-            _first(own_sources),
+            nonfinite,
+            _first(local),
             tracer.boundary,
-            watched=tracer.watched,
+            num_ops=tracer.num_ops,
             gradients=grads,
         )
 
@@ -237,10 +321,3 @@ def _first(events: set[NonFiniteEvent]) -> NonFiniteEvent | None:
     return min(
         events, key=lambda event: (event.is_intended, event.number), default=None
     )
-
-
-def _history(losses: Sequence[float]) -> LossHistory:
-    history = LossHistory()
-    for loss in losses:
-        history.add(float(loss))
-    return history

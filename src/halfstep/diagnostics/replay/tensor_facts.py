@@ -1,8 +1,4 @@
-"""What numbers a tensor holds, and what an operation gives in float32.
-
-In: tensors, or an operation with its arguments. Out: magnitudes on the host. All of it
-waits for the device.
-"""
+"""What values a tensor holds, and what an operation returns in fp32. Synchronizes."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from halfstep.nonfinite.saved_values import plain
+from halfstep.nonfinite.domains import local_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +28,7 @@ class NonFiniteKinds(NamedTuple):
     """-inf."""
 
     def __bool__(self) -> bool:
-        """Say whether there are any."""
+        """Return whether there are any."""
         return self.nan or self.posinf or self.neginf
 
     def __or__(self, other: NonFiniteKinds) -> NonFiniteKinds:
@@ -48,13 +44,13 @@ class NonFiniteKinds(NamedTuple):
 
 
 def floats(value: object) -> list[Tensor]:
-    """Return the floating tensors in a nested value, complex ones as pairs."""
+    """Return the floating tensors in a nested value; complex ones as real views."""
     tensors = []
     for leaf in _pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-            part = plain(leaf)
+            part = local_data(leaf)
             if part.is_complex():
-                # Of a conjugate view there is none, and what it views is as finite.
+                # A conjugate view has no real view; what it views is as finite.
                 part = torch.view_as_real(part.conj() if part.is_conj() else part)
             if part.is_floating_point() and part.itemsize > 1:
                 tensors.append(part)
@@ -62,15 +58,15 @@ def floats(value: object) -> list[Tensor]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor, as long as it is held; 0 of none."""
+    """Return a number of a tensor's storage, unique while it is alive; 0 of none."""
     if not tensor.numel() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
         return 0
-    memory: int = tensor.untyped_storage()._cdata  # noqa: SLF001
-    return memory
+    key: int = tensor.untyped_storage()._cdata  # noqa: SLF001
+    return key
 
 
 def storage_ref(tensor: Tensor) -> object:
-    """Return what keeps `key` from being another memory's, and no numbers alive."""
+    """Return a reference that keeps a storage's key unique, and no memory alive."""
     if not storage_key(tensor):
         return None
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -94,36 +90,28 @@ def nonfinite_kinds(value: Tensor) -> NonFiniteKinds:
 
 
 def count_nonfinite(value: Tensor) -> tuple[int, int]:
-    """Return how many numbers are not finite, of how many."""
+    """Return the number of non-finite elements, and of all."""
     return int((~value.detach().isfinite()).sum()), value.numel()
-
-
-def gpus(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the numbers of the GPUs that tensors are on.
-
-    Why: to keep the random numbers of all would begin to use each one, and torch warns.
-    """
-    return sorted({t.get_device() for t in tensors if t.is_cuda})
 
 
 def absmax(tensors: Iterable[Tensor]) -> float:
     """Return the largest finite magnitude; 0.0 if there is none."""
-    most = 0.0
+    largest = 0.0
     for tensor in tensors:
         if tensor.numel():
             finite = torch.nan_to_num(tensor.detach().abs().double(), 0, 0, 0)
-            most = max(most, float(finite.max()))
-    return most
+            largest = max(largest, float(finite.max()))
+    return largest
 
 
 def run_in_fp32(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, float]:
-    """Run an operation again in float32.
+    """Run an operation again in fp32.
 
     Args:
         func: The operation.
-        args: As before it ran: what it writes into must be a copy.
+        args: As before it ran: what it writes to must be a copy.
         kwargs: Likewise.
 
     Returns:
@@ -136,10 +124,12 @@ def run_in_fp32(
         return torch.float32 if isinstance(value, torch.dtype) else value
 
     inputs = _pytree.tree_map(widened, (args, kwargs))
+    # To save the random state of all GPUs would initialize each one.
+    gpus = sorted({t.get_device() for t in floats(inputs) if t.is_cuda})
     try:
-        with torch.random.fork_rng(gpus(floats(inputs))), torch.no_grad():
+        with torch.random.fork_rng(gpus), torch.no_grad():
             output = func(*inputs[0], **inputs[1])
-    except Exception:  # noqa: BLE001 -- some kernels take 16 bits alone
+    except Exception:  # noqa: BLE001 -- some kernels exist in 16 bits only
         return "not run", 0.0
     results = floats(output)
     kind = "not finite" if any(map(nonfinite_kinds, results)) else "finite"

@@ -1,7 +1,7 @@
-"""Texts with marked entities: what one is, and how JSON writes it.
+"""Texts with annotated entities, and their form in JSON.
 
 In: JSON objects with a text and the offsets of its entities. Out: `AnnotatedText`
-values, checked, or a `UserError` that names the file, the line and the cure.
+values, checked, or a `UserError` that names the file, the line and what to do.
 """
 
 from __future__ import annotations

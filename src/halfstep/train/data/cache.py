@@ -1,17 +1,16 @@
-"""Directories of prepared files that are made once and checked at every use.
+"""Directories of prepared files that are built once and verified at every use.
 
 In: the facts that decide a content, and a function that writes it. Out: a directory,
-whole or absent, shared by all processes; what nobody used for a month is removed.
+whole or absent, shared by all processes. An entry unused for a month is removed.
 
-    FOLDER/KIND-HASH/...              the files, and manifest.json with their SHA-256
-    FOLDER/.KIND-HASH.lock            held while the entry is made or checked
-    FOLDER/.KIND-HASH.part-*          an entry in the making, or what is left of one
+    FOLDER/KIND-HASH/...              flat arrays, JSON, and manifest.json with SHA-256
+    FOLDER/.KIND-HASH.lock            held while the entry is built or removed
+    FOLDER/.KIND-HASH.part-*          an entry being built, or left by a killed process
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -21,38 +20,41 @@ import shutil
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import filelock
+import numpy as np
 
 from halfstep.checkpoint.atomic_directory import MANIFEST, digest, flush
 from halfstep.errors import UserError
 from halfstep.train.data import file_lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _DAY = 86400.0  # seconds
 _UNUSED = 30 * _DAY
 Kind = Literal["rows", "tokens", "characters"]
-# The folder may be one that the user keeps other things in.
+# The folder may hold other files of the user.
 _ENTRY_NAME = re.compile(
     rf"\.?((?:{'|'.join(get_args(Kind))})-[0-9a-f]{{32}})(\.lock|\.part-[0-9a-f]+)?"
 )
-# Some systems say one, some the other.
-_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_DTYPES = {".utf8": "u1", ".i2": "<i2", ".i4": "<i4", ".i8": "<i8"}
+"""Suffix of an array's file -> its numbers, the same on any machine."""
 
 
 def folder() -> Path:
-    """Return where entries are kept.
+    """Return where entries are stored.
 
     `HALFSTEP_CACHE` names it; without that it is `halfstep/train` in the user's cache.
 
     Raises:
         UserError: If neither is known.
     """
-    given = os.environ.get("HALFSTEP_CACHE")
+    name = os.environ.get("HALFSTEP_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return Path(given or Path(base, "halfstep", "train")).expanduser().absolute()
+        return Path(name or Path(base, "halfstep", "train")).expanduser().absolute()
     except RuntimeError as error:
         message = "This user has no home folder; set HALFSTEP_CACHE to a folder."
         raise UserError(message) from error
@@ -61,11 +63,12 @@ def folder() -> Path:
 def get_or_build(
     kind: Kind, facts: Mapping[str, object], build: Callable[[Path], None]
 ) -> Path:
-    """Return the directory of some facts, made if it is not there or not whole.
+    """Return the directory of some facts, built if it is absent or damaged.
 
     Why: many processes open the same data at once, any of them may die at any byte,
     and a disk may alter one. An entry is written and flushed under another name and
-    renamed in one piece; every byte of it is checked at each use.
+    renamed in one piece; every byte of it is verified at each use. That needs no lock,
+    so a folder that cannot be written serves as well.
 
     Args:
         kind: What the name of the directory begins with.
@@ -80,80 +83,44 @@ def get_or_build(
         UserError: If the folder cannot be written, and does not hold the entry whole.
     """
     plain = json.dumps(facts, sort_keys=True)
+    facts = json.loads(plain)
     entry = folder() / f"{kind}-{hashlib.sha256(plain.encode()).hexdigest()[:32]}"
-    with _writing(entry.parent):
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(entry, shared=True):
-            if _fault(entry, json.loads(plain)) is None:
-                _touch(entry)
-                return entry
-        with _lock(entry):
-            fault = _fault(entry, json.loads(plain))
-            if fault is not None:
+    _touch(entry)  # first: from now on no other process removes it as unused
+    try:
+        if _fault(entry, facts) is not None:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            with _lock(entry):
+                # Another process may have built it meanwhile.
+                fault = _fault(entry, facts)
                 if fault:
-                    message = f"{entry} is damaged: {fault}; it is made anew."
+                    message = f"{entry} is damaged: {fault}; it is rebuilt."
                     warnings.warn(message, stacklevel=2)
-                _make(entry, json.loads(plain), build)
-            _touch(entry)
-    _sweep(entry.parent)
+                if fault is not None:
+                    _build(entry, facts, build)
+        _remove_unused(entry.parent)
+    except OSError as error:
+        reason = error.strerror or error
+        message = (
+            f"{error.filename or entry.parent} cannot be written: {reason}; set "
+            "HALFSTEP_CACHE to a writable folder with free space."
+        )
+        raise UserError(message) from error
     return entry
 
 
 @contextlib.contextmanager
-def _writing(place: Path) -> Iterator[None]:
-    """Say in one line why the folder cannot be used."""
+def _lock(entry: Path, timeout: float = -1) -> Iterator[None]:
+    lock = file_lock.acquire(entry.with_name(f".{entry.name}.lock"), timeout)
     try:
+        # Without locks a rename keeps entries whole; some are built twice.
         yield
-    except OSError as error:
-        reason = error.strerror or error
-        message = (
-            f"{error.filename or place} cannot be written: {reason}; set "
-            "HALFSTEP_CACHE to a folder that is yours and has room."
-        )
-        raise UserError(message) from error
-
-
-@contextlib.contextmanager
-def _lock(entry: Path, *, shared: bool = False, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of an entry; say whether it is held."""
-    path = entry.with_name(f".{entry.name}.lock")
-    while True:
-        handle = _open(path, shared=shared)
-        if handle is None:
-            yield True
-            return
-        try:
-            # Without locks a rename keeps entries whole; some are made twice.
-            is_locked = file_lock.lock(handle, shared=shared, wait=wait) is not False
-            if not is_locked or file_lock.is_at(handle, path):
-                yield is_locked
-                return
-        finally:
-            os.close(handle)
-
-
-def _open(path: Path, *, shared: bool) -> int | None:
-    """Open the file of a lock.
-
-    Why: an entry that is whole can be used where nothing may be written, as in the
-    folder of another user. For that its lock is shared, or not needed.
-
-    Returns:
-        None if a lock to share is not to be had.
-    """
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        if not shared or error.errno not in _FORBIDDEN:
-            raise
-    try:
-        return os.open(path, os.O_RDONLY)
-    except (FileNotFoundError, PermissionError):
-        return None
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def _fault(entry: Path, facts: object) -> str | None:
-    """Return what is wrong with an entry: "" if it is not there, None if nothing."""
+    """Return what is wrong with an entry: "" if it is absent, None if nothing."""
     if not os.path.lexists(entry):
         return ""
     try:
@@ -170,18 +137,16 @@ def _fault(entry: Path, facts: object) -> str | None:
     return None
 
 
-def _make(entry: Path, facts: object, build: Callable[[Path], None]) -> None:
-    """Build an entry and put it in its place."""
+def _build(entry: Path, facts: object, build: Callable[[Path], None]) -> None:
+    """Build an entry under a temporary name and rename it."""
     part = _temporary_path(entry)
     part.mkdir()
     try:
         build(part)
         written = sorted(part.iterdir())
-        manifest = {
-            "facts": facts,
-            "files": {file.name: digest(file) for file in written},
-        }
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        files = {file.name: digest(file) for file in written}
+        manifest = json.dumps({"facts": facts, "files": files}, indent=1)
+        (part / MANIFEST).write_text(manifest, encoding="utf-8")
         for path in (*written, part / MANIFEST, part):
             flush(path)
         if os.path.lexists(entry):
@@ -197,68 +162,97 @@ def _make(entry: Path, facts: object, build: Callable[[Path], None]) -> None:
 
 
 def _temporary_path(entry: Path) -> Path:
-    """Return a new name for what is not an entry yet, or no longer."""
     return entry.with_name(f".{entry.name}.part-{secrets.token_hex(8)}")
 
 
 def _remove(entry: Path) -> None:
-    """Take an entry away in one piece; who has it open keeps it."""
+    """Remove an entry in one piece; a process that has mapped its files keeps them."""
     part = _temporary_path(entry)
     entry.rename(part)
     shutil.rmtree(part, ignore_errors=True)
 
 
 def _touch(entry: Path) -> None:
-    """Note the use of an entry."""
-    # An entry of another user's is used all the same.
+    """Record the use of an entry, where it is there and may be written."""
     with contextlib.suppress(OSError):
         os.utime(entry / MANIFEST)
 
 
-def _sweep(place: Path) -> None:
-    """Remove what nobody used for a month, and what dead processes left."""
+def _remove_unused(place: Path) -> None:
+    """Remove entries unused for a month, and what killed processes left."""
     now = time.time()
-    # What vanishes meanwhile is removed by another process; the rest is tried again.
     for path in place.iterdir():
         match = _ENTRY_NAME.fullmatch(path.name)
-        with contextlib.suppress(OSError):
+        # An entry in use, or one that another process removes, is left for next time.
+        with contextlib.suppress(OSError, filelock.Timeout):
             if match is None:
                 continue
-            if path.is_dir() and path.name.startswith("."):
+            entry = place / match[1]
+            if path.is_dir() and path != entry:
                 if now - max(p.stat().st_mtime for p in (path, *path.iterdir())) > _DAY:
                     shutil.rmtree(path)
-            elif now - _last_used(place / match[1]) > _UNUSED and _is_cache_entry(
-                place / match[1]
-            ):
-                _remove_if_unused(place / match[1], now)
+            elif _is_unused(entry, now):
+                with _lock(entry, timeout=0):
+                    if _is_unused(entry, now):
+                        if entry.exists():
+                            _remove(entry)
+                        entry.with_name(f".{entry.name}.lock").unlink(missing_ok=True)
 
 
-def _is_cache_entry(entry: Path) -> bool:
-    """Say whether a directory is an entry, and does not just look like one.
+def _is_unused(entry: Path, now: float) -> bool:
+    """Return whether an entry is old, or absent so that only its lock is left.
 
-    What is not there is ours: a lock may outlive its entry.
+    What just has the name of an entry is not one.
     """
     if not os.path.lexists(entry):
         return True
     try:
         manifest = json.loads((entry / MANIFEST).read_bytes())
-        return isinstance(manifest, dict) and {"facts", "files"} <= manifest.keys()
-    except (OSError, ValueError):
+    except ValueError:
         return False
+    is_entry = isinstance(manifest, dict) and {"facts", "files"} <= manifest.keys()
+    return is_entry and now - (entry / MANIFEST).stat().st_mtime > _UNUSED
 
 
-def _last_used(entry: Path) -> float:
-    """Return when an entry was used last; 0 if it is not there."""
-    try:
-        return (entry / MANIFEST).stat().st_mtime
-    except FileNotFoundError:
-        return entry.stat().st_mtime if entry.exists() else 0.0
+class ArrayWriter(contextlib.ExitStack):
+    """Writes flat arrays to the files of a directory, a piece at a time.
+
+    The suffix of a name is the type of the numbers: `starts.i8`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._ends: dict[str, int] = {}
+
+    def append(self, name: str, values: bytes | Sequence[Any] | np.ndarray) -> None:
+        """Add numbers, or bytes as they are, to the end of an array."""
+        if name not in self._files:
+            file = (self._folder / name).open("wb")
+            self._files[name] = self.enter_context(file)
+        if not isinstance(values, bytes):
+            values = np.asarray(values, _DTYPES[Path(name).suffix]).tobytes()
+        self._files[name].write(values)
+
+    def append_offsets(self, name: str, sizes: list[int]) -> None:
+        """Add where each of the next things begins; the last offset is their end."""
+        ends = np.cumsum([self._ends.get(name, 0), *sizes])
+        self.append(name, ends[1:] if name in self._ends else ends)
+        self._ends[name] = int(ends[-1])
 
 
-def _remove_if_unused(entry: Path, now: float) -> None:
-    """Remove an entry and its lock, unless somebody uses them just now."""
-    with _lock(entry, wait=False) as is_locked:
-        if is_locked and now - _last_used(entry) > _UNUSED:
-            if entry.exists():
-                _remove(entry)
-            entry.with_name(f".{entry.name}.lock").unlink(missing_ok=True)
+def load_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a directory by name, mapped and not read."""
+    return {
+        path.stem: _memory_map(path, _DTYPES[path.suffix])
+        for path in folder.iterdir()
+        if path.suffix in _DTYPES
+    }
+
+
+def _memory_map(path: Path, dtype: str) -> np.ndarray:
+    if not path.stat().st_size:  # a file without bytes cannot be mapped
+        return np.empty(0, dtype)
+    # A plain array over the same memory: memmap's own indexing is slow.
+    return np.memmap(path, dtype, "r").view(np.ndarray)

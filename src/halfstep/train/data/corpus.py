@@ -1,7 +1,7 @@
 """Examples as a corpus: split into train, dev and test, each label or kind an id.
 
 In: a file, a directory of splits, or None for the built-in ones. Out: `Corpus`, or a
-`UserError` that names the file, the line and the cure.
+`UserError` that names the file, the line and what to do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import count
+from halfstep.reporting.table import format_count
+from halfstep.train.data import text_lines
 from halfstep.train.data.example_store import MAX_LABELS, READERS, Store, open_store
 from halfstep.train.data.labelled_text import (
     DEFAULT_COLUMNS,
@@ -108,7 +109,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run learns from, chooses by and is judged on."""
+    """What a run trains on, selects its checkpoint by and is evaluated on."""
 
     name: str
     """Of the built-in data, or of the directory, or of the file without its suffix."""
@@ -129,7 +130,7 @@ class Corpus:
     @property
     def sizes(self) -> str:
         """How many texts each split holds, in words."""
-        tests = count(len(self.test), "test text")
+        tests = format_count(len(self.test), "test text")
         return f"{len(self.train)} train, {len(self.dev)} dev, {tests}"
 
     @property
@@ -152,7 +153,7 @@ def load(
     """Return the corpus of a file, of a directory of splits, or the built-in one.
 
     Why: a class that only dev holds, or a label that is a number here and a word
-    there, trains without complaint and shows only as a poor score. So it is refused.
+    there, trains without an error and shows only as a poor score. So it is rejected.
 
     Args:
         path: A file, to be shuffled and split; or a directory with `train.*`, `dev.*`
@@ -249,7 +250,7 @@ def _load_splits(
         elif not matches and split != "test":
             message = (
                 f"{folder} holds no {split} file; name one {split} with "
-                f"{reader.ACCEPTED}."
+                f"{text_lines.accepted(reader.FORMATS)}."
             )
         if message:
             raise UserError(message)
@@ -414,11 +415,11 @@ def _check_train(source: str, task: str, splits: dict[str, Split]) -> None:
     train_words = splits["train"].words()
     message = ""
     if task == "ner" and not train_words:
-        message = f"{source}: train holds no entity; mark some, or take more rows."
+        message = f"{source}: train holds no entity; annotate some, or take more rows."
     elif task == "ner" and not splits["dev"].words():
         message = (
-            f"{source}: dev holds no entity to choose the best model by; mark some, "
-            "or take more rows."
+            f"{source}: dev holds no entity to choose the best model by; annotate "
+            "some, or take more rows."
         )
     elif task == "classify" and len(train_words) == 1:
         message = (

@@ -96,7 +96,7 @@ def _spans(
         if tag % 2:
             has_character = start < last_end and spans[-1][2] == kind
         elif kind != open_kind:
-            message = f"tag {tag} at character {start} goes on with what none began."
+            message = f"tag {tag} at character {start} continues no entity."
             raise ValueError(message)
         open_kind = kind
         if end <= last_end:

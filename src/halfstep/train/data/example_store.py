@@ -1,26 +1,24 @@
 """One file of examples, checked once and then mapped from flat files.
 
 In: a file, its task and how many rows count. Out: `Store`, which holds no Python object
-a row, or a `UserError` that names the file, the line and the cure.
+a row, or a `UserError` that names the file, the line and what to do.
 
     texts.utf8        the texts, one after another
-    starts.i8         where each begins in it, bytes; the end
+    starts.i8         byte offset of each text; the last is the end
     lines.i8          where each row begins in the file, lines from 1
-    left_out.json     ner: of each sentence that is not here, what is wrong with it
-    words.json        label words or kinds of entities, by first appearance
+    left_out.json     ner: of each sentence that is left out, what is wrong with it
+    words.json        label words or entity types, by first appearance
     word_at.i4        classify: of each row, the index of its word
     span_starts.i8    ner: of each row, where its spans begin in the next file; the end
-    spans.i4          ner: first character, the one after the last, index of the kind
+    spans.i4          ner: first character, the one after the last, index of the type
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-from contextlib import ExitStack
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,32 +27,14 @@ from halfstep.errors import UserError
 from halfstep.train.data import cache, labelled_text, tagged_text, text_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
-    from typing import BinaryIO
-
-    from halfstep.train.data.annotated_text import AnnotatedText
+    from types import ModuleType
 
     Integers = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 
-class Reader(Protocol):
-    """What reads the files of a task."""
-
-    @property
-    def ACCEPTED(self) -> str:  # noqa: N802 -- a module's constant
-        """The suffixes that it reads, in words."""
-
-    @property
-    def FORMATS(self) -> Mapping[str, object]:  # noqa: N802
-        """The same suffixes, each in lower case and with its dot."""
-
-    @property
-    def read(self) -> Callable[..., Iterator[Any]]:
-        """What returns the rows of a file, each checked."""
-
-
-READERS: dict[str, Reader] = {"classify": labelled_text, "ner": tagged_text}
+READERS: dict[str, ModuleType] = {"classify": labelled_text, "ner": tagged_text}
 """Of each task: the module that reads its files."""
 
 MAX_LABELS = 65536
@@ -91,21 +71,19 @@ class Store:
     def __init__(self, folder: Path, source: str, task: str) -> None:
         self.source, self.task, self._folder = source, task, folder
         files = json.loads((folder / atomic_directory.MANIFEST).read_bytes())["files"]
-        # Where rows stand in the file, and where those that are not among them.
+        # Line numbers are no part of what the rows are.
         del files["lines.i8"], files["left_out.json"]
         self.key = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         self.words = tuple(json.loads((folder / "words.json").read_bytes()))
-        self._starts = memory_map(folder / "starts.i8", "i8")
-        self._lines = memory_map(folder / "lines.i8", "i8")
         self._numbered = source.lower().endswith(".json")
-        with (folder / "texts.utf8").open("rb") as file:
-            # A text is never empty, so this file has a byte to map.
-            self._texts = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        arrays = cache.load_arrays(folder)
+        self._texts, self._starts = arrays["texts"], arrays["starts"]
+        self._lines = arrays["lines"]
         if task == "ner":
-            self.span_starts = memory_map(folder / "span_starts.i8", "i8")
-            self.spans = memory_map(folder / "spans.i4", "i4").reshape(-1, 3)
+            self.span_starts = arrays["span_starts"]
+            self.spans = arrays["spans"].reshape(-1, 3)
         else:
-            self.word_at = memory_map(folder / "word_at.i4", "i4")
+            self.word_at = arrays["word_at"]
 
     def __reduce__(self) -> tuple[type[Store], tuple[Path, str, str]]:
         """Travel to another process as a folder, never as its content."""
@@ -116,7 +94,7 @@ class Store:
 
     def text(self, i: int) -> str:
         """Return the text of a row."""
-        return self._texts[self._starts[i] : self._starts[i + 1]].decode()
+        return self._texts[self._starts[i] : self._starts[i + 1]].tobytes().decode()
 
     def where(self, i: int) -> str:
         """Return where a row stands, for messages."""
@@ -155,7 +133,7 @@ def open_store(
         UserError: If the file or one of the rows read cannot be used.
     """
     reader = READERS[task]
-    suffix = text_lines.check_file(path, reader.FORMATS, reader.ACCEPTED)
+    suffix = text_lines.check_file(path, reader.FORMATS)
     content = _content(path)
     facts = {
         "file": content,
@@ -193,90 +171,44 @@ def _content(path: Path) -> str:
 def _write(
     folder: Path, examples: Iterator[Any], task: str, left_out: list[str]
 ) -> None:
-    """Write the files of a store; refuse too many sentences with invalid tags."""
+    """Write the files of a store; reject too many sentences with invalid tags."""
     words: dict[str, int] = {}
+    limit = MAX_KINDS if task == "ner" else MAX_LABELS
+
+    def index(word: str, where: str) -> int:
+        number = words.setdefault(word, len(words))
+        if number >= limit:  # more than a model can have outputs
+            message = (
+                f"{where}: {word!r} is one label more than {limit}; is it a label, "
+                "and not a text or a number of the row?"
+            )
+            raise UserError(message)
+        return number
+
     count = 0
-    text_starts, span_starts = _StartOffsets(), _StartOffsets()
-    with ExitStack() as stack:
-        files: dict[str, BinaryIO] = {}
+    with cache.ArrayWriter(folder) as arrays:
         while chunk := list(islice(examples, _CHUNK)):
             count += len(chunk)
             texts = [row.text.encode() for row in chunk]
-            contents = {
-                "texts.utf8": b"".join(texts),
-                "starts.i8": text_starts.of([len(text) for text in texts]),
-                "lines.i8": _bytes([row.line for row in chunk], "i8"),
-            }
+            arrays.append("texts.utf8", b"".join(texts))
+            arrays.append_offsets("starts.i8", [len(text) for text in texts])
+            arrays.append("lines.i8", [row.line for row in chunk])
             if task == "ner":
-                counts = [len(row.spans) for row in chunk]
-                contents["span_starts.i8"] = span_starts.of(counts)
-                contents["spans.i4"] = _spans(chunk, words)
-            else:
-                word_indices = [
-                    words.setdefault(row.label_word, len(words)) for row in chunk
+                spans = [
+                    (span.start, span.end, index(span.kind, row.where))
+                    for row in chunk
+                    for span in row.spans
                 ]
-                contents["word_at.i4"] = _bytes(word_indices, "i4")
-            _check_words(chunk, words, task)
-            for name, content in contents.items():
-                if name not in files:
-                    files[name] = stack.enter_context((folder / name).open("wb"))
-                files[name].write(content)
+                arrays.append("spans.i4", spans)
+                sizes = [len(row.spans) for row in chunk]
+                arrays.append_offsets("span_starts.i8", sizes)
+            else:
+                indices = [index(row.label_word, row.where) for row in chunk]
+                arrays.append("word_at.i4", indices)
     if len(left_out) > _MAX_LEFT_OUT_SHARE * (count + len(left_out)):
         message = (
-            f"{left_out[0]} Such tags stand in {len(left_out)} of "
-            f"{count + len(left_out)} sentences; more than one in a hundred is no slip."
+            f"{left_out[0]} Such tags are in {len(left_out)} of "
+            f"{count + len(left_out)} sentences; at most one in a hundred is left out."
         )
         raise UserError(message)
     (folder / "words.json").write_text(json.dumps([*words]), encoding="utf-8")
-
-
-class _StartOffsets:
-    """Where each of many things begins that stand one after another, and the end."""
-
-    def __init__(self) -> None:
-        self._end: int | None = None
-
-    def of(self, sizes: list[int]) -> bytes:
-        """Return what the next things add, as it stands in a file."""
-        ends = np.cumsum([self._end or 0, *sizes])
-        first, self._end = self._end is None, int(ends[-1])
-        return _bytes(ends if first else ends[1:], "i8")
-
-
-def _spans(chunk: list[AnnotatedText], words: dict[str, int]) -> bytes:
-    """Return the spans of some texts as they stand in a file; kinds are added."""
-    spans = [
-        (span.start, span.end, words.setdefault(span.kind, len(words)))
-        for row in chunk
-        for span in row.spans
-    ]
-    return _bytes(spans, "i4")
-
-
-def _check_words(chunk: list[Any], words: dict[str, int], task: str) -> None:
-    """Refuse more words than a model can have outputs."""
-    limit = MAX_KINDS if task == "ner" else MAX_LABELS
-    if len(words) <= limit:
-        return
-    word = [*words][limit]
-    for row in chunk:
-        row_words = [s.kind for s in row.spans] if task == "ner" else [row.label_word]
-        if word in row_words:
-            message = (
-                f"{row.where}: {word!r} is one label more than {limit}; is it a "
-                "label, and not a text or a number of the row?"
-            )
-            raise UserError(message)
-
-
-def _bytes(numbers: list[Any] | Integers, dtype: str) -> bytes:
-    """Return numbers as they stand in a file, on any machine."""
-    return np.asarray(numbers, f"<{dtype}").tobytes()
-
-
-def memory_map(path: Path, dtype: str) -> Integers:
-    """Return the numbers of a file; they stay there until they are read."""
-    if not path.stat().st_size:  # what has no bytes cannot be mapped
-        return np.empty(0, f"<{dtype}")
-    # A plain array over the same memory: memmap's own indexing is slow.
-    return np.memmap(path, f"<{dtype}", "r").view(np.ndarray)

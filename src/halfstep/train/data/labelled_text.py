@@ -1,7 +1,7 @@
-"""Rows of labelled text from one file, each checked and able to say where it stands.
+"""Rows of labelled text from one file, each checked, with its location.
 
 In: a .json, .jsonl, .ndjson, .csv or .tsv file. Out: `Row` values, or a `UserError`
-that names the file, the line and the cure.
+that names the file, the line and what to do.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
     from pathlib import Path
 
-ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
-
 # More digits than these are a telephone number or a hash, so a word.
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
-# A text and its label.
-_PAIR = 2
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 # Names of columns that a message lists.
 _MAX_LISTED_COLUMNS = 8
@@ -66,7 +62,7 @@ def is_number(label_word: str) -> bool:
 
 
 def read(path: Path, columns: Columns = DEFAULT_COLUMNS) -> Iterator[Row]:
-    """Return the rows of one file, one after another; one bad row refuses the file.
+    """Return the rows of one file, one after another; one bad row rejects the file.
 
     Why: a reader that skips what it does not understand trains on less than the user
     believes, or on a column that is not the label. And a file may be large: only an
@@ -87,7 +83,7 @@ def read(path: Path, columns: Columns = DEFAULT_COLUMNS) -> Iterator[Row]:
         UserError: If the file or one of its rows cannot be used: the file at once, a
             row when its turn comes.
     """
-    entries, syntax = FORMATS[text_lines.check_file(path, FORMATS, ACCEPTED)]
+    entries, syntax = FORMATS[text_lines.check_file(path, FORMATS)]
     return _rows(path, entries(path, columns), syntax)
 
 
@@ -112,42 +108,15 @@ def _rows(
     path: Path, entries: Iterator[text_lines.Entry], syntax: str
 ) -> Iterator[Row]:
     """Yield the rows of the entries of a file."""
-    # What a sound row asks is asked first and quickly; the rest is in `_checked`.
-    words: dict[int | str, str] = {}
     line = 0
     for where, line, entry in entries:
-        text: object = None
-        label: object = None
-        if type(entry) is dict:
-            text, label = entry.get("text"), entry.get("label")
-        elif type(entry) is list and len(entry) == _PAIR:
-            text, label = entry
-        # 1, True and 1.0 are one key.
-        if type(label) is str or type(label) is int:
-            word = words.get(label)
-            if word is not None and type(text) is str and _is_valid_text(text):
-                yield Row(text, word, line, where)
-                continue
         text, label = _text_and_label(where, entry, syntax)
         # What a cell of a table would hold: JSON's true, not Python's True.
         word = (label if isinstance(label, str) else json.dumps(label)).strip()
-        if is_number(word):
-            word = str(int(word))
-        if type(label) is str or type(label) is int:
-            words[label] = word
-        yield Row(text, word, line, where)
+        yield Row(text, str(int(word)) if is_number(word) else word, line, where)
     if not line:
         message = f"{path} holds no rows; {syntax}."
         raise UserError(message)
-
-
-def _is_valid_text(text: str) -> bool:
-    """Say whether a text has ink and can be written."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return bool(text) and not text.isspace() and "\0" not in text
 
 
 def _text_and_label(where: str, entry: object, syntax: str) -> tuple[str, float | str]:
@@ -176,16 +145,13 @@ def _fault(text: object, label: object) -> str:
         return f"text is {text_lines.as_json(text)}; a text is a string"
     if not text.strip():
         return "text is blank; give it words or drop the row"
-    if not isinstance(label, int | float | str) or not _is_finite(label):
+    # JSON's NaN stands for a label that is missing.
+    is_nan = isinstance(label, float) and not math.isfinite(label)
+    if is_nan or not isinstance(label, int | float | str):
         return f"label is {text_lines.as_json(label)}; a label is a number or a word"
     if not str(label).strip():
         return "label is blank; a label is a number or a word"
     return text_lines.text_fault(f"{text}{label}")
-
-
-def _is_finite(label: float | str) -> bool:
-    """Say whether a label is not JSON's NaN, which stands for a missing one."""
-    return not isinstance(label, float) or math.isfinite(label)
 
 
 def _objects(

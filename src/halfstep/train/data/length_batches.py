@@ -1,4 +1,4 @@
-"""Batches of examples of like length, in an order that a resumed run finds again.
+"""Batches of examples of similar length, in an order that a resumed run reproduces.
 
 In: the length of every example. Out: for one epoch, the indices of each batch; and a
 process's part of a batch.

@@ -1,8 +1,8 @@
-"""Texts with marked entities from one file, each checked and able to say where it is.
+"""Texts with annotated entities from one file, each checked, with its location.
 
 In: a file of tagged tokens (.bmes, .bio, .bioes, .conll, .iob, .txt) or of texts with
 offsets (.json, .jsonl, .ndjson). Out: `AnnotatedText` values, or a `UserError` that
-names the file, the line and the cure.
+names the file, the line and what to do.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["ACCEPTED", "FORMATS", "AnnotatedText", "Span", "read"]
-
-ACCEPTED = ".bmes, .bio, .bioes, .conll, .iob, .txt, .json, .jsonl or .ndjson"
-"""The suffixes that `read` knows, in words."""
+__all__ = ["FORMATS", "AnnotatedText", "Span", "read"]
 
 _TAG = re.compile(r"([BIMES])-(.+)")
 _BLANKS = re.compile(" +")
@@ -46,10 +43,10 @@ class InvalidTagsError(UserError):
 
 
 def read(path: Path, left_out: list[str] | None = None) -> Iterator[AnnotatedText]:
-    """Yield the texts of one file, one at a time; one bad text refuses the file.
+    """Yield the texts of one file, one at a time; one bad text rejects the file.
 
     Why: a tag that no scheme allows, or an offset past the end, is a slip in the file.
-    Mended by a guess, it would teach the model an entity that nobody marked.
+    Corrected by a guess, it would teach the model an entity that was not annotated.
 
     Args:
         path: A UTF-8 file. The suffix tells the format. `.json` is one array of
@@ -68,7 +65,7 @@ def read(path: Path, left_out: list[str] | None = None) -> Iterator[AnnotatedTex
     Raises:
         UserError: If the file or one of its texts cannot be used.
     """
-    entries, syntax = FORMATS[text_lines.check_file(path, FORMATS, ACCEPTED)]
+    entries, syntax = FORMATS[text_lines.check_file(path, FORMATS)]
     empty = True
     for entry in entries(path, syntax, left_out):
         empty = False
@@ -299,14 +296,13 @@ def _is_cjk(character: str) -> bool:
     return width == "A" and unicodedata.category(character).startswith("P")
 
 
-def _json_lines(path: Path, syntax: str, left_out: object) -> Iterator[AnnotatedText]:
-    del left_out  # offsets are right or wrong by themselves
-    return from_json_objects(text_lines.json_lines(path), syntax)
-
-
-def _json_array(path: Path, syntax: str, left_out: object) -> Iterator[AnnotatedText]:
-    del left_out
-    return from_json_objects(text_lines.json_array(path), syntax)
+def _objects(
+    path: Path, syntax: str, _left_out: list[str] | None
+) -> Iterator[AnnotatedText]:
+    """Yield the texts of JSON; offsets are right or wrong by themselves."""
+    is_array = path.suffix.lower() == ".json"
+    read_values = text_lines.json_array if is_array else text_lines.json_lines
+    return from_json_objects(read_values(path), syntax)
 
 
 _OBJECT = '{"text": "...", "entities": [[start, end, kind], ...]}'
@@ -315,11 +311,11 @@ _EACH_LINE = f"each line holds {_OBJECT}"
 FORMATS: dict[
     str, tuple[Callable[[Path, str, list[str] | None], Iterator[AnnotatedText]], str]
 ] = {
-    ".json": (_json_array, f"each entry is {_OBJECT}"),
-    ".jsonl": (_json_lines, _EACH_LINE),
-    ".ndjson": (_json_lines, _EACH_LINE),
     **dict.fromkeys(
         (".bmes", ".bio", ".bioes", ".conll", ".iob", ".txt"), (_read_columns, _TOKENS)
     ),
+    ".json": (_objects, f"each entry is {_OBJECT}"),
+    ".jsonl": (_objects, _EACH_LINE),
+    ".ndjson": (_objects, _EACH_LINE),
 }
 """Of each suffix: what reads it, and the form that its entries must have."""

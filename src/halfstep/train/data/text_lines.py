@@ -1,7 +1,7 @@
-"""Text files read line by line, and the JSON values in them with their places.
+"""Text files read line by line, and the JSON values in them with their locations.
 
-In: a UTF-8 file of any length. Out: its lines, or the entries of its JSON, each able
-to say where it stands; or a `UserError` that names the file, the line and the cure.
+In: a UTF-8 file of any length. Out: its lines, or the entries of its JSON, each with
+its line; or a `UserError` that names the file, the line and what to do.
 """
 
 from __future__ import annotations
@@ -42,13 +42,18 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 _JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def check_file(path: Path, suffixes: Collection[str], accepted: str) -> str:
+def accepted(suffixes: Iterable[str]) -> str:
+    """Return the suffixes of files in words, for messages."""
+    *others, last = suffixes
+    return f"{', '.join(others)} or {last}"
+
+
+def check_file(path: Path, suffixes: Collection[str]) -> str:
     """Return the suffix of a file that is there and of a known kind, in lower case.
 
     Args:
         path: Of the file.
         suffixes: Suffixes in lower case, each with its dot.
-        accepted: The same in words, for messages.
 
     Raises:
         UserError: If there is no such file, it is a pipe or a device, or its suffix is
@@ -59,36 +64,40 @@ def check_file(path: Path, suffixes: Collection[str], accepted: str) -> str:
     if not path.exists():
         message = f"{path} is not there; give a file or a directory that exists."
     elif path.is_dir():
-        message = f"{path} is a directory; give one file, {accepted}."
+        message = f"{path} is a directory; give one file, {accepted(suffixes)}."
     elif not path.is_file():  # reading it might never end
         message = (
-            f"{path} is a pipe or a device, not a file; save its rows as {accepted}."
+            f"{path} is a pipe or a device, not a file; save its rows as "
+            f"{accepted(suffixes)}."
         )
     elif suffix not in suffixes:
-        message = f"{path}: suffix {path.suffix!r} is unknown; save it as {accepted}."
+        message = (
+            f"{path}: suffix {path.suffix!r} is unknown; save it as "
+            f"{accepted(suffixes)}."
+        )
     if message:
         raise UserError(message)
     return suffix
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, each with its end, the byte-order mark dropped.
+    """Return the lines of a UTF-8 file, each with its end, the byte-order mark dropped.
 
     Raises:
         UserError: If the file cannot be read, is not UTF-8 or holds a NUL byte.
     """
-    try:
+
+    def raw_lines() -> Iterator[bytes]:
         with path.open("rb") as file:
-            yield from decode_lines(str(path), file)
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}."
-        raise UserError(message) from error
+            yield from file
+
+    return decode_lines(str(path), raw_lines())
 
 
 def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
     """Yield lines of bytes as text, each with its end, the byte-order mark dropped.
 
-    Why: a file of a million texts must not stand in memory. Only a line feed ends a
+    Why: a file of a million texts must not be held in memory. Only a line feed ends a
     line: `str.splitlines` would also cut at U+2028, which may stand inside a text.
 
     Args:
@@ -96,12 +105,16 @@ def decode_lines(name: str, source: Iterable[bytes]) -> Iterator[str]:
         source: Its lines.
 
     Raises:
-        UserError: If they are not UTF-8 or hold a NUL byte.
+        UserError: If they cannot be read, are not UTF-8 or hold a NUL byte.
     """
     offset = 0
-    for number, data in enumerate(source, start=1):
-        yield _decode_line(name, number, offset, data)
-        offset += len(data)
+    try:
+        for number, data in enumerate(source, start=1):
+            yield _decode_line(name, number, offset, data)
+            offset += len(data)
+    except OSError as error:
+        message = f"{name} cannot be read: {error.strerror}."
+        raise UserError(message) from error
 
 
 def _decode_line(name: str, number: int, offset: int, data: bytes) -> str:
@@ -123,10 +136,10 @@ def _decode_line(name: str, number: int, offset: int, data: bytes) -> str:
 
 def text_fault(text: str) -> str:
     """Return what is wrong with the characters of a text; nothing if they are sound."""
-    if has_surrogate(text):
-        return "a character is cut in half (a lone surrogate); mend or drop the row"
+    if _SURROGATE.search(text):
+        return "a character is cut in half (a lone surrogate); fix or drop the row"
     if "\0" in text:
-        return "a NUL character stands in it; remove it or drop the row"
+        return "it holds a NUL character; remove it or drop the row"
     return ""
 
 
@@ -152,7 +165,7 @@ def json_lines(path: Path) -> Iterator[Entry]:
 def json_array(path: Path) -> Iterator[Entry]:
     """Yield the entries of one JSON array, decoded one by one to know their lines.
 
-    The text of the file stands in memory, since an array may lie on one line.
+    The text of the file is held in memory, since an array may lie on one line.
 
     Raises:
         UserError: If the file cannot be read, is not one JSON array, or an object
@@ -197,11 +210,6 @@ def as_json(value: object) -> str:
     )
 
 
-def has_surrogate(text: str) -> bool:
-    """Tell whether a text holds half a character, which UTF-8 cannot write."""
-    return _SURROGATE.search(text) is not None
-
-
 def _decode_value(path: Path, first: int, text: str, at: int) -> tuple[object, int]:
     """Return the JSON value at a place in the text, and the place after it."""
     try:
@@ -211,8 +219,8 @@ def _decode_value(path: Path, first: int, text: str, at: int) -> tuple[object, i
     except _DuplicateKeyError as error:
         line = first + text.count("\n", 0, at)
         message = (
-            f"{path} line {line}: key {as_json(error.args[0])} stands twice in one "
-            "object; keep one of them."
+            f"{path} line {line}: key {as_json(error.args[0])} appears twice in "
+            "one object; keep one of them."
         )
         raise UserError(message) from error
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Token ids of every example, made once, kept on disk, and read where they lie.
+"""Token ids of every example, computed once, stored on disk and memory-mapped.
 
 In: a split and a tokenizer. Out: `EncodedTexts`, which makes the tensors of a batch.
 
@@ -24,21 +24,19 @@ import torch
 from halfstep.errors import UserError
 from halfstep.train.data import cache, entity_tags
 from halfstep.train.data.entity_tags import IGNORED
-from halfstep.train.data.example_store import memory_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from halfstep.train.data.corpus import Split
+    from halfstep.train.data.example_store import Store
     from halfstep.train.data.length_batches import Indices
 
 T = TypeVar("T")
 
-_VERSION = 2  # of the files below
+_VERSION = 3  # of the files of a cache entry
 _CHUNK = 4096
-_IDS, _STARTS = "ids.i32", "starts.i64"
-_TAGS, _OFFSETS, _COUNTS = "tags.i16", "offsets.i32", "counts.i32"
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,29 +74,27 @@ class EncodedTexts:
         """Return tokens held in memory, for texts that come and go."""
         lengths = np.fromiter(map(len, token_lists), np.int64, len(token_lists))
         starts = np.concatenate([np.zeros(1, np.int64), lengths.cumsum()])
-        ids = np.fromiter(chain.from_iterable(token_lists), np.int32, int(starts[-1]))
-        label_array = None if labels is None else np.asarray(labels, dtype=np.int64)
-        offset_array = None
+        encoded = cls(_flat(token_lists), starts, np.arange(len(lengths)))
+        if labels is not None:
+            encoded = replace(encoded, labels=np.asarray(labels, np.int64))
         if offsets is not None:
-            flat = list(chain.from_iterable(offsets))
-            offset_array = np.array(flat, np.int32).reshape(-1, 2)
-        return cls(
-            ids, starts, np.arange(len(lengths)), label_array, offsets=offset_array
-        )
+            flat = np.array(list(chain.from_iterable(offsets)), np.int32)
+            encoded = replace(encoded, offsets=flat.reshape(-1, 2))
+        return encoded
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to a worker as a path: a mapped array would travel whole."""
-        state = dict(vars(self))
-        for derived in ("lengths", "counts", "begins"):
-            state.pop(derived, None)
+    def __getstate__(self) -> dict[str, Any]:
+        """Send a path to a worker: a mapped array would be sent whole."""
         if self.source is None:
-            return _from_state, (None, state)
-        mapped = {"ids", "starts", "tags", "offsets", "stored_counts", "source"}
-        in_memory = {name: value for name, value in state.items() if name not in mapped}
-        return _from_state, (self.source, in_memory)
+            return dict(vars(self))
+        names = ("rows", "labels", "meaning", "source")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        mapped = _mapped(state["source"]) if state["source"] else {}
+        vars(self).update(mapped | state)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -196,13 +192,12 @@ def encode_split(split: Split, tokenizer: Any, task: str) -> EncodedTexts:  # no
         "task": task,
     }
     folder = cache.get_or_build(
-        "tokens", facts, lambda path: _build(path, split, tokenizer, task)
+        "tokens", facts, lambda path: _build(path, split.store, tokenizer)
     )
+    encoded = EncodedTexts(**_mapped(folder), rows=split.rows, source=folder)
     if task == "ner":
-        return _from_state(
-            folder, {"rows": split.rows, "meaning": _targets_of_tags(split.ids)}
-        )
-    return _from_state(folder, {"rows": split.rows, "labels": split.labels()})
+        return replace(encoded, meaning=_targets_of_tags(split.ids))
+    return replace(encoded, labels=split.labels())
 
 
 def _targets_of_tags(ids: np.ndarray) -> np.ndarray:
@@ -213,59 +208,39 @@ def _targets_of_tags(ids: np.ndarray) -> np.ndarray:
     return targets
 
 
-def _from_state(folder: Path | None, state: dict[str, Any]) -> EncodedTexts:
-    if folder is None:
-        return EncodedTexts(**state)
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    state = {
-        "ids": memory_map(folder / _IDS, "i4"),
-        "starts": memory_map(folder / _STARTS, "i8"),
-        "source": folder,
-        "inexact": facts["inexact"],
-    } | state
-    if (folder / _TAGS).exists():
-        state["tags"] = memory_map(folder / _TAGS, "i2")
-        state["offsets"] = memory_map(folder / _OFFSETS, "i4").reshape(-1, 2)
-        state["stored_counts"] = memory_map(folder / _COUNTS, "i4")
-    return EncodedTexts(**state)
+def _mapped(folder: Path) -> dict[str, Any]:
+    """Return the fields of `EncodedTexts` that a cache entry holds."""
+    arrays = cache.load_arrays(folder)
+    if "offsets" in arrays:
+        arrays["offsets"] = arrays["offsets"].reshape(-1, 2)
+    return {**arrays, **json.loads((folder / "facts.json").read_bytes())}
 
 
-def _build(folder: Path, split: Split, tokenizer: Any, task: str) -> None:  # noqa: ANN401
+def _build(folder: Path, store: Store, tokenizer: Any) -> None:  # noqa: ANN401
     """Write the tokens of every row of a store, a chunk at a time."""
-    store = split.store
-    tagged = task == "ner"
-    inexact, position = 0, 0
-    names = (_IDS, _STARTS, *((_TAGS, _OFFSETS, _COUNTS) if tagged else ()))
-    files = {name: (folder / name).open("wb") for name in names}
-    try:
-        files[_STARTS].write(np.zeros(1, np.int64).tobytes())
+    tagged = store.task == "ner"
+    inexact = 0
+    with cache.ArrayWriter(folder) as arrays:
         for rows in _chunks(range(len(store))):
-            token_lists = tokenize(
-                tokenizer, [store.text(row) for row in rows], offsets=tagged
-            )
-            ends = position + np.cumsum(
-                [len(ids) for ids, _ in token_lists], dtype=np.int64
-            )
-            position = int(ends[-1])
-            files[_STARTS].write(ends.tobytes())
-            files[_IDS].write(_flat([ids for ids, _ in token_lists], np.int32))
+            token_lists = tokenize(tokenizer, map(store.text, rows), offsets=tagged)
+            arrays.append_offsets("starts.i8", [len(ids) for ids, _ in token_lists])
+            arrays.append("ids.i4", _flat([ids for ids, _ in token_lists]))
             if not tagged:
                 continue
             tags = []
             for row, (_, offsets) in zip(rows, token_lists, strict=True):
+                spans = store.spans[store.span_starts[row] : store.span_starts[row + 1]]
                 row_tags, num_inexact = entity_tags.tag_tokens(
-                    offsets, _spans(split, row)
+                    offsets, list(map(tuple, spans.tolist()))
                 )
                 tags.append(row_tags)
                 inexact += num_inexact
-            files[_TAGS].write(_flat(tags, np.int16))
+            arrays.append("tags.i2", _flat(tags))
             counts = [sum(tag != IGNORED for tag in each) for each in tags]
-            files[_COUNTS].write(np.array(counts, np.int32).tobytes())
-            flat = chain.from_iterable(offsets for _, offsets in token_lists)
-            files[_OFFSETS].write(_flat(flat, np.int32))
-    finally:
-        for file in files.values():
-            file.close()
+            arrays.append("stored_counts.i4", counts)
+            arrays.append(
+                "offsets.i4", [pair for _, each in token_lists for pair in each]
+            )
     facts = json.dumps({"inexact": inexact})
     (folder / "facts.json").write_text(facts, encoding="utf-8")
 
@@ -277,19 +252,14 @@ def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
         yield chunk
 
 
-def _spans(split: Split, row: int) -> list[tuple[int, int, int]]:
-    store = split.store
-    stored = store.spans[store.span_starts[row] : store.span_starts[row + 1]]
-    return [(int(start), int(end), int(kind)) for start, end, kind in stored]
-
-
-def _flat(lists: Iterable[Sequence[int]], dtype: type) -> bytes:
-    return np.fromiter(chain.from_iterable(lists), dtype).tobytes()
+def _flat(lists: Iterable[Sequence[int]]) -> np.ndarray:
+    """Return int32 numbers; one that does not fit raises OverflowError."""
+    return np.fromiter(chain.from_iterable(lists), np.int32)
 
 
 def tokenize(
     tokenizer: Any,  # noqa: ANN401
-    texts: Sequence[str],
+    texts: Iterable[str],
     *,
     offsets: bool = False,
 ) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -302,16 +272,17 @@ def tokenize(
     Raises:
         UserError: If offsets are asked for and the tokenizer is not a fast one.
     """
+    texts = list(texts)
     if not texts:
         return []
     if offsets and not tokenizer.is_fast:
         message = (
-            f"{type(tokenizer).__name__} cannot tell which characters a token stands "
-            "for, which ner needs; use a model with a fast tokenizer (tokenizer.json)."
+            f"{type(tokenizer).__name__} gives no character offsets, which ner needs; "
+            "use a model with a fast tokenizer (tokenizer.json)."
         )
         raise UserError(message)
     encoding = tokenizer(
-        list(texts),
+        texts,
         truncation=True,
         return_attention_mask=False,
         return_token_type_ids=False,
@@ -351,50 +322,33 @@ def fingerprint(tokenizer: Any) -> str:  # noqa: ANN401
 
 
 def character_counts(split: Split, clean: Callable[[str], str]) -> Counter[str]:
-    """Return how often each character stands in a split's texts, once cleaned.
+    """Return how often each character occurs in a split's texts, once cleaned.
 
     Args:
         split: What to learn a vocabulary from.
-        clean: Of a text or of several, with line breaks between them. The counts are
-            kept if it is a method of what tells its state as bytes, as a normaliser
-            of the tokenizers library does, and counted anew each time if not.
+        clean: Of a text or of several, with line breaks between them: the
+            `normalize_str` of a normalizer of the tokenizers library, whose state is
+            part of what the cached counts are found by.
     """
     import tokenizers
 
-    def counted() -> Counter[str]:
-        counts: Counter[str] = Counter()
-        for chunk in _chunks(split.texts()):
-            counts.update(clean("\n".join(chunk)))
-        return counts
-
-    normalizer_hash = _normalizer_hash(clean)
-    if normalizer_hash is None:
-        return counted()
+    normalizer = getattr(clean, "__self__")  # noqa: B009 - of a bound method
+    name = f"{type(normalizer).__qualname__}.{clean.__name__}"
+    state = name.encode() + b"\0" + normalizer.__getstate__()
     facts = {
         "version": _VERSION,
         "rows": split.store.key,
         "chosen": hashlib.sha256(split.rows.tobytes()).hexdigest(),
-        "clean": normalizer_hash,
+        "clean": hashlib.sha256(state).hexdigest(),
         "tokenizers": tokenizers.__version__,
     }
 
     def build(folder: Path) -> None:
-        text = json.dumps(dict(sorted(counted().items())))
+        counts: Counter[str] = Counter()
+        for chunk in _chunks(split.texts()):
+            counts.update(clean("\n".join(chunk)))
+        text = json.dumps(dict(sorted(counts.items())))
         (folder / "counts.json").write_text(text, encoding="utf-8")
 
     folder = cache.get_or_build("characters", facts, build)
     return Counter(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
-
-
-def _normalizer_hash(clean: Callable[[str], str]) -> str | None:
-    """Return a hash of a normaliser's method, None if there is no telling what it does.
-
-    Why: a function's name says nothing of what it does, and counts that were cleaned
-    by another rule would make a vocabulary that does not fit the texts.
-    """
-    owner = getattr(clean, "__self__", None)
-    state = None if owner is None else owner.__getstate__()
-    if not isinstance(state, bytes):
-        return None
-    name = f"{type(owner).__qualname__}.{clean.__name__}"
-    return hashlib.sha256(name.encode() + b"\0" + state).hexdigest()

@@ -1,1 +1,1 @@
-"""How good a model's outputs are."""
+"""Metrics of a model's outputs."""

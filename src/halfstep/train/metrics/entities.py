@@ -1,20 +1,20 @@
 """Metrics of predicted entities: scores, confusion matrix, and the worst examples.
 
-In: the entities of each text, as they are and as a model guessed them. Out: a
-`EvalMetrics`, and a table of mistakes.
+In: the true and the predicted entities of each text. Out: an `EvalMetrics`, and a
+table of errors.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halfstep.reporting.table import Cell, Table
-from halfstep.train.metrics.result import EvalMetrics, most_confused, unique_name
+from halfstep.reporting.table import Table
+from halfstep.train.metrics.result import EvalMetrics, confusion_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,72 +49,38 @@ def compute_metrics(
         kinds: Names of the kinds, 1 or more, each once.
         loss: Mean cross-entropy in nats, to be carried along.
     """
-    true_sets, predicted_sets = (
-        list(map(set, true_entities)),
-        list(map(set, predicted_entities)),
+    true_sets = list(map(set, true_entities))
+    predicted_sets = list(map(set, predicted_entities))
+    pairs = list(zip(true_sets, predicted_sets, strict=True))
+    true = _counts_by_kind(true_sets)
+    predicted = _counts_by_kind(predicted_sets)
+    found = _counts_by_kind([one & two for one, two in pairs])
+    precision, recall, f1, _ = _shares(found.total(), predicted.total(), true.total())
+    per = tuple(
+        (name, *_shares(found[kind], predicted[kind], true[kind]))
+        for kind, name in enumerate(kinds)
     )
-    num_exact = sum(
-        one == two for one, two in zip(true_sets, predicted_sets, strict=True)
-    )
-    (precision, recall, f1, _), by_kind = _strict_scores(
-        true_sets, predicted_sets, kinds
-    )
-    per = tuple((kind, *by_kind[kind]) for kind in kinds)
     scores = {
         "f1": f1,
         "precision": precision,
         "recall": recall,
         "macro_f1": statistics.fmean(row[3] for row in per),
-        "accuracy": num_exact / max(1, len(true_sets)),
+        "accuracy": sum(one == two for one, two in pairs) / max(1, len(pairs)),
     }
-    predicted_counts = Counter(
-        kinds[kind] for each in predicted_sets for _, _, kind in each
-    )
     table = _confusion(true_sets, predicted_sets, tuple(kinds))
-    return EvalMetrics(loss, scores, per, table, predicted_counts)
+    num_predicted = {kinds[kind]: count for kind, count in predicted.items()}
+    return EvalMetrics(loss, scores, per, table, num_predicted)
 
 
-_Shares = tuple[float, float, float, int]
+def _counts_by_kind(texts: Iterable[set[Entity]]) -> Counter[int]:
+    return Counter(kind for entities in texts for _, _, kind in entities)
 
 
-def _strict_scores(
-    true_entities: Sequence[set[Entity]],
-    predicted_entities: Sequence[set[Entity]],
-    kinds: Sequence[str],
-) -> tuple[_Shares, dict[str, _Shares]]:
-    """Return precision, recall, F1 and count, of all entities and of each kind."""
-    from nervaluate import Evaluator
-
-    def written(entities: Iterable[Entity]) -> list[dict[str, str | int]]:
-        # There, an end is the last character itself.
-        return [
-            {"label": kinds[kind], "start": int(start), "end": int(end) - 1}
-            for start, end, kind in entities
-        ]
-
-    def shares(result: Any) -> _Shares:  # noqa: ANN401 - the library's own class
-        precision, recall, f1 = result.precision, result.recall, result.f1
-        return float(precision), float(recall), float(f1), int(result.possible)
-
-    # The right guesses first: the library lets a guess that only touches a true
-    # entity use it up, and would then call a right one that comes later a mistake.
-    pairs = [
-        (written(true), written(chain(guessed & true, guessed - true)))
-        for true, guessed in zip(true_entities, predicted_entities, strict=True)
-        if true or guessed
-    ]
-    nothing = (0.0, 0.0, 0.0, 0)
-    by_kind = dict.fromkeys(kinds, nothing)
-    if not pairs:
-        return nothing, by_kind
-    trues, guesses = zip(*pairs, strict=True)
-    evaluator = Evaluator(list(trues), list(guesses), list(kinds), loader="dict")
-    # Its other ways to count take three quarters of the time.
-    evaluator.strategies = {"strict": evaluator.strategies["strict"]}
-    evaluation = evaluator.evaluate()
-    for kind, results in evaluation["entities"].items():
-        by_kind[kind] = shares(results["strict"])
-    return shares(evaluation["overall"]["strict"]), by_kind
+def _shares(found: int, predicted: int, true: int) -> tuple[float, float, float, int]:
+    """Return precision, recall, F1 and how many are true; a share of nothing is 0."""
+    precision, recall = found / (predicted or 1), found / (true or 1)
+    f1 = 2 * (precision * recall) / (precision + recall) if found else 0.0
+    return precision, recall, f1, true
 
 
 def worst_examples(
@@ -180,21 +146,8 @@ def _confusion(
         for both in unmatched.values():
             for row, column in zip_longest(*both, fillvalue=nothing):
                 counts[row, column] += 1
-    notes = ["Over the same characters; with other edges it is missed, and not there."]
-    if len(kinds) > _MAX_KINDS:
-        counts, kinds = most_confused(counts, kinds, _MAX_KINDS)
-        notes.append(f"The {len(kinds) - 1} kinds with the most mistakes, and others.")
-    missed, spurious = unique_name("missed", kinds), unique_name("not there", kinds)
-    cells: list[list[Cell]] = [list(row) for row in counts.tolist()]
-    cells[-1][-1] = None
-    return Table(
-        "Confusion",
-        (unique_name("truth", (*kinds, missed)), *kinds, missed),
-        tuple(
-            (name, *row) for name, row in zip((*kinds, spurious), cells, strict=True)
-        ),
-        tuple(notes),
-    )
+    note = "Over the same characters; with other edges it is missed, and not there."
+    return confusion_table(counts, kinds, _MAX_KINDS, notes=(note,))
 
 
 def _named(text: str, entities: set[Entity], kinds: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """Metrics of a classifier: scores, confusion matrix, and the worst examples.
 
-In: the logits and labels of a split. Out: a `EvalMetrics`, and a table of mistakes.
+In: the logits and labels of a split. Out: an `EvalMetrics`, and a table of errors.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.reporting.table import Cell, Table
-from halfstep.train.metrics.result import EvalMetrics, most_confused, unique_name
+from halfstep.reporting.table import Table
+from halfstep.train.metrics.result import EvalMetrics, confusion_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-    from halfstep.train.metrics.result import Counts
 
 _MAX_CLASSES = 25  # of a confusion matrix that a person can read
 _MAX_CHARACTERS = 400  # of a text in a table of mistakes
@@ -63,7 +61,8 @@ def compute_metrics(
     )
     loss = float(torch.nn.functional.cross_entropy(logits, targets))
     predicted = dict(zip(labels, map(int, counts.sum(0)), strict=True))
-    return EvalMetrics(loss, scores, per, _confusion(counts, tuple(labels)), predicted)
+    table = confusion_table(counts, tuple(labels), _MAX_CLASSES)
+    return EvalMetrics(loss, scores, per, table, predicted)
 
 
 def worst_examples(
@@ -103,22 +102,6 @@ def worst_examples(
         note += f"; the {len(rows)} most confident are shown"
     columns = ("text", "truth", "guess", "probability")
     return Table("Most confident mistakes", columns, rows, (f"{note}.",))
-
-
-def _confusion(counts: Counts, labels: tuple[str, ...]) -> Table:
-    """Return counts as a table; of many classes the most mistaken, the rest as one."""
-    notes: tuple[str, ...] = ()
-    if len(labels) > _MAX_CLASSES:
-        num_labels = len(labels)
-        counts, labels = most_confused(counts, labels, _MAX_CLASSES)
-        num_listed = len(labels) - 1
-        named = f"The {num_listed} labels with the most mistakes"
-        notes = (f"{named}, and the other {num_labels - num_listed} as one.",)
-    head = unique_name("truth", labels)
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (label, *map(int, row)) for label, row in zip(labels, counts, strict=True)
-    )
-    return Table("Confusion", (head, *labels), rows, notes)
 
 
 def _shortened(text: str) -> str:

@@ -1,4 +1,4 @@
-"""How well predictions agree with the truth, whatever the task.
+"""Metrics of predictions, whatever the task.
 
 In: scores that have been computed. Out: the same as a table to read and as data
 for `summary.json`.
@@ -97,30 +97,44 @@ def unique_name(name: str, names: tuple[str, ...]) -> str:
     return name
 
 
-def most_confused(
-    counts: Counts, names: tuple[str, ...], limit: int
-) -> tuple[Counts, tuple[str, ...]]:
-    """Return a confusion with a row less than `limit` and one for all the others.
+def confusion_table(
+    counts: Counts, names: tuple[str, ...], limit: int, *, notes: tuple[str, ...] = ()
+) -> Table:
+    """Return a confusion as a table; of many names those with the most errors.
 
-    Why: a table of a hundred labels is not read, and the mistakes stand in few.
+    Why: a table of a hundred labels is not read, and the errors are in few of them.
 
     Args:
-        counts: Shape (R, R): truth by guess. Rows and columns beyond those of the names
-            stand for nothing at all, and stay as they are.
-        names: Of the first rows, more than `limit`.
-        limit: How many rows the names may have, 2 or more.
-
-    Returns:
-        The counts, those of the names with the most mistakes first, in their order;
-        the names of these, and one for the others.
+        counts: Truth by prediction, shape (R, R) for R names. With one row and one
+            column more, these are for predictions without a true entity, and for
+            entities without a prediction.
+        names: Of labels or entity types.
+        limit: How many rows the names may have, 2 or more; one is for all the others.
+        notes: What else is to be said below the table.
     """
-    wrong = counts.sum(0) + counts.sum(1) - 2 * counts.diagonal()
-    selected = np.sort(np.argsort(-wrong[: len(names)], kind="stable")[: limit - 1])
     beyond = len(counts) - len(names)
-    position = np.full(len(counts), len(selected))
-    position[selected] = range(len(selected))
-    position[len(names) :] = range(limit, limit + beyond)
-    merged = np.zeros((limit + beyond,) * 2, counts.dtype)
-    np.add.at(merged, (position[:, None], position[None, :]), counts)
-    named = tuple(names[i] for i in selected)
-    return merged, (*named, unique_name("others", named))
+    if len(names) > limit:
+        wrong = counts.sum(0) + counts.sum(1) - 2 * counts.diagonal()
+        worst = np.argsort(-wrong[: len(names)], kind="stable")[: limit - 1]
+        position = np.full(len(counts), limit - 1)
+        position[np.sort(worst)] = range(limit - 1)
+        position[len(names) :] = range(limit, limit + beyond)
+        merged = np.zeros((limit + beyond,) * 2, counts.dtype)
+        np.add.at(merged, (position[:, None], position[None, :]), counts)
+        rest = len(names) - limit + 1
+        note = f"The {limit - 1} with the most mistakes, and the other {rest} as one."
+        notes = (*notes, note)
+        named = tuple(names[i] for i in np.sort(worst))
+        counts, names = merged, (*named, unique_name("others", named))
+    cells: list[list[Cell]] = [list(row) for row in counts.tolist()]
+    rows = columns = names
+    if beyond:
+        rows = (*names, unique_name("not there", names))
+        columns = (*names, unique_name("missed", names))
+        cells[-1][-1] = None
+    return Table(
+        "Confusion",
+        (unique_name("truth", columns), *columns),
+        tuple((name, *row) for name, row in zip(rows, cells, strict=True)),
+        notes,
+    )

@@ -14,7 +14,7 @@ import numpy as np
 
 from halfstep.machine import hardware
 from halfstep.reporting import html
-from halfstep.reporting.html import Bar, Card, Chart, Curve, Heat, Section
+from halfstep.reporting.html import Bar, Card, Chart, ConfusionMatrix, Curve, Section
 from halfstep.reporting.table import Cell, Table
 from halfstep.train.metrics.result import EvalMetrics, score_title
 
@@ -94,7 +94,7 @@ def page(report: ReportData) -> str:
     sections = [
         Section("Findings", points=report.findings, cards=report.cards),
         Section("Quality", tables=(*_quality(report.metrics), *baseline_tables)),
-        Section("Confusion", heats=_confusion(report.metrics)),
+        Section("Confusion", confusion_matrices=_confusion(report.metrics)),
         Section(
             "Mistakes worth reading",
             tables=tuple(t for t in report.worst_examples if t.rows),
@@ -125,11 +125,11 @@ def _quality(metrics: Mapping[str, EvalMetrics]) -> list[Table]:
     return [scores, replace(final.table(f"By label, on {split}"), notes=())]
 
 
-def _confusion(metrics: Mapping[str, EvalMetrics]) -> tuple[Heat, ...]:
+def _confusion(metrics: Mapping[str, EvalMetrics]) -> tuple[ConfusionMatrix, ...]:
     split, final = list(metrics.items())[-1] if metrics else ("", None)
     if final is None or final.confusion is None:
         return ()
-    return (Heat(replace(final.confusion, title=f"On {split}"), "guess"),)
+    return (ConfusionMatrix(replace(final.confusion, title=f"On {split}"), "guess"),)
 
 
 def _charts(

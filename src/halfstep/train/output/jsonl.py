@@ -72,7 +72,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        message = f"{path} cannot be read: {atomic_directory.why(error)}."
+        message = f"{path} cannot be read: {atomic_directory.os_reason(error)}."
         raise UserError(message) from error
     records = []
     # What follows the last line end is empty, or torn.
@@ -102,7 +102,7 @@ def settings(path: Path) -> dict[str, Any]:
         message = f"{path.parent} holds no run; it has no config.json."
         raise UserError(message) from error
     except OSError as error:
-        message = f"{path} cannot be read: {atomic_directory.why(error)}."
+        message = f"{path} cannot be read: {atomic_directory.os_reason(error)}."
         raise UserError(message) from error
     except ValueError as error:
         message = f"{path} is damaged: it is not valid JSON."

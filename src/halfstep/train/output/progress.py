@@ -10,7 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from halfstep.reporting.table import terminal_width, wrapped
+from halfstep.reporting.table import terminal_width, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,7 +78,7 @@ class _Plain:
     def print_line(self, line: str) -> None:
         # A reader that left (`| head`) must not end the training.
         with contextlib.suppress(BrokenPipeError):
-            print(*wrapped(line, terminal_width()), sep="\n", flush=True)
+            print(*wrap(line, terminal_width()), sep="\n", flush=True)
 
     def close(self) -> None:
         pass

@@ -122,7 +122,7 @@ class RunFolder:
             raise UserError(message)
 
     def _unwritable(self, error: OSError) -> UserError:
-        why = atomic_directory.why(error)
+        why = atomic_directory.os_reason(error)
         message = f"--out {self.path} cannot be written: {why}; choose another folder."
         return UserError(message)
 
@@ -215,8 +215,8 @@ class RunFolder:
         for path in self.path.iterdir():
             if _TEMPORARY.fullmatch(path.name):
                 atomic_directory.remove(path)
-        atomic_directory.sweep(self.path, self.model.name)
-        atomic_directory.sweep(self._checkpoints)
+        atomic_directory.remove_leftovers(self.path, self.model.name)
+        atomic_directory.remove_leftovers(self._checkpoints)
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the folder, in one piece.
@@ -243,7 +243,8 @@ class RunFolder:
             return []
         except OSError as error:
             message = (
-                f"{self._checkpoints} cannot be read: {atomic_directory.why(error)}."
+                f"{self._checkpoints} cannot be read: "
+                f"{atomic_directory.os_reason(error)}."
             )
             raise UserError(message) from error
         matches = (re.fullmatch(r"step-(\d{8,})", name) for name in names)
@@ -280,7 +281,7 @@ class RunFolder:
                 `load` raises.
         """
         with self.writing(self._checkpoints):
-            atomic_directory.restore(self._checkpoints)
+            atomic_directory.restore_replaced(self._checkpoints)
         if not self.has_checkpoint():
             return None
         faults: list[str] = []
@@ -289,7 +290,7 @@ class RunFolder:
             try:
                 return load(self.checkpoint_path(step)), faults
             except CheckpointError as error:
-                if isinstance(error, atomic_directory.UnreadError):
+                if isinstance(error, atomic_directory.CheckpointReadError):
                     fate, cure = "can be used now", "mend the disk, then --resume again"
                 faults.append(f"the checkpoint of step {step} is not used: {error}")
         names = ", ".join(self.checkpoint_path(step).name for step in self.steps())
@@ -376,8 +377,8 @@ class RunFolder:
             jsonl.check_exists(self._config)
             yield
         except Exception as error:
-            reason = atomic_directory.why(error)
-            if isinstance(error, atomic_directory.UnwrittenError):
+            reason = atomic_directory.os_reason(error)
+            if isinstance(error, atomic_directory.CheckpointWriteError):
                 reason = error.reason
             if reason is None:
                 raise
@@ -408,5 +409,9 @@ class RunFolder:
             path = self.checkpoint_path(step)
             atomic_directory.verify(path, atomic_directory.read(path))
         except CheckpointError as error:
-            return None if isinstance(error, atomic_directory.UnreadError) else False
+            return (
+                None
+                if isinstance(error, atomic_directory.CheckpointReadError)
+                else False
+            )
         return True

@@ -51,7 +51,7 @@ class TensorBoardWriter:
         except OSError as error:
             had_failed, self._has_failed = self._has_failed, True
             if not had_failed:
-                why = atomic_directory.why(error)
+                why = atomic_directory.os_reason(error)
                 message = (
                     f"{self._folder} could not be written: {why}. "
                     "TensorBoard gets no more of this run; metrics.jsonl goes on."

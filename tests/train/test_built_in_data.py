@@ -1,6 +1,6 @@
-"""The built-in named entities: enough, well formed, and no sentence a variant.
+"""The built-in data: enough, balanced, well formed, and no sentence a variant.
 
-What the sentences hold to:
+What the sentences with entities hold to:
 
 - PER is a person, LOC a place, ORG an organisation, TIME a date or a time of day.
 - Of nested entities the outermost is marked: a school with its town's name is one ORG,
@@ -33,16 +33,22 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.train.data.corpus import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
 SPLITS = ("train", "dev", "test")
 KINDS = {"PER", "LOC", "ORG", "TIME"}
-FEWEST = {"train": 880, "dev": 120, "test": 200}
 SHORTEST, LONGEST = 7, 48  # characters; a message, neither a cry nor an essay
 FAIR = 12  # per cent of the entities, the least of a type in a split
+LENGTHS = {"emotions": (7, 36), "entities": (7, 48)}  # neither a cry nor an essay
 UNSEEN = 30  # per cent of the surface forms of test, the least that train lacks
+CLASSES = {"other", "like", "sad", "disgust", "angry", "happy"}
 LINE = re.compile(r"(\S) (O|[BMES]-(?:PER|LOC|ORG|TIME))")
 LATIN = re.compile("[A-Za-z]+")
 WORDS = {"B", "CA", "CZ", "HR", "K", "T", "offer"}  # gates, flights, trains, T-shirts
@@ -118,6 +124,25 @@ def forms(split: str) -> Counter[tuple[str, str]]:
     )
 
 
+@cache
+def emotions(split: str) -> tuple[tuple[str, str], ...]:
+    """Return the (text, label) rows of a split as its file holds them."""
+    source = files("halfstep.train") / "emotions" / f"{split}.tsv"
+    head, *lines, end = source.read_text(encoding="utf-8").split("\n")
+    assert (head, end) == ("text\tlabel", "")
+    rows = tuple((text, label) for text, label in (line.split("\t") for line in lines))
+    assert all("\t" not in label for _, label in rows)
+    return rows
+
+
+@cache
+def texts_of(data: str) -> tuple[str, ...]:
+    """Return the sentences of all splits."""
+    if data == "entities":
+        return tuple(map(text_of, every()))
+    return tuple(text for split in SPLITS for text, _ in emotions(split))
+
+
 def one_entity_apart(many: Iterable[Sentence]) -> list[str]:
     """Return the frames that two sentences share but for one entity.
 
@@ -161,11 +186,66 @@ def variants(texts: Sequence[str]) -> set[tuple[str, str]]:
     }
 
 
+@pytest.mark.parametrize("data", LENGTHS)
+def test_sentences(data: str) -> None:
+    """Law: at least 1,200, of sane length, of plain characters, and none twice."""
+    texts = texts_of(data)
+    counts = Counter(map(bare, texts))
+    assert len(counts) >= 1200
+    assert [text for text, count in counts.items() if count > 1] == []
+    shortest, longest = LENGTHS[data]
+    assert [text for text in counts if not shortest <= len(text) <= longest] == []
+    # Mark-up, and what is left of it.
+    odd = "" if data == "emotions" else "[]|{}<>_ \u3000"
+    for text in texts:
+        assert text == text.strip()
+        assert unicodedata.is_normalized("NFC", text), text
+        assert not [c for c in text if unicodedata.category(c)[0] == "C"], text
+        assert not set(odd) & set(text), text
+
+
+@pytest.mark.parametrize("data", LENGTHS)
+def test_no_variants(data: str) -> None:
+    """Law: no two sentences share half of their characters around one slot.
+
+    A sentence with one word replaced, added or moved would be found.
+    """
+    texts = [bare(text) for text in texts_of(data)]
+    assert variants(texts) == set()
+    text = max(texts, key=len)
+    middle = len(text) // 2
+    for twin in (
+        f"{text[:middle]}甲{text[middle:]}",
+        f"{text[:middle]}甲{text[middle + 5 :]}",
+        f"甲乙丙{text[3:]}",
+        f"{text[:-3]}甲乙丙",
+    ):
+        assert variants([*texts, twin]) == {(text, twin)}
+
+
+@given(st.lists(st.text("ab", min_size=5, max_size=9), max_size=12, unique=True))
+def test_variants_are_those_of_all_pairs(texts: list[str]) -> None:
+    """Law: the index by ends finds what comparing all pairs finds."""
+    assert variants(texts) == {
+        pair for pair in combinations(texts, 2) if differ_in_one_slot(*pair)
+    }
+
+
 @pytest.mark.parametrize("split", SPLITS)
-def test_size(split: str) -> None:
-    """Law: each split has the sentences that it should, 1,200 at least in all."""
-    assert len(sentences(split)) >= FEWEST[split]
-    assert sum(FEWEST.values()) >= 1200
+def test_emotions(split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the six classes are equally frequent; `load` returns these rows."""
+    rows = emotions(split)
+    counts = Counter(label for _, label in rows)
+    assert counts.keys() == CLASSES
+    assert len(set(counts.values())) == 1
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path))
+    corpus = load(
+        None, task="classify", label_names=None, limit=None, dev_share=0.08, seed=0
+    )
+    assert corpus.name == "emotions"
+    loaded = getattr(corpus, split)
+    labels = [corpus.labels[label] for label in loaded.labels()]
+    assert list(zip(loaded.texts(), labels, strict=True)) == list(rows)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -234,12 +314,6 @@ def test_context_decides() -> None:
     assert sum(len(found) > 1 for found in kinds.values()) >= 30
 
 
-def test_no_sentence_twice() -> None:
-    """Law: no sentence comes twice, in one split or two, however punctuated."""
-    counts = Counter(bare(text_of(sentence)) for sentence in every())
-    assert [text for text, count in counts.items() if count > 1] == []
-
-
 def test_no_two_one_entity_apart() -> None:
     """Law: no two sentences differ in one entity only."""
     assert one_entity_apart(every()) == []
@@ -253,42 +327,6 @@ def test_one_entity_apart_would_be_found() -> None:
     twin = (*taken[:first], *other[0], *other[1], *other[2], *taken[past:])
     text = text_of(taken)
     assert one_entity_apart([*every(), twin]) == [f"{text[:first]}|{text[past:]}"]
-
-
-def test_no_variants() -> None:
-    """Law: no two sentences share half of their characters around one slot."""
-    assert variants([bare(text_of(sentence)) for sentence in every()]) == set()
-
-
-def test_variants_would_be_found() -> None:
-    """Law: a sentence with one word replaced, added or moved is a variant."""
-    texts = [bare(text_of(sentence)) for sentence in every()]
-    text = max(texts, key=len)
-    middle = len(text) // 2
-    for twin in (
-        f"{text[:middle]}甲{text[middle:]}",
-        f"{text[:middle]}甲{text[middle + 5 :]}",
-        f"甲乙丙{text[3:]}",
-        f"{text[:-3]}甲乙丙",
-    ):
-        assert variants([*texts, twin]) == {(text, twin)}
-
-
-def test_lengths() -> None:
-    """Law: every sentence has a sane length, and most have 10 to 40 characters."""
-    lengths = [len(bare(text_of(sentence))) for sentence in every()]
-    assert min(lengths) >= SHORTEST
-    assert max(lengths) <= LONGEST
-    assert sum(10 <= n <= 40 for n in lengths) >= 0.9 * len(lengths)
-
-
-def test_plain_characters() -> None:
-    """Law: text is normalised, of plain characters, with no mark-up left in it."""
-    for sentence in every():
-        text = text_of(sentence)
-        assert unicodedata.is_normalized("NFC", text), text
-        assert not [c for c in text if unicodedata.category(c)[0] in "CZ"], text
-        assert not set("[]|{}<>_") & set(text), text
 
 
 def test_no_placeholder() -> None:

@@ -1,0 +1,284 @@
+"""`halfstep bench optimizer`: what an update costs, in memory copies and in bytes.
+
+In: flags. Out: a table. The unit is a copy of one tensor to another that moves as many
+bytes as the update must: what it needs of weights, gradients, masters and moments, read
+once and written once. Forms of master weights and torch's own optimizers take turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.bench import measure
+from halfstep.bench.contenders import FORMS, UPDATE_RULES
+from halfstep.errors import UserError
+from halfstep.numerics import formats
+from halfstep.session.factory import prepare
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from halfstep.bench.contenders import MasterForm, TorchOptimizer
+    from halfstep.reporting.table import Cell, Table
+    from halfstep.session.session import Session
+
+KINDS = ("weights", "gradients", "masters", "moments")
+"""What the bytes of training are spent on; masters: whatever stands beside weights."""
+
+_COUNTER = 8
+"""Most bytes that an optimizer's counter of steps takes beside each tensor."""
+_LR = 1e-3
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Which parameters are updated, and where."""
+
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """"bf16" or "fp16"."""
+    layers: int
+    width: int
+    """Rows and columns of each weight."""
+
+    @property
+    def parameters(self) -> int:
+        """Return how many there are."""
+        return self.layers * self.width**2
+
+
+def optimizer(arguments: argparse.Namespace) -> list[Table]:
+    """Measure each optimizer in each form."""
+    device = measure.pick_device(arguments.device)
+    work = measure.from_flags(Workload, arguments, device=device)
+    sources = draw_gradients(work)
+    rows: list[dict[str, Cell]] = []
+    refusals: dict[tuple[str, str], str] = {}
+    for rule in arguments.optimizer:
+        updates: dict[str, Update] = {}
+        for name in arguments.forms:
+            try:
+                updates[name] = Update(UPDATE_RULES[rule], FORMS[name], work, sources)
+            except UserError as error:
+                refusals[rule, name] = str(error)
+        memory = {name: memory_after_backward(each) for name, each in updates.items()}
+        times = take_times(updates, work, arguments.rounds)
+        for name in arguments.forms:
+            cells = table_cells(times, name, rule, memory.get(name), work)
+            why_not = "refused" if (rule, name) in refusals else None
+            rows.append({"optimizer": rule, "form": name, **cells, "not run": why_not})
+        measure.progress(f"{rule}: done")
+    notes = (
+        "update ms: session.step(), from gradients in the format of the weights",
+        "torch-: fp32 throughout; optimizer.step() and zero_grad()",
+        "copy ms: one tensor copied to another; half of the bytes moved are read",
+        "bytes moved: what the update needs, each read once, each written once",
+        "bytes held: at the end of a backward pass; both are of one parameter",
+        "released: gradients go into updates during the backward pass; not timed",
+        f"{measure.in_turn(arguments.rounds)}; {measure.SPREAD}",
+        f"{work.parameters} parameters in {work.layers} tensors",
+        *(f"{rule}, {n} refused: {text}" for (rule, n), text in refusals.items()),
+        *measure.conditions("optimizer", device, arguments),
+    )
+    return [measure.table("Optimizer", rows, notes)]
+
+
+def memory_after_backward(update: Update) -> dict[str, int]:
+    """Return the bytes held at the end of a second backward pass: all state is made."""
+    update.backward()
+    update.step()
+    update.backward()
+    memory = update.memory()
+    update.step()
+    return memory
+
+
+def take_times(
+    updates: Mapping[str, Update], work: Workload, rounds: int
+) -> measure.Times:
+    """Let updates and copies take turns; a copy's name is the bytes that it moves."""
+
+    def turn(update: Update) -> float:
+        update.write_gradients()
+        return measure.timed(update.step, work.device)[1]
+
+    def copy(bytes_: int) -> float:
+        call = partial(target[:bytes_].copy_, source[:bytes_])
+        return measure.timed(call, work.device)[1]
+
+    timed = {name: each for name, each in updates.items() if FORMS[name].gradient}
+    turns: dict[str, Callable[[], float]] = {
+        name: partial(turn, update) for name, update in timed.items()
+    }
+    moved = sorted({each.bytes_moved for each in timed.values()})
+    most = max(moved, default=0) * work.parameters // 2
+    source, target = (
+        torch.ones(most, dtype=torch.uint8, device=work.device) for _ in range(2)
+    )
+    for each in moved:
+        turns[copy_of(each)] = partial(copy, each * work.parameters // 2)
+    for first in turns.values():
+        first()  # what is made once is made here
+    return measure.take_turns(turns, rounds)
+
+
+def copy_of(moved: int) -> str:
+    """Return the name of a copy that moves so many bytes a parameter."""
+    return f"copy of {moved}"
+
+
+def table_cells(
+    times: measure.Times,
+    name: str,
+    rule: str,
+    memory: Mapping[str, int] | None,
+    work: Workload,
+) -> dict[str, Cell]:
+    """Return the cells of a form and an optimizer; empty without memory: it is refused.
+
+    One whose updates happen in the backward pass has bytes, and no time.
+    """
+    form, moments = FORMS[name], UPDATE_RULES[rule].moments
+    moved, expected = form.bytes_moved(moments), form.expected_bytes(moments)
+    copy = copy_of(moved)
+    each = [memory[kind] / work.parameters for kind in KINDS] if memory else []
+    more = (sum(each) - expected) * work.parameters
+    ran = name in times.rounds
+    return {
+        "update ms": times.median(name, 1e3),
+        "copy ms": times.median(copy, 1e3) if ran else None,
+        "x copy": times.ratio(name, copy),
+        "+-": times.spread(name, copy),
+        "bytes moved": moved if memory else None,
+        "bytes held": sum(each) if memory else None,
+        "expected": expected if memory else None,
+        "as expected": 0 <= more <= _COUNTER * work.layers if memory else None,
+        "weights + gradients + masters + moments": " + ".join(f"{b:.3g}" for b in each)
+        or None,
+    }
+
+
+# An update
+
+
+class Update:
+    """Linear layers without bias whose weights an optimizer updates.
+
+    All begin with the same weights. torch's own optimizer runs over fp32 weights, any
+    other form in a Session.
+
+    Args:
+        rule: The optimizer.
+        form: Of the master weights.
+        work: Gives sizes and device.
+        sources: The gradient of each weight.
+
+    Raises:
+        UserError: If the form does not serve this optimizer or dtype.
+    """
+
+    def __init__(
+        self,
+        rule: TorchOptimizer,
+        form: MasterForm,
+        work: Workload,
+        sources: Sequence[Tensor],
+    ) -> None:
+        torch.manual_seed(1)
+        sizes = work.width, work.width
+        layers = (nn.Linear(*sizes, bias=False) for _ in range(work.layers))
+        self.model: nn.Module = nn.Sequential(*layers).to(work.device)
+        self.bytes_moved = form.bytes_moved(rule.moments)
+        settings: dict[str, Any] = {"lr": _LR} | rule.settings
+        if form.is_torch:
+            settings |= form.settings
+        make = getattr(torch.optim, rule.class_name)
+        self._optimizer = make(self.model.parameters(), **settings)
+        self._session: Session | None = None
+        if not form.is_torch:
+            self._session = prepare(
+                self.model, self._optimizer, dtype=work.dtype, **form.settings
+            )
+            self.model = self._session.model
+        self._sources = sources
+        self._buffers = [torch.empty_like(p) for p in self.model.parameters()]
+        self._unrelated = torch.zeros((), device=work.device, requires_grad=True)
+
+    def backward(self) -> None:
+        """Run a backward pass that gives each weight its gradient."""
+        if self._session is None:
+            loss_of(self.model, self._sources).backward()  # type: ignore[no-untyped-call]
+            return
+        with self._session.autocast():
+            loss = loss_of(self.model, self._sources)
+        self._session.backward(loss)
+
+    def write_gradients(self) -> None:
+        """Write the gradients of a step; nothing else is left of it but `step`.
+
+        A Session learns of them by a backward pass elsewhere, so that no part of the
+        update, such as a cast of gradients, hides in it.
+        """
+        if self._session is not None:
+            self._session.backward(self._unrelated * 1)
+            self._unrelated.grad = None
+        torch._foreach_copy_(self._buffers, list(self._sources))
+        for weight, buffer in zip(self.model.parameters(), self._buffers, strict=True):
+            weight.grad = buffer
+
+    def step(self) -> object:
+        """Update the weights; clear the gradients."""
+        if self._session is not None:
+            return self._session.step()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return None
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held of each of `KINDS`, each storage once."""
+        if self._session is not None:
+            sizes: dict[str, int] = self._session.memory()
+            return sizes
+        weights = list(self.model.parameters())
+        states = self._optimizer.state.values()
+        values = [value for state in states for value in state.values()]
+        return {
+            "weights": storage_bytes(weights),
+            "gradients": storage_bytes(p.grad for p in weights if p.grad is not None),
+            "masters": 0,
+            "moments": storage_bytes(v for v in values if isinstance(v, Tensor)),
+        }
+
+
+def loss_of(model: nn.Module, sources: Sequence[Tensor]) -> Tensor:
+    """Return a scalar whose gradients are the sources."""
+    pairs = zip(model.parameters(), sources, strict=True)
+    loss: Tensor = sum(
+        ((weight * source.to(weight.dtype)).sum() for weight, source in pairs),
+        start=torch.zeros((), device=sources[0].device),
+    )
+    return loss
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes behind tensors, each storage once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def draw_gradients(work: Workload) -> list[Tensor]:
+    """Return the gradient of each weight, fp32, which 16 bits hold too."""
+    torch.manual_seed(0)
+    low_dtype = formats.parse(work.dtype).dtype
+    shape = work.width, work.width
+    return [
+        torch.randn(shape, device=work.device).to(low_dtype).float()
+        for _ in range(work.layers)
+    ]

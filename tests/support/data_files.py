@@ -1,0 +1,41 @@
+"""Files of data that are written to be read, or to be refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from halfstep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LONGEST_MESSAGE = 35
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages name the path as given; a relative one makes them whole literals."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
+
+
+def write(name: str, content: str | bytes) -> Path:
+    """Write a file, and the folder that it is in."""
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def refused(call: Callable[[], object]) -> str:
+    """Return the message of a call that refuses, checked for its form."""
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert len(message.split()) <= LONGEST_MESSAGE
+    return message

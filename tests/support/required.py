@@ -1,0 +1,13 @@
+"""A value that a test needs."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def required(value: T | None) -> T:
+    """Return a value that must not be None."""
+    assert value is not None
+    return value
