@@ -18,8 +18,7 @@ import halfstep as hs
 from halfstep._torch import async_read
 from halfstep.casting import convert_model
 from halfstep.scaling import ScaleRule
-from halfstep.scaling.per_loss import LossScalers
-from halfstep.scaling.per_pass import BackwardPasses
+from halfstep.scaling.per_pass import BackwardPasses, LossScalers
 from halfstep.session import factory
 from halfstep.session.optimizer_step import OptimizerStep
 
@@ -129,7 +128,9 @@ def test_session(level: str, options: dict[str, Any]) -> None:
         session.scaler.observe_loss(loss)
         session._window.loss = loss
         session._passes.run("", lambda _: fill(model), [], sync_grads=lambda: None)
-        session._grad_versions.record(session._reachable_grads())
+        session._grad_versions = {
+            id(grad): grad._version for grad in session._reachable_grads()
+        }
         session.step()
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.nonfinite.graph import GraphCause
 from halfstep.scaling import ScaleRule
-from halfstep.scaling.collapse import find_cause
-from halfstep.scaling.step_history import LossHistory
+from halfstep.scaling.collapse import LossHistory, find_cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from halfstep.scaling.loss_scale import ScaleState
-from halfstep.scaling.measured_strategy import MeasuredStrategy
-from halfstep.scaling.strategies import ScaleStrategy, make_strategy
+from halfstep.scaling.strategies import MeasuredStrategy, ScaleStrategy, make_strategy
 
 SIZES = 1.0, 2.0**12
 """Of each rank's loss: a rank left alone would choose its own scale."""

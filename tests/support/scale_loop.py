@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
-from halfstep.scaling.measured_strategy import MeasuredStrategy
+from halfstep.scaling.strategies import MeasuredStrategy
 from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Loop:
     """A training loop without an optimizer: how a scale lives from step to step."""
 
-    strategy: ScaleStrategy
+    strategy: ScaleStrategy | None
     loss: Callable[[], Tensor]
     parameters: list[Tensor]
     scale: float = 2.0**16
@@ -62,7 +62,7 @@ class Loop:
     def begin(self) -> Tensor:
         """Compute a loss and show it; return it scaled."""
         loss = self.loss()
-        first = self.strategy.on_loss(loss, self.state)
+        first = self.strategy and self.strategy.on_loss(loss, self.state)
         if first is not None:
             self.state = replace(self.state, scale=first)
         return loss.float() * self.state.scale
@@ -71,7 +71,9 @@ class Loop:
         """Unscale, propose, move; return found_inf."""
         gradients = self.gradients()
         found = unscale_(gradients, 1 / self.state.scale)
-        self.wish = self.strategy.propose(gradients, self.state, found)
+        self.wish = self.strategy and self.strategy.propose(
+            gradients, self.state, found
+        )
         self.state = advance(self.state, found, RULE, self.wish)
         return found
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import halfstep as hs
 from halfstep import LossScaleCollapse
 from halfstep.nonfinite.origin import BadOp
-from halfstep.scaling.step_history import LossHistory
+from halfstep.scaling.collapse import LossHistory
 from halfstep.train import replay_step
 from halfstep.train.loop import Trainer
 from halfstep.train.run import run

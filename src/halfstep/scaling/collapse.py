@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from halfstep._torch import async_read
 from halfstep._torch.async_read import DelayedScalars
+from halfstep.errors import UserError, require, require_type
 from halfstep.nonfinite.domains import EPSILON
 from halfstep.nonfinite.graph import GraphCause, find_in_graph
 from halfstep.scaling.skip_log import SkipLog
-from halfstep.scaling.step_history import StepHistory
 from halfstep.scaling.step_report import Constant, GradAbsmax
 
 if TYPE_CHECKING:
@@ -30,14 +31,123 @@ if TYPE_CHECKING:
 
     from halfstep.nonfinite.origin import BadOp
     from halfstep.scaling.loss_scale import ScaleRule, ScaleState
-    from halfstep.scaling.step_history import LossHistory
     from halfstep.scaling.step_report import NonFiniteParam
 
 FLOOR_PATIENCE = 10
 """Skips in a row after which a scale that lies at its floor is given up: one bad batch
 must not end a run, and a lower scale is not to be had."""
 
+EARLY_STEPS = 20
+"""Applied steps up to which overflow in a forward pass that used to work is put down
+to the learning rate: the batches are like the first ones, the weights are not."""
+
 _MAX_NAMES = 3
+
+
+@dataclass
+class LossHistory:
+    """What the losses of the applied steps were."""
+
+    first: float = math.nan
+    last: float = math.nan
+    applied: int = 0
+    from_first_step: bool = True
+    """Counted from the run's first step on; if not, it was more than `applied`."""
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the run has been at work for some steps only, as far as is known."""
+        return self.from_first_step and 0 < self.applied <= EARLY_STEPS
+
+    def add(self, loss: float) -> None:
+        """Take in the loss of one applied step."""
+        # One from the middle of a run is as likely to be half of the next as twice
+        # that, and says nothing.
+        if self.from_first_step and not self.applied:
+            self.first = loss
+        self.last = loss
+        self.applied += 1
+
+    def has_diverged(self, current: float) -> bool:
+        """Say whether the loss has at least doubled since the first step.
+
+        Args:
+            current: Of the last step, which was skipped; inf and NaN count for nothing.
+        """
+        last = abs(current) if math.isfinite(current) else 0.0
+        return max(abs(self.last), last) >= 2 * abs(self.first) > 0
+
+
+@dataclass
+class StepHistory:
+    """What is remembered of the steps so far."""
+
+    losses: LossHistory = field(default_factory=LossHistory)
+    history: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    """Loss scales of the last steps in a row that overflowed."""
+    in_a_row: int = 0
+    """How many those were."""
+
+    def add(
+        self, scale: float, loss: float, *, skipped: bool, overflowed: bool
+    ) -> None:
+        """Take in one step.
+
+        Args:
+            scale: Of its backward pass.
+            loss: Its loss; NaN if nobody showed it.
+            skipped: Whether the step was.
+            overflowed: Whether a pass did.
+        """
+        if not skipped:
+            self.losses.add(loss)
+        if overflowed:
+            self.history.append(scale)
+            self.in_a_row += 1
+        else:
+            self.history.clear()
+            self.in_a_row = 0
+
+    def data(self) -> dict[str, Any]:
+        """Return plain values: what every rank knows, for a state is one for all.
+
+        Each rank has losses of its own, so they are no part of it.
+        """
+        return {
+            "applied": self.losses.applied,
+            "begun": self.losses.from_first_step,
+            "history": [*self.history],
+            "in_a_row": self.in_a_row,
+        }
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> StepHistory:
+        """Return what `data` gave.
+
+        Raises:
+            UserError: If it is no dictionary, or a part is missing or of another kind.
+        """
+        require_type("'watch'", data, isinstance(data, dict), "a dict, as it was saved")
+        for name in cls().data():
+            if name not in data:
+                message = (
+                    f"loss-scale state's 'watch' has no {name!r}; it holds {[*data]}."
+                )
+                raise UserError(message)
+        for name in ("applied", "in_a_row"):
+            is_valid = type(data[name]) is int and data[name] >= 0
+            require(f"watch[{name!r}]", data[name], is_valid, "a number of steps, >= 0")
+        from_first_step, history = data["begun"], data["history"]
+        is_valid = isinstance(from_first_step, bool)
+        require("watch['begun']", from_first_step, is_valid, "True or False")
+        is_valid = isinstance(history, list) and all(map(_is_scale, history))
+        require("watch['history']", history, is_valid, "a list of finite numbers > 0")
+        losses = LossHistory(applied=data["applied"], from_first_step=data["begun"])
+        return cls(losses, deque(data["history"], maxlen=64), data["in_a_row"])
+
+
+def _is_scale(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value > 0
 
 
 class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
@@ -145,15 +255,18 @@ class CollapseMonitor:
             name_of: Names a parameter.
         """
         self._loss, self._graph_cause, self._graph_error = None, None, ""
-        if _has_no_value(loss):
+        # It may stand for many losses, under `vmap`, or for none.
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(loss)  # noqa: SLF001
+        if wrapped or isinstance(loss, FakeTensor):
             return
         self._loss = loss.detach()
         value = 0.0
-        if _is_scalar(loss) and async_read.is_cpu(loss.device):
-            value = float(self._loss)
-        elif _is_scalar(loss):
-            # Of several micro-batches, one that is not finite shows in the sum.
-            self._loss_sum = _sum(self._loss_sum, self._loss)
+        if loss.numel() == 1 and not loss.is_complex():
+            if loss.device.type == "cpu":
+                value = float(self._loss)
+            else:
+                # Of several micro-batches, one that is not finite shows in the sum.
+                self._loss_sum = _sum(self._loss_sum, self._loss)
         is_reported = math.isfinite(value) or self.log.has_loss
         if self._one_skip_left or not is_reported:
             try:
@@ -214,7 +327,7 @@ class CollapseMonitor:
         """
         self._steps_unread += 1
         loss, loss_sum = self._loss, self._loss_sum
-        if loss is None or not _is_scalar(loss):
+        if loss is None or loss.numel() != 1 or loss.is_complex():
             loss = torch.full_like(scale_used, math.nan)
         values = [scale_used, state.skips_in_a_row, state.scale, found_inf, loss]
         values.append(scale_used if loss_sum is None else loss_sum)
@@ -249,11 +362,12 @@ class CollapseMonitor:
             )
         else:
             self.log.on_applied()
+        self._one_skip_left = False
+        if not overflowed:
+            return
         self._check_next_skip(rule)
         # Steps may be applied without the passes that overflowed, for ever.
-        stuck = (
-            overflowed and not num_skipped and is_stuck(scale, history.in_a_row, rule)
-        )
+        stuck = not num_skipped and is_stuck(scale, history.in_a_row, rule)
         if stuck or is_collapsed(scale, int(num_skipped), rule):
             raise self._make_error(int(num_skipped), culprits())
 
@@ -341,16 +455,6 @@ class CollapseMonitor:
             | cleared
             | {"_delayed": DelayedScalars(), "_param_readers": deque()}
         )
-
-
-def _is_scalar(loss: Tensor) -> bool:
-    return loss.numel() == 1 and not loss.is_complex()
-
-
-def _has_no_value(loss: Tensor) -> bool:
-    """Say whether it stands for many losses, under `vmap`, or for none."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(loss)  # noqa: SLF001
-    return wrapped or isinstance(loss, FakeTensor)
 
 
 def _sum(total: Tensor | None, loss: Tensor) -> Tensor:

@@ -18,11 +18,9 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from halfstep._torch import fused_optimizers
 from halfstep._torch.optimizer_params import gradients_of, name_of
 from halfstep.scaling import misuse, optimizer_step, unscale
-from halfstep.scaling.foreign_state import from_foreign_state
-from halfstep.scaling.host_scale import HostScale
-from halfstep.scaling.loss_scale import ScaleRule
+from halfstep.scaling.loss_scale import HostScale, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
-from halfstep.scaling.per_loss import LossScalers
+from halfstep.scaling.per_pass import LossScalers
 from halfstep.scaling.scaler_backward import PerPassBackward
 from halfstep.scaling.step_report import (
     OptimizerGrads,
@@ -216,8 +214,10 @@ class GradScaler(TorchGradScaler):
 
     def _propose(self, flags: list[Tensor], *optimizers: Optimizer) -> None:
         """Let a strategy see gradients; every rank comes here as often."""
-        if self._bounds["strategy"] != "backoff":
-            main, self._proposed = self._main_scaler(), True
+        if self._bounds["strategy"] == "backoff":
+            return
+        main, self._proposed = self._main_scaler(), True
+        if main.strategy is not None:
             found_inf = unscale.max_flag(flags, main.state.scale.device)
             gradients = [grad for one in optimizers for grad in gradients_of(one)]
             main.propose(main.strategy.propose(gradients, main.state, found_inf))
@@ -413,7 +413,7 @@ class GradScaler(TorchGradScaler):
             RuntimeError: If it is empty; KeyError if an entry is missing.
         """
         if self._enabled:
-            state = from_foreign_state(state_dict, super().state_dict())
+            state = _from_foreign_state(state_dict, super().state_dict())
             loss_scaler_states = state.get("_halfstep")
             self._loss_scalers.check(loss_scaler_states)
             super().load_state_dict(
@@ -435,3 +435,19 @@ class GradScaler(TorchGradScaler):
             "_loss_scalers": loss_scalers,
             "_last_step": self._last_step.read(),
         }
+
+
+def _from_foreign_state(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return a state in torch's terms.
+
+    Args:
+        state: Of torch or halfstep (returned as it is); of apex.amp, {"loss_scaler0":
+            {"loss_scale": 65536.0, "unskipped": 12}}; or one entry of it. Of several
+            losses, the first counts.
+        own: The scaler's own state, for what apex does not save.
+    """
+    entry = state.get("loss_scaler0", state)
+    if isinstance(entry, dict) and {"loss_scale", "unskipped"} <= entry.keys():
+        scale, clean = float(entry["loss_scale"]), int(entry["unskipped"])
+        return own | {"scale": scale, "_growth_tracker": clean}
+    return state

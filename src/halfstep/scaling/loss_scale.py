@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from halfstep._torch import async_read
 from halfstep.errors import UserError, format_value, require, to_float
-from halfstep.scaling.host_scale import is_power_of_two
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable
 
-_N: TypeAlias = Any
-"""A number, or a tensor of shape ()."""
 
 REFILLS = ("growth", "clean")
 STRATEGIES = ("backoff", "measured", "logmax")
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+def is_power_of_two(number: float) -> bool:
+    """Say whether multiplying by it is exact."""
+    return math.frexp(number)[0] == 0.5  # noqa: PLR2004 -- as frexp has it
 
 
 @dataclass(frozen=True)
@@ -187,82 +189,101 @@ def advance(
     if async_read.is_cpu(state.scale.device):
         # There is nobody to wait for, and thirty operations on one number cost more
         # than the pass over a thousand gradients' flags.
-        current = (
-            state.scale,
-            state.clean_steps,
-            state.hysteresis_left,
-            state.skips_in_a_row,
-        )
-        proposed = None if proposal is None else proposal.item()
-        numbers = [value.item() for value in current]
-        scale, clean, left, skips = numbers
-        next_values = _next_values(
-            scale, clean, left, skips, bool(found_inf), proposed, rule, _choose
-        )
-        pairs = zip(next_values, numbers, current, strict=True)
-        return ScaleState(
-            *(old if new == was else old.new_tensor(new) for new, was, old in pairs)
-        )
+        return _advance_on_host(state, bool(found_inf), rule, proposal)
     overflowed = found_inf.to(state.scale.device) > 0
-    # Metal has no double.
-    wide = state.scale if state.scale.is_mps else state.scale.double()
-    scale, *counters = _next_values(
-        wide,
-        state.clean_steps,
-        state.hysteresis_left,
-        state.skips_in_a_row,
-        overflowed,
-        None if proposal is None else proposal.to(wide),
-        rule,
-        torch.where,
-    )
-    return ScaleState(scale.float(), *(value.to(torch.int32) for value in counters))
-
-
-def _next_values(
-    scale: _N,
-    clean: _N,
-    hysteresis_left: _N,
-    skips: _N,
-    overflowed: _N,
-    proposed: _N,
-    rule: ScaleRule,
-    where: Callable[[_N, _N, _N], _N],
-) -> tuple[_N, _N, _N, _N]:
-    """Return the next scale and counters, of numbers or of tensors alike.
-
-    In double, to be rounded once, as torch's kernel does it.
-    """
-    hysteresis_left = where(overflowed, hysteresis_left - 1, hysteresis_left)
-    clean = where(overflowed, 0, clean + 1)
+    # Metal has no double; in double, to be rounded once, as torch's kernel does it.
+    scale = state.scale if state.scale.is_mps else state.scale.double()
+    left = state.hysteresis_left - overflowed.int()
+    clean = torch.where(overflowed, 0, state.clean_steps + 1)
     grow = clean >= rule.growth_interval
-    lower = scale * rule.backoff_factor
-    lower = where(lower < rule.min_scale, rule.min_scale, lower)
-    if proposed is None:
+    lower = (scale * rule.backoff_factor).clamp(min=rule.min_scale)
+    if proposal is None:
         higher = scale * rule.growth_factor
-        fits = higher <= _HUGE  # as torch has it, fp32 is not grown out of
-        higher = where(higher > rule.max_scale, rule.max_scale, higher)
-        clean_scale = where(grow, where(fits, higher, scale), scale)
-        # A start below the floor or above the ceiling is possible after a load.
-        clean_scale = where(clean_scale < scale, scale, clean_scale)
+        # As torch has it, fp32 is not grown out of. A start below the floor or above
+        # the ceiling is possible after a load.
+        grown = torch.maximum(higher.clamp(max=rule.max_scale), scale)
+        clean_scale = torch.where(grow & (higher <= _HUGE), grown, scale)
     else:
-        clean_scale = where(proposed < rule.min_scale, rule.min_scale, proposed)
-        clean_scale = where(clean_scale > rule.max_scale, rule.max_scale, clean_scale)
-        lower = where(clean_scale < lower, clean_scale, lower)
-    lower = where(lower > scale, scale, lower)
-    next_hysteresis = where(overflowed, hysteresis_left, rule.hysteresis)
-    next_hysteresis = (
-        next_hysteresis
-        if rule.refill == "clean"
-        else where(grow, next_hysteresis, hysteresis_left)
-    )
-    return (
-        where(overflowed, where(hysteresis_left <= 0, lower, scale), clean_scale),
-        where(grow, 0, clean),
-        next_hysteresis,
-        where(overflowed, skips + 1, 0),
+        clean_scale = proposal.to(scale).clamp(rule.min_scale, rule.max_scale)
+        lower = torch.minimum(lower, clean_scale)
+    lower = torch.where(left <= 0, torch.minimum(lower, scale), scale)
+    refilled = ~overflowed if rule.refill == "clean" else grow
+    return ScaleState(
+        torch.where(overflowed, lower, clean_scale).float(),
+        torch.where(grow, 0, clean).to(torch.int32),
+        torch.where(refilled, rule.hysteresis, left).to(torch.int32),
+        torch.where(overflowed, state.skips_in_a_row + 1, 0).to(torch.int32),
     )
 
 
-def _choose(condition: bool, yes: float, no: float) -> float:
-    return yes if condition else no
+def _advance_on_host(
+    state: ScaleState, overflowed: bool, rule: ScaleRule, proposal: Tensor | None
+) -> ScaleState:
+    """Do the same with numbers; tensors that stay the same are kept."""
+    scale, skips = state.scale.item(), state.skips_in_a_row
+    if not overflowed:
+        clean = state.clean_steps.item() + 1
+        grow = clean >= rule.growth_interval
+        next_scale, left = scale, state.hysteresis_left
+        if proposal is not None:
+            next_scale = min(max(proposal.item(), rule.min_scale), rule.max_scale)
+        elif grow and scale * rule.growth_factor <= _HUGE:
+            next_scale = max(min(scale * rule.growth_factor, rule.max_scale), scale)
+        if (grow or rule.refill == "clean") and left.item() != rule.hysteresis:
+            left = left.new_tensor(rule.hysteresis)
+        if skips.item():
+            skips = skips.new_tensor(0)
+        clean = 0 if grow else clean
+    else:
+        clean, next_scale = 0, scale
+        left = state.hysteresis_left - 1
+        if left.item() <= 0:
+            next_scale = min(max(scale * rule.backoff_factor, rule.min_scale), scale)
+            if proposal is not None:
+                proposed = min(max(proposal.item(), rule.min_scale), rule.max_scale)
+                next_scale = min(next_scale, proposed)
+        skips = skips + 1
+    return ScaleState(
+        state.scale if next_scale == scale else state.scale.new_tensor(next_scale),
+        state.clean_steps.new_tensor(clean),
+        left,
+        skips,
+    )
+
+
+class HostScale:
+    """Follows a tensor that others may replace or write to."""
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._version = 0
+        self.is_power_of_two = False
+        """It is a power of two."""
+
+    def poll(self, scale: Tensor, init_scale: float) -> float | None:
+        """Say what somebody else has set it to; None if nobody has.
+
+        Args:
+            scale: As it is now, shape ().
+            init_scale: What a new one begins with.
+
+        Returns:
+            0 if it was written to where nobody can read it without waiting.
+        """
+        is_new = scale is not self._tensor
+        if not is_new and scale._version == self._version:  # noqa: SLF001
+            return None
+        value = init_scale if is_new else 0.0
+        value = scale.item() if async_read.is_cpu(scale.device) else value
+        self.mark_written(scale)
+        self.is_power_of_two = is_power_of_two(value)
+        return value
+
+    def mark_written(self, scale: Tensor) -> None:
+        """Take note that it was written to by its owner."""
+        self._tensor, self._version = scale, scale._version  # noqa: SLF001
+
+    def mark_multiplied(self, numbers: Iterable[float]) -> None:
+        """Take note of what it may be multiplied by, or set to."""
+        all_powers = all(is_power_of_two(one) for one in numbers if one != _HUGE)
+        self.is_power_of_two = self.is_power_of_two and all_powers

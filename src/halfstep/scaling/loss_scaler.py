@@ -14,9 +14,8 @@ from torch import Tensor
 
 from halfstep._torch.async_read import to_device_async
 from halfstep.errors import UserError
-from halfstep.scaling.collapse import CollapseMonitor
+from halfstep.scaling.collapse import CollapseMonitor, LossHistory, StepHistory
 from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
-from halfstep.scaling.step_history import LossHistory, StepHistory
 from halfstep.scaling.strategies import make_strategy
 from halfstep.scaling.unscale import unscale_
 
@@ -70,6 +69,8 @@ class LossScaler:
             name_of: Names a parameter, for a diagnosis.
         """
         self.monitor.on_loss(loss, name_of)
+        if self.strategy is None:
+            return
         first_scale = self.strategy.on_loss(loss, self.state)
         if first_scale is not None:
             first_scale = first_scale.clamp(self.rule.min_scale, self.rule.max_scale)
@@ -78,8 +79,10 @@ class LossScaler:
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, in fp32 at least."""
-        wide = torch.promote_types(loss.dtype, torch.float32)
-        return loss.to(wide) * to_device_async(self.state.scale, loss.device)
+        wide, scale = torch.promote_types(loss.dtype, torch.float32), self.state.scale
+        if scale.device != loss.device:
+            scale = to_device_async(scale, loss.device)
+        return loss.to(wide) * scale
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide gradients by the scale in place; return 1.0 if any was not finite."""
@@ -87,7 +90,8 @@ class LossScaler:
         found_inf = unscale_(
             gradients, inverse_scale(self.state.scale), recheck=recheck
         )
-        self.propose(self.strategy.propose(gradients, self.state, found_inf))
+        if self.strategy is not None:
+            self.propose(self.strategy.propose(gradients, self.state, found_inf))
         return found_inf
 
     @property
@@ -97,8 +101,9 @@ class LossScaler:
         A strategy may measure unscaled ones; and below a scale of 1 unscaling itself
         can overflow.
         """
-        is_backoff = self.strategy.name == "backoff"
-        return is_backoff and not self.monitor.may_be_below_one(self.rule)
+        if self.strategy is not None:
+            return False
+        return self.rule.min_scale >= 1 or not self.monitor.may_be_below_one(self.rule)
 
     def propose(self, proposal: Tensor | None) -> None:
         """Take in a proposal; of several in one step the lowest counts."""
@@ -140,7 +145,8 @@ class LossScaler:
             LossScaleCollapse: If skipping has gone on for too long.
         """
         scale_used = self.state.scale
-        self.strategy.on_found_inf(self.state, found_inf)
+        if self.strategy is not None:
+            self.strategy.on_found_inf(self.state, found_inf)
         self.state = advance(self.state, found_inf, self.rule, self.proposal)
         if skipped is not None:
             was_skipped = (skipped > 0).to(self.state.skips_in_a_row)
@@ -153,8 +159,9 @@ class LossScaler:
         """Return the rule and the state as plain numbers. Waits for the device."""
         state = {f.name: getattr(self.state, f.name).item() for f in fields(ScaleState)}
         rule = {key: value for key, value in asdict(self.rule).items() if value}
-        strategy_state = {"strategy_state": self.strategy.state_dict()}
-        return {**rule, **state, **strategy_state, "watch": self.monitor.state_dict()}
+        strategy_state = {} if self.strategy is None else self.strategy.state_dict()
+        watch = self.monitor.state_dict()
+        return {**rule, **state, "strategy_state": strategy_state, "watch": watch}
 
     @staticmethod
     def check(state: dict[str, Any]) -> None:
@@ -184,7 +191,8 @@ class LossScaler:
             loaded[field.name] = torch.full_like(current, state[field.name])
         if self.rule.backoff_factor == 1:
             loaded["scale"] = self.state.scale  # fixed: the rule has the last word
-        if state.get("strategy", "backoff") == self.rule.strategy:
+        is_same = state.get("strategy", "backoff") == self.rule.strategy
+        if self.strategy is not None and is_same:
             self.strategy.load_state_dict(state.get("strategy_state", {}))
         self.state = replace(self.state, **loaded)
         # What is under way is of another run.

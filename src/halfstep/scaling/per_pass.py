@@ -2,24 +2,128 @@
 
 In: losses, and how to run a backward pass. Out: unscaled gradients, and one flag. The
 usual step has one loss scale, and its gradients are unscaled once, at the end; passes
-with scales of their own, or that may be left out or repeated, are looked at one by one.
+with scales of their own, or that may be left out or repeated, are checked one by one:
+gradients of two loss scales cannot be added, and an inf that has been added can no
+longer be taken out.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from halfstep._torch.async_read import to_device_async
+from halfstep.numerics.local_tensor import local_values
 from halfstep.scaling import misuse
-from halfstep.scaling.unscale import FoundInfReduction, reduction_groups
-from halfstep.scaling.unscaled_gradients import UnscaledGradients, run_pass
+from halfstep.scaling.collapse import LossHistory, StepHistory
+from halfstep.scaling.loss_scaler import LossScaler
+from halfstep.scaling.unscale import reduce_found_inf, unscale_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch.distributed as dist
-    from torch import Tensor
 
-    from halfstep.scaling.per_loss import LossScalers
+    from halfstep.scaling.loss_scale import ScaleRule
+    from halfstep.scaling.step_report import NonFiniteParam
+
+
+class LossScalers:
+    """Scalers by the name of their loss; "" for losses without a name.
+
+    Args:
+        rule: By which each begins and moves.
+        group: As for `LossScaler`.
+    """
+
+    def __init__(self, rule: ScaleRule, group: dist.ProcessGroup | None = None) -> None:
+        self.rule = rule
+        self._group = group
+        self._scalers: dict[str, LossScaler] = {}
+        self._saved: dict[str, Any] = {}
+        self._found_inf: dict[str, Tensor] = {}
+        self._from_first_step = True
+
+    def get_or_create(self, name: str, device: torch.device) -> LossScaler:
+        """Return the scaler of a loss; it begins where a loaded state left it."""
+        if name not in self._scalers:
+            scaler = self._scalers[name] = LossScaler(self.rule, device, self._group)
+            if name in self._saved:
+                scaler.load_state_dict(self._saved.pop(name))
+            elif not self._from_first_step:
+                scaler.monitor.restore(
+                    StepHistory(LossHistory(from_first_step=False)), self.rule
+                )
+        scaler = self._scalers[name]
+        scaler.rule = self.rule
+        return scaler
+
+    def get(self, name: str) -> LossScaler:
+        """Return the scaler of a loss that has been seen."""
+        return self._scalers[name]
+
+    def record_found_inf(self, name: str, found_inf: Tensor) -> None:
+        """Take down what one backward pass of a loss found, shape ()."""
+        previous = self._found_inf.get(name)
+        combined = found_inf if previous is None else torch.maximum(previous, found_inf)
+        self._found_inf[name] = combined
+
+    def update(
+        self, found_inf: Tensor, culprits: Callable[[], Sequence[NonFiniteParam]]
+    ) -> None:
+        """Move those scales that were used in this step.
+
+        Args:
+            found_inf: Of the whole step, for a loop that noted nothing.
+            culprits: Says whose gradients were not finite.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        flags, self._found_inf = self._found_inf, {}
+        if not flags:
+            self._scalers[""].update(found_inf, culprits)
+        for name, flag in flags.items():
+            self._scalers[name].update(flag, culprits, skipped=found_inf)
+
+    def reset(self) -> None:
+        """Leave out what was noted since the last step."""
+        self._found_inf = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all states by name. Waits for the device."""
+        current = {name: scaler.state_dict() for name, scaler in self._scalers.items()}
+        return self._saved | current
+
+    @staticmethod
+    def check(state: dict[str, Any] | None) -> None:
+        """Refuse states that cannot be loaded; None holds nothing to refuse.
+
+        Raises:
+            UserError: If a field is missing.
+        """
+        for one in (state or {}).values():
+            LossScaler.check(one)
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from saved states; a loss not seen yet when it is asked for.
+
+        Args:
+            state: By name; None: of a run that nobody watched, such as one of torch's.
+
+        Raises:
+            UserError: If a field is missing.
+        """
+        self.check(state)
+        self._from_first_step = state is not None
+        self._saved, self._found_inf = dict(state or {}), {}
+        for name, scaler in list(self._scalers.items()):
+            if name in self._saved:
+                scaler.load_state_dict(self._saved.pop(name))
+            else:
+                del self._scalers[name]  # it begins anew
 
 
 class BackwardPasses:
@@ -45,19 +149,12 @@ class BackwardPasses:
         self._retries = retries
         self._group = group
         self._unscaled = UnscaledGradients(drop=drop)
-        self._loss_name: str | None = None
+        self.loss_name: str | None = None
+        """Of the last pass; None: none has run since the last step."""
         self.per_pass = drop or retries > 0
-        """Each pass is looked at by itself, so each must be averaged over ranks."""
-
-    @property
-    def has_run(self) -> bool:
-        """A backward pass has run since the last step."""
-        return self._loss_name is not None
-
-    @property
-    def keeps_graphs(self) -> bool:
+        """Each pass is checked by itself, so each must be averaged over ranks."""
+        self.keeps_graphs = retries > 0
         """A graph is kept until its last try."""
-        return self._retries > 0
 
     def run(
         self,
@@ -80,21 +177,15 @@ class BackwardPasses:
         """
         if name and self._drop:
             raise misuse.named_loss_with_drop(name)
-        if (
-            self._loss_name is not None
-            and self._loss_name != name
-            and not self.per_pass
-        ):
+        if not self.per_pass and self.loss_name not in {None, name}:
             # The second loss of a program: from now on they are kept apart.
             sync_grads()
             self.per_pass = True
             filled = [p.grad for p in parameters if p.grad is not None]
-            found_inf = self.loss_scalers.get(self._loss_name).unscale_(filled)
-            found_inf = FoundInfReduction.start(
-                found_inf, reduction_groups(filled, self._group)
-            ).wait()
+            found_inf = self.scaler.unscale_(filled)
+            reduce_found_inf(found_inf, filled, self._group)
             self._accumulate(found_inf, parameters)
-        self._loss_name = name
+        self.loss_name = name
         if not self.per_pass:
             backward(False)  # noqa: FBT003
             return
@@ -110,55 +201,197 @@ class BackwardPasses:
         self._accumulate(found_inf, parameters)
 
     def _accumulate(self, found_inf: Tensor, parameters: Sequence[Tensor]) -> None:
-        self.loss_scalers.record_found_inf(self._loss_name or "", found_inf)
+        self.loss_scalers.record_found_inf(self.loss_name or "", found_inf)
         self._unscaled.accumulate(parameters, found_inf)
 
     def restore_grads(self) -> Tensor | None:
         """Put sums that were kept apart into `.grad`; return their flag, if any."""
-        return self._unscaled.restore_grads() if self._unscaled.is_open else None
+        return self._unscaled.restore_grads() if self._unscaled.num_passes else None
 
-    def unscale_(self, gradients: Sequence[Tensor]) -> FoundInfReduction:
-        """Unscale the gradients of all passes at once, and ask the other ranks."""
-        name = self._loss_name or ""
-        found_inf = self.loss_scalers.get(name).unscale_(gradients)
-        if name:
-            self.loss_scalers.record_found_inf(
-                name, found_inf
-            )  # what the ranks agree on is written there
-        return FoundInfReduction.start(
-            found_inf, reduction_groups(gradients, self._group)
-        )
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scaler of the last pass."""
+        return self.loss_scalers.get(self.loss_name or "")
 
     @property
     def needs_only_found_inf(self) -> bool:
-        """Gradients need not be unscaled to be judged; whoever uses them does it."""
-        scaler = self.loss_scalers.get(self._loss_name or "")
+        """Gradients need not be unscaled to be checked; whoever uses them does it."""
         return (
             not self.per_pass
-            and not self._unscaled.is_open
-            and scaler.needs_only_found_inf
+            and not self._unscaled.num_passes
+            and self.scaler.needs_only_found_inf
         )
 
     def reduce_found_inf(
         self, found_inf: Tensor, gradients: Sequence[Tensor]
-    ) -> FoundInfReduction:
-        """Take in what a look at scaled gradients found, and ask the other ranks."""
-        if self._loss_name:
-            self.loss_scalers.record_found_inf(self._loss_name, found_inf)
-        return FoundInfReduction.start(
-            found_inf, reduction_groups(gradients, self._group)
-        )
+    ) -> Tensor:
+        """Return the flag of all passes at once, as all ranks agree on it."""
+        reduce_found_inf(found_inf, gradients, self._group)
+        if self.loss_name:
+            self.loss_scalers.record_found_inf(self.loss_name, found_inf)
+        return found_inf
 
     def num_dropped(self) -> Tensor | int:
         """Return how many passes of this step were left out."""
         return self._unscaled.num_dropped()
 
-    @property
-    def scale(self) -> Tensor:
-        """The scale of the last pass, shape ()."""
-        return self.loss_scalers.get(self._loss_name or "").state.scale
-
     def end_step(self) -> None:
         """Begin the next step."""
         self._unscaled.reset()
-        self._loss_name = None
+        self.loss_name = None
+
+
+class UnscaledGradients:
+    """Unscaled gradients of the passes so far.
+
+    Args:
+        drop: Leave out a pass that overflowed, and let the mean of the others stand
+            for all; otherwise one such pass spoils the step.
+    """
+
+    def __init__(self, *, drop: bool) -> None:
+        self._drop = drop
+        self._totals: dict[Tensor, Tensor] = {}
+        self._restored: dict[Tensor, tuple[Tensor, int]] = {}
+        self.num_passes = 0
+        """Entered since the last `reset`."""
+        self._num_overflowed: Tensor | None = None
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        """Those whose gradients are entered."""
+        return self._totals.keys()
+
+    @torch.no_grad()
+    def sync_user_edits(self) -> None:
+        """Take in what was done to the sums while they were in `.grad`."""
+        for parameter, (restored, version) in self._restored.items():
+            current = parameter.grad
+            if current is None:
+                del self._totals[parameter]
+            elif current is not restored or current._version != version:  # noqa: SLF001
+                self._totals[parameter] = (current / self._mean_factor(current)).to(
+                    current.dtype
+                )
+        if self._restored and not self._totals:
+            self.reset()
+        self._restored.clear()
+
+    def _mean_factor(self, total: Tensor) -> Tensor | int:
+        """Return how many passes each good one stands for."""
+        if not self._drop or self._num_overflowed is None:
+            return 1
+        num_clean = (self.num_passes - self._num_overflowed).clamp(min=1)
+        return self.num_passes / to_device_async(num_clean, total.device)
+
+    @torch.no_grad()
+    def accumulate(self, parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+        """Add what a pass left in `.grad`, unscaled, and take it out of there.
+
+        Args:
+            parameters: Those whose `.grad` is to be entered.
+            found_inf: 0.0 or 1.0: whether these gradients held inf or NaN, shape ().
+        """
+        self.num_passes += 1
+        num_overflowed = self._num_overflowed
+        self._num_overflowed = (
+            found_inf.clone() if num_overflowed is None else num_overflowed + found_inf
+        )
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if self._drop:
+                # Filled, not multiplied by 0: that would make NaN of an inf.
+                values = local_values(gradient)
+                values.masked_fill_(found_inf.to(values.device) > 0, 0)
+            total = self._totals.get(parameter)
+            if total is None:
+                # Its memory may be a buffer that the next pass writes to.
+                self._totals[parameter] = gradient.clone()
+            elif total.is_sparse:
+                self._totals[parameter] = gradient + total
+            else:
+                total.add_(gradient)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def restore_grads(self) -> Tensor:
+        """Put the sums into `.grad`; return whether the step must be skipped.
+
+        Returns:
+            1.0 if a pass overflowed; where they are dropped, if all of them did.
+            float32, shape ().
+        """
+        num_overflowed = self._num_overflowed
+        assert num_overflowed is not None, "restore_grads() comes after accumulate()"  # noqa: S101
+        for parameter, total in self._totals.items():
+            grad = total
+            if self._drop:
+                grad = (total * self._mean_factor(total)).to(total.dtype)
+            parameter.grad = grad
+            self._restored[parameter] = grad, grad._version  # noqa: SLF001
+        found_inf = (
+            num_overflowed >= self.num_passes if self._drop else num_overflowed > 0
+        ).float()
+        if self.num_passes > 1:
+            # Finite parts may have a sum that is not.
+            sums = [grad for grad, _ in self._restored.values()]
+            found_inf = torch.maximum(
+                found_inf, unscale_(sums, torch.ones_like(found_inf))
+            )
+        return found_inf
+
+    def num_dropped(self) -> Tensor | int:
+        """Return how many passes were left out, shape ()."""
+        return (
+            self._num_overflowed
+            if self._drop and self._num_overflowed is not None
+            else 0
+        )
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._totals.clear()
+        self._restored.clear()
+        self.num_passes, self._num_overflowed = 0, None
+
+
+def run_pass(
+    scaler: LossScaler,
+    backward: Callable[[bool], None],
+    parameters: Sequence[Tensor],
+    *,
+    retries: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Run a backward pass by itself and unscale what it left in `.grad`.
+
+    Args:
+        scaler: Its scale.
+        backward: Runs the pass of the scaled loss; told whether to keep the graph.
+        parameters: All that it reaches. What is in their `.grad` is lost.
+        retries: How often to run it again at a lower scale if it overflows, >= 0; the
+            host waits for the device after each pass but the last.
+        group: Ranks that must agree.
+
+    Returns:
+        1.0 if the last try overflowed on any rank, otherwise 0.0. float32, shape ().
+    """
+    for retries_left in range(retries, -1, -1):
+        for parameter in parameters:
+            parameter.grad = None
+        backward(retries_left > 0)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        found_inf = scaler.unscale_(gradients)
+        reduce_found_inf(found_inf, gradients, group)
+        if not retries_left or not found_inf:
+            break
+        scaler.back_off()
+    return found_inf
+
+
+def free_graph(loss: Tensor) -> None:
+    """Free the graph that was kept for another try, though the user holds the loss."""
+    if not loss._is_view():  # noqa: SLF001
+        loss.detach_()

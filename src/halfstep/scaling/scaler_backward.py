@@ -14,9 +14,9 @@ from torch.amp.grad_scaler import OptState
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.errors import UserError
 from halfstep.scaling import misuse
-from halfstep.scaling.measured_strategy import nodes_of
+from halfstep.scaling.per_pass import UnscaledGradients, free_graph, run_pass
+from halfstep.scaling.strategies import nodes_of
 from halfstep.scaling.unscale import dtypes_of
-from halfstep.scaling.unscaled_gradients import UnscaledGradients, free_graph, run_pass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from halfstep.scaling.loss_scaler import LossScaler
-    from halfstep.scaling.per_loss import LossScalers
+    from halfstep.scaling.per_pass import LossScalers
 
 
 class PerPassBackward:
@@ -157,6 +157,6 @@ class PerPassBackward:
             "unscaled_gradients", UnscaledGradients(drop=self.drop)
         )
         accumulator.sync_user_edits()
-        if not accumulator.is_open:
+        if not accumulator.num_passes:
             misuse.check_no_gradients([optimizer])
         return accumulator

@@ -212,6 +212,14 @@ class FoundInfReduction:
         return self.flag
 
 
+def reduce_found_inf(
+    found_inf: Tensor, gradients: Iterable[Tensor], group: dist.ProcessGroup | None
+) -> Tensor:
+    """Return `found_inf` once all ranks concerned agree; it is written in place."""
+    groups = reduction_groups(gradients, group)
+    return FoundInfReduction.start(found_inf, groups).wait() if groups else found_inf
+
+
 def start_reduction(
     flags: dict[torch.device, Tensor],
     zero: Tensor,

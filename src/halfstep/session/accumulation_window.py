@@ -44,12 +44,6 @@ class AccumulationWindow:
         """Micro-batches whose gradients no step has used yet."""
         return self.num_done + (self.loss is not None)
 
-    @property
-    def mean_factor(self) -> float:
-        """What brings the sum of a window to the mean of its micro-batches."""
-        # A step that failed leaves its window full.
-        return self.size / min(self.num_done, self.size)
-
     def reset(self) -> None:
         """Begin the next window."""
         self.num_done, self.loss, self.has_gradients = 0, None, False
@@ -89,6 +83,18 @@ class AccumulationWindow:
                 f"with accumulate={self.size} it counts as one micro-batch of "
                 f"{self.size}: call it after each backward pass."
             )
+
+    def warn_of_changed_gradients(self) -> None:
+        """Warn that gradients are not as a backward pass left them.
+
+        Clipping by hand compares the norms of scaled gradients. Multiplying them, as an
+        average over ranks does, is right at any scale, and looks alike.
+        """
+        warn_caller(
+            "gradients were changed between session.backward() and session.step(), "
+            "where they are multiplied by the loss scale: to clip them, call "
+            "halfstep.prepare(..., clip_grad_norm=...) instead."
+        )
 
     def warn_if_pending(self) -> None:
         """Warn once that weights lack micro-batches that have been run."""

@@ -6,7 +6,6 @@ and one record, from one optimizer step to the next.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +17,6 @@ from halfstep.casting.policy_autocast import PolicyAutocast
 from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
     from halfstep.machine.recommendation import Choice
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
@@ -35,6 +30,8 @@ class AutocastContexts:
 
     Attributes:
         cache: The casts of the weights.
+        grad_accumulator: Of 16-bit gradients of fp32 weights; None where there are
+            none.
     """
 
     def __init__(self, choice: Choice, policy: Policy, device: str) -> None:
@@ -48,13 +45,15 @@ class AutocastContexts:
         Raises:
             UserError: If the device has no table, and the policy needs one.
         """
-        self._grad_accumulator = Fp32GradAccumulator()
         fp32 = choice.level.autocast and not choice.level.low_weights
-        self.cache = CastCache(self._grad_accumulator if fp32 else None)
+        self.grad_accumulator = Fp32GradAccumulator() if fp32 else None
+        self.cache = CastCache(self.grad_accumulator, for_training=True)
         self._policy = policy
         self._matched: set[int] = set()
         self._needs_refresh = False
-        self._was_evaluating = False
+        self._num_opened = 0
+        """Contexts since the last micro-batch."""
+        self._keeps_casts = False
         self._reported_unmatched = False
         low = choice.format.dtype if choice.level.autocast else None
         context = Autocast(device, low, choice.level.autocast, None)
@@ -82,29 +81,22 @@ class AutocastContexts:
             record: Observe its operations for `table`; without effect at a level
                 without autocast, where each runs as it is called.
         """
-        if not torch.is_grad_enabled() or self._was_evaluating:
-            # Averaged weights are often put in through `weight.data`, which nothing
-            # counts, for an evaluation, and taken out after it.
-            self.cache.clear()
-        elif self._needs_refresh:
+        if self._needs_refresh and torch.is_grad_enabled():
             self.cache.refresh()
-        self._needs_refresh, self._was_evaluating = False, not torch.is_grad_enabled()
+        elif not (self._keeps_casts or self.cache.is_open):
+            # Between two forward passes of a micro-batch, and around an evaluation,
+            # weights are often moved through `weight.data`, which nothing counts.
+            self.cache.clear()
+        self._num_opened += not self.cache.is_open
+        self._needs_refresh = self._keeps_casts = False
         if record and self._recording_context is not None:
             return self._recording_context
         return self._context
 
-    @contextlib.contextmanager
-    def accumulate_grads(self, loss: Tensor) -> Iterator[None]:
-        """Take in 16-bit gradients during the backward pass of a loss.
-
-        Not those of another one inside it, as `torch.autograd.grad` in a hook is: its
-        gradients are its caller's.
-        """
-        self._grad_accumulator.start(loss)
-        try:
-            yield
-        finally:
-            self._grad_accumulator.stop()
+    def after_microbatch(self) -> None:
+        """Keep the casts for the next micro-batch, if this had one context alone."""
+        self._keeps_casts = self._num_opened == 1
+        self._num_opened = 0
 
     def after_step(self, num_implied: int) -> str:
         """Take note that the optimizer has stepped.
@@ -116,6 +108,7 @@ class AutocastContexts:
             What to warn of: rules that matched nothing in the first step; "" of none.
         """
         self._needs_refresh = True
+        self._num_opened = 0
         if self._reported_unmatched or isinstance(self._context, Autocast):
             return ""
         self._reported_unmatched = True

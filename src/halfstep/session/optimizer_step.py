@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from halfstep._torch import async_read, fused_optimizers, optimizer_hooks
 from halfstep.errors import UserError, require_positive, warn_caller
 from halfstep.masters import cpu_kernels, fused_step
+from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.norms import group_by_mesh, total_norm
 from halfstep.scaling.loss_scaler import inverse_scale
-from halfstep.scaling.unscale import FoundInfReduction
 
 if TYPE_CHECKING:
     from halfstep.masters import MasterWeights
     from halfstep.scaling.per_pass import BackwardPasses
-    from halfstep.scaling.step_report import StepReport
 
 
 def check_clip_norm(clip: object) -> float | None:
@@ -79,17 +78,18 @@ class OptimizerStep:
             UserError: After `session.backward` of a scaled loss.
         """
         has_scale = self._passes.loss_scalers.rule.scales
-        if self._passes.has_run and has_scale:
+        if self._passes.loss_name is not None and has_scale:
             message = (
                 "optimizer.step() was called after session.backward(), whose gradients "
                 "are multiplied by the loss scale: call session.step(), which unscales "
                 "them."
             )
             raise UserError(message)
-        if self._warned or not (has_scale or self._passes.has_run):
+        has_run = self._passes.loss_name is not None
+        if self._warned or not (has_scale or has_run):
             return
         self._warned = True
-        if self._passes.has_run:
+        if has_run:
             warn_caller(
                 "optimizer.step() was called after session.backward(): it neither "
                 "clips, nor skips inf and NaN, nor waits for all micro-batches, nor "
@@ -108,14 +108,17 @@ class OptimizerStep:
         Args:
             in_fp32: They must be in fp32, for they were added up.
         """
-        self.masters.add_new_params()
-        self._per_pass_found_inf = self._passes.restore_grads()
-        grads = self.masters.grads()
-        self._is_fused = self._has_kernel and fused_step.can_read(g for _, g in grads)
-        self._grads_still_scaled = self._is_fused and self._passes.needs_only_found_inf
+        masters, passes = self.masters, self._passes
+        masters.add_new_params()
+        self._per_pass_found_inf = passes.restore_grads() if passes.per_pass else None
+        grads = masters.grads()
+        self._is_fused = self._has_kernel and fused_step.can_read(
+            [gradient for _, gradient in grads]
+        )
+        self._grads_still_scaled = self._is_fused and passes.needs_only_found_inf
         if not self._grads_still_scaled and not in_fp32:
-            self.masters.accumulate_grads()
-            grads = self.masters.grads()
+            masters.accumulate_grads()
+            grads = masters.grads()
         return grads
 
     @property
@@ -125,35 +128,39 @@ class OptimizerStep:
             masters.optimizer
         )
 
-    def check_finite(self, gradients: list[Tensor]) -> FoundInfReduction:
-        """Look for inf and NaN, unscale if it is time, and ask the other ranks."""
-        norm = self.clip is not None
+    def unscale(self, gradients: list[Tensor]) -> Tensor:
+        """Unscale gradients if no kernel will, and take their norm if they are clipped.
+
+        Returns:
+            1.0 if one of any rank is inf or NaN, else 0.0: float32, shape ().
+        """
+        norm, passes = self.clip is not None, self._passes
         if self._grads_still_scaled and self.masters.kernel is not None:
-            self._inverse = inverse_scale(self._passes.scale)
+            self._inverse = inverse_scale(passes.scaler.state.scale)
             found_inf, squares = self.masters.kernel.check_finite(gradients, norm=norm)
             if squares is not None:
                 self.norm = (squares.sqrt() * self._inverse).float()
-            return self._passes.reduce_found_inf(found_inf, gradients)
+            return passes.reduce_found_inf(found_inf, gradients)
         self._inverse = torch.ones((), device=self._device)
         if self._per_pass_found_inf is not None:
-            reduction = FoundInfReduction(self._per_pass_found_inf)
-        elif self._needs_no_unscaling(gradients):
+            found_inf = self._per_pass_found_inf
+        elif self._needs_no_unscaling:
             # torch's kernel writes what it reads, also where the scale is 1.
-            found_inf, _ = cpu_kernels.check_finite(gradients, norm=False)
-            reduction = self._passes.reduce_found_inf(found_inf, gradients)
+            found_inf = _check_finite(gradients)
+            passes.reduce_found_inf(found_inf, gradients)
         else:
-            reduction = self._passes.unscale_(gradients)
+            found_inf = passes.scaler.unscale_(gradients)
+            passes.reduce_found_inf(found_inf, gradients)
         self.norm = total_norm(gradients) if norm and gradients else None
-        return reduction
+        return found_inf
 
-    def _needs_no_unscaling(self, gradients: list[Tensor]) -> bool:
-        """Say whether gradients were never scaled, and C can read them."""
+    @property
+    def _needs_no_unscaling(self) -> bool:
+        """Say whether gradients were never scaled, and may be read where they are."""
         return (
             self._device.type == "cpu"
             and not self._passes.loss_scalers.rule.scales
             and self._passes.needs_only_found_inf
-            and fused_step.can_read(gradients)
-            and cpu_kernels.available()
         )
 
     @property
@@ -169,23 +176,27 @@ class OptimizerStep:
         )
 
     @torch.no_grad()
-    def update(self, report: StepReport) -> None:
-        """Update the weights unless the step is skipped."""
+    def update(self, found_inf: Tensor, *, on_device: bool) -> None:
+        """Clip, update the weights and publish them, unless `found_inf` is 1.
+
+        Args:
+            found_inf: As `unscale` returned it.
+            on_device: `skips_on_device`.
+        """
         optimizer = self.masters.optimizer
-        found_inf = torch.as_tensor(report.found_inf)
         if self._is_fused:
             factor = self._inverse * self._clip_coef()
-            if self.skips_on_device:
+            if on_device:
                 self.masters.update(factor, found_inf=found_inf)
-            elif report.applied:
+            elif not found_inf:
                 self.masters.update(factor)
-        elif self.skips_on_device:
+        elif on_device:
             self._clip()
             self.masters.sync_external_writes()
             with self.masters.own_step():
                 fused_optimizers.step(optimizer, found_inf)
             self.masters.publish()
-        elif report.applied:
+        elif not found_inf:
             self._clip()
             self.masters.step()
 
@@ -208,6 +219,25 @@ class OptimizerStep:
         self._passes.end_step()
         self.norm = self._per_pass_found_inf = None
         self._is_fused = self._grads_still_scaled = False
+
+
+def _check_finite(gradients: list[Tensor]) -> Tensor:
+    """Return 1.0 if a gradient on the CPU is inf or NaN, else 0.0; write to none."""
+    found_inf = torch.zeros((), dtype=torch.float32)
+    readable = gradients
+    if not cpu_kernels.available():
+        readable = []
+    elif not fused_step.can_read(gradients):
+        readable = [g for g in gradients if fused_step.can_read((g,))]
+    if readable:
+        found_inf, _ = cpu_kernels.check_finite(readable, norm=False)
+    if len(readable) < len(gradients):
+        # Of other dtypes, lazily negated, sparse or sharded.
+        read = set(map(id, readable))
+        others = [dense_values(g) for g in gradients if id(g) not in read]
+        all_finite = all(bool(values.isfinite().all()) for values in others)
+        found_inf = torch.maximum(found_inf, torch.tensor(float(not all_finite)))
+    return found_inf
 
 
 def _check_external_step(

@@ -8,6 +8,7 @@ and says what it did.
 from __future__ import annotations
 
 import contextlib
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,9 +20,7 @@ from halfstep.errors import require_type, warn_caller
 from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
 from halfstep.masters.rounding_loss import RoundingLossCounter
 from halfstep.scaling import misuse
-from halfstep.scaling.grad_versions import GradVersions
-from halfstep.scaling.per_loss import LossScalers
-from halfstep.scaling.per_pass import BackwardPasses
+from halfstep.scaling.per_pass import BackwardPasses, LossScalers, free_graph
 from halfstep.scaling.step_report import (
     Constant,
     NonFiniteParam,
@@ -29,13 +28,11 @@ from halfstep.scaling.step_report import (
     deferred_nonfinite,
     find_nonfinite_params,
 )
-from halfstep.scaling.unscaled_gradients import free_graph
 from halfstep.session import fsdp, model_hooks
 from halfstep.session import memory as session_memory
 from halfstep.session import state_dict as session_state_dict
 from halfstep.session.accumulation_window import AccumulationWindow
 from halfstep.session.autocast_regions import AutocastContexts
-from halfstep.session.backward_hooks import BackwardHooks
 from halfstep.session.ddp_sync import GradientSync
 from halfstep.session.explain import explain_table, session_notes
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler
@@ -54,7 +51,10 @@ if TYPE_CHECKING:
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
     from halfstep.scaling import LossScaler, ScaleRule
-    from halfstep.scaling.unscale import FoundInfReduction
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+_GRAD, _WEIGHT = attrgetter("grad"), attrgetter("weight")
 
 
 class Session:
@@ -97,6 +97,8 @@ class Session:
             group=process_group,
         )
         self._unwrapped = model
+        # `model` may become a wrapper of itself later; as it is, there is no DDP.
+        self._never_ddp = model if ddp.unwrap(model) is model else None
         self._group = process_group
         self._names = {id(param): name for name, param in named_parameters}
         level = fsdp.conversion_level(model, choice.level)
@@ -111,7 +113,9 @@ class Session:
         session_state_dict.normalize_loaded_states(self._masters)
         master_params = bool(self._masters.master_params)
         model_hooks.attach(model, choice, device.type, masters=master_params)
-        self._grad_versions = GradVersions(active=rule.scales and process_group is None)
+        self._checks_versions = rule.scales and process_group is None
+        self._grad_versions: dict[int, int] = {}
+        """What torch counts of writes to each gradient, when the session left it."""
         self._optimizer_step = OptimizerStep(
             self._masters, self._passes, clip_grad_norm, device
         )
@@ -121,9 +125,6 @@ class Session:
                 self._masters, norm=clip_grad_norm is not None
             )
             self.scaler.monitor.log.consequence = "parameters left out"
-        self._backward_hooks = BackwardHooks(
-            self._masters, self._in_backward, accumulate
-        )
         self._rounding_loss: RoundingLossCounter | None = None
         if lost_updates_every is not None:
             self._rounding_loss = RoundingLossCounter(self._masters, lost_updates_every)
@@ -154,9 +155,11 @@ class Session:
         # It writes to weights, so not after the forward pass.
         self._masters.add_new_params()
         per_pass = self._passes.per_pass
-        sync_context = self._grad_sync.forward_context(
-            self.model, self._window.num_done, per_pass=per_pass
-        )
+        sync_context: contextlib.AbstractContextManager[None] = _NO_CONTEXT
+        if self.model is not self._never_ddp:
+            sync_context = self._grad_sync.forward_context(
+                self.model, self._window.num_done, per_pass=per_pass
+            )
         context = self._contexts.select(record=record)
         self._window.num_contexts += (
             torch.is_grad_enabled() and not self._num_open_contexts
@@ -179,47 +182,99 @@ class Session:
         """
         expected = "a Tensor with its graph, as the loss function returns it"
         require_type("loss", loss, isinstance(loss, Tensor), expected)
-        if self._passes.keeps_graphs and ddp.is_data_parallel(self.model):
+        passes, window = self._passes, self._window
+        if passes.keeps_graphs and ddp.is_data_parallel(self.model):
             raise misuse.retries_under_ddp()
-        if self._in_backward is not None and self._window.loss is not None:
+        second_pass = window.loss is not None
+        if self._in_backward is not None and second_pass:
             raise misuse.released_twice()
-        scaler = self._loss_scalers.get_or_create(name, self._device)
+        scaler = self.scaler
+        if name:
+            scaler = self._loss_scalers.get_or_create(name, self._device)
         scaler.observe_loss(loss, self._name)
-        first = not self._window.num_pending
-        second_pass = self._window.loss is not None and not self._passes.per_pass
-        if self._window.loss is None and not self._passes.per_pass:
-            self._window.warn_if_cleared(
-                has_gradients=bool(
-                    self._window.has_gradients and self._reachable_grads()
-                )
-            )
-        self._window.loss = loss.detach()
-        self._window.num_passes += not name
-
-        def backward(keep: bool) -> None:
-            scaled = scaler.scale(loss / self.accumulate)
-            hooks = self._backward_hooks.active(self.model, second_pass=second_pass)
-            with self._contexts.accumulate_grads(scaled), hooks:
-                scaled.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
-
-        def sync_grads() -> None:
-            self._masters.accumulate_grads()
-            self._grad_sync.reduce_now(self.model)
-
+        first = not window.num_done and not second_pass
+        second_pass = second_pass and not passes.per_pass
+        if window.has_gradients and not passes.per_pass and window.loss is None:
+            window.warn_if_cleared(has_gradients=bool(self._reachable_grads()))
+        window.loss = loss.detach()
+        window.num_passes += not name
         try:
-            self._passes.run(name, backward, self._params(), sync_grads=sync_grads)
+            if passes.per_pass or passes.loss_name not in {None, name}:
+                self._run_per_pass(loss, name, scaler, second_pass=second_pass)
+            else:
+                passes.loss_name = name
+                self._run_backward(scaler.scale(loss / window.size), second_pass)
         except Exception:
             # Out of memory half way: what it left must not enter the next update.
             if first:
                 self.zero_grad()
             else:
-                self._window.has_failed = True
+                window.has_failed = True
             raise
-        self._grad_sync.after_backward(per_pass=self._passes.per_pass)
-        if self._grad_versions.active:
-            self._grad_versions.record(self._reachable_grads())
-        if self._passes.keeps_graphs:
+        if self.model is not self._never_ddp:
+            self._grad_sync.after_backward(per_pass=passes.per_pass)
+        if self._checks_versions:
+            self._grad_versions = {
+                id(grad): grad._version  # noqa: SLF001
+                for grad in self._reachable_grads()
+            }
+
+    def _run_per_pass(
+        self, loss: Tensor, name: str, scaler: LossScaler, *, second_pass: bool
+    ) -> None:
+        """Run a pass whose gradients are unscaled and checked by themselves."""
+
+        def backward(keep: bool) -> None:
+            scaled = scaler.scale(loss / self.accumulate)
+            self._run_backward(scaled, second_pass, keep_graph=keep)
+
+        def sync_grads() -> None:
+            self._masters.accumulate_grads()
+            self._grad_sync.reduce_now(self.model)
+
+        passes = self._passes
+        passes.run(name, backward, self._params(), sync_grads=sync_grads)
+        if passes.keeps_graphs:
             free_graph(loss)
+
+    def _run_backward(
+        self, scaled: Tensor, second_pass: bool, *, keep_graph: bool = False
+    ) -> None:
+        """Run the backward pass of a scaled loss.
+
+        Args:
+            scaled: Loss, times its scale.
+            second_pass: Another pass of this micro-batch came before: both are added
+                up in fp32.
+            keep_graph: It may be run again.
+        """
+        accumulator = self._contexts.grad_accumulator
+        masters, in_backward = self._masters, self._in_backward
+        # Of masters, and while hooks of ours use gradients as they come: in our passes
+        # alone. A model may be another's too, whose passes must find nothing changed.
+        hooked = in_backward is not None or self._window.size > 1
+        is_local = hooked and not ddp.is_data_parallel(self.model)
+        if second_pass:
+            masters.accumulate_grads()
+        if in_backward is not None:
+            in_backward.start(in_backward=is_local)
+        elif hooked:
+            masters.accumulate_in_backward(on=is_local)
+        if accumulator is not None:
+            accumulator.start(scaled)
+        try:
+            scaled.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
+        finally:
+            if accumulator is not None:
+                accumulator.stop()
+            if hooked:
+                masters.accumulate_in_backward(on=False)
+            if in_backward is not None:
+                in_backward.stop()
+        if second_pass:
+            masters.accumulate_grads()
+        if in_backward is not None and not is_local:
+            in_backward.step_all()
 
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
@@ -234,6 +289,7 @@ class Session:
             LossScaleCollapse: If skipping has gone on for too long.
         """
         if not self._end_microbatch():
+            self._contexts.after_microbatch()
             return StepReport(self._num_attempted, complete=False)
         return self._step_window()
 
@@ -259,7 +315,8 @@ class Session:
             if self._in_backward is None
             else self._finish_in_backward()
         )
-        self._lr_schedule.step(self._num_attempted - self._num_skipped)
+        if self._lr_schedule.scheduler is not None:
+            self._lr_schedule.step(self._num_attempted - self._num_skipped)
         unmatched = self._contexts.after_step(self._num_implied_rules)
         if unmatched:
             warn_caller(unmatched)
@@ -267,36 +324,41 @@ class Session:
 
     def _end_microbatch(self) -> bool:
         """Take in one micro-batch; say whether it was the last of its step."""
-        if self._window.has_failed:
+        window = self._window
+        if window.has_failed:
             raise misuse.pass_failed()
-        if self._window.loss is None:
+        if window.loss is None:
             raise misuse.step_without_backward(self._num_attempted)
-        self._window.warn_if_too_rare()
-        if self._grad_versions.active:
-            self._grad_versions.check(self._reachable_grads())
-        if self.accumulate > 1:
+        if self._checks_versions:
+            versions = self._grad_versions
+            for grad in self._reachable_grads():
+                if versions.get(id(grad)) != grad._version:  # noqa: SLF001
+                    self._checks_versions = False
+                    window.warn_of_changed_gradients()
+                    break
+        window.num_done += 1
+        window.loss = None
+        if window.size > 1:
+            window.warn_if_too_rare()
             self._masters.accumulate_grads()
-        self._window.num_done += 1
-        self._window.loss = None
-        if self.accumulate > 1:
-            self._window.has_gradients = bool(self._reachable_grads())
-        return self._window.num_done >= self.accumulate
+            window.has_gradients = bool(self._reachable_grads())
+        return window.num_done >= window.size
 
     def _update_weights(self) -> StepReport:
-        """Judge the gradients, update the weights, move the loss scale."""
-        gradients = self._grads()
-        reduction = self._optimizer_step.check_finite(
-            [gradient for _, gradient in gradients]
-        )
-        report = self._make_report(gradients, reduction)
+        """Collect gradients, unscale, agree on overflow, clip and update, publish."""
+        optimizer_step = self._optimizer_step
+        grads = self._collect_grads()
+        found_inf = optimizer_step.unscale([gradient for _, gradient in grads])
+        on_device = optimizer_step.skips_on_device
+        report = self._make_report(grads, found_inf, on_device=on_device)
         if self._rounding_loss is None:
-            self._optimizer_step.update(report)
+            optimizer_step.update(found_inf, on_device=on_device)
         else:
             with self._rounding_loss.measure(report):
-                self._optimizer_step.update(report)
-        self._optimizer_step.zero_grad()
+                optimizer_step.update(found_inf, on_device=on_device)
+        optimizer_step.zero_grad()
         self._window.reset()
-        self._loss_scalers.update(reduction.wait(), report.culprits)
+        self._loss_scalers.update(found_inf, report.culprits)
         return report
 
     def _finish_in_backward(self) -> StepReport:
@@ -325,52 +387,61 @@ class Session:
             left_out=tuple(culprit.name for culprit in nonfinite),
         )
 
-    def _grads(self) -> list[tuple[Tensor, Tensor]]:
+    def _collect_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Return parameters and gradients of the step, averaged over processes."""
-        self._grad_sync.finish_step(self.model)
-        grads = self._optimizer_step.grads(in_fp32=self.accumulate > 1)
+        window = self._window
+        if self.model is not self._never_ddp:
+            self._grad_sync.finish_step(self.model)
+        grads = self._optimizer_step.grads(in_fp32=window.size > 1)
         if not self._num_attempted:
             fsdp.check_not_replaced(
                 self._unwrapped, map(self._masters.model_param, self._params())
             )
         if not grads and self._group is None:
             raise misuse.no_gradient()
-        if grads and self._window.mean_factor != 1:
+        if grads and window.num_done < window.size:
             gradients = [gradient for _, gradient in grads]
-            torch._foreach_mul_(gradients, self._window.mean_factor)
+            # The sum of a part of a window becomes the mean of its micro-batches.
+            torch._foreach_mul_(gradients, window.size / window.num_done)
         return grads
 
     def _params(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        params: list[Tensor] = []
+        for group in self.optimizer.param_groups:
+            params += group["params"]
+        return params
 
     def _reachable_grads(self) -> list[Tensor]:
         """Return the gradients that the caller can reach, of weights and masters."""
         params = self._params()
-        params += [
-            master_param.weight for master_param in self._masters.master_params.values()
-        ]
-        return [grad for param in params if (grad := param.grad) is not None]
+        params += map(_WEIGHT, self._masters.master_params.values())
+        return [grad for grad in map(_GRAD, params) if grad is not None]
 
     def _make_report(
-        self, gradients: list[tuple[Tensor, Tensor]], reduction: FoundInfReduction
+        self,
+        gradients: list[tuple[Tensor, Tensor]],
+        found_inf: Tensor,
+        *,
+        on_device: bool,
     ) -> StepReport:
         """Take down what clipping and clearing will destroy."""
-        norm, found_inf = self._optimizer_step.norm, reduction.wait()
+        norm = self._optimizer_step.norm
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
-        if self._optimizer_step.skips_on_device:
+        if on_device:
             culprits = deferred_nonfinite(self._named_grads(gradients))
         elif found_inf:
             culprits = Constant(find_nonfinite_params(self._named_grads(gradients)))
         self._num_attempted += 1
         self._num_skipped += found_inf
+        passes = self._passes
         return StepReport(
             self._num_attempted,
             complete=True,
-            scale_used=self._passes.scale,
+            scale_used=passes.scaler.state.scale,
             found_inf=found_inf,
             norm=lambda: norm,
             culprits=culprits,
-            dropped=self._passes.num_dropped(),
+            dropped=passes.num_dropped() if passes.per_pass else 0,
         )
 
     def _named_grads(
@@ -514,6 +585,7 @@ class Session:
         if state["dtype"] == self.choice.format.name:
             # Another format needs another scale: 65536 is right for fp16 alone.
             self._loss_scalers.load_state_dict(state["scales"])
+            self.scaler = self._loss_scalers.get_or_create("", self._device)
         self.zero_grad()
         self._num_attempted = state["steps"]["attempted"]
         self._num_skipped.fill_(state["steps"]["skipped"])

@@ -15,7 +15,7 @@ import torch
 
 from halfstep.diagnostics.replay import find_nonfinite, not_reproduced
 from halfstep.distributed import process_group
-from halfstep.scaling.step_history import LossHistory
+from halfstep.scaling.collapse import LossHistory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

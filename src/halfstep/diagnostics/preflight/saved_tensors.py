@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.numerics.exponents import BINS, count_exponents
-from halfstep.scaling.measured_strategy import nodes_of
+from halfstep.scaling.strategies import nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

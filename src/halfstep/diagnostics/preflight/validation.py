@@ -14,7 +14,7 @@ from halfstep.machine.recommendation import Choice
 from halfstep.masters import encoding as forms
 from halfstep.numerics.formats import is_low, tensors_in
 from halfstep.policy.rules import Policy
-from halfstep.scaling.measured_strategy import nodes_of
+from halfstep.scaling.strategies import nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

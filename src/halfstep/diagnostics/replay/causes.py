@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.replay.index_checks import OutOfRange
     from halfstep.diagnostics.replay.module_stack import Place
     from halfstep.diagnostics.replay.op_trace import NonFiniteEvent
-    from halfstep.scaling.step_history import LossHistory
+    from halfstep.scaling.collapse import LossHistory
 
 _RATE = "Lower the learning rate, warm it up, or clip gradients (clip_grad_norm)."
 _MEAN = (

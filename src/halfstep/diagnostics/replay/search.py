@@ -20,7 +20,7 @@ from halfstep.diagnostics.replay.op_trace import OpTracer
 from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.distributed import process_group
 from halfstep.errors import UserError, require
-from halfstep.scaling.step_history import LossHistory
+from halfstep.scaling.collapse import LossHistory
 
 if TYPE_CHECKING:
     from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
@@ -69,7 +69,7 @@ def find_nonfinite(
         number: Of the step, for the report.
         losses: Of the steps applied so far, from which a learning rate that is too
             high is diagnosed: in order, or as
-            `halfstep.scaling.step_history.LossHistory`.
+            `halfstep.scaling.collapse.LossHistory`.
         failed: The run had inf or NaN. Then a replay without is repeated, and reported
             as not reproduced; or, where processes share gradients, as one that another
             process made.
