@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sick_run import counted, environment, profile, step, tally
 
-from halfstep.diagnostics.doctor import RULES, examination, examine
+from halfstep.diagnostics.doctor import RULES, examination, examine, markdown
 from halfstep.diagnostics.doctor import environment as doctor_environment
 from halfstep.diagnostics.doctor.rule import NEEDS, Limit, Observation, Rules, percent
-from halfstep.diagnostics.doctor.rules import markdown
 from halfstep.diagnostics.doctor.rules_range import safe_scale
 from halfstep.diagnostics.doctor.run_record import (
     ClassCount,
@@ -956,5 +955,5 @@ def test_docs_show_the_rules() -> None:
     """Law: the table in the docs is made of the rules themselves."""
     text = DOCS.read_text(encoding="utf-8")
     assert markdown() in text, (
-        "paste what halfstep.diagnostics.doctor.rules.markdown() returns"
+        "paste what halfstep.diagnostics.doctor.markdown() returns"
     )

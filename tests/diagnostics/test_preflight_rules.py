@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.diagnostics.doctor.rules import RULES
+from halfstep.diagnostics.doctor import RULES
 from halfstep.diagnostics.preflight import CheckReport, rules
 from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
 from halfstep.diagnostics.preflight.measurements import Cost, Facts, Fault, ScalePoint
