@@ -30,6 +30,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/lines
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""The house: files are short, the face is small and light."""
+"""The house: the face is small and light."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import pytest
 import halfstep
 
 SRC = Path(halfstep.__file__).parent
-LINES = 600
-TABLES_OF_DATA = {"policy.op_tables"}
 
 
 def name_of(path: Path) -> str:
@@ -23,13 +21,6 @@ def name_of(path: Path) -> str:
 
 
 FILES = {name_of(path): path for path in sorted(SRC.rglob("*.py"))}
-
-
-@pytest.mark.parametrize("name", sorted(FILES.keys() - TABLES_OF_DATA))
-def test_files_are_short(name: str) -> None:
-    """Law: a file has at most 600 lines, tables of data apart."""
-    lines = len(FILES[name].read_text(encoding="utf-8").splitlines())
-    assert lines <= LINES, f"{name} has {lines} lines: split it, and say why"
 
 
 def test_sources_are_ascii() -> None:

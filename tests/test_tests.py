@@ -1,7 +1,8 @@
-"""The tests themselves: they ask no clock, and hold on any CPU."""
+"""The tests themselves: they ask no clock, hold on any CPU, and use public names."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -26,6 +27,25 @@ def test_no_test_asks_the_clock() -> None:
         if CLOCKS.search(path.read_text(encoding="utf-8"))
     }
     assert asking - NOT_JUDGED == set()
+
+
+PRIVATE_ACCESSES = 293
+"""May only become less: what is private holds no wall in place."""
+
+
+def private_accesses(path: Path) -> int:
+    """Count what a file of tests reads of private attributes, torch's apart."""
+    return sum(
+        isinstance(node, ast.Attribute)
+        and re.match(r"_[a-z]", node.attr) is not None
+        and not re.match(r"(self|cls|torch|F|nn|dist)(\.|$)", ast.unparse(node.value))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    )
+
+
+def test_private_access_becomes_less() -> None:
+    """Law: tests use public names; what they do not yet is counted, and shrinks."""
+    assert sum(map(private_accesses, TESTS.rglob("*.py"))) <= PRIVATE_ACCESSES
 
 
 def test_numeric_files_are_there() -> None:

@@ -86,14 +86,14 @@ def test_a_healthy_run_says_so(tmp_path: Path) -> None:
     facts = run_reader.read(write(tmp_path / "run", records))
     told = page(facts, examination(facts))
     assert "No problem found." in told
-    assert "Not looked at" in headings(told)
+    assert "Not checked" in headings(told)
     assert "Exponents by layer" not in headings(told)
 
 
 def test_nothing_known_is_a_page() -> None:
     """Law: a run of which nothing is known has a page, with what could not be read."""
     told = page(RunFacts(name="x", problems=("a < b",)), examination(RunFacts()))
-    assert headings(told) == ["Findings", "Not looked at", "Could not be read"]
+    assert headings(told) == ["Findings", "Not checked", "Could not be read"]
     assert "a &lt; b" in told
 
 

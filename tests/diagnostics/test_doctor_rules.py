@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sick_run import counted, environment, profile, step, tally
 
-from halfstep.diagnostics.doctor import RULES, examination, examine
+from halfstep.diagnostics.doctor import RULES, examination, examine, markdown
 from halfstep.diagnostics.doctor import environment as doctor_environment
-from halfstep.diagnostics.doctor.rule import NEEDS, Observation, Rule, percent
-from halfstep.diagnostics.doctor.rules import markdown
+from halfstep.diagnostics.doctor.rule import NEEDS, Limit, Observation, Rules, percent
 from halfstep.diagnostics.doctor.rules_range import safe_scale
 from halfstep.diagnostics.doctor.run_record import (
     ClassCount,
@@ -26,11 +25,11 @@ from halfstep.diagnostics.doctor.run_record import (
     LostUpdates,
     MachineFacts,
     NonFinite,
-    ProfileFacts,
     RunFacts,
     SplitFacts,
     Step,
 )
+from halfstep.diagnostics.profiling import Profile
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_stats import measure
 from halfstep.numerics.tensor_summary import (
@@ -47,7 +46,7 @@ from halfstep.train.config import SETTINGS, flag_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-DOCS = Path(__file__).parent.parent / "docs" / "doctor.md"
+DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 FP16 = Config(level="O2", dtype="fp16", master="fp32", loss_scale="dynamic")
 BF16 = Config(level="O2", dtype="bf16", master="fp32", loss_scale="none")
 ON_GPU = replace(FP16, device="cuda")
@@ -92,7 +91,7 @@ def profiled(config: Config, **more: Any) -> RunFacts:
     """Return a run with a profile."""
     facts = profile(device=config.device, dtype=config.dtype, level="O2", **more)
     machine = MachineFacts.from_data(environment()["machine"])
-    told = ProfileFacts.from_data(facts)
+    told = Profile.from_data(facts)
     return RunFacts(config=config, profile=told, machine=machine)
 
 
@@ -311,7 +310,7 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         "weights already low",
         weights("fp32", "fp32"),
         weights("fp32", "bf16"),
-        "1 of 2 parameters came in bf16, which level O1 updates without masters",
+        "1 of 2 parameters came in bf16, which level O1 updates without master weights",
     ),
     (
         "fp16 sums",
@@ -926,17 +925,19 @@ def test_any_facts_can_be_judged(
 
 def test_a_rule_below_its_limit() -> None:
     """Law: the comparison is made here, in either direction, and "none" is a limit."""
-    made = Rule(
-        "r", "a", (), lambda _: [Observation("w", "m", "a", 1.0)], "note", "s", 1.0
+    made = Rules[RunFacts]().add(severity="note")(
+        lambda _: [Observation("w", "m", "a", 1.0)]
     )
-    assert made.evaluate(RunFacts()) == []
-    assert replace(made, limit=0.9).evaluate(RunFacts())[0].limit == "at most 0.9"
-    assert replace(made, limit=0).evaluate(RunFacts())[0].limit == "none"
-    under = replace(made, limit=1.1, below=True).evaluate(RunFacts())
-    assert under[0].limit == "at least 1.1"
-    assert replace(made, limit=1.0, below=True).evaluate(RunFacts()) == []
-    severe = replace(made, limit=0.5, severe=0.9).evaluate(RunFacts())
-    assert severe[0].severity == "error"
+
+    def evaluate(*limit: Any, **more: Any) -> list[tuple[str, str]]:
+        one = replace(made, limit=Limit(*limit, **more))
+        return [(each.severity, each.limit) for each in one.evaluate(RunFacts())]
+
+    assert evaluate(1.0) == evaluate(1.0, below=True) == []
+    assert evaluate(0.9) == [("note", "at most 0.9")]
+    assert evaluate(0) == [("note", "none")]
+    assert evaluate(1.1, below=True) == [("note", "at least 1.1")]
+    assert evaluate(0.5, severe=0.9) == [("error", "at most 0.5")]
 
 
 def test_shares_in_words() -> None:
@@ -954,5 +955,5 @@ def test_docs_show_the_rules() -> None:
     """Law: the table in the docs is made of the rules themselves."""
     text = DOCS.read_text(encoding="utf-8")
     assert markdown() in text, (
-        "paste what halfstep.diagnostics.doctor.rules.markdown() returns"
+        "paste what halfstep.diagnostics.doctor.markdown() returns"
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfstep as hs
-from halfstep.diagnostics.preflight.nonfinite_ops import Hidden, first_hidden
+from halfstep.diagnostics.preflight.module_ranges import Hidden, first_hidden
 from halfstep.errors import UserError
 from halfstep.reporting.finding import Finding
 

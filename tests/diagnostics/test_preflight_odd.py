@@ -57,7 +57,7 @@ ARGUMENTS = [
             "stochastic, none."
         ),
     ),
-    ("master", 3, "master=3 must be the word for a form of masters."),
+    ("master", 3, "master=3 must be the name of a form of master weights."),
     ("more", torch.ones(3), "more is a Tensor: it must be a list of batches."),
     ("more", None, "more=None must be a list of batches."),
     (

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 
-from halfstep.diagnostics.doctor.rules import RULES
+from halfstep.diagnostics.doctor import RULES
 from halfstep.diagnostics.preflight import CheckReport, rules
 from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
 from halfstep.diagnostics.preflight.measurements import Cost, Facts, Fault, ScalePoint
 from halfstep.diagnostics.preflight.rules import (
     DYNAMIC,
-    LOST_ALARM,
-    LOST_WARN,
+    findings,
     power,
     spread,
+    verdict,
 )
 from halfstep.diagnostics.preflight.step_cost import Steps, more_ratios
-from halfstep.diagnostics.preflight.verdict import verdict, verdict_and_findings
 from halfstep.scaling import ScaleRule
 
 
@@ -87,10 +86,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"fault": FAULT, "gradients": None},
         "fails: a.b (Linear) overflows fp16 and no rule on modules fixes it",
     ),
-    (
-        {"finite_fp32": False},
-        "fails: loss or gradients are not finite in fp32 either",
-    ),
+    ({"finite_fp32": False}, "fails: loss or gradients are not finite in fp32 either"),
     (
         {"learns": False},
         "fails: no parameter gets a gradient other than zero, in fp32 either",
@@ -191,9 +187,10 @@ def test_verdict(changed: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize("changed", [changed for changed, _ in CASES])
 def test_no_verdict_is_better_than_its_findings(changed: dict[str, Any]) -> None:
     """Law: beside a finding that is an error no verdict is good."""
-    said, findings = verdict_and_findings(replace(GOOD, **changed))
-    report = CheckReport(said, findings, replace(GOOD, **changed))
-    assert not (report.good and "error" in {one.severity for one in findings})
+    facts = replace(GOOD, **changed)
+    said, all_findings = verdict(facts), findings(facts)
+    report = CheckReport(said, all_findings, facts)
+    assert not (report.good and "error" in {one.severity for one in all_findings})
 
 
 def test_a_verdict_with_an_overflow_is_not_about_costs() -> None:
@@ -255,7 +252,7 @@ def test_load_does_not_flip_the_verdict(load: float) -> None:
 def test_limits_of_lost_updates() -> None:
     """Law: a check before training holds against what the doctor does afterwards."""
     doctors = next(rule for rule in RULES if rule.name == "swamped updates")
-    assert (doctors.limit, doctors.severe) == (LOST_WARN, LOST_ALARM)
+    assert doctors.limit == rules.swamped_updates.limit
     assert "swamped updates" not in found(lost=0.05)
     told = found(lost=0.06, dtype="bf16", optimizer="SGD, lr=1")["swamped updates"]
     assert told == (
@@ -270,9 +267,7 @@ def test_limits_of_lost_updates() -> None:
 
 def found(**changed: Any) -> dict[str, str]:
     """Return what each rule says."""
-    return {
-        one.rule: str(one) for one in verdict_and_findings(replace(GOOD, **changed))[1]
-    }
+    return {one.rule: str(one) for one in findings(replace(GOOD, **changed))}
 
 
 def test_findings_of_nothing() -> None:

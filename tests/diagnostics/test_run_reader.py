@@ -9,27 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sick_run import (
-    data,
-    environment,
-    evaluation,
-    profile,
-    sick,
-    step,
-    tally,
-    write,
-)
+from sick_run import data, environment, evaluation, profile, sick, step, tally, write
 
 from halfstep import cli
 from halfstep.diagnostics.doctor import examination, examine, run_reader, text
 from halfstep.diagnostics.doctor.rule import Examination, NotEvaluated
-from halfstep.diagnostics.doctor.run_record import (
-    Config,
-    MachineFacts,
-    ProfileFacts,
-    RunFacts,
-    Step,
-)
+from halfstep.diagnostics.doctor.run_record import Config, MachineFacts, RunFacts, Step
+from halfstep.diagnostics.profiling import Profile
 from halfstep.errors import UserError
 from halfstep.reporting.finding import Finding
 
@@ -96,7 +82,7 @@ def test_a_sound_run_is_sound(tmp_path: Path) -> None:
     assert "nothing found by the" in text.text(facts, found)
     facts = replace(facts, profile=None)
     told = text.text(facts, examination(facts))
-    assert "Not looked at:" in told
+    assert "Not checked:" in told
 
 
 def test_an_event_may_name_its_scale(tmp_path: Path) -> None:
@@ -399,12 +385,11 @@ def test_a_file_that_cannot_be_written(
 
 def test_profile_and_machine_by_hand() -> None:
     """Law: what may be missing is 0 or None, and what is there keeps its unit."""
-    bare = ProfileFacts.from_data({"wall_s": 0.5})
+    bare = Profile.from_data({"wall_s": 0.5})
     assert (bare.rows, bare.casts_s, bare.device) == ((), 0.0, None)
     assert bare.share(0.25) == 0.5
     assert replace(bare, wall_s=0.0).share(1.0) == 0.0
-    told = ProfileFacts.from_data(profile())
-    assert told.rows[1].module is None
+    told = Profile.from_data(profile())
     assert told.rows[0].flops == 1e9
     assert MachineFacts.from_data({}) == MachineFacts()
 

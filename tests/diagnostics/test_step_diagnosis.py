@@ -205,7 +205,7 @@ def test_what_it_says() -> None:
     assert "addmm" in times.text()
     assert "numbers read out of tensors" in times.text()
     alone, _ = hs.diagnose(step).tables()
-    assert any("not looked at" in note for note in alone.notes)
+    assert any("not checked" in note for note in alone.notes)
     assert str(found).startswith("this program: O1 fp16 on cpu: 1 error")
     assert "those of halfstep train" in str(found)
 

@@ -72,13 +72,7 @@ def test_nothing_changes(level: str, gain: float) -> None:
     before = state_of(model, optimizer)
     for dtype in ("bf16", "fp16"):
         hs.check(
-            model,
-            loss,
-            batch(),
-            level=level,
-            dtype=dtype,
-            optimizer=optimizer,
-            steps=1,
+            model, loss, batch(), level=level, dtype=dtype, optimizer=optimizer, steps=1
         )
     assert same(before, state_of(model, optimizer))
 

@@ -112,7 +112,8 @@ def test_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         keys.append(
             c_compiler.CompiledLibrary(source, cpu_kernels.works).cache_key(compiler)
         )
-    for file in (source, tmp_path / "bits.h"):
+    (tmp_path / "more.h").touch()
+    for file in (source, tmp_path / "more.h"):
         file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
         keys.append(
             c_compiler.CompiledLibrary(source, cpu_kernels.works).cache_key(compiler)

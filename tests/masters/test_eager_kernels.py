@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.masters import chunk_codec, cpu_kernels, eager_chunks, eager_kernels
+from halfstep.masters import bf16_codecs, cpu_kernels, eager_kernels
 from halfstep.masters.update_rules import Adam, Sgd
 
 every_kernel = pytest.mark.parametrize("kernel", [eager_kernels, cpu_kernels])
@@ -88,7 +88,7 @@ def test_not_finite(kernel: Any, form: str) -> None:
     truth = twin.truth_of(items[0], form)
     assert truth.isfinite().sum() == 37
     if form != "kahan":
-        # An infinite weight with no rest is infinite; see kahan_codec.py.
+        # An infinite weight with no rest is infinite; see bf16_codecs.py.
         assert truth[0] == -math.inf
         assert truth[17] == math.inf
     weight = items[0].weight
@@ -244,9 +244,9 @@ def test_chunked_is_there() -> None:
 
 def test_scratch_is_used_again() -> None:
     """Law: large tensors are updated in the memory of one chunk, again and again."""
-    kept = chunk_codec.scratch.buffers
+    kept = bf16_codecs.scratch.buffers
     kept.clear()
-    items = twin.make(twin.NESTEROV, "split", sizes=((4 * eager_chunks.CHUNK,),))
+    items = twin.make(twin.NESTEROV, "split", sizes=((4 * eager_kernels.CHUNK,),))
     for number in range(2):
         twin.next_step(items, torch.bfloat16, number)
         one = torch.tensor(1.0)
@@ -256,4 +256,4 @@ def test_scratch_is_used_again() -> None:
             first = places
     assert places == first
     assert kept
-    assert all(tensor.numel() <= eager_chunks.CHUNK for tensor in kept.values())
+    assert all(tensor.numel() <= eager_kernels.CHUNK for tensor in kept.values())

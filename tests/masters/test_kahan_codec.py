@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from halfstep.masters import kahan_codec
+from halfstep.masters import bf16_codecs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,14 +49,14 @@ def encoded(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight and compensation of a master."""
     weight = torch.empty_like(master, dtype=BF16)
     compensation = torch.empty_like(master, dtype=BF16)
-    kahan_codec.encode_(master, weight, compensation)
+    bf16_codecs.kahan_encode_(master, weight, compensation)
     return weight, compensation
 
 
 def decoded(weight: Tensor, compensation: Tensor) -> Tensor:
     """Return the master of a weight and compensation."""
     master = torch.empty_like(weight, dtype=torch.float32)
-    kahan_codec.decode_(weight, compensation, master)
+    bf16_codecs.kahan_decode_(weight, compensation, master)
     return master
 
 
@@ -77,7 +77,7 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 
 def bound(master: Tensor) -> Tensor:
-    """Return how far off a master may come back: see `kahan_codec.encode_`."""
+    """Return how far off a master may come back: see `bf16_codecs.kahan_encode_`."""
     fraction, exponent = torch.frexp(master.double())
     # frexp's fractions are from a half to 1, the format's from 1 to 2.
     one = torch.ones_like(fraction)
@@ -192,9 +192,9 @@ def test_zeros() -> None:
 
 def step(weight: Tensor, compensation: Tensor, truth: Tensor, update: Tensor) -> None:
     """Add an update to what the two parts stand for."""
-    kahan_codec.decode_(weight, compensation, truth)
+    bf16_codecs.kahan_decode_(weight, compensation, truth)
     truth.add_(update)
-    kahan_codec.encode_(truth, weight, compensation)
+    bf16_codecs.kahan_encode_(truth, weight, compensation)
 
 
 def trained(function: Any, values: Tensor, update: Tensor, steps: int) -> list[Tensor]:
@@ -227,10 +227,10 @@ def test_shapes(shape: tuple[int, ...]) -> None:
     weight = nn.Parameter(torch.zeros(master.shape, dtype=BF16))
     compensation = torch.zeros(master.shape, dtype=BF16)
     version = weight._version
-    kahan_codec.encode_(master, weight, compensation)
+    bf16_codecs.kahan_encode_(master, weight, compensation)
     assert weight._version > version, "autograd must see that the weight changed"
     back = nn.Parameter(torch.zeros(master.shape))
-    kahan_codec.decode_(weight, compensation, back)
+    bf16_codecs.kahan_decode_(weight, compensation, back)
     assert bool(((back - master).abs().double() <= bound(master)).all())
 
 

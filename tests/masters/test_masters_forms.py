@@ -11,13 +11,7 @@ import torch
 from small_training import same
 from torch import Tensor, nn
 
-from halfstep.masters import (
-    MasterWeights,
-    generic_step,
-    kahan_codec,
-    split_codec,
-    stochastic_codec,
-)
+from halfstep.masters import MasterWeights, bf16_codecs, generic_step
 
 if TYPE_CHECKING:
     from master_cases import Make
@@ -37,13 +31,13 @@ def stored(form: str, truth: Tensor, clock: RoundingRng, number: int) -> list[Te
         return [truth.bfloat16(), truth]
     if form == "split":
         rest = torch.empty_like(truth, dtype=torch.int16)
-        split_codec.encode_(truth, low, rest)
+        bf16_codecs.split_encode_(truth, low, rest)
         return [low, rest]
     if form == "kahan":
         rest = torch.empty_like(low)
-        kahan_codec.encode_(truth, low, rest)
+        bf16_codecs.kahan_encode_(truth, low, rest)
         return [low, rest]
-    stochastic_codec.round_(truth, low, clock.random_bits16(number, 0, truth))
+    bf16_codecs.stochastic_round_(truth, low, clock.random_bits16(number, 0, truth))
     return [low]
 
 
@@ -64,7 +58,7 @@ def moments(
             continue
         number += 1
         low = torch.empty_like(value, dtype=torch.bfloat16)
-        stochastic_codec.round_(
+        bf16_codecs.stochastic_round_(
             value, low, clock.random_bits16(slot_number, number, value)
         )
         kept[key] = low

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.masters import split_codec
+from halfstep.masters import bf16_codecs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,14 +61,14 @@ def encoded(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight and remainder of a master."""
     weight = torch.empty_like(master, dtype=torch.bfloat16)
     remainder = torch.empty_like(master, dtype=torch.int16)
-    split_codec.encode_(master, weight, remainder)
+    bf16_codecs.split_encode_(master, weight, remainder)
     return weight, remainder
 
 
 def decoded(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the master of a weight and remainder."""
     master = torch.empty_like(weight, dtype=torch.float32)
-    split_codec.decode_(weight, remainder, master)
+    bf16_codecs.split_decode_(weight, remainder, master)
     return master
 
 
@@ -222,19 +222,19 @@ def test_shapes(shape: tuple[int, ...]) -> None:
     weight = nn.Parameter(torch.zeros(master.shape, dtype=torch.bfloat16))
     remainder = torch.zeros(master.shape, dtype=torch.int16)
     version = weight._version
-    split_codec.encode_(master, weight, remainder)
+    bf16_codecs.split_encode_(master, weight, remainder)
     assert weight._version > version, "autograd must see that the weight changed"
     back = nn.Parameter(torch.zeros(master.shape))
-    split_codec.decode_(weight, remainder, back)
+    bf16_codecs.split_decode_(weight, remainder, back)
     assert torch.equal(back, master)
 
 
 def both_ways(master: Tensor, weight: Tensor, remainder: Tensor, back: Tensor) -> None:
     """Encode, decode, and encode what is twice as much, for a compiler to fuse."""
-    split_codec.encode_(master, weight, remainder)
-    split_codec.decode_(weight, remainder, back)
+    bf16_codecs.split_encode_(master, weight, remainder)
+    bf16_codecs.split_decode_(weight, remainder, back)
     back.mul_(2)
-    split_codec.encode_(back, weight, remainder)
+    bf16_codecs.split_encode_(back, weight, remainder)
 
 
 @BACKENDS

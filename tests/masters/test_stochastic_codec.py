@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from halfstep.masters import stochastic_codec
+from halfstep.masters import bf16_codecs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,14 +52,14 @@ def floats(patterns: list[int]) -> Tensor:
 def rounded(values: Tensor, sixteen: Tensor) -> Tensor:
     """Return values rounded with these draws."""
     out = torch.empty_like(values, dtype=BF16)
-    stochastic_codec.round_(values, out, sixteen)
+    bf16_codecs.stochastic_round_(values, out, sixteen)
     return out
 
 
 def drawn(seed: int, step: int, index: int, stream: int, numel: int) -> list[Tensor]:
     """Return both halves of one tensor's random numbers."""
-    words = stochastic_codec.key(seed, step, index, stream)
-    return list(stochastic_codec.random_bits16(words, numel, "cpu"))
+    words = bf16_codecs.key(seed, step, index, stream)
+    return list(bf16_codecs.random_bits16(words, numel, "cpu"))
 
 
 # The twins, in numpy
@@ -113,13 +113,13 @@ def undone(mixed: NDArray[np.uint32]) -> NDArray[np.uint32]:
 def test_splitmix(drawn_before: int, number: int) -> None:
     """Law: it is splitmix64, by the numbers published for the seed 1234567."""
     state = (1234567 + drawn_before * 0x9E3779B97F4A7C15) % 2**64
-    assert stochastic_codec.splitmix(state) == number
+    assert bf16_codecs.splitmix(state) == number
 
 
 @given(*[st.integers(-(2**70), 2**70)] * 4)
 def test_key_is_its_twin(seed: int, step: int, index: int, stream: int) -> None:
     """Law: any four integers give two words, the twin's."""
-    words = stochastic_codec.key(seed, step, index, stream)
+    words = bf16_codecs.key(seed, step, index, stream)
     assert words == twin_key(seed, step, index, stream)
     assert all(0 <= word < 2**32 for word in words)
 
@@ -127,11 +127,9 @@ def test_key_is_its_twin(seed: int, step: int, index: int, stream: int) -> None:
 def test_keys_differ() -> None:
     """Law: each of the four counts, and so does their order."""
     numbers = list(itertools.product(range(6), repeat=4))
-    assert len({stochastic_codec.key(*four) for four in numbers}) == len(numbers)
+    assert len({bf16_codecs.key(*four) for four in numbers}) == len(numbers)
     for half in (0, 1):
-        assert len({stochastic_codec.key(*four)[half] for four in numbers}) == len(
-            numbers
-        )
+        assert len({bf16_codecs.key(*four)[half] for four in numbers}) == len(numbers)
 
 
 def test_mix_is_its_twin_and_one_to_one() -> None:
@@ -140,7 +138,7 @@ def test_mix_is_its_twin_and_one_to_one() -> None:
     words = generator.integers(2**32, size=100_003, dtype=np.uint32)
     words[:6] = [0, 1, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF]
     given_words = torch.from_numpy(words.astype(np.int64))
-    mixed = stochastic_codec.mix(given_words).numpy()
+    mixed = bf16_codecs.mix(given_words).numpy()
     np.testing.assert_array_equal(mixed, twin_mix(words))
     np.testing.assert_array_equal(undone(mixed.astype(np.uint32)), words)
     np.testing.assert_array_equal(given_words.numpy(), words, "the argument changed")
@@ -150,7 +148,7 @@ def test_mix_is_its_twin_and_one_to_one() -> None:
 def test_random16_is_its_twin(first: int, second: int, numel: int, start: int) -> None:
     """Law: for any key, length and start, past 2**32 too."""
     words = (first, second)
-    high, low = stochastic_codec.random_bits16(words, numel, "cpu", start)
+    high, low = bf16_codecs.random_bits16(words, numel, "cpu", start)
     expected = twin_random(words, numel, start)
     assert high.dtype is low.dtype is torch.int32
     np.testing.assert_array_equal(high.numpy(), expected >> np.uint32(16))
@@ -159,12 +157,12 @@ def test_random16_is_its_twin(first: int, second: int, numel: int, start: int) -
 
 def test_chunks_are_the_whole() -> None:
     """Law: a tensor in chunks draws what it draws whole, and nothing from torch."""
-    words, before = stochastic_codec.key(1, 2, 3, 0), torch.get_rng_state()
-    whole = stochastic_codec.random_bits16(words, 1000, "cpu")
+    words, before = bf16_codecs.key(1, 2, 3, 0), torch.get_rng_state()
+    whole = bf16_codecs.random_bits16(words, 1000, "cpu")
     sizes = [1, 2, 300, 697]
     starts = itertools.accumulate(sizes, initial=0)
     chunks = [
-        stochastic_codec.random_bits16(words, size, "cpu", start)
+        bf16_codecs.random_bits16(words, size, "cpu", start)
         for size, start in zip(sizes, starts, strict=False)
     ]
     for half in (0, 1):
@@ -288,10 +286,10 @@ def test_small_updates_count() -> None:
     numel, steps, update = 1000, 1000, 0.001
     weight, plain = torch.ones(numel, dtype=BF16), torch.ones(numel, dtype=BF16)
     for step in range(steps):
-        high, _ = stochastic_codec.random_bits16(
-            stochastic_codec.key(3, step, 0, 0), numel, "cpu"
+        high, _ = bf16_codecs.random_bits16(
+            bf16_codecs.key(3, step, 0, 0), numel, "cpu"
         )
-        stochastic_codec.round_(weight.float() + update, weight, high)
+        bf16_codecs.stochastic_round_(weight.float() + update, weight, high)
         plain = (plain.float() + update).bfloat16()
     least, most = (
         (steps * (update * ulp - update**2)) ** 0.5 for ulp in (2.0**-7, 2.0**-6)
@@ -307,10 +305,10 @@ def test_small_updates_count() -> None:
 def test_shapes(shape: tuple[int, ...]) -> None:
     """Law: draws go to elements in their order; parameters are written in place."""
     values = torch.randn(shape)
-    high, _ = stochastic_codec.random_bits16((1, 2), values.numel(), "cpu")
+    high, _ = bf16_codecs.random_bits16((1, 2), values.numel(), "cpu")
     out = nn.Parameter(torch.zeros(shape, dtype=BF16))
     version = out._version
-    stochastic_codec.round_(values, out, high)
+    bf16_codecs.stochastic_round_(values, out, high)
     assert out._version > version, "autograd must see that the weight changed"
     flat = rounded(values.flatten(), high)
     assert torch.equal(out.flatten(), flat)
@@ -318,10 +316,8 @@ def test_shapes(shape: tuple[int, ...]) -> None:
 
 def fused(values: Tensor, out: Tensor, words: tuple[int, int], start: int) -> None:
     """Draw and round, for a compiler to fuse."""
-    high, low = stochastic_codec.random_bits16(
-        words, values.numel(), values.device, start
-    )
-    stochastic_codec.round_(values, out, high ^ low)
+    high, low = bf16_codecs.random_bits16(words, values.numel(), values.device, start)
+    bf16_codecs.stochastic_round_(values, out, high ^ low)
 
 
 def steps_of(function: Any, device: str = "cpu") -> list[Tensor]:
@@ -331,7 +327,7 @@ def steps_of(function: Any, device: str = "cpu") -> list[Tensor]:
         values = torch.randn(4099 if step % 2 else 33, device="cpu").to(device)
         values[:3] = floats([0x7FFFFFFF, 0x7F7FFFFF, 0xFF800000])
         out = torch.zeros_like(values, dtype=BF16)
-        function(values, out, stochastic_codec.key(5, step, 0, 0), 2**32 - 3 + step)
+        function(values, out, bf16_codecs.key(5, step, 0, 0), 2**32 - 3 + step)
         found.append(out.view(torch.int16).cpu())
     return found
 

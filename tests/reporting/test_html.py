@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import UserError
-from halfstep.reporting import html as reporting_html
 from halfstep.reporting.html import (
     Bar,
     Card,
@@ -24,6 +23,7 @@ from halfstep.reporting.html import (
     Curve,
     Section,
     page,
+    thinned,
 )
 from halfstep.reporting.table import Table
 
@@ -155,7 +155,7 @@ def test_long_curves_keep_their_spikes_gaps_and_ends() -> None:
     y[12_345], y[23_456], y[34_567] = 9.0, -9.0, math.nan
     y[1], y[-2] = -2.0, 2.0  # so that neither end is the least or the greatest
     curve = Curve("a", tuple(map(float, range(50_000))), tuple(y))
-    xs, ys = reporting_html._points(curve, lowest=-1e100)
+    xs, ys = thinned(curve, lowest=-1e100)
     assert xs == sorted(xs)
     assert (xs[0], xs[-1]) == (0.0, 49_999.0)
     drawn = dict(zip(xs, ys, strict=True))
@@ -168,7 +168,7 @@ def test_how_many_points_are_drawn(count: int) -> None:
     """Law: up to 2,000 points all, of more some but never more than 2,000."""
     x = tuple(map(float, range(count)))
     y = tuple((math.nan, 1.0, -1.0, 0.0)[i % 4] for i in range(count))
-    xs, ys = reporting_html._points(Curve("a", x, y), lowest=-1e100)
+    xs, ys = thinned(Curve("a", x, y), lowest=-1e100)
     assert len(xs) == len(ys)
     assert 1000 <= len(xs) <= 2000 if count > 2000 else tuple(xs) == x
 

@@ -209,18 +209,34 @@ def evaluating(loop: Loop, seed: int) -> Tensor:
     return total
 
 
-def averaging(loop: Loop, seed: int) -> Tensor:
+def averaging(loop: Loop, seed: int, *, inside: bool) -> Tensor:
     """Evaluate with other weights, put in and taken out through `.data`."""
     loss = one_loss(loop, seed)
     params = list(loop.net.parameters())
     kept = [param.detach().clone() for param in params]
     for param in params:
         param.data.mul_(0.5)
-    with torch.no_grad(), loop.region():
-        averaged = loss_of(loop, seed)
+    if inside:
+        with loop.region(), torch.no_grad():
+            averaged = loss_of(loop, seed)
+    else:
+        with torch.no_grad(), loop.region():
+            averaged = loss_of(loop, seed)
     for param, value in zip(params, kept, strict=True):
         param.data.copy_(value)
     return loss + averaged
+
+
+def perturbing(loop: Loop, seed: int) -> Tensor:
+    """Add the gradients of two places, the second of weights moved through `.data`."""
+    for sign in (1, -1):
+        with loop.region():
+            loss = loss_of(loop, seed)
+        loop.backward(loss)
+        for param in loop.net.parameters():
+            param.data.add_(0.125 * sign)
+    loop.step()
+    return loss
 
 
 def recomputing(loop: Loop, seed: int, *, reentrant: bool) -> Tensor:
@@ -275,7 +291,15 @@ PROGRAMS: dict[str, Program] = {
     "losses fp16": (several_losses, nothing, SGD, FP16, {}),
     "regions": (two_regions, nothing, SGD, BF16, {}),
     "evaluation": (evaluating, nothing, FUSED, BF16, {}),
-    "averages": (averaging, nothing, SGD, BF16, {}),
+    "averages": (functools.partial(averaging, inside=False), nothing, SGD, BF16, {}),
+    "averages inside": (
+        functools.partial(averaging, inside=True),
+        nothing,
+        SGD,
+        BF16,
+        {},
+    ),
+    "sharpness": (perturbing, nothing, SGD, BF16, {}),
     "reentrant": (
         functools.partial(recomputing, reentrant=True),
         nothing,
@@ -338,7 +362,7 @@ def test_torchs_bits(name: str, accumulate: int) -> None:
     assert not torch.equal(found[1], start["once.weight"])
 
 
-@pytest.mark.parametrize("name", ["plain", "fp16", "losses", "regions", "recomputed"])
+@pytest.mark.parametrize("name", ["plain", "fp16", "losses", "recomputed"])
 def test_cast_once_a_step(name: str) -> None:
     """Law: each weight is cast once for a step, however many micro-batches it has.
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.masters import kahan_codec, split_codec, stochastic_codec
+from halfstep.masters import bf16_codecs
 from halfstep.masters.update_rules import Adam, ParamUpdate, Sgd
 
 if TYPE_CHECKING:
@@ -114,9 +114,9 @@ def truth_of(item: ParamUpdate, form: str) -> Tensor:
     if item.residual is None:
         return truth.copy_(item.weight)
     if form == "split":
-        split_codec.decode_(item.weight, item.residual, truth)
+        bf16_codecs.split_decode_(item.weight, item.residual, truth)
     elif form == "kahan":
-        kahan_codec.decode_(item.weight, item.residual, truth)
+        bf16_codecs.kahan_decode_(item.weight, item.residual, truth)
     else:
         truth.copy_(item.residual)
     return truth
@@ -125,11 +125,11 @@ def truth_of(item: ParamUpdate, form: str) -> Tensor:
 def encode(form: str, truth: Tensor, item: ParamUpdate, sixteen: Tensor | None) -> None:
     """Put a truth into an item, as the rooms of pure torch operations do it."""
     if form == "split" and item.residual is not None:
-        split_codec.encode_(truth, item.weight, item.residual)
+        bf16_codecs.split_encode_(truth, item.weight, item.residual)
     elif form == "kahan" and item.residual is not None:
-        kahan_codec.encode_(truth, item.weight, item.residual)
+        bf16_codecs.kahan_encode_(truth, item.weight, item.residual)
     elif form == "stochastic" and sixteen is not None:
-        stochastic_codec.round_(truth, item.weight, sixteen)
+        bf16_codecs.stochastic_round_(truth, item.weight, sixteen)
     else:
         item.weight.copy_(truth)
         if item.residual is not None:
@@ -139,8 +139,8 @@ def encode(form: str, truth: Tensor, item: ParamUpdate, sixteen: Tensor | None) 
 def draws(item: ParamUpdate, number: int, clock: tuple[int, int]) -> Tensor:
     """Return 16 bits for each number of the weight (0) or a state (1 and on)."""
     stream, half = divmod(number, 2)
-    key = stochastic_codec.key(*clock, item.param_index, stream)
-    return stochastic_codec.random_bits16(key, item.weight.numel(), "cpu")[half]
+    key = bf16_codecs.key(*clock, item.param_index, stream)
+    return bf16_codecs.random_bits16(key, item.weight.numel(), "cpu")[half]
 
 
 def plainly(item: ParamUpdate, form: str) -> ParamUpdate:
@@ -162,7 +162,7 @@ def in_form(
     for number, state in enumerate(plain.states):
         if form in LEAN:
             sixteen = draws(like, number + 1, clock)
-            stochastic_codec.round_(state, out.states[number], sixteen)
+            bf16_codecs.stochastic_round_(state, out.states[number], sixteen)
         else:
             out.states[number].copy_(state)
     return held(out)

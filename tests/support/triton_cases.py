@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.masters import kahan_codec, split_codec, stochastic_codec
+from halfstep.masters import bf16_codecs
 from halfstep.masters import triton_kernels as tk
 from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
 
@@ -79,10 +79,10 @@ def item_of(
     weight, extra = torch.empty(numel, dtype=dtypes[0]), None
     if form == "split":
         extra = torch.empty(numel, dtype=torch.int16)
-        split_codec.encode_(truth, weight, extra)
+        bf16_codecs.split_encode_(truth, weight, extra)
     elif form == "kahan":
         extra = torch.empty(numel, dtype=BF16)
-        kahan_codec.encode_(truth, weight, extra)
+        bf16_codecs.kahan_encode_(truth, weight, extra)
     else:
         extra = truth.clone() if form == "fp32" else None
         weight.copy_(truth)
@@ -144,9 +144,9 @@ def truth_of(item: ParamUpdate, form: str) -> Tensor:
     """Return an item's truth, as torch's operations decode it."""
     truth = item.weight.float() if item.residual is None else item.residual.float()
     if form == "split":
-        split_codec.decode_(item.weight, item.residual, truth)
+        bf16_codecs.split_decode_(item.weight, item.residual, truth)
     elif form == "kahan":
-        kahan_codec.decode_(item.weight, item.residual, truth)
+        bf16_codecs.kahan_decode_(item.weight, item.residual, truth)
     return truth
 
 
@@ -188,12 +188,8 @@ def adam(
 
 def oracle(item: ParamUpdate, rule: Rule, form: str, inverse: Tensor) -> None:
     """Update an item with one operation of torch after the other."""
-    words = [
-        stochastic_codec.key(*CLOCK, item.param_index, stream) for stream in (0, 1)
-    ]
-    drawn = [
-        stochastic_codec.random_bits16(word, len(item.weight), CPU) for word in words
-    ]
+    words = [bf16_codecs.key(*CLOCK, item.param_index, stream) for stream in (0, 1)]
+    drawn = [bf16_codecs.random_bits16(word, len(item.weight), CPU) for word in words]
     for_weight, *for_states = (*drawn[0], *drawn[1])
     w, g = truth_of(item, form), item.gradient.float() * inverse
     g = -g if rule.maximize else g
@@ -203,15 +199,15 @@ def oracle(item: ParamUpdate, rule: Rule, form: str, inverse: Tensor) -> None:
         w, new = adam(rule, item, g, w)
     for state, value, sixteen in zip(item.states, new, for_states, strict=False):
         if state.dtype == BF16:
-            stochastic_codec.round_(value, state, sixteen)
+            bf16_codecs.stochastic_round_(value, state, sixteen)
         else:
             state.copy_(value)
     if form == "split":
-        split_codec.encode_(w, item.weight, item.residual)
+        bf16_codecs.split_encode_(w, item.weight, item.residual)
     elif form == "kahan":
-        kahan_codec.encode_(w, item.weight, item.residual)
+        bf16_codecs.kahan_encode_(w, item.weight, item.residual)
     elif form == "stochastic":
-        stochastic_codec.round_(w, item.weight, for_weight)
+        bf16_codecs.stochastic_round_(w, item.weight, for_weight)
     else:
         item.weight.copy_(w)
         if item.residual is not None:
@@ -264,7 +260,7 @@ def check_split(device: torch.device) -> None:
     master = torch.cat([high | part for part in (low, *edges)]).view(FP32)
     weight = torch.empty(len(master), dtype=BF16)
     extra = torch.empty(len(master), dtype=torch.int16)
-    split_codec.encode_(master, weight, extra)
+    bf16_codecs.split_encode_(master, weight, extra)
     item = ParamUpdate(
         weight,
         torch.zeros_like(weight),

@@ -17,7 +17,6 @@ from small_training import (
 )
 from torch.profiler import profile as watch
 
-from halfstep.diagnostics.doctor.run_record import ProfileFacts
 from halfstep.diagnostics.profiling import timeline
 from halfstep.diagnostics.profiling.profile_result import Profile
 from halfstep.numerics import formats
@@ -74,7 +73,7 @@ def test_what_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert found.update_s > 0
     assert min(row.self_s for row in found.rows) >= 0
     assert found.casts_s > 0
-    assert ProfileFacts.from_data(told).wall_s == found.wall_s
+    assert Profile.from_data(told).wall_s == found.wall_s
     assert "profiler" not in capfd.readouterr().err
 
 

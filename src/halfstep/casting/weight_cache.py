@@ -48,11 +48,23 @@ def _without_modes() -> AbstractContextManager[object]:
 class _Entry:
     """One weight in one dtype."""
 
-    __slots__ = ("address", "data", "differentiable", "epoch", "version", "weight_ref")
+    __slots__ = (
+        "address",
+        "context",
+        "data",
+        "differentiable",
+        "epoch",
+        "in_grad_mode",
+        "version",
+        "weight_ref",
+    )
 
     def __init__(
         self, weight: Tensor, data: Tensor, epoch: int, on_freed: Callable[[Any], None]
     ) -> None:
+        self.context = 0
+        """Number of the context that it was cast in."""
+        self.in_grad_mode = True
         self.weight_ref = weakref.ref(weight, on_freed)
         self.data = data
         """Without history: history would hold the weight, which then never dies."""
@@ -104,15 +116,25 @@ class CastCache:
             torch's cache, from all its uses in the region.
     """
 
-    def __init__(self, gradients: Fp32GradAccumulator | None = None) -> None:
+    def __init__(
+        self,
+        gradients: Fp32GradAccumulator | None = None,
+        *,
+        for_training: bool = False,
+    ) -> None:
         """Start empty.
 
         Args:
+            for_training: Without grad mode, serve no cast of an earlier context, and
+                leave none for a later one: averaged weights are often put in through
+                `weight.data`, which nothing counts, for an evaluation.
             gradients: Takes in the 16-bit gradients of the weights while it is open;
                 None leaves them to autograd.
         """
         self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
         self._gradients = gradients
+        self._for_training = for_training
+        self._num_contexts = 0
         self._epoch = 0
         self._lock = threading.RLock()
         self.is_open = False
@@ -157,7 +179,7 @@ class CastCache:
             # They look through `Tensor.to`, not through a function of ours.
             return tensor.to(dtype)
         entry = self._entries.get((id(tensor), dtype))
-        if entry is not None and entry.is_current(tensor, self._epoch):
+        if entry is not None and self._is_current(entry, tensor):
             self.hits += 1
             return self._with_grad(entry, tensor)
         return self.get(tensor, dtype) if self.is_weight(tensor) else tensor.to(dtype)
@@ -172,11 +194,18 @@ class CastCache:
         key = id(weight), dtype
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and entry.is_current(weight, self._epoch):
+            if entry is not None and self._is_current(entry, weight):
                 self.hits += 1
             else:
                 entry = self._cast(key, entry, weight)
             return self._with_grad(entry, weight)
+
+    def _is_current(self, entry: _Entry, weight: Tensor) -> bool:
+        return entry.is_current(weight, self._epoch) and (
+            not self._for_training
+            or entry.context == self._num_contexts
+            or torch.is_grad_enabled()
+        )
 
     def _cast(
         self, key: tuple[int, torch.dtype], cached: _Entry | None, weight: Tensor
@@ -197,6 +226,8 @@ class CastCache:
                 cached = _Entry(weight, data, self._epoch, forget)
                 if not data.is_inference():
                     self._entries[key] = cached
+        cached.context = self._num_contexts
+        cached.in_grad_mode = torch.is_grad_enabled()
         self.bytes_cast += cached.data.nbytes
         return cached
 
@@ -218,6 +249,7 @@ class CastCache:
 
     def open(self) -> None:
         """Take note that a region opens, which serves a weight's every use one cast."""
+        self._num_contexts += not self.is_open
         self.is_open = True
 
     def close(self) -> None:
@@ -225,6 +257,8 @@ class CastCache:
         self.is_open = False
         for entry in list(self._entries.values()):
             entry.differentiable = None
+            if self._for_training and not entry.in_grad_mode:
+                entry.version = _NO_VERSION
 
     def invalidate(self, weights: Iterable[Tensor]) -> None:
         """Cast these weights again, though their versions may be as before."""

@@ -1,9 +1,4 @@
-"""What is wrong with this training step: are its numbers finite, and is it fast?
-
-In: what makes a step, and the session, model, optimizer and scaler that it uses, as far
-as there are any. Out: a `Diagnosis`: findings, worst first, numbers before speed, and
-where the time goes.
-"""
+"""What is wrong with this training step: are its numbers finite, and is it fast?"""
 
 from __future__ import annotations
 
@@ -15,12 +10,7 @@ import torch
 from torch import nn
 
 from halfstep.diagnostics.doctor import RunFacts, environment, examination, text
-from halfstep.diagnostics.doctor.run_record import (
-    Config,
-    LostUpdates,
-    MachineFacts,
-    ProfileFacts,
-)
+from halfstep.diagnostics.doctor.run_record import Config, LostUpdates, MachineFacts
 from halfstep.diagnostics.profiling import profile
 from halfstep.diagnostics.step_numerics import CheckedSteps
 from halfstep.distributed import ddp
@@ -48,7 +38,7 @@ _FLAGS = (
     "num_workers of the data loader."
 )
 _SAMPLE_SIZE = 1 << 16
-"""Numbers of a parameter group that are looked at: the share of lost updates is then
+"""Numbers of a parameter group that are compared: the share of lost updates is then
 known to some 0.4 points."""
 
 
@@ -97,7 +87,7 @@ class Diagnosis:
             for finding in self.findings
         )
         notes = tuple(
-            f"not looked at: {reason}"
+            f"not checked: {reason}"
             for reason in text.not_evaluated_lines(self.examination)
         )
         notes = (_FLAGS, *notes) if self._flagged else notes
@@ -173,6 +163,16 @@ def diagnose(
         UserError: If an argument is of the wrong kind or out of range, or `batches` run
             out.
         LossScaleCollapse: If the step does; with what the replay has found.
+
+    Example:
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> def step():
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        >>> print(diagnose(step, model=model, optimizer=optimizer).numerics)
+        Losses of 9 steps, gradients of the first 3 and weights are finite.
     """
     require_type("step", step, callable(step), "a function that makes one step")
     _require_kinds(session, model, optimizer, scaler)
@@ -225,8 +225,10 @@ def diagnose(
         name="this program",
         config=config,
         lost=tuple(lost),
-        profile=ProfileFacts.from_data(profile_result.data()),
-        machine=MachineFacts.from_data(environment.machine_data(profile_result.device)),
+        profile=profile_result,
+        machine=MachineFacts.from_data(
+            environment.machine_data(profile_result.device or "cpu")
+        ),
         weights=weights,
     )
     hints = _HINTS if session is None else _SESSION_HINTS

@@ -1,9 +1,5 @@
 """Are the numbers of a program's steps finite, and if not, which operation made them?
 
-In: a function that makes steps, and the parts that it uses, as far as they are known.
-Out: `Numerics`: which losses, gradients, updates and weights were not finite, and what
-a replay of the first such step has shown.
-
 Why `torch.autograd.backward` is replaced meanwhile: only there the loss of a program is
 known whose code is not ours. It calls on, and other threads go straight through.
 """
@@ -54,7 +50,7 @@ class Numerics:
     steps: int
     """That were made."""
     checked: int
-    """The first of them, whose gradients and updates were looked at, too."""
+    """The first of them, whose gradients and updates were checked, too."""
     losses: tuple[int, ...] = ()
     """Steps with a loss that was not finite."""
     gradients: tuple[int, ...] = ()
@@ -132,7 +128,7 @@ class Numerics:
         if self.bad_op is None and self.failed:
             return f"halfstep.find_nonfinite did not run it again: {self.unreplayed}"
         if self.bad_op is None:
-            return "Go back to the last good checkpoint: no loss scale mends a weight."
+            return "Go back to the last good checkpoint: no loss scale fixes a weight."
         if self.bad_op.normal and self._fixed:
             return (
                 "Lower the loss scale, or let it be dynamic: a fixed one never falls."
@@ -142,7 +138,7 @@ class Numerics:
         )
 
     def __str__(self) -> str:
-        """Return what was looked at, in a sentence."""
+        """Return what was checked, in a sentence."""
         if self._measured():
             return f"Not finite: {self._measured()}."
         if not self.checked:
@@ -170,7 +166,7 @@ class CheckedSteps:
 
     Args:
         step: Makes one.
-        checked: So many steps are looked at closely, which waits for the device.
+        checked: Steps whose gradients are checked, which waits for the device.
         same_batch: A step is given its batch, so a replay has the same.
         session: That the steps use.
         model: That they train; None: what the first step runs.
@@ -292,7 +288,7 @@ class CheckedSteps:
             return nn.ModuleList(self._outermost) if many else self._outermost[0]
         return self._model
 
-    # What is looked at meanwhile
+    # What is checked meanwhile
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[CheckedSteps]:
@@ -318,7 +314,7 @@ class CheckedSteps:
         return [*own, (torch.autograd, "backward")]
 
     def _passes(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a backward pass that is looked at."""
+        """Return a backward pass that is checked."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             if self._depth or threading.get_ident() != self._thread:

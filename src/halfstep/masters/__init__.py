@@ -3,7 +3,6 @@
 In: an optimizer over 16-bit parameters. Out: updates that are not lost to rounding.
 """
 
-from halfstep.masters.master_weights import MasterWeights
-from halfstep.masters.no_masters import NoMasters
+from halfstep.masters.master_weights import MasterWeights, NoMasters
 
 __all__ = ["MasterWeights", "NoMasters"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.errors import UserError, format_value
-from halfstep.masters import kahan_codec, split_codec, stochastic_codec
+from halfstep.masters import bf16_codecs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,10 +57,8 @@ class RoundingRng:
             start: Place of its first number in the parameter.
         """
         stream, half = divmod(tensor_index, 2)
-        key = stochastic_codec.key(self.seed, self.step, param_index, stream)
-        return stochastic_codec.random_bits16(key, like.numel(), like.device, start)[
-            half
-        ]
+        key = bf16_codecs.key(self.seed, self.step, param_index, stream)
+        return bf16_codecs.random_bits16(key, like.numel(), like.device, start)[half]
 
     def round_(
         self, param_index: int, tensor_index: int, values: Tensor, low: Tensor
@@ -74,7 +72,7 @@ class RoundingRng:
             low: bf16, of the same shape.
         """
         for start, (part, out) in _in_parts(values, low):
-            stochastic_codec.round_(
+            bf16_codecs.stochastic_round_(
                 part, out, self.random_bits16(param_index, tensor_index, part, start)
             )
 
@@ -113,13 +111,13 @@ class MasterEncoding:
             random_bits: Random bits, where nothing is kept.
         """
         if residual is None and random_bits is not None:
-            stochastic_codec.round_(fp32, weight, random_bits)
+            bf16_codecs.stochastic_round_(fp32, weight, random_bits)
         elif residual is None:
             weight.copy_(fp32)
         elif self.residual == torch.int16:
-            split_codec.encode_(fp32, weight, residual)
+            bf16_codecs.split_encode_(fp32, weight, residual)
         elif self.residual == torch.bfloat16:
-            kahan_codec.encode_(fp32, weight, residual)
+            bf16_codecs.kahan_encode_(fp32, weight, residual)
         else:
             residual.copy_(fp32)
             weight.copy_(fp32)
@@ -129,9 +127,9 @@ class MasterEncoding:
         if residual is None:
             fp32.copy_(weight)
         elif self.residual == torch.int16:
-            split_codec.decode_(weight, residual, fp32)
+            bf16_codecs.split_decode_(weight, residual, fp32)
         elif self.residual == torch.bfloat16:
-            kahan_codec.decode_(weight, residual, fp32)
+            bf16_codecs.kahan_decode_(weight, residual, fp32)
         else:
             fp32.copy_(residual)
 

@@ -15,7 +15,7 @@ import torch
 from halfstep._torch import optimizer_hooks
 from halfstep.masters import cpu_kernels, eager_kernels, triton_kernels
 from halfstep.masters.encoding import PLAIN
-from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd, as_number
+from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -145,6 +145,13 @@ def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule | None:
         group["amsgrad"],
         group["maximize"],
     )
+
+
+def as_number(value: Any) -> float | None:  # noqa: ANN401
+    """Return a hyper-parameter as a number; None if it is a tensor on a device."""
+    if isinstance(value, int | float):
+        return float(value)
+    return float(value) if getattr(value, "is_cpu", False) else None
 
 
 class FusedStep:

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep._torch import optimizer_hooks
+from halfstep.masters import cpu_kernels, fused_step, generic_step
 from halfstep.masters import encoding as forms
-from halfstep.masters import fused_step, generic_step
-from halfstep.masters.encoding import MasterParam, RoundingRng
+from halfstep.masters.encoding import PLAIN, MasterParam, RoundingRng
 from halfstep.masters.fused_step import FusedStep
 from halfstep.masters.generic_step import nan_placeholder
-from halfstep.masters.grad_accumulation import (
-    accumulate_,
-    accumulate_in_backward,
-    clear_low_grads_too,
-)
+from halfstep.masters.update_rules import ParamUpdate, Sgd
+from halfstep.numerics.accumulate import add_
 from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch.optim import Optimizer
 
     from halfstep.masters.fused_step import Kernel
 
@@ -98,7 +98,7 @@ class MasterWeights:
         self._accumulates_in_backward = False
         self.add_new_params(originals)
         if self.has_masters:
-            clear_low_grads_too(optimizer, self.clear)
+            _clear_low_grads_too(optimizer, self.clear)
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -220,7 +220,7 @@ class MasterWeights:
         """
         self.add_new_params()
         for master_param in self.master_params.values():
-            accumulate_(master_param)
+            _accumulate_(master_param)
 
     def accumulate_in_backward(self, *, on: bool = True) -> None:
         """Fold each gradient from now on as soon as a backward pass has made it.
@@ -232,7 +232,7 @@ class MasterWeights:
         """
         self._accumulates_in_backward = on
         for master_param in self.master_params.values() if on else ():
-            accumulate_in_backward(master_param, self._is_accumulating_in_backward)
+            _accumulate_hook(master_param, self._is_accumulating_in_backward)
 
     def _is_accumulating_in_backward(self) -> bool:
         return self._accumulates_in_backward
@@ -244,7 +244,7 @@ class MasterWeights:
         for param in params:
             master_param = self.master_params.get(param)
             if master_param is not None and master_param.master.grad is not None:
-                accumulate_(master_param)  # what came later belongs to the same sum
+                _accumulate_(master_param)  # what came later belongs to the same sum
             gradient = param.grad if master_param is None else master_param.weight.grad
             if gradient is None:
                 gradient = param.grad
@@ -292,7 +292,7 @@ class MasterWeights:
         """Let the optimizer step over one parameter, whose gradient is unscaled."""
         master_param = self.master_params.get(param)
         if master_param is not None:
-            accumulate_(master_param)
+            _accumulate_(master_param)
         compact = self.master_params.values() if self.encoding.is_compact else ()
         with self.own_step():
             generic_step.step(
@@ -422,7 +422,8 @@ class MasterWeights:
         edit through `.data` is not seen: torch does not count it.
         """
         for master_param in self.master_params.values():
-            master_param.check()
+            if master_param.weight.dtype != master_param.dtype:
+                master_param.check()
         changed = sum(
             slot.reset_from_weight(self.encoding, self.rng)
             for slot in self._externally_written()
@@ -444,3 +445,97 @@ class MasterWeights:
             for master_param, version in pairs
             if master_param.weight._version != version  # noqa: SLF001
         ]
+
+
+class NoMasters(MasterWeights):
+    """The same where the optimizer updates the model's own parameters."""
+
+    has_masters = False
+
+    def add_new_params(
+        self, originals: dict[nn.Parameter, Tensor] | None = None
+    ) -> None:
+        """Leave parameters as they are."""
+
+    def describe(self) -> str:
+        """Say in one line how weights are updated."""
+        return f"{type(self.optimizer).__name__}'s own step"
+
+    def note(self) -> str:
+        """Say that there are none."""
+        return "master weights: none"
+
+
+def _accumulate_hook(master_param: MasterParam, is_enabled: Callable[[], bool]) -> None:
+    """Fold from now on as soon as a backward pass has made a gradient.
+
+    Args:
+        master_param: Of the weight.
+        is_enabled: Asked each time.
+    """
+
+    def on_gradient(_: Tensor) -> None:
+        if is_enabled():
+            _accumulate_(master_param)
+
+    if master_param.weight.requires_grad and not master_param.is_hooked:
+        master_param.is_hooked = True
+        master_param.weight.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _accumulate_(master_param: MasterParam) -> None:
+    """Add a 16-bit gradient to its master's, and free it."""
+    gradient, master_param.weight.grad = master_param.weight.grad, None
+    if gradient is None:
+        return
+    total = master_param.master.grad
+    if gradient.is_sparse or (total is not None and total.is_sparse):
+        wide = gradient.float()
+        if total is not None:
+            # torch adds sparse to dense, and not the other way round.
+            wide = wide + total if total.is_sparse else total + wide
+        master_param.master.grad = wide
+    elif total is None:
+        if master_param.grad_buffer is None:
+            master_param.grad_buffer = torch.empty_like(
+                master_param.weight, dtype=torch.float32
+            )
+        master_param.master.grad = master_param.grad_buffer.copy_(gradient).detach()
+    elif _suits_kernel(total, gradient):
+        item = ParamUpdate(
+            total, gradient, None, (), None, is_first_step=False, param_index=0
+        )
+        one = torch.ones(())
+        cpu_kernels.update([item], _SUM, PLAIN, inverse=one, clock=(0, 0))
+        torch.autograd.graph.increment_version(total)
+    else:
+        add_(total, gradient)
+
+
+_SUM = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
+"""A step of SGD at a rate of -1 adds the gradient to the weight, in one pass."""
+_LARGE = 1 << 16
+"""Numbers from which it pays to call a kernel."""
+
+
+def _suits_kernel(total: Tensor, part: Tensor) -> bool:
+    return (
+        total.is_cpu
+        and total.numel() >= _LARGE
+        and total.is_contiguous()
+        and part.is_contiguous()
+        and cpu_kernels.available()
+    )
+
+
+def _clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> None:
+    """Let `optimizer.zero_grad` also clear the 16-bit gradients behind its masters."""
+    own = optimizer.zero_grad
+
+    @wraps(own)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        own(*args, **kwargs)
+        clear()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.errors import UserError
-from halfstep.masters import stochastic_codec
+from halfstep.masters import bf16_codecs
 from halfstep.masters.encoding import RESIDUAL_DTYPES, WEIGHT_DTYPES
 from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
 
@@ -354,8 +354,8 @@ def _param_line(
         int(not item.is_first_step),
     ]
     if encoding == "stochastic" or word == "bf16":
-        line += stochastic_codec.key(*clock, item.param_index, 0)
-        line += stochastic_codec.key(*clock, item.param_index, 1)
+        line += bf16_codecs.key(*clock, item.param_index, 0)
+        line += bf16_codecs.key(*clock, item.param_index, 1)
     else:
         line += (0, 0, 0, 0)
     return (

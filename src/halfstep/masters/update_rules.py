@@ -7,7 +7,7 @@ optimizer does something else. Every fused kernel, compiled or not, takes these.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,10 +62,3 @@ class ParamUpdate:
     """SGD: the momentum buffer is not filled yet; it takes the gradient as it is."""
     param_index: int
     """Number of the parameter; random numbers depend on it."""
-
-
-def as_number(value: Any) -> float | None:  # noqa: ANN401
-    """Return a hyper-parameter as a number; None if it is a tensor on a device."""
-    if isinstance(value, int | float):
-        return float(value)
-    return float(value) if getattr(value, "is_cpu", False) else None

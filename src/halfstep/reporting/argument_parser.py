@@ -1,7 +1,4 @@
-"""How the command line reads words: whole flags, errors in one line, help that fits.
-
-In: words. Out: a namespace; or one line on standard error and status 2.
-"""
+"""How the command line reads words: whole flags, errors in one line, help that fits."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Plots of exponents: powers of two over layers, and over steps, as inline SVG.
-
-In: histograms. Out: elements to put into a page, every text in them escaped. They are
-drawn narrow, so that a phone shows their labels at full size.
-"""
+"""Plots of exponents: powers of two over layers, and over steps, as inline SVG."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One thing worth knowing about a run, with what was measured and what to do about it.
-
-In: plain values from a rule. Out: a `Finding` that sorts, prints and becomes JSON.
-"""
+"""One result of a rule: what was measured, the limit, and what to do about it."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class Finding:
     source: str
     """Where the limit is from: a format's fact, a paper, or "our choice"."""
     advice: str
-    """The flag, policy row or code change that mends it."""
+    """The flag, policy rule or code change that fixes it."""
     weight: float = 0.0
     """Orders findings of one severity, largest first: a share of the time or of the
     numbers that it concerns, 0 to 1."""

@@ -1,8 +1,4 @@
-"""A page of HTML that is one file: tables, charts, bars and heat-maps.
-
-In: tables, curves and words that others have measured. Out: a document that refers to
-nothing outside itself. matplotlib and jinja2 are imported by what needs them.
-"""
+"""A page of HTML that is one file: tables, charts, bars and heat-maps."""
 
 from __future__ import annotations
 
@@ -224,7 +220,7 @@ class Chart:
             drawstyle = "steps-post" if self.step else "default"
             lines = []
             for curve, colour in zip(self.curves, cycle(_COLOURS), strict=False):
-                x, y = _points(curve, lowest)
+                x, y = thinned(curve, lowest)
                 lines += axes.plot(
                     x, y, color=colour, drawstyle=drawstyle, linewidth=1.3
                 )
@@ -302,7 +298,7 @@ class ConfusionMatrix:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture that somebody else has drawn."""
+    """A picture drawn elsewhere."""
 
     title: str
     "Its caption."
@@ -388,7 +384,7 @@ def _with_unbroken_flags(words: str) -> str:
     return _FLAG.sub(r'<span class="flag">\g<0></span>', escape(words))
 
 
-def _points(curve: Curve, lowest: float) -> tuple[list[float], list[float]]:
+def thinned(curve: Curve, lowest: float) -> tuple[list[float], list[float]]:
     """Return x and y to draw: nan for a gap, long curves thinned with their spikes."""
     y = [value if lowest <= value <= _LARGEST else math.nan for value in curve.y]
     places = range(len(y))

@@ -1,8 +1,4 @@
-"""Typed, checked reads of values in JSON of unknown origin.
-
-In: a mapping as `json.loads` gives it, and a key. Out: a value of the type that is
-wanted, or one line that says what stands there instead.
-"""
+"""Typed, checked reads of values in JSON of unknown origin."""
 
 from __future__ import annotations
 

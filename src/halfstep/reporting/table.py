@@ -1,8 +1,4 @@
-"""Turns values into text, markdown and json.
-
-In: tables of what others have measured. Out: strings, and files that are written
-whole or not at all.
-"""
+"""Turns values into text, markdown and json."""
 
 from __future__ import annotations
 

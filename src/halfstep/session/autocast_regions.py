@@ -47,11 +47,13 @@ class AutocastContexts:
         """
         fp32 = choice.level.autocast and not choice.level.low_weights
         self.grad_accumulator = Fp32GradAccumulator() if fp32 else None
-        self.cache = CastCache(self.grad_accumulator)
+        self.cache = CastCache(self.grad_accumulator, for_training=True)
         self._policy = policy
         self._matched: set[int] = set()
         self._needs_refresh = False
-        self._was_evaluating = False
+        self._num_opened = 0
+        """Contexts since the last micro-batch."""
+        self._keeps_casts = False
         self._reported_unmatched = False
         low = choice.format.dtype if choice.level.autocast else None
         context = Autocast(device, low, choice.level.autocast, None)
@@ -79,16 +81,22 @@ class AutocastContexts:
             record: Observe its operations for `table`; without effect at a level
                 without autocast, where each runs as it is called.
         """
-        if not torch.is_grad_enabled() or self._was_evaluating:
-            # Averaged weights are often put in through `weight.data`, which nothing
-            # counts, for an evaluation, and taken out after it.
-            self.cache.clear()
-        elif self._needs_refresh:
+        if self._needs_refresh and torch.is_grad_enabled():
             self.cache.refresh()
-        self._needs_refresh, self._was_evaluating = False, not torch.is_grad_enabled()
+        elif not (self._keeps_casts or self.cache.is_open):
+            # Between two forward passes of a micro-batch, and around an evaluation,
+            # weights are often moved through `weight.data`, which nothing counts.
+            self.cache.clear()
+        self._num_opened += not self.cache.is_open
+        self._needs_refresh = self._keeps_casts = False
         if record and self._recording_context is not None:
             return self._recording_context
         return self._context
+
+    def after_microbatch(self) -> None:
+        """Keep the casts for the next micro-batch, if this had one context alone."""
+        self._keeps_casts = self._num_opened == 1
+        self._num_opened = 0
 
     def after_step(self, num_implied: int) -> str:
         """Take note that the optimizer has stepped.
@@ -100,6 +108,7 @@ class AutocastContexts:
             What to warn of: rules that matched nothing in the first step; "" of none.
         """
         self._needs_refresh = True
+        self._num_opened = 0
         if self._reported_unmatched or isinstance(self._context, Autocast):
             return ""
         self._reported_unmatched = True

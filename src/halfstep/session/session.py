@@ -289,6 +289,7 @@ class Session:
             LossScaleCollapse: If skipping has gone on for too long.
         """
         if not self._end_microbatch():
+            self._contexts.after_microbatch()
             return StepReport(self._num_attempted, complete=False)
         return self._step_window()
 

@@ -1,9 +1,67 @@
-"""The doctor: what is wrong with a run, or will be, and what fixes it.
+"""The doctor: what is wrong with a run, or will be, and what fixes it."""
 
-In: facts about a run. Out: findings.
-"""
+from __future__ import annotations
 
-from halfstep.diagnostics.doctor.rules import RULES, examination, examine
+from typing import TYPE_CHECKING
+
+from halfstep.diagnostics.doctor import (
+    rules_learning,
+    rules_range,
+    rules_scale,
+    rules_speed,
+    rules_weights,
+)
+from halfstep.diagnostics.doctor.rule import Examination, Rule, evaluate
 from halfstep.diagnostics.doctor.run_record import RunFacts
 
-__all__ = ["RULES", "RunFacts", "examination", "examine"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from halfstep.reporting.finding import Finding
+
+__all__ = ["RULES", "RunFacts", "examination", "examine", "markdown"]
+
+RULES: tuple[Rule[RunFacts], ...] = (
+    *rules_learning.RULES,
+    *rules_scale.RULES,
+    *rules_range.RULES,
+    *rules_weights.RULES,
+    *rules_speed.RULES,
+)
+"""In the order in which the docs show them."""
+
+
+def examination(facts: RunFacts, hints: Mapping[str, str] | None = None) -> Examination:
+    """Return what the rules find, and what they could not look at.
+
+    Args:
+        facts: Of the run.
+        hints: As for `evaluate`.
+    """
+    return evaluate(RULES, facts, hints)
+
+
+def examine(facts: RunFacts) -> list[Finding]:
+    """Return what the rules find, worst first. Pure.
+
+    Example:
+        >>> from halfstep.diagnostics.doctor.run_record import Config, RunFacts
+        >>> facts = RunFacts(config=Config(dtype="fp16", loss_scale="none"))
+        >>> [(finding.severity, finding.rule) for finding in examine(facts)]
+        [('error', 'no loss scale')]
+    """
+    return list(examination(facts).findings)
+
+
+def markdown() -> str:
+    """Return the rules as a table for the docs."""
+    lines = ["| rule | worst | looks at | limit | source |", "|---|---|---|---|---|"]
+    for rule in RULES:
+        worst: str = rule.severity
+        limit = "-" if rule.limit is None else str(rule.limit)
+        if rule.limit is not None and rule.limit.severe is not None:
+            worst = "error"
+            limit += f"; error: {rule.limit.unit.format(rule.limit.severe)}"
+        cells = (rule.name, worst, rule.about, limit, rule.source)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

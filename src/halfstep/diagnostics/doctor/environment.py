@@ -1,8 +1,4 @@
-"""What is to be known of this machine and of a model before it is prepared.
-
-In: a device, a model. Out: plain values for `environment.json`, which the doctor reads
-wherever the run's folder is taken.
-"""
+"""What is to be known of this machine and of a model before it is prepared."""
 
 from __future__ import annotations
 

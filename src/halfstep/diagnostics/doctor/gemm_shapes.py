@@ -1,7 +1,4 @@
-"""Matrix products in a profile: their sizes, and what hardware makes of those.
-
-In: rows of a profile. Out: sizes, and the share of the work that is padding.
-"""
+"""Matrix products in a profile: their sizes, and what hardware makes of those."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from halfstep.diagnostics.doctor.run_record import ProfileFacts, ProfileRow
+    from halfstep.diagnostics.profiling import Profile, Row
 
 AMX = (16, 32, 16)
 """Rows, summed, columns of one AMX tile product of bf16 (Intel, chapter on AMX)."""
@@ -97,7 +94,7 @@ def name_of(op: str) -> str:
     return name
 
 
-def size_of(row: ProfileRow) -> Size | None:
+def size_of(row: Row) -> Size | None:
     """Return the sizes of a row's product; None if it is none, or they are odd."""
     form = _FORMS.get(name_of(row.op))
     if form is None:
@@ -109,7 +106,7 @@ def size_of(row: ProfileRow) -> Size | None:
     return size if size is not None and size.flops else None
 
 
-def low_products(profile: ProfileFacts) -> Iterator[tuple[ProfileRow, Size]]:
+def low_products(profile: Profile) -> Iterator[tuple[Row, Size]]:
     """Yield the products of 16-bit numbers; those of an unknown format count too."""
     for row in profile.rows:
         size = size_of(row)

@@ -1,7 +1,4 @@
-"""The doctor's page: findings, exponents, scale and profile, in one file of HTML.
-
-In: facts and an examination. Out: the document, which needs no network.
-"""
+"""The doctor's page: findings, exponents, scale and profile, in one file of HTML."""
 
 from __future__ import annotations
 
@@ -21,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from halfstep.diagnostics.doctor.rule import Examination
-    from halfstep.diagnostics.doctor.run_record import ProfileRow, RunFacts, Step
+    from halfstep.diagnostics.doctor.run_record import RunFacts, Step
+    from halfstep.diagnostics.profiling import Row
     from halfstep.numerics.tensor_summary import Sample
     from halfstep.reporting.finding import Finding
 
@@ -60,7 +58,7 @@ def page(facts: RunFacts, examination: Examination) -> str:
         ),
         _scale(facts.steps),
         _profile(facts),
-        Section("Not looked at", points=tuple(silent)),
+        Section("Not checked", points=tuple(silent)),
         Section("Could not be read", points=facts.problems),
     ]
     empty = {Section(each.heading) for each in sections}
@@ -132,9 +130,7 @@ def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
     return tuple(drawings)
 
 
-def _extremes(
-    rows: list[tuple[str, Counter[int]]],
-) -> list[tuple[str, Counter[int]]]:
+def _extremes(rows: list[tuple[str, Counter[int]]]) -> list[tuple[str, Counter[int]]]:
     """Return the rows with the largest and the smallest numbers, in their order."""
     if len(rows) <= _MOST_ROWS:
         return rows
@@ -278,5 +274,5 @@ def _profile(facts: RunFacts) -> Section:
     return Section(heading, bars=(Bar("", nonzero),), tables=(table,) if rows else ())
 
 
-def _shapes(row: ProfileRow) -> str:
+def _shapes(row: Row) -> str:
     return ", ".join(" x ".join(map(str, shape)) or "()" for shape in row.shapes) or "-"

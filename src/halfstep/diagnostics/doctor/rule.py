@@ -1,14 +1,14 @@
-"""A rule as a row, and what comes of holding it against a run.
+"""A rule, and what comes of evaluating it: the comparison with the limit, once.
 
-In: a `Rule` and `RunFacts`. Out: findings, or why there was nothing to look at. The
-comparison with the limit is here, once; a rule's function only says what was seen.
+A rule's function only reports what it observed; why a rule could not be evaluated is in
+`NEEDS`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from halfstep.reporting.finding import Finding, Severity
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from halfstep.diagnostics.doctor.run_record import RunFacts
 
+F = TypeVar("F")
+"""Type of the facts that rules judge."""
+
 OURS = "our choice"
 """Source of a limit for which nobody has published a better one."""
 _PLACES = 3  # of one rule that are findings of their own; the rest is counted
@@ -24,97 +27,143 @@ _PLACES = 3  # of one rule that are findings of their own; the rest is counted
 
 @dataclass(frozen=True)
 class Observation:
-    """What a rule's function saw in one place, healthy or not."""
+    """What a rule's function observed in one place, healthy or not."""
 
     where: str
     measured: str
     """In words, with its unit."""
     advice: str
     value: float | None = None
-    """What is held against the limit; None: seeing it at all is the finding."""
+    """What is compared with the limit; None: observing it at all is the finding."""
     weight: float = 0.0
     """Share of the time or of the numbers that it concerns, 0 to 1."""
     severity: Severity | None = None
     """Where this place's is not the rule's."""
-
-
-def _always(facts: RunFacts) -> bool:
-    del facts
-    return True
+    limit: str | None = None
+    """Where the limit in words is not the rule's."""
+    source: str | None = None
+    """Where this place's is not the rule's."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One thing that the doctor looks for."""
+class Limit:
+    """A number beyond which a value is a finding."""
 
-    name: str
-    about: str
-    """What is held against the limit."""
-    needs: tuple[str, ...]
-    """Facts without which nothing can be said: names in `NEEDS`."""
-    observe: Callable[[RunFacts], Iterable[Observation]]
-    """Pure: the same facts, the same answer."""
-    severity: Severity
-    source: str
-    """Where the limit is from."""
-    limit: float | None = None
-    """Values beyond it are findings; None where there is no number."""
+    value: float
+    unit: str = "{:g}"
+    """How a limit is written."""
     severe: float | None = None
     """Beyond this the finding is an error."""
     below: bool = False
     """Values under the limit are the findings, not those over it."""
-    limit_format: str = "{:g}"
-    """How the limit is written."""
-    concerns: Callable[[RunFacts], bool] = _always
-    """Whether the rule has anything to do with such a run."""
 
-    def limit_text(self) -> str:
-        """Return the limit in words; nothing where there is none."""
-        if self.limit is None:
-            return ""
-        if not self.limit:
-            return "none"
-        word = "at least" if self.below else "at most"
-        return f"{word} {self.limit_format.format(self.limit)}"
-
-    def _beyond(self, value: float | None, limit: float | None) -> bool:
-        if value is None or limit is None:
-            return value is None
+    def is_passed(self, value: float, *, severe: bool = False) -> bool:
+        """Say whether a value is beyond the limit, or beyond the severe one."""
+        limit = self.severe if severe else self.value
+        if limit is None:
+            return False
         return value < limit if self.below else value > limit
 
-    def evaluate(self, facts: RunFacts) -> list[Finding]:
+    def __str__(self) -> str:
+        """Return the limit in words."""
+        if not self.value:
+            return "none"
+        return f"at {'least' if self.below else 'most'} {self.unit.format(self.value)}"
+
+
+@dataclass(frozen=True)
+class Rule(Generic[F]):
+    """One thing that is looked for."""
+
+    name: str
+    about: str
+    """What is compared with the limit."""
+    source: str
+    """Where the limit is from."""
+    observe: Callable[[F], Iterable[Observation]]
+    """Pure: the same facts, the same answer."""
+    needs: tuple[str, ...] = ()
+    """Facts without which the rule cannot be evaluated: names in `NEEDS`."""
+    severity: Severity = "warning"
+    limit: Limit | None = None
+    """None: whatever is observed is a finding."""
+    concerns: Callable[[F], bool] = lambda _: True
+    """Whether the rule has anything to do with such a run."""
+    places: int | None = _PLACES
+    """How many places become findings of their own; None: all."""
+
+    def evaluate(self, facts: F) -> list[Finding]:
         """Return the rule's findings, worst first.
 
         Of many places the worst are named, and the others counted in the last.
         """
-        beyond = [s for s in self.observe(facts) if self._beyond(s.value, self.limit)]
-        findings = sorted(map(self._finding, beyond), key=_order)
-        rest = len(findings) - _PLACES
+        findings = [self._finding(o) for o in self.observe(facts) if self._is_beyond(o)]
+        if self.places is None:
+            return findings
+        findings.sort(key=lambda each: each.rank)
+        rest = len(findings) - self.places
         if rest <= 0:
             return findings
-        *first, last = findings[:_PLACES]
+        *first, last = findings[: self.places]
         places = "place" if rest == 1 else "places"
         more = f"{last.measured}; and so in {rest} more {places}"
-        return [*first, Finding.from_data({**last.data(), "measured": more})]
+        return [*first, replace(last, measured=more)]
 
-    def _finding(self, seen: Observation) -> Finding:
-        severity = seen.severity or self.severity
-        if self.severe is not None and self._beyond(seen.value, self.severe):
-            severity = "error"
+    def _is_beyond(self, each: Observation) -> bool:
+        if each.value is None:
+            return True
+        return self.limit is not None and self.limit.is_passed(each.value)
+
+    def _finding(self, each: Observation) -> Finding:
+        severity, limit = each.severity or self.severity, self.limit
+        if limit is not None and each.value is not None:
+            severe = limit.is_passed(each.value, severe=True)
+            severity = "error" if severe else severity
+        words = "" if limit is None else str(limit)
         return Finding(
-            severity=severity,
+            severity,
             rule=self.name,
-            where=seen.where,
-            measured=seen.measured,
-            limit=self.limit_text(),
-            source=self.source,
-            advice=seen.advice,
-            weight=min(1.0, max(0.0, seen.weight)),
+            where=each.where,
+            measured=each.measured,
+            limit=words if each.limit is None else each.limit,
+            source=self.source if each.source is None else each.source,
+            advice=each.advice,
+            weight=min(1.0, max(0.0, each.weight)),
         )
 
 
-def _order(finding: Finding) -> tuple[int, float]:
-    return finding.rank
+class Rules(list[Rule[F]], Generic[F]):
+    """Rules in the order in which the docs show them."""
+
+    def add(
+        self,
+        source: str = "",
+        *,
+        name: str = "",
+        needs: tuple[str, ...] = (),
+        severity: Severity = "warning",
+        limit: Limit | None = None,
+        concerns: Callable[[F], bool] = lambda _: True,
+        places: int | None = _PLACES,
+    ) -> Callable[[Callable[[F], Iterable[Observation]]], Rule[F]]:
+        """Make a rule of the function that this decorates, and add it.
+
+        Its docstring says what is compared with the limit; its name is the rule's,
+        with blanks for underscores, where no other is given. The rest is as in `Rule`.
+        """
+
+        def decorate(observe: Callable[[F], Iterable[Observation]]) -> Rule[F]:
+            words = name or observe.__name__.replace("_", " ")
+            about = (observe.__doc__ or "").rstrip(".")
+            about = about[:1].lower() + about[1:]
+            rule = Rule(
+                *(words, about, source, observe, needs),
+                *(severity, limit, concerns, places),
+            )
+            self.append(rule)
+            return rule
+
+        return decorate
 
 
 _NO_MACHINE = "nothing is known of the machine (environment.json)"
@@ -142,32 +191,46 @@ def _no_gradients(facts: RunFacts) -> str:
     return _no_stats(facts)
 
 
-_NO_LEVEL = 'the level is not known (level=, or "level" in config.json)'
-_NO_DTYPE = 'the 16-bit format is not known (dtype=, or "dtype" in config.json)'
+def _recorded(field: str) -> Callable[[RunFacts], bool]:
+    """Return whether the record of any step holds a field."""
+    return lambda facts: any(getattr(s, field) is not None for s in facts.steps)
+
+
+def _is_profiled(facts: RunFacts) -> bool:
+    return facts.profile is not None and facts.profile.wall_s > 0
+
+
+def _scale_is_known(facts: RunFacts) -> bool:
+    known = facts.config.loss_scale == "none" or any(s.scale for s in facts.steps)
+    samples = (s for history in facts.gradients.values() for s in history)
+    return known or any(s.scale != 1 for s in samples)
+
+
+def _is_probed(facts: RunFacts) -> bool:
+    on = facts.config.probe not in {None, "off"}
+    return on or bool(facts.stats or facts.non_finite or facts.bad_ops)
+
 
 NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], str]]] = {
-    "level": (lambda f: f.config.level is not None, _NO_LEVEL),
-    "dtype": (lambda f: f.dtype is not None, _NO_DTYPE),
+    "level": (
+        lambda f: f.config.level is not None,
+        'the level is not known (level=, or "level" in config.json)',
+    ),
+    "dtype": (
+        lambda f: f.dtype is not None,
+        'the 16-bit format is not known (dtype=, or "dtype" in config.json)',
+    ),
     "loss scale": (
         lambda f: f.config.loss_scale is not None or any(s.scale for s in f.steps),
-        "neither a setting nor a record tells of a loss scale",
+        "neither settings nor records hold a loss scale",
     ),
     "steps": (
-        lambda f: any(s.skipped is not None for s in f.steps),
+        _recorded("skipped"),
         "no records of steps say whether they were skipped",
     ),
-    "losses": (
-        lambda f: any(s.loss is not None for s in f.steps),
-        "no records of steps hold a loss",
-    ),
-    "scales": (
-        lambda f: any(s.scale for s in f.steps),
-        "no records of steps hold a loss scale",
-    ),
-    "rates of learning": (
-        lambda f: any(s.lr is not None for s in f.steps),
-        "no records of steps hold a learning rate",
-    ),
+    "losses": (_recorded("loss"), "no records of steps hold a loss"),
+    "scales": (_recorded("scale"), "no records of steps hold a loss scale"),
+    "rates of learning": (_recorded("lr"), "no records of steps hold a learning rate"),
     "evaluations": (
         lambda f: any(one.loss is not None for one in f.evaluations),
         "no evaluation is recorded",
@@ -181,48 +244,31 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
         "the norm to which gradients are clipped is not known (clip)",
     ),
     "norms": (
-        lambda f: any(s.grad_norm is not None for s in f.steps),
+        _recorded("grad_norm"),
         "no records of steps hold the norm of the gradients",
     ),
     "texts": (
         lambda f: bool(f.splits),
         "texts that come more than once were not counted (data.json)",
     ),
-    "outputs": (
-        lambda f: any(True for _ in f.samples(":output")),
-        _no_stats,
-    ),
-    "gradients": (
-        lambda f: bool(f.gradients),
-        _no_gradients,
-    ),
+    "outputs": (lambda f: any(True for _ in f.samples(":output")), _no_stats),
+    "gradients": (lambda f: bool(f.gradients), _no_gradients),
     "scale of gradients": (
-        lambda f: (
-            f.config.loss_scale == "none"
-            or any(s.scale for s in f.steps)
-            or any(s.scale != 1 for samples in f.gradients.values() for s in samples)
-        ),
+        _scale_is_known,
         'nothing tells at which loss scale gradients were seen ("scale" in records)',
     ),
-    "probe": (
-        lambda f: (
-            f.config.probe not in {None, "off"}
-            or bool(f.stats or f.non_finite or f.bad_ops)
-        ),
-        _no_stats,
-    ),
+    "probe": (_is_probed, _no_stats),
     "profile": (
-        lambda f: f.profile is not None and f.profile.wall_s > 0,
+        _is_profiled,
         "no profile of a step (profile.json, or halfstep.diagnose on your own step)",
     ),
     "operations": (
-        lambda f: bool(f.plan or f.bad_ops or (f.profile and f.profile.rows)),
-        "no profile (profile.json) or plan tells which operations ran",
+        lambda f: bool(f.bad_ops or (f.profile and f.profile.rows)),
+        "no profile (profile.json) tells which operations ran",
     ),
     "input time": (
         lambda f: (
-            (f.profile is not None and f.profile.wall_s > 0)
-            or any(s.input_s is not None and s.total_s for s in f.steps)
+            _is_profiled(f) or any(s.input_s is not None and s.total_s for s in f.steps)
         ),
         "neither records nor a profile tell how long batches took",
     ),
@@ -255,11 +301,6 @@ class NotEvaluated:
     rules: tuple[str, ...]
 
 
-def missing(rule: Rule, facts: RunFacts) -> str | None:
-    """Return the fact without which a rule cannot judge a run; None where it can."""
-    return next((name for name in rule.needs if not NEEDS[name][0](facts)), None)
-
-
 @dataclass(frozen=True)
 class Examination:
     """The result of evaluating rules on a run."""
@@ -273,7 +314,9 @@ class Examination:
 
 
 def evaluate(
-    rules: Iterable[Rule], facts: RunFacts, hints: Mapping[str, str] | None = None
+    rules: Iterable[Rule[RunFacts]],
+    facts: RunFacts,
+    hints: Mapping[str, str] | None = None,
 ) -> Examination:
     """Evaluate the rules that concern a run.
 
@@ -284,27 +327,21 @@ def evaluate(
             have been had; None: as `NEEDS` has it, for the folder of a run.
     """
     if hints is None:
-        hints = {
-            name: why if isinstance(why, str) else why(facts)
-            for name, (_, why) in NEEDS.items()
-        }
+        whys = {name: why for name, (_, why) in NEEDS.items()}
+        hints = {n: y if isinstance(y, str) else y(facts) for n, y in whys.items()}
     findings: list[Finding] = []
     reasons: dict[str, list[str]] = {}
     num_evaluated = 0
     for rule in (each for each in rules if each.concerns(facts)):
-        lacks = missing(rule, facts)
-        if lacks is not None:
-            if lacks in hints:
-                reasons.setdefault(hints[lacks], []).append(rule.name)
-            continue
-        num_evaluated += 1
-        findings += rule.evaluate(facts)
-    not_evaluated = tuple(
-        NotEvaluated(why, tuple(names)) for why, names in reasons.items()
-    )
-    return Examination(
-        tuple(sorted(findings, key=_order)), not_evaluated, num_evaluated
-    )
+        missing = next((name for name in rule.needs if not NEEDS[name][0](facts)), None)
+        if missing is None:
+            num_evaluated += 1
+            findings += rule.evaluate(facts)
+        elif missing in hints:
+            reasons.setdefault(hints[missing], []).append(rule.name)
+    skipped = tuple(NotEvaluated(why, tuple(rules)) for why, rules in reasons.items())
+    findings.sort(key=lambda each: each.rank)
+    return Examination(tuple(findings), skipped, num_evaluated)
 
 
 def percent(share: float) -> str:

@@ -1,7 +1,4 @@
-"""Rules on what a run learns: its losses, its evaluations, clipping, and its texts.
-
-In: records of steps and evaluations, counts of equal texts. Out: rows.
-"""
+"""Rules on what a run learns: its losses, its evaluations, clipping, and its texts."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
+from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -86,7 +83,30 @@ def _lower(facts: RunFacts) -> str:
     return f"Lower --lr, which reaches {rate:.2g}, to a tenth or less"
 
 
-def _diverged(facts: RunFacts) -> Iterator[Observation]:
+def _train_loss(facts: RunFacts, after: int, until: int) -> float | None:
+    losses = [loss for step, loss in _losses(facts) if after < step <= until]
+    return statistics.median(losses) if losses else None
+
+
+def _largest(counts: Sequence[ClassCount]) -> list[ClassCount]:
+    return sorted(counts, key=lambda c: -c.true)
+
+
+def _round(value: float) -> str:
+    return f"{float(f'{value:.1g}'):g}"
+
+
+RULES: Rules[RunFacts] = Rules()
+
+
+@RULES.add(
+    OURS + "; a loss above that of the untrained model has unlearned",
+    needs=("losses",),
+    severity="error",
+    limit=Limit(_ENDED, "{:g} times the beginning"),
+)
+def divergence(facts: RunFacts) -> Iterator[Observation]:
+    """Training loss at the end, or at its highest, over that at the beginning."""
     losses = _losses(facts)
     if len(losses) < _FIRST:
         return
@@ -94,10 +114,8 @@ def _diverged(facts: RunFacts) -> Iterator[Observation]:
     peak_at, peak = max(_medians(losses, _SHORTEST), key=lambda each: each[1])
     if begun <= 0 or peak <= begun:
         return
-    measured = (
-        f"it begins at {begun:.3g}, reaches {peak:.3g} about step {peak_at}, and "
-    )
-    measured += f"ends at {ended:.3g} (medians)"
+    measured = f"it begins at {begun:.3g}, reaches {peak:.3g} about step {peak_at}, "
+    measured += f"and ends at {ended:.3g} (medians)"
     advice = f"{_lower(facts)}; raise --warmup."
     worst, severity = ended / begun, _ERROR
     if peak >= _PEAK * begun and worst <= _ENDED:
@@ -105,7 +123,9 @@ def _diverged(facts: RunFacts) -> Iterator[Observation]:
     yield Observation("training loss", measured, advice, worst, 1.0, severity)
 
 
-def _rising(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(OURS, needs=("losses",), severity="error", limit=Limit(0.5, "{:.0%}"))
+def loss_rises_again(facts: RunFacts) -> Iterator[Observation]:
+    """Share of what the training loss had fallen by that it rose again."""
     losses = _losses(facts)
     if len(losses) < 2 * _FIRST:
         return
@@ -114,17 +134,17 @@ def _rising(facts: RunFacts) -> Iterator[Observation]:
     ended = medians[-1][1]
     if begun - best < _WORTH * begun or ended > _ENDED * begun:
         return  # which is for another rule
-    measured = (
-        f"it fell from {begun:.3g} to {best:.3g} about step {best_at}, and is back "
-    )
-    measured += f"at {ended:.3g} in the end (medians)"
+    measured = f"it fell from {begun:.3g} to {best:.3g} about step {best_at}, and is "
+    measured += f"back at {ended:.3g} in the end (medians)"
     advice = f"{_lower(facts)}; raise --warmup. Keep the checkpoint from before."
     yield Observation(
         "training loss", measured, advice, (ended - best) / (begun - best), 1.0
     )
 
 
-def _flat(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(OURS, needs=("losses",), limit=Limit(_FLAT, "{:g} of the beginning"))
+def loss_does_not_fall(facts: RunFacts) -> Iterator[Observation]:
+    """Training loss at the end over that at the beginning, from 50 steps on."""
     losses = _losses(facts)
     if len(losses) < _FEW:
         return
@@ -135,10 +155,8 @@ def _flat(facts: RunFacts) -> Iterator[Observation]:
         return
     if len(dev) > 1 and dev[-1] < _FLAT * dev[0]:
         return
-    measured = (
-        f"it is {begun:.3g} at the beginning and {ended:.3g} after {len(losses):,} "
-    )
-    measured += "steps that were applied (medians)"
+    measured = f"it is {begun:.3g} at the beginning and {ended:.3g} after "
+    measured += f"{len(losses):,} steps that were applied (medians)"
     rate = _rate(facts)
     try_ = f", which is {rate:.2g} at most" if rate else ""
     advice = f"Raise --lr{try_}; look whether labels belong to their texts, and "
@@ -146,12 +164,13 @@ def _flat(facts: RunFacts) -> Iterator[Observation]:
     yield Observation("training loss", measured, advice, ended / begun, 1.0)
 
 
-def _train_loss(facts: RunFacts, after: int, until: int) -> float | None:
-    losses = [loss for step, loss in _losses(facts) if after < step <= until]
-    return statistics.median(losses) if losses else None
-
-
-def _overfit(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS + "; a note below 1.3",
+    needs=("evaluations",),
+    limit=Limit(1.1, "{:g} times the lowest"),
+)
+def overfitting(facts: RunFacts) -> Iterator[Observation]:
+    """Last dev loss over the lowest one, while the training loss falls."""
     evals = [one for one in facts.evaluations if one.loss is not None]
     evals = [one for one in evals if math.isfinite(one.loss or 0.0)]
     if len(evals) < 3:  # noqa: PLR2004 -- two points show no turn
@@ -171,10 +190,8 @@ def _overfit(facts: RunFacts) -> Iterator[Observation]:
     measured = (
         f"it is lowest at step {step}, {losses[best]:.3g}, and {losses[-1]:.3g} at "
     )
-    measured += (
-        f"step {evals[-1].step}, while the training loss went from {before:.3g} to "
-    )
-    measured += f"{after:.3g}: the model memorizes its texts"
+    measured += f"step {evals[-1].step}, while the training loss went from "
+    measured += f"{before:.3g} to {after:.3g}: the model memorizes its texts"
     advice = "Stop earlier (--epochs, or --patience 3); or more texts, --dropout, "
     advice += "--mask-tokens, --label-smoothing."
     severity = None if share >= _STEEP else _NOTE
@@ -183,7 +200,13 @@ def _overfit(facts: RunFacts) -> Iterator[Observation]:
     )
 
 
-def _never(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS + "; an error where all texts get one class",
+    needs=("classes",),
+    limit=Limit(_TRUE - 1, "{:g} of a class"),
+)
+def class_never_predicted(facts: RunFacts) -> Iterator[Observation]:
+    """Dev texts of a class that the model never predicts, entities of a type."""
     evaluations = [one for one in facts.evaluations if one.classes]
     if not evaluations:
         return
@@ -219,11 +242,13 @@ def _never(facts: RunFacts) -> Iterator[Observation]:
     yield Observation("classes", measured, advice, most.true, share, severity)
 
 
-def _largest(counts: Sequence[ClassCount]) -> list[ClassCount]:
-    return sorted(counts, key=lambda c: -c.true)
-
-
-def _clipped(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS + "; a note where the median norm is below 10 times the limit",
+    needs=("clip", "norms"),
+    limit=Limit(0.9, "{:.0%} of the steps"),
+)
+def clipping(facts: RunFacts) -> Iterator[Observation]:
+    """Share of the applied steps whose gradients were clipped."""
     limit = facts.config.clip
     norms = [
         step.grad_norm
@@ -236,151 +261,56 @@ def _clipped(facts: RunFacts) -> Iterator[Observation]:
         return
     over = sum(norm > limit for norm in norms)
     share, middle = over / len(norms), statistics.median(norms)
-    measured = (
-        f"{over:,} of {len(norms):,} steps, {percent(share)}, were clipped to norm "
-    )
-    measured += f"{limit:g}; the median norm before that is {middle:.3g}"
+    measured = f"{over:,} of {len(norms):,} steps, {percent(share)}, were clipped to "
+    measured += f"norm {limit:g}; the median norm before that is {middle:.3g}"
     advice = "Lower --lr if the loss is unsteady; if it falls well, --clip "
     advice += f"{_round(2 * middle)} clips only what stands out."
     severity = None if middle >= _STRONG * limit else _NOTE
     yield Observation("gradients", measured, advice, share, share, severity)
 
 
-def _round(value: float) -> str:
-    return f"{float(f'{value:.1g}'):g}"
-
-
-def _repeated(facts: RunFacts) -> Iterator[Observation]:
+def _share_of_train(
+    facts: RunFacts, field: str, what: str, advice: str, warn: float
+) -> Iterator[Observation]:
     train = facts.splits.get("train")
     if train is not None and train.texts:
-        share = train.repeated / train.texts
-        measured = (
-            f"{train.repeated:,} of {train.texts:,} texts, {percent(share)}, equal "
-        )
-        measured += "an earlier one"
-        advice = "Drop them, unless they are meant to count more often."
-        severity = None if share >= _REPEATED else _NOTE
+        count = getattr(train, field)
+        share = count / train.texts
+        measured = f"{count:,} of {train.texts:,} texts, {percent(share)}, {what}"
+        severity = None if share >= warn else _NOTE
         yield Observation("train texts", measured, advice, share, share, severity)
 
 
-def _contradicting(facts: RunFacts) -> Iterator[Observation]:
-    train = facts.splits.get("train")
-    if train is not None and train.texts:
-        share = train.contradicting / train.texts
-        measured = (
-            f"{train.contradicting:,} of {train.texts:,} texts, {percent(share)}, "
-        )
-        measured += "are there with another label, too"
-        advice = "Decide which label is right; no model can learn both."
-        severity = None if share >= _CONTRADICTING else _NOTE
-        yield Observation("train texts", measured, advice, share, share, severity)
+@RULES.add(OURS + "; a note below 10%", needs=("texts",), limit=Limit(0.02, "{:.0%}"))
+def repeated_texts(facts: RunFacts) -> Iterator[Observation]:
+    """Share of the training texts that equal an earlier one, label included."""
+    advice = "Drop them, unless they are meant to count more often."
+    what = "equal an earlier one"
+    return _share_of_train(facts, "repeated", what, advice, _REPEATED)
 
 
-def _leaks(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(OURS + "; a note below 1%", needs=("texts",), limit=Limit(0.002, "{:.1%}"))
+def contradicting_labels(facts: RunFacts) -> Iterator[Observation]:
+    """Share of the training texts that are there with another label, too."""
+    advice = "Decide which label is right; no model can learn both."
+    what = "are there with another label, too"
+    return _share_of_train(facts, "contradicting", what, advice, _CONTRADICTING)
+
+
+@RULES.add(
+    OURS + "; a note below 2%",
+    needs=("texts",),
+    limit=Limit(0.005, "{:.1%}", severe=_LEAKED_MOST),
+)
+def leak(facts: RunFacts) -> Iterator[Observation]:
+    """Share of the dev or test texts that train holds too."""
     for name, split in facts.splits.items():
         if name == "train" or not split.texts:
             continue
         share = split.in_train / split.texts
-        measured = (
-            f"{split.in_train:,} of {split.texts:,} texts, {percent(share)}, are in "
-        )
-        measured += f"train too: scores on {name} are too good"
+        measured = f"{split.in_train:,} of {split.texts:,} texts, {percent(share)}, "
+        measured += f"are in train too: scores on {name} are too good"
         advice = f"Take them out of train or {name}; drop texts that come more than "
         advice += "once before a file is split."
         severity = _NOTE if share < _LEAKED else None
         yield Observation(f"{name} texts", measured, advice, share, share, severity)
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "divergence",
-        "training loss at the end, or at its highest, over that at the beginning",
-        ("losses",),
-        _diverged,
-        "error",
-        OURS + "; a loss above that of the untrained model has unlearned",
-        limit=_ENDED,
-        limit_format="{:g} times the beginning",
-    ),
-    Rule(
-        "loss rises again",
-        "share of what the training loss had fallen by that it rose again",
-        ("losses",),
-        _rising,
-        "error",
-        OURS,
-        limit=0.5,
-        limit_format="{:.0%}",
-    ),
-    Rule(
-        "loss does not fall",
-        "training loss at the end over that at the beginning, from 50 steps on",
-        ("losses",),
-        _flat,
-        "warning",
-        OURS,
-        limit=_FLAT,
-        limit_format="{:g} of the beginning",
-    ),
-    Rule(
-        "overfitting",
-        "last dev loss over the lowest one, while the training loss falls",
-        ("evaluations",),
-        _overfit,
-        "warning",
-        OURS + "; a note below 1.3",
-        limit=1.1,
-        limit_format="{:g} times the lowest",
-    ),
-    Rule(
-        "class never predicted",
-        "dev texts of a class that the model never predicts, entities of a type",
-        ("classes",),
-        _never,
-        "warning",
-        OURS + "; an error where all texts get one class",
-        limit=_TRUE - 1,
-        limit_format="{:g} of a class",
-    ),
-    Rule(
-        "clipping",
-        "share of the applied steps whose gradients were clipped",
-        ("clip", "norms"),
-        _clipped,
-        "warning",
-        OURS + "; a note where the median norm is below 10 times the limit",
-        limit=0.9,
-        limit_format="{:.0%} of the steps",
-    ),
-    Rule(
-        "repeated texts",
-        "share of the training texts that equal an earlier one, label included",
-        ("texts",),
-        _repeated,
-        "warning",
-        OURS + "; a note below 10%",
-        limit=0.02,
-        limit_format="{:.0%}",
-    ),
-    Rule(
-        "contradicting labels",
-        "share of the training texts that are there with another label, too",
-        ("texts",),
-        _contradicting,
-        "warning",
-        OURS + "; a note below 1%",
-        limit=0.002,
-        limit_format="{:.1%}",
-    ),
-    Rule(
-        "leak",
-        "share of the dev or test texts that train holds too",
-        ("texts",),
-        _leaks,
-        "warning",
-        OURS + "; a note below 2%",
-        limit=0.005,
-        severe=_LEAKED_MOST,
-        limit_format="{:.1%}",
-    ),
-)

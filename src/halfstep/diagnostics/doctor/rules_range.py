@@ -1,7 +1,6 @@
 """Rules on what numbers a 16-bit format must hold: too small, too large, too coarse.
 
-In: statistics of outputs and gradients. Out: rows. Gradients are looked at as they
-flow backward, multiplied by the loss scale.
+Gradients are judged as they flow backward, multiplied by the loss scale.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
+from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_summary import (
     exponent_span,
@@ -30,7 +29,9 @@ _FINE = 0.001  # share of gradients that may be lost without harm: 1710.03740
 _LOST = 0.01  # share of a tensor's gradients beyond which a scale is too low
 _MARGIN = 1  # powers of two between the largest gradient and overflow
 _HIGHEST = 24  # power of two at which a moving scale stops by default
-_GUIDE = "our choice; 1710.03740: at 5 % masters were needed, at 31 % SSD diverged"
+_GUIDE = (
+    "our choice; 1710.03740: at 5 % master weights were needed, at 31 % SSD diverged"
+)
 _FORMAT = "format fact: fp16 holds numbers up to 65504"
 
 
@@ -105,24 +106,6 @@ def _scale_advice(facts: RunFacts) -> str:
     )
 
 
-def _underflow(facts: RunFacts) -> Iterator[Observation]:
-    advice = _scale_advice(facts)
-    for name, samples in facts.gradients.items():
-        share = flushed_share(samples, formats.FP16)
-        measured = f"about {percent(share)} of its gradients become 0 in fp16"
-        measured += f" at loss scale {_scale_word(samples[-1].scale)}"
-        yield Observation(name, measured, advice, share, share)
-
-
-def _subnormal(facts: RunFacts) -> Iterator[Observation]:
-    low, full = underflow_exponent(formats.FP16), min_normal_exponent(formats.FP16)
-    advice = _scale_advice(facts)
-    for name, samples in facts.gradients.items():
-        share = share_below(merged(samples), full, above=low)
-        measured = f"{percent(share)} of its gradients keep fewer digits than fp16 has"
-        yield Observation(name, measured, advice, share, share / 10)
-
-
 def _fixed(facts: RunFacts) -> bool:
     """Say whether the loss scale cannot fall by itself, or that is not known."""
     word = facts.config.loss_scale
@@ -132,7 +115,70 @@ def _fixed(facts: RunFacts) -> bool:
         return False
 
 
-def _gradient_room(facts: RunFacts) -> Iterator[Observation]:
+RULES: Rules[RunFacts] = Rules()
+
+
+@RULES.add(
+    _GUIDE,
+    needs=("dtype", "gradients", "scale of gradients"),
+    limit=Limit(_LOST, "{:.0%}", severe=0.05),
+    concerns=_in_fp16,
+)
+def underflow(facts: RunFacts) -> Iterator[Observation]:
+    """Share of a tensor's gradients that fp16 made zeros of, estimated."""
+    advice = _scale_advice(facts)
+    for name, samples in facts.gradients.items():
+        share = flushed_share(samples, formats.FP16)
+        measured = f"about {percent(share)} of its gradients become 0 in fp16"
+        measured += f" at loss scale {_scale_word(samples[-1].scale)}"
+        yield Observation(name, measured, advice, share, share)
+
+
+@RULES.add(
+    OURS,
+    needs=("dtype", "gradients", "scale of gradients"),
+    limit=Limit(0.2, "{:.0%}"),
+    concerns=_in_fp16,
+)
+def subnormal(facts: RunFacts) -> Iterator[Observation]:
+    """Share of a tensor's gradients below fp16's full precision."""
+    low, full = underflow_exponent(formats.FP16), min_normal_exponent(formats.FP16)
+    advice = _scale_advice(facts)
+    for name, samples in facts.gradients.items():
+        share = share_below(merged(samples), full, above=low)
+        measured = f"{percent(share)} of its gradients keep fewer digits than fp16 has"
+        yield Observation(name, measured, advice, share, share / 10)
+
+
+@RULES.add(
+    _FORMAT + "; the margin is our choice",
+    needs=("dtype", "outputs"),
+    limit=Limit(1, "a factor of 2^{:g}", below=True),
+    concerns=_in_fp16,
+)
+def output_near_overflow(facts: RunFacts) -> Iterator[Observation]:
+    """Powers of two between a module's largest output and 65504."""
+    for name, samples in facts.samples(":output"):
+        stats = [s.summary for s in samples if s.summary.dtype == "fp16"]
+        stats = [one for one in stats if 0 < one.amax <= formats.FP16.max]
+        if stats:
+            amax = max(one.amax for one in stats)
+            room = math.log2(formats.FP16.max / amax)
+            module = name.removesuffix(":output")
+            advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', "
+            advice += "or train in bf16."
+            measured = f"it reaches {amax:.3g}, a factor of 2^{room:.1f} below overflow"
+            yield Observation(name, measured, advice, room, min(1.0, 2.0**-room))
+
+
+@RULES.add(
+    _FORMAT + "; the margin is our choice",
+    needs=("dtype", "loss scale", "gradients"),
+    limit=Limit(1, "a factor of 2^{:g}", below=True),
+    concerns=lambda facts: _in_fp16(facts) and _fixed(facts),
+)
+def gradient_near_overflow(facts: RunFacts) -> Iterator[Observation]:
+    """Powers of two between the largest gradient and 65504, at a fixed scale."""
     if facts.config.loss_scale is None:
         return  # it may have stood still and yet be free to move
     largest = {
@@ -151,21 +197,15 @@ def _gradient_room(facts: RunFacts) -> Iterator[Observation]:
         yield Observation(name, measured, advice, room, min(1.0, 2.0**-room))
 
 
-def _output_room(facts: RunFacts) -> Iterator[Observation]:
-    for name, samples in facts.samples(":output"):
-        stats = [s.summary for s in samples if s.summary.dtype == "fp16"]
-        stats = [one for one in stats if 0 < one.amax <= formats.FP16.max]
-        if stats:
-            amax = max(one.amax for one in stats)
-            room = math.log2(formats.FP16.max / amax)
-            module = name.removesuffix(":output")
-            advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', "
-            advice += "or train in bf16."
-            measured = f"it reaches {amax:.3g}, a factor of 2^{room:.1f} below overflow"
-            yield Observation(name, measured, advice, room, min(1.0, 2.0**-room))
-
-
-def _too_low(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS,
+    needs=("dtype", "gradients", "scale of gradients"),
+    severity="note",
+    limit=Limit(8, "a factor of 2^{:g}"),
+    concerns=_in_fp16,
+)
+def scale_too_low(facts: RunFacts) -> Iterator[Observation]:
+    """Powers of two between the largest gradient and 65504, if others lose digits."""
     safe, largest = safe_scale(facts), _largest_gradient(facts)
     histogram = merged(s for samples in facts.gradients.values() for s in samples)
     harm = share_below(histogram, min_normal_exponent(formats.FP16)) > _FINE
@@ -177,7 +217,14 @@ def _too_low(facts: RunFacts) -> Iterator[Observation]:
         yield Observation("loss scale", measured, _scale_advice(facts), room)
 
 
-def _spread(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS + "; fp16 holds 41 at one scale",
+    needs=("dtype", "gradients"),
+    limit=Limit(30),
+    concerns=_in_fp16,
+)
+def spread(facts: RunFacts) -> Iterator[Observation]:
+    """Powers of two that 99.9 % of all gradients span."""
     histogram = merged(
         (s for samples in facts.gradients.values() for s in samples), 1.0
     )
@@ -190,7 +237,15 @@ def _spread(facts: RunFacts) -> Iterator[Observation]:
     )
 
 
-def _coarse(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS + "; rounding alone costs 7.5 dB at worst, as of numbers all alike",
+    needs=("dtype", "outputs"),
+    severity="note",
+    limit=Limit(8, "{:g} dB"),
+    concerns=_in_16_bits,
+)
+def coarse(facts: RunFacts) -> Iterator[Observation]:
+    """Decibels that a cast of an output loses beyond what rounding must."""
     format_ = formats.parse(facts.dtype or "bf16")
     # 10 log10(28) + 6.02 bits, less what a bell curve loses to a uniform mantissa.
     # Numbers that are all alike, each half a unit off, lose 7.5 dB more.
@@ -204,87 +259,3 @@ def _coarse(facts: RunFacts) -> Iterator[Observation]:
             advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32'."
             measured = f"{min(sqnrs):.0f} dB are left of it in {format_}, of {best:.0f}"
             yield Observation(name, measured, advice, lost)
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "underflow",
-        "share of a tensor's gradients that fp16 made zeros of, estimated",
-        ("dtype", "gradients", "scale of gradients"),
-        _underflow,
-        "warning",
-        _GUIDE,
-        limit=_LOST,
-        severe=0.05,
-        limit_format="{:.0%}",
-        concerns=_in_fp16,
-    ),
-    Rule(
-        "subnormal",
-        "share of a tensor's gradients below fp16's full precision",
-        ("dtype", "gradients", "scale of gradients"),
-        _subnormal,
-        "warning",
-        OURS,
-        limit=0.2,
-        limit_format="{:.0%}",
-        concerns=_in_fp16,
-    ),
-    Rule(
-        "output near overflow",
-        "powers of two between a module's largest output and 65504",
-        ("dtype", "outputs"),
-        _output_room,
-        "warning",
-        _FORMAT + "; the margin is our choice",
-        limit=1,
-        below=True,
-        limit_format="a factor of 2^{:g}",
-        concerns=_in_fp16,
-    ),
-    Rule(
-        "gradient near overflow",
-        "powers of two between the largest gradient and 65504, at a fixed scale",
-        ("dtype", "loss scale", "gradients"),
-        _gradient_room,
-        "warning",
-        _FORMAT + "; the margin is our choice",
-        limit=1,
-        below=True,
-        limit_format="a factor of 2^{:g}",
-        concerns=lambda facts: _in_fp16(facts) and _fixed(facts),
-    ),
-    Rule(
-        "scale too low",
-        "powers of two between the largest gradient and 65504, if others lose digits",
-        ("dtype", "gradients", "scale of gradients"),
-        _too_low,
-        "note",
-        OURS,
-        limit=8,
-        limit_format="a factor of 2^{:g}",
-        concerns=_in_fp16,
-    ),
-    Rule(
-        "spread",
-        "powers of two that 99.9 % of all gradients span",
-        ("dtype", "gradients"),
-        _spread,
-        "warning",
-        OURS + "; fp16 holds 41 at one scale",
-        limit=30,
-        limit_format="{:g}",
-        concerns=_in_fp16,
-    ),
-    Rule(
-        "coarse",
-        "decibels that a cast of an output loses beyond what rounding must",
-        ("dtype", "outputs"),
-        _coarse,
-        "note",
-        OURS + "; rounding alone costs 7.5 dB at worst, as of numbers all alike",
-        limit=8,
-        limit_format="{:g} dB",
-        concerns=_in_16_bits,
-    ),
-)

@@ -1,7 +1,4 @@
-"""Rules on the loss scale, skipped steps, and what was not finite.
-
-In: records of steps, settings, events of a probe. Out: rows.
-"""
+"""Rules on the loss scale, skipped steps, and what was not finite."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
+from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -99,21 +96,6 @@ def _advice_on_skips(facts: RunFacts) -> str:
     return f"Train in bf16 (--dtype bf16), or {keep}. Lower --lr if the loss rises too."
 
 
-def _skip_rate(facts: RunFacts) -> Iterator[Observation]:
-    skipped, trials, share = _skipped(facts)
-    if len(skipped) < _few_skips(facts):
-        return
-    names = Counter(name for step in skipped for name in step.found_inf_in)
-    where = "steps"
-    if names:
-        where = f"steps, most often in {names.most_common(1)[0][0]}"
-    num_steps = len(_warm(facts))
-    measured = f"{len(skipped)} of {num_steps} steps were skipped for inf or NaN, "
-    measured += f"{percent(share)}; the last is step {skipped[-1].step}"
-    measured += f"; {len(trials)} more tried a scale that had grown" if trials else ""
-    yield Observation(where, measured, _advice_on_skips(facts), share, share)
-
-
 def _moves(steps: Sequence[Step]) -> tuple[int, int, int]:
     """Return how often the scale fell, how often it rose, and between how many."""
     scales = [step.scale for step in steps if step.scale]
@@ -127,51 +109,6 @@ def _second_half(facts: RunFacts) -> Sequence[Step]:
     return steps[len(steps) // 2 :]
 
 
-def _unsettled(facts: RunFacts) -> Iterator[Observation]:
-    steps = _second_half(facts)
-    fell, rose, count = _moves(steps)
-    rounds = min(fell, rose)
-    if rounds >= _FEW:
-        measured = f"it fell {fell} and rose {rose} times in the last {count:,} steps"
-        advice = "Raise it less often (ScaleRule(growth_interval=2000)), bear single "
-        advice += "overflows (hysteresis=2), or use --loss-scale measured or bf16."
-        skipped = sum(bool(step.skipped) for step in steps) / max(1, len(steps))
-        each = rounds * _WINDOW / count
-        yield Observation("loss scale", measured, advice, each, skipped)
-
-
-def _falling(facts: RunFacts) -> Iterator[Observation]:
-    scales = [step.scale for step in _second_half(facts) if step.scale]
-    fell, rose, count = _moves(_second_half(facts))
-    if not scales or rose:
-        return
-    down = math.log2(scales[0] / scales[-1])
-    measured = f"it fell {fell} times in the last {count:,} steps, to {scales[-1]:g}, "
-    measured += "and never rose"
-    advice = _advice_on_skips(facts)
-    severity: Severity | None = "error" if scales[-1] <= 1 else None
-    yield Observation(
-        "loss scale", measured, advice, down, min(1.0, fell / count), severity
-    )
-
-
-def _schedule(facts: RunFacts) -> Iterator[Observation]:
-    pairs = [
-        (a.lr, b.lr)
-        for a, b in pairwise(facts.steps)
-        if a.skipped and b.step == a.step + 1 and a.lr is not None and b.lr is not None
-    ]
-    if pairs:
-        moved = sum(a != b for a, b in pairs)
-        measured = f"the rate moved on after {moved} of {len(pairs)} skipped steps"
-        advice = "Step it only when report.applied (StepReport), or hand it over: "
-        advice += "prepare(..., scheduler=scheduler)."
-        num_steps = max(1, len(facts.steps))
-        yield Observation(
-            "learning rate", measured, advice, moved / len(pairs), moved / num_steps
-        )
-
-
 def _unscaled(facts: RunFacts) -> bool | None:
     """Say whether the loss is not scaled; None where nothing tells."""
     word = facts.config.loss_scale
@@ -182,46 +119,6 @@ def _unscaled(facts: RunFacts) -> bool | None:
             return word == "none"
     scales = {step.scale for step in facts.steps if step.scale}
     return scales == {1.0} if scales else None
-
-
-def _without(facts: RunFacts) -> Iterator[Observation]:
-    if _unscaled(facts):
-        measured = "fp16 without a loss scale: gradients below 2^-25 become 0"
-        yield Observation(
-            "loss scale", measured, "Use --loss-scale dynamic, or bf16.", weight=1.0
-        )
-
-
-def _needless(facts: RunFacts) -> Iterator[Observation]:
-    if _unscaled(facts) is False:
-        word = facts.config.loss_scale or f"{facts.scale:g}"
-        lost = len(facts.skipped)
-        cost = f", and {lost} steps were skipped" if lost else ""
-        measured = f"{facts.dtype} with loss scale {word}{cost}"
-        advice = "Leave it out (--loss-scale none): the range is that of fp32."
-        yield Observation(
-            "loss scale", measured, advice, weight=lost / max(1, len(facts.steps))
-        )
-
-
-def _lost_loss(facts: RunFacts) -> Iterator[Observation]:
-    recorded = [step for step in facts.steps if step.loss is not None]
-    bad = [s for s in recorded if not math.isfinite(s.loss or 0.0) and not s.skipped]
-    applied = [step for step in bad if step.skipped is False]
-    nonfinite, severity = applied or bad, None if applied else _WARNING
-    if not nonfinite:
-        return
-    count = "1 step" if len(nonfinite) == 1 else f"{len(nonfinite)} steps"
-    measured = (
-        f"it was not finite in {count}{' with an update' * bool(applied)}, first in "
-    )
-    measured += f"step {nonfinite[0].step}"
-    measured += "" if applied else "; nothing tells whether there was an update"
-    advice = (
-        "Ask halfstep.find_nonfinite(model, step) which operation made it; lower --lr."
-    )
-    weight = len(nonfinite) / len(recorded)
-    yield Observation("loss", measured, advice, len(nonfinite), weight, severity)
 
 
 def _events(facts: RunFacts, ending: str) -> list[tuple[int, str]]:
@@ -275,41 +172,12 @@ def _failed_steps(facts: RunFacts, events: Iterable[tuple[int, str]]) -> set[int
     }
 
 
-def _forward(facts: RunFacts) -> Iterator[Observation]:
-    events = _events(facts, ":output")
-    if not events:
-        return
-    failed = _failed_steps(facts, events)
-    # Who holds inf in steps that go well, as a mask does, is not why others do not.
-    usual = {name for step, name in events if step not in failed}
-    odd = [(step, name) for step, name in events if name not in usual]
-    steps = _steps_of(odd or events)
-    where = (odd or events)[0][1]
-    weight = len(steps) / max(1, len(facts.steps))
-    if not odd:
-        measured = _nonfinite_text(steps) + "; what came of it was finite all the same"
-        advice = "Fine if it is a mask's -inf and meant; otherwise look at its inputs."
-        yield Observation(where, measured, advice, len(steps), weight, "note")
-        return
-    module = where.removesuffix(":output")
-    advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', or train "
-    advice += "in bf16; no loss scale mends a forward pass."
-    if facts.dtype != "fp16":
-        advice = "Look at its inputs at that step; lower --lr."
-    yield Observation(where, _nonfinite_text(steps), advice, len(steps), weight)
+RULES: Rules[RunFacts] = Rules()
 
 
-def _backward(facts: RunFacts) -> Iterator[Observation]:
-    events = _events(facts, ":grad")
-    if events:
-        steps, where = _steps_of(events), events[0][1]
-        advice = "Not a matter of the loss scale: look for log, sqrt or division at 0 "
-        advice += "there, at the data of that step, and lower --lr."
-        weight = len(steps) / max(1, len(facts.steps))
-        yield Observation(where, _nonfinite_text(steps), advice, len(steps), weight)
-
-
-def _bad_op(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add("a replay of the step", needs=("probe",), severity="error")
+def bad_op(facts: RunFacts) -> Iterator[Observation]:
+    """What made the first inf or NaN of a step that was replayed."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for event in facts.bad_ops:
         key = tuple(str(event.get(k)) for k in ("module", "op", "cause", "phase"))
@@ -348,105 +216,183 @@ def _bad_op(facts: RunFacts) -> Iterator[Observation]:
         yield Observation(module, measured, advice, weight=weight, severity=severity)
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "bad op",
-        "what made the first inf or NaN of a step that was replayed",
-        ("probe",),
-        _bad_op,
-        "error",
-        "a replay of the step",
-    ),
-    Rule(
-        "not finite forward",
-        "steps in which a module's output held inf or NaN",
-        ("probe",),
-        _forward,
-        "error",
-        "any is one too many",
-        limit=0,
-        limit_format="{:g} steps",
-    ),
-    Rule(
-        "not finite backward",
-        "steps in which a gradient held inf or NaN without a loss scale",
-        ("dtype", "probe"),
-        _backward,
-        "warning",
-        "any is one too many; under a loss scale it is normal",
-        limit=0,
-        limit_format="{:g} steps",
-        concerns=lambda facts: facts.dtype in {None, "fp32", "bf16"},
-    ),
-    Rule(
-        "loss not finite",
-        "steps whose loss was inf or NaN, but for those that were skipped",
-        ("losses",),
-        _lost_loss,
-        "error",
-        "any is one too many",
-        limit=0,
-        limit_format="{:g} steps",
-    ),
-    Rule(
-        "skipped steps",
-        "share of steps skipped after the first applied one, trials of growth apart",
-        ("steps",),
-        _skip_rate,
-        "warning",
-        OURS,
-        limit=_SKIPS,
-        severe=0.25,
-        limit_format="{:.0%} of the steps",
-    ),
-    Rule(
-        "scale unsettled",
-        "rounds of growth and back-off in 1,000 steps of the second half",
-        ("scales",),
-        _unsettled,
-        "warning",
-        _LAWS,
-        limit=1,
-        limit_format="{:g} in 1,000 steps",
-        concerns=_by_trial,
-    ),
-    Rule(
-        "scale falling",
-        "powers of two that the scale fell in the second half, never rising",
-        ("scales",),
-        _falling,
-        "warning",
-        OURS,
-        limit=2,
-        limit_format="a factor of 2^{:g}",
-        concerns=_by_trial,
-    ),
-    Rule(
-        "schedule on skipped steps",
-        "share of skipped steps after which the learning rate moved on",
-        ("rates of learning", "steps"),
-        _schedule,
-        "warning",
-        _SCHEDULE,
-        limit=0.5,
-        limit_format="{:.0%} of them",
-    ),
-    Rule(
-        "no loss scale",
-        "fp16 without a loss scale",
-        ("dtype", "loss scale"),
-        _without,
-        "error",
-        "format fact: fp16 makes 0 of 2^-25 and less",
-        concerns=lambda facts: facts.dtype in {None, "fp16"},
-    ),
-    Rule(
-        "needless loss scale",
-        "a loss scale where the format has fp32's range",
-        ("dtype", "loss scale"),
-        _needless,
-        "warning",
-        "format fact: bf16 has the exponents of fp32",
-        concerns=lambda facts: facts.dtype in {None, "bf16", "fp32"},
-    ),
+@RULES.add(
+    "any is one too many",
+    needs=("probe",),
+    severity="error",
+    limit=Limit(0, "{:g} steps"),
 )
+def not_finite_forward(facts: RunFacts) -> Iterator[Observation]:
+    """Steps in which a module's output held inf or NaN."""
+    events = _events(facts, ":output")
+    if not events:
+        return
+    failed = _failed_steps(facts, events)
+    # Who holds inf in steps that go well, as a mask does, is not why others do not.
+    usual = {name for step, name in events if step not in failed}
+    odd = [(step, name) for step, name in events if name not in usual]
+    steps = _steps_of(odd or events)
+    where = (odd or events)[0][1]
+    weight = len(steps) / max(1, len(facts.steps))
+    if not odd:
+        measured = _nonfinite_text(steps) + "; what came of it was finite all the same"
+        advice = "Fine if it is a mask's -inf and meant; otherwise look at its inputs."
+        yield Observation(where, measured, advice, len(steps), weight, "note")
+        return
+    module = where.removesuffix(":output")
+    advice = f"Keep it in fp32: --policy 'lean + module:{module}=fp32', or train "
+    advice += "in bf16; no loss scale fixes a forward pass."
+    if facts.dtype != "fp16":
+        advice = "Look at its inputs at that step; lower --lr."
+    yield Observation(where, _nonfinite_text(steps), advice, len(steps), weight)
+
+
+@RULES.add(
+    "any is one too many; under a loss scale it is normal",
+    needs=("dtype", "probe"),
+    limit=Limit(0, "{:g} steps"),
+    concerns=lambda facts: facts.dtype in {None, "fp32", "bf16"},
+)
+def not_finite_backward(facts: RunFacts) -> Iterator[Observation]:
+    """Steps in which a gradient held inf or NaN without a loss scale."""
+    events = _events(facts, ":grad")
+    if events:
+        steps, where = _steps_of(events), events[0][1]
+        advice = "Not a matter of the loss scale: look for log, sqrt or division at 0 "
+        advice += "there, at the data of that step, and lower --lr."
+        weight = len(steps) / max(1, len(facts.steps))
+        yield Observation(where, _nonfinite_text(steps), advice, len(steps), weight)
+
+
+@RULES.add(
+    "any is one too many",
+    needs=("losses",),
+    severity="error",
+    limit=Limit(0, "{:g} steps"),
+)
+def loss_not_finite(facts: RunFacts) -> Iterator[Observation]:
+    """Steps whose loss was inf or NaN, but for those that were skipped."""
+    recorded = [step for step in facts.steps if step.loss is not None]
+    bad = [s for s in recorded if not math.isfinite(s.loss or 0.0) and not s.skipped]
+    applied = [step for step in bad if step.skipped is False]
+    nonfinite, severity = applied or bad, None if applied else _WARNING
+    if not nonfinite:
+        return
+    count = "1 step" if len(nonfinite) == 1 else f"{len(nonfinite)} steps"
+    measured = f"it was not finite in {count}{' with an update' * bool(applied)}, "
+    measured += f"first in step {nonfinite[0].step}"
+    measured += "" if applied else "; nothing tells whether there was an update"
+    advice = (
+        "Ask halfstep.find_nonfinite(model, step) which operation made it; lower --lr."
+    )
+    weight = len(nonfinite) / len(recorded)
+    yield Observation("loss", measured, advice, len(nonfinite), weight, severity)
+
+
+@RULES.add(
+    OURS, needs=("steps",), limit=Limit(_SKIPS, "{:.0%} of the steps", severe=0.25)
+)
+def skipped_steps(facts: RunFacts) -> Iterator[Observation]:
+    """Share of steps skipped after the first applied one, trials of growth apart."""
+    skipped, trials, share = _skipped(facts)
+    if len(skipped) < _few_skips(facts):
+        return
+    names = Counter(name for step in skipped for name in step.found_inf_in)
+    where = "steps"
+    if names:
+        where = f"steps, most often in {names.most_common(1)[0][0]}"
+    num_steps = len(_warm(facts))
+    measured = f"{len(skipped)} of {num_steps} steps were skipped for inf or NaN, "
+    measured += f"{percent(share)}; the last is step {skipped[-1].step}"
+    measured += f"; {len(trials)} more tried a scale that had grown" if trials else ""
+    yield Observation(where, measured, _advice_on_skips(facts), share, share)
+
+
+@RULES.add(
+    _LAWS, needs=("scales",), limit=Limit(1, "{:g} in 1,000 steps"), concerns=_by_trial
+)
+def scale_unsettled(facts: RunFacts) -> Iterator[Observation]:
+    """Rounds of growth and back-off in 1,000 steps of the second half."""
+    steps = _second_half(facts)
+    fell, rose, count = _moves(steps)
+    rounds = min(fell, rose)
+    if rounds >= _FEW:
+        measured = f"it fell {fell} and rose {rose} times in the last {count:,} steps"
+        advice = "Raise it less often (ScaleRule(growth_interval=2000)), bear single "
+        advice += "overflows (hysteresis=2), or use --loss-scale measured or bf16."
+        skipped = sum(bool(step.skipped) for step in steps) / max(1, len(steps))
+        each = rounds * _WINDOW / count
+        yield Observation("loss scale", measured, advice, each, skipped)
+
+
+@RULES.add(
+    OURS, needs=("scales",), limit=Limit(2, "a factor of 2^{:g}"), concerns=_by_trial
+)
+def scale_falling(facts: RunFacts) -> Iterator[Observation]:
+    """Powers of two that the scale fell in the second half, never rising."""
+    scales = [step.scale for step in _second_half(facts) if step.scale]
+    fell, rose, count = _moves(_second_half(facts))
+    if not scales or rose:
+        return
+    down = math.log2(scales[0] / scales[-1])
+    measured = f"it fell {fell} times in the last {count:,} steps, to {scales[-1]:g}, "
+    measured += "and never rose"
+    advice = _advice_on_skips(facts)
+    severity: Severity | None = "error" if scales[-1] <= 1 else None
+    yield Observation(
+        "loss scale", measured, advice, down, min(1.0, fell / count), severity
+    )
+
+
+@RULES.add(
+    _SCHEDULE, needs=("rates of learning", "steps"), limit=Limit(0.5, "{:.0%} of them")
+)
+def schedule_on_skipped_steps(facts: RunFacts) -> Iterator[Observation]:
+    """Share of skipped steps after which the learning rate moved on."""
+    pairs = [
+        (a.lr, b.lr)
+        for a, b in pairwise(facts.steps)
+        if a.skipped and b.step == a.step + 1 and a.lr is not None and b.lr is not None
+    ]
+    if pairs:
+        moved = sum(a != b for a, b in pairs)
+        measured = f"the rate moved on after {moved} of {len(pairs)} skipped steps"
+        advice = "Step it only when report.applied (StepReport), or hand it over: "
+        advice += "prepare(..., scheduler=scheduler)."
+        num_steps = max(1, len(facts.steps))
+        yield Observation(
+            "learning rate", measured, advice, moved / len(pairs), moved / num_steps
+        )
+
+
+@RULES.add(
+    "format fact: fp16 makes 0 of 2^-25 and less",
+    needs=("dtype", "loss scale"),
+    severity="error",
+    concerns=lambda facts: facts.dtype in {None, "fp16"},
+)
+def no_loss_scale(facts: RunFacts) -> Iterator[Observation]:
+    """fp16 without a loss scale."""
+    if _unscaled(facts):
+        measured = "fp16 without a loss scale: gradients below 2^-25 become 0"
+        yield Observation(
+            "loss scale", measured, "Use --loss-scale dynamic, or bf16.", weight=1.0
+        )
+
+
+@RULES.add(
+    "format fact: bf16 has the exponents of fp32",
+    needs=("dtype", "loss scale"),
+    concerns=lambda facts: facts.dtype in {None, "bf16", "fp32"},
+)
+def needless_loss_scale(facts: RunFacts) -> Iterator[Observation]:
+    """A loss scale where the format has fp32's range."""
+    if _unscaled(facts) is False:
+        word = facts.config.loss_scale or f"{facts.scale:g}"
+        lost = len(facts.skipped)
+        cost = f", and {lost} steps were skipped" if lost else ""
+        measured = f"{facts.dtype} with loss scale {word}{cost}"
+        advice = "Leave it out (--loss-scale none): the range is that of fp32."
+        yield Observation(
+            "loss scale", measured, advice, weight=lost / max(1, len(facts.steps))
+        )

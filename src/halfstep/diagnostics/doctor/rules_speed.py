@@ -1,7 +1,6 @@
 """Rules on time: why 16 bits are not faster here.
 
-In: the profile of a step, and what the machine measured. Out: rows; the weight of
-each finding is the share of a step that it concerns, so the largest comes first.
+The weight of a finding is the share of a step that it concerns.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.gemm_shapes import LOW, low_products, name_of, size_of
-from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
-from halfstep.diagnostics.doctor.run_record import ProfileFacts
+from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
+from halfstep.diagnostics.profiling import Profile
 from halfstep.diagnostics.profiling.profile_result import GEMM
 from halfstep.machine import hardware
 from halfstep.policy import levels
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from halfstep.diagnostics.doctor.gemm_shapes import Size
-    from halfstep.diagnostics.doctor.run_record import ProfileRow, RunFacts
+    from halfstep.diagnostics.doctor.run_record import RunFacts
+    from halfstep.diagnostics.profiling import Row
 
 _SMALL = {"cpu": 2.0 * 128**3, "cuda": 2.0 * 512**3}
 """Operations of one call below which starting it and moving its numbers cost more."""
@@ -27,8 +27,8 @@ _FLOATS = ("fp32", "bf16", "fp16", "float64")
 _BCE = "binary_cross_entropy"
 
 
-def _profile(facts: RunFacts) -> ProfileFacts:
-    return facts.profile or ProfileFacts(0.0)
+def _profile(facts: RunFacts) -> Profile:
+    return facts.profile or Profile(0.0)
 
 
 def _ms(seconds: float) -> str:
@@ -48,11 +48,79 @@ def _low(facts: RunFacts) -> bool:
     return facts.dtype != "fp32"
 
 
-def _place(row: ProfileRow) -> str:
-    return f"{row.module} ({name_of(row.op)})" if row.module else name_of(row.op)
+def _wide(row: Row) -> bool:
+    """Say whether a row is an operation of the passes on fp32 numbers alone."""
+    name, floats = name_of(row.op), [d for d in row.dtypes if d in _FLOATS]
+    update = name.startswith(("_foreach", "_fused", "_amp"))
+    wide = bool(floats) and not {"bf16", "fp16"} & set(floats)
+    return wide and not update and size_of(row) is None and name != "copy_"
 
 
-def _casts(facts: RunFacts) -> Iterator[Observation]:
+def _misses(
+    facts: RunFacts, lost: list[tuple[float, Row, Size]], says: str, advice: str
+) -> Iterator[Observation]:
+    """Tell of all products that miss a granule as one finding, at the worst of them."""
+    if lost:
+        _, row, size = max(lost, key=lambda each: each[0])
+        total_seconds = sum(seconds for seconds, _, _ in lost)
+        measured = f"{size} {says}; all such cost " + _of_step(facts, total_seconds)
+        share = _profile(facts).share(total_seconds)
+        yield Observation(name_of(row.op), measured, advice, share, share)
+
+
+RULES: Rules[RunFacts] = Rules()
+
+
+@RULES.add(
+    "machine.SLOWER; formats equally fast differ by a few per cent",
+    needs=("dtype", "rates"),
+    limit=Limit(hardware.SLOWER, below=True),
+    concerns=_low,
+)
+def emulated(facts: RunFacts) -> Iterator[Observation]:
+    """Measured rate of 16-bit products over fp32's."""
+    rates = facts.machine.rates if facts.machine else {}
+    dtype = facts.dtype or "fp32"
+    if dtype not in rates or not rates["fp32"]:
+        return
+    gain = rates[dtype] / rates["fp32"]
+    chip = facts.machine.chip if facts.machine else ""
+    measured = f"{dtype} products run at {rates[dtype]:.3g} TFLOP/s, fp32 at "
+    measured += f"{rates['fp32']:.3g}: {gain:.2f} of its rate"
+    profile = _profile(facts)
+    weight = profile.share(profile.gemm_s) if profile.wall_s else 1.0
+    where = chip or "this machine"
+    yield Observation(where, measured, "Train in fp32 here: --level O0.", gain, weight)
+
+
+@RULES.add(
+    "torch.amp's list of banned operations",
+    name="binary_cross_entropy",
+    needs=("operations",),
+    concerns=_low,
+)
+def _cross_entropy(facts: RunFacts) -> Iterator[Observation]:
+    """A loss on probabilities."""
+    rows = [(r.op, name_of(r.op)) for r in _profile(facts).rows]
+    events = facts.bad_ops
+    rows += [(str(r.get("op")), str(r.get("module") or "loss")) for r in events]
+    for op, where in rows:
+        if name_of(op) in {_BCE, f"{_BCE}_backward"}:
+            measured = "it takes logarithms of probabilities, which 16 bits round to 0 "
+            measured += "and 1; torch.amp refuses it on GPUs"
+            advice = f"Use {_BCE}_with_logits, and drop the sigmoid before it."
+            yield Observation(where, measured, advice)
+            return
+
+
+@RULES.add(
+    "Campo: casts took more than 21 % of the time where AMP lost",
+    needs=("profile",),
+    limit=Limit(0.2, "{:.0%} of the step"),
+    concerns=_low,
+)
+def casts(facts: RunFacts) -> Iterator[Observation]:
+    """Share of a step in casts from one format to another."""
     profile = _profile(facts)
     share = profile.share(profile.casts_s)
     measured = _of_step(facts, profile.casts_s)
@@ -70,20 +138,16 @@ def _casts(facts: RunFacts) -> Iterator[Observation]:
     yield Observation("a step", measured, advice, share, share)
 
 
-def _wide(row: ProfileRow) -> bool:
-    """Say whether a row is an operation of the passes on fp32 numbers alone."""
-    name, floats = name_of(row.op), [d for d in row.dtypes if d in _FLOATS]
-    update = name.startswith(("_foreach", "_fused", "_amp"))
-    wide = bool(floats) and not {"bf16", "fp16"} & set(floats)
-    return wide and not update and size_of(row) is None and name != "copy_"
-
-
-def _fp32_only(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS, needs=("profile",), limit=Limit(0.25, "{:.0%} of the step"), concerns=_low
+)
+def fp32_operations(facts: RunFacts) -> Iterator[Observation]:
+    """Share of a step in operations that run in fp32."""
     profile = _profile(facts)
     share = profile.share(profile.fp32_only_s)
     rows = [row for row in profile.rows if _wide(row)]
     most = max(rows, key=lambda row: row.self_s, default=None)
-    where = "operations in fp32" if most is None else _place(most)
+    where = "operations in fp32" if most is None else name_of(most.op)
     measured = _of_step(facts, profile.fp32_only_s)
     measured += "" if most is None else f"; most of it in {name_of(most.op)}"
     advice = "Policy lean leaves norms and softmax in 16 bits where the kernel sums in "
@@ -91,106 +155,38 @@ def _fp32_only(facts: RunFacts) -> Iterator[Observation]:
     yield Observation(where, measured, advice, share, share)
 
 
-def _overhead(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS,
+    name="no 16-bit products",
+    needs=("dtype", "profile"),
+    limit=Limit(0.5, "{:.0%}"),
+    concerns=_low,
+)
+def _wide_products(facts: RunFacts) -> Iterator[Observation]:
+    """Share of the time in matrix products that is in fp32 ones."""
     profile = _profile(facts)
-    share = profile.share(profile.python_s)
-    calls = sum(row.calls for row in profile.rows)
-    measured = _of_step(facts, profile.python_s) + f", between {calls:,.0f} operations"
-    advice = "Larger batches; fewer and larger operations (--compile); on a GPU CUDA "
-    advice += "graphs (torch.compile(mode='reduce-overhead'))."
-    yield Observation("Python and launches", measured, advice, share, share)
+    products = [row for row in profile.rows if GEMM.fullmatch(name_of(row.op))]
+    wide = [row for row in products if row.dtypes and not LOW & set(row.dtypes)]
+    if wide:
+        most = max(wide, key=lambda row: row.self_s)
+        spent = sum(row.self_s for row in wide)
+        share = spent / (sum(row.self_s for row in products) or 1.0)
+        measured = f"{percent(share)} of the time in matrix products is in fp32 ones, "
+        measured += f"{_of_step(facts, spent)}, in a run in {facts.dtype}"
+        advice = "Compute forward pass and loss inside `with session.autocast():`; "
+        advice += "session.explain() tells which rule keeps a product in fp32."
+        weight = profile.share(spent)
+        yield Observation(name_of(most.op), measured, advice, share, weight)
 
 
-def _waits(facts: RunFacts) -> Iterator[Observation]:
-    profile = _profile(facts)
-    share = profile.share(profile.wait_s)
-    measured = f"the host waits {profile.waits:g} times a step for the device, "
-    measured += _of_step(facts, profile.wait_s)
-    advice = "Look for .item(), .cpu(), print and `if tensor` in the loop; read the "
-    advice += "loss every so many steps."
-    yield Observation("a step", measured, advice, profile.waits, share)
-
-
-def _input(facts: RunFacts) -> Iterator[Observation]:
-    timed = [s for s in facts.steps if s.input_s is not None and s.total_s]
-    if timed:
-        spent = sum(step.input_s or 0.0 for step in timed)
-        total_seconds = sum(step.total_s or 0.0 for step in timed)
-        share = spent / total_seconds
-        measured = (
-            f"{percent(share)} of the time in training steps went into waiting for "
-        )
-        measured += "batches"
-    else:
-        profile = _profile(facts)
-        share = profile.share(profile.input_s)
-        measured = _of_step(facts, profile.input_s) + ", went into waiting for batches"
-    advice = "Give more --workers; prepare what can be prepared before training."
-    yield Observation("batches", measured, advice, share, share)
-
-
-def _padding(facts: RunFacts) -> Iterator[Observation]:
-    share = facts.padding or 0.0
-    measured = (
-        f"{percent(share)} of what was computed was padding: the texts of a batch "
-    )
-    measured += "differ much in length"
-    yield Observation(
-        "batches", measured, "--max-length cuts the longest.", share, share
-    )
-
-
-def _emulated(facts: RunFacts) -> Iterator[Observation]:
-    rates = facts.machine.rates if facts.machine else {}
-    dtype = facts.dtype or "fp32"
-    if dtype not in rates or not rates["fp32"]:
-        return
-    gain = rates[dtype] / rates["fp32"]
-    chip = facts.machine.chip if facts.machine else ""
-    measured = f"{dtype} products run at {rates[dtype]:.3g} TFLOP/s, fp32 at "
-    measured += f"{rates['fp32']:.3g}: {gain:.2f} of its rate"
-    profile = _profile(facts)
-    weight = profile.share(profile.gemm_s) if profile.wall_s else 1.0
-    where = chip or "this machine"
-    yield Observation(where, measured, "Train in fp32 here: --level O0.", gain, weight)
-
-
-def _misses(
-    facts: RunFacts, lost: list[tuple[float, ProfileRow, Size]], says: str, advice: str
-) -> Iterator[Observation]:
-    """Tell of all products that miss a granule as one finding, at the worst of them."""
-    if lost:
-        _, row, size = max(lost, key=lambda each: each[0])
-        total_seconds = sum(seconds for seconds, _, _ in lost)
-        measured = f"{size} {says}; all such cost " + _of_step(facts, total_seconds)
-        share = _profile(facts).share(total_seconds)
-        yield Observation(_place(row), measured, advice, share, share)
-
-
-def _tiles(facts: RunFacts) -> Iterator[Observation]:
-    machine_ = facts.machine
-    if machine_ is None or "AMX-BF16" not in machine_.instruction_sets:
-        return
-    lost = [
-        ((1 - size.useful) * row.self_s, row, size)
-        for row, size in low_products(_profile(facts))
-    ]
-    lost = [each for each in lost if each[0] > 0]
-    advice = "Make hidden sizes multiples of 32, and batch x length one of 16."
-    yield from _misses(facts, lost, "does not fill tiles of 16 x 32 x 16", advice)
-
-
-def _alignment(facts: RunFacts) -> Iterator[Observation]:
-    lost = [
-        (row.self_s, row, size)
-        for row, size in low_products(_profile(facts))
-        if not size.aligned
-    ]
-    advice = "Pad hidden sizes, vocabulary and batch to multiples of 8, better 64."
-    yield from _misses(facts, lost, "has sizes that are no multiple of 8", advice)
-
-
-def _small(facts: RunFacts) -> Iterator[Observation]:
+@RULES.add(
+    OURS + ": below 2 x 128^3 operations on a CPU, 2 x 512^3 on a GPU",
+    needs=("profile",),
+    limit=Limit(0.2, "{:.0%} of the step"),
+    concerns=_low,
+)
+def small_products(facts: RunFacts) -> Iterator[Observation]:
+    """Share of a step in products too small for 16 bits."""
     profile = _profile(facts)
     most = _SMALL.get(facts.device or "cpu", _SMALL["cuda"])
     small = [
@@ -204,163 +200,97 @@ def _small(facts: RunFacts) -> Iterator[Observation]:
     yield from _misses(facts, small, says, advice)
 
 
-def _wide_products(facts: RunFacts) -> Iterator[Observation]:
-    profile = _profile(facts)
-    products = [row for row in profile.rows if GEMM.fullmatch(name_of(row.op))]
-    wide = [row for row in products if row.dtypes and not LOW & set(row.dtypes)]
-    if wide:
-        most = max(wide, key=lambda row: row.self_s)
-        spent = sum(row.self_s for row in wide)
-        share = spent / (sum(row.self_s for row in products) or 1.0)
-        measured = f"{percent(share)} of the time in matrix products is in fp32 ones, "
-        measured += f"{_of_step(facts, spent)}, in a run in {facts.dtype}"
-        advice = "Compute forward pass and loss inside `with session.autocast():`; "
-        advice += "session.explain() tells which rule keeps a product in fp32."
-        yield Observation(_place(most), measured, advice, share, profile.share(spent))
-
-
-def _cross_entropy(facts: RunFacts) -> Iterator[Observation]:
-    rows = [(r.op, _place(r)) for r in _profile(facts).rows]
-    named = [*facts.plan, *facts.bad_ops]
-    rows += [(str(r.get("op")), str(r.get("module") or "loss")) for r in named]
-    for op, where in rows:
-        if name_of(op) in {_BCE, f"{_BCE}_backward"}:
-            measured = (
-                "it takes logarithms of probabilities, which 16 bits round to 0 and "
-            )
-            measured += "1; torch.amp refuses it on GPUs"
-            advice = f"Use {_BCE}_with_logits, and drop the sigmoid before it."
-            yield Observation(where, measured, advice)
-            return
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "emulated",
-        "measured rate of 16-bit products over fp32's",
-        ("dtype", "rates"),
-        _emulated,
-        "warning",
-        "machine.SLOWER; formats equally fast differ by a few per cent",
-        limit=hardware.SLOWER,
-        below=True,
-        limit_format="{:g}",
-        concerns=_low,
-    ),
-    Rule(
-        "binary_cross_entropy",
-        "a loss on probabilities",
-        ("operations",),
-        _cross_entropy,
-        "warning",
-        "torch.amp's list of banned operations",
-        concerns=_low,
-    ),
-    Rule(
-        "casts",
-        "share of a step in casts from one format to another",
-        ("profile",),
-        _casts,
-        "warning",
-        "Campo: casts took more than 21 % of the time where AMP lost",
-        limit=0.2,
-        limit_format="{:.0%} of the step",
-        concerns=_low,
-    ),
-    Rule(
-        "fp32 operations",
-        "share of a step in operations that run in fp32",
-        ("profile",),
-        _fp32_only,
-        "warning",
-        OURS,
-        limit=0.25,
-        limit_format="{:.0%} of the step",
-        concerns=_low,
-    ),
-    Rule(
-        "no 16-bit products",
-        "share of the time in matrix products that is in fp32 ones",
-        ("dtype", "profile"),
-        _wide_products,
-        "warning",
-        OURS,
-        limit=0.5,
-        limit_format="{:.0%}",
-        concerns=_low,
-    ),
-    Rule(
-        "small products",
-        "share of a step in products too small for 16 bits",
-        ("profile",),
-        _small,
-        "warning",
-        OURS + ": below 2 x 128^3 operations on a CPU, 2 x 512^3 on a GPU",
-        limit=0.2,
-        limit_format="{:.0%} of the step",
-        concerns=_low,
-    ),
-    Rule(
-        "sizes and AMX tiles",
-        "share of a step that rounding sizes up to AMX tiles costs",
-        ("dtype", "machine", "profile"),
-        _tiles,
-        "warning",
-        "Intel: tiles of 16 rows by 64 bytes; the share is our choice",
-        limit=0.1,
-        limit_format="{:.0%} of the step",
-        concerns=lambda facts: facts.dtype in {None, "bf16"} and _on(facts, "cpu"),
-    ),
-    Rule(
-        "sizes and tensor cores",
-        "share of a step in products whose sizes are no multiples of 8",
-        ("profile",),
-        _alignment,
-        "warning",
-        "NVIDIA's guide: sizes of 16 bytes; the share is our choice",
-        limit=0.1,
-        limit_format="{:.0%} of the step",
-        concerns=lambda facts: _low(facts) and _on(facts, "cuda"),
-    ),
-    Rule(
-        "overhead",
-        "share of a step between operations: Python, launches",
-        ("profile",),
-        _overhead,
-        "warning",
-        OURS,
-        limit=0.3,
-        limit_format="{:.0%} of the step",
-    ),
-    Rule(
-        "waits",
-        "times in a step that the host waits for the device",
-        ("profile",),
-        _waits,
-        "warning",
-        OURS + ": one, for a loss that is shown",
-        limit=1,
-        limit_format="{:g} a step",
-        concerns=lambda facts: _on(facts, "cuda"),  # a CPU has nothing to wait for
-    ),
-    Rule(
-        "data loading",
-        "share of the time spent on waiting for batches",
-        ("input time",),
-        _input,
-        "warning",
-        OURS,
-        limit=0.1,
-        limit_format="{:.0%} of the time",
-    ),
-    Rule(
-        "padding",
-        "share of what was computed that was padding",
-        ("padding",),
-        _padding,
-        "note",
-        OURS,
-        limit=0.25,
-        limit_format="{:.0%}",
-    ),
+@RULES.add(
+    "Intel: tiles of 16 rows by 64 bytes; the share is our choice",
+    name="sizes and AMX tiles",
+    needs=("dtype", "machine", "profile"),
+    limit=Limit(0.1, "{:.0%} of the step"),
+    concerns=lambda facts: facts.dtype in {None, "bf16"} and _on(facts, "cpu"),
 )
+def _tiles(facts: RunFacts) -> Iterator[Observation]:
+    """Share of a step that rounding sizes up to AMX tiles costs."""
+    machine_ = facts.machine
+    if machine_ is None or "AMX-BF16" not in machine_.instruction_sets:
+        return
+    lost = [
+        ((1 - size.useful) * row.self_s, row, size)
+        for row, size in low_products(_profile(facts))
+    ]
+    lost = [each for each in lost if each[0] > 0]
+    advice = "Make hidden sizes multiples of 32, and batch x length one of 16."
+    yield from _misses(facts, lost, "does not fill tiles of 16 x 32 x 16", advice)
+
+
+@RULES.add(
+    "NVIDIA's guide: sizes of 16 bytes; the share is our choice",
+    needs=("profile",),
+    limit=Limit(0.1, "{:.0%} of the step"),
+    concerns=lambda facts: _low(facts) and _on(facts, "cuda"),
+)
+def sizes_and_tensor_cores(facts: RunFacts) -> Iterator[Observation]:
+    """Share of a step in products whose sizes are no multiples of 8."""
+    lost = [
+        (row.self_s, row, size)
+        for row, size in low_products(_profile(facts))
+        if not size.aligned
+    ]
+    advice = "Pad hidden sizes, vocabulary and batch to multiples of 8, better 64."
+    yield from _misses(facts, lost, "has sizes that are no multiple of 8", advice)
+
+
+@RULES.add(OURS, needs=("profile",), limit=Limit(0.3, "{:.0%} of the step"))
+def overhead(facts: RunFacts) -> Iterator[Observation]:
+    """Share of a step between operations: Python, launches."""
+    profile = _profile(facts)
+    share = profile.share(profile.python_s)
+    calls = sum(row.calls for row in profile.rows)
+    measured = _of_step(facts, profile.python_s) + f", between {calls:,.0f} operations"
+    advice = "Larger batches; fewer and larger operations (--compile); on a GPU CUDA "
+    advice += "graphs (torch.compile(mode='reduce-overhead'))."
+    yield Observation("Python and launches", measured, advice, share, share)
+
+
+@RULES.add(
+    OURS + ": one, for a loss that is shown",
+    needs=("profile",),
+    limit=Limit(1, "{:g} a step"),
+    concerns=lambda facts: _on(facts, "cuda"),
+)
+def waits(facts: RunFacts) -> Iterator[Observation]:
+    """Times in a step that the host waits for the device."""
+    profile = _profile(facts)
+    share = profile.share(profile.wait_s)
+    measured = f"the host waits {profile.waits:g} times a step for the device, "
+    measured += _of_step(facts, profile.wait_s)
+    advice = "Look for .item(), .cpu(), print and `if tensor` in the loop; read the "
+    advice += "loss every so many steps."
+    yield Observation("a step", measured, advice, profile.waits, share)
+
+
+@RULES.add(OURS, needs=("input time",), limit=Limit(0.1, "{:.0%} of the time"))
+def data_loading(facts: RunFacts) -> Iterator[Observation]:
+    """Share of the time spent on waiting for batches."""
+    timed = [s for s in facts.steps if s.input_s is not None and s.total_s]
+    if timed:
+        spent = sum(step.input_s or 0.0 for step in timed)
+        total_seconds = sum(step.total_s or 0.0 for step in timed)
+        share = spent / total_seconds
+        measured = f"{percent(share)} of the time in training steps went into waiting "
+        measured += "for batches"
+    else:
+        profile = _profile(facts)
+        share = profile.share(profile.input_s)
+        measured = _of_step(facts, profile.input_s) + ", went into waiting for batches"
+    advice = "Give more --workers; prepare what can be prepared before training."
+    yield Observation("batches", measured, advice, share, share)
+
+
+@RULES.add(OURS, needs=("padding",), severity="note", limit=Limit(0.25, "{:.0%}"))
+def padding(facts: RunFacts) -> Iterator[Observation]:
+    """Share of what was computed that was padding."""
+    share = facts.padding or 0.0
+    measured = f"{percent(share)} of what was computed was padding: the texts of a "
+    measured += "batch differ much in length"
+    yield Observation(
+        "batches", measured, "--max-length cuts the longest.", share, share
+    )

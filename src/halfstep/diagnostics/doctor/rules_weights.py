@@ -1,13 +1,10 @@
-"""Rules on what is stored and summed in 16 bits: weights, updates, gradients.
-
-In: settings, the machine, counts of lost updates. Out: rows.
-"""
+"""Rules on what is stored and summed in 16 bits: weights, updates, gradients."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.doctor.rule import OURS, Observation, Rule, percent
+from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
 from halfstep.errors import UserError
 from halfstep.policy.levels import Level, parse
 
@@ -37,64 +34,12 @@ def _without_masters(facts: RunFacts) -> bool:
 
 def _masters_advice(facts: RunFacts) -> str:
     if facts.dtype == "fp16":
-        return "Keep fp32 masters: --level O2 --master fp32."
+        return "Keep fp32 master weights: --level O2 --master fp32."
     return (
-        "Keep masters: --level O2 with --master split (exact, 16 bits a weight), kahan "
-        "(as lean, bf16 moments too) or stochastic (nothing kept, right on average)."
+        "Keep master weights: --level O2 with --master split (exact, 16 bits a weight),"
+        " kahan (as lean, bf16 moments too) or stochastic (nothing kept, right on "
+        "average)."
     )
-
-
-def _lost_updates(facts: RunFacts) -> Iterator[Observation]:
-    groups: dict[int, list[float]] = {}
-    for lost in facts.lost:
-        groups.setdefault(lost.group, []).append(lost.share)
-    for group, shares in groups.items():
-        share = sum(shares) / len(shares)
-        measured = f"{percent(share)} of its updates were rounded away, over "
-        measured += "one count" if len(shares) == 1 else f"{len(shares)} counts"
-        where = f"parameter group {group}"
-        yield Observation(where, measured, _masters_advice(facts), share, share)
-
-
-def _no_masters(facts: RunFacts) -> Iterator[Observation]:
-    if not facts.lost:
-        measured = f"{facts.dtype} weights without masters, and nobody counted what "
-        measured += "rounding swallows"
-        advice = _masters_advice(facts)
-        advice += " prepare(..., lost_updates_every=100) counts."
-        yield Observation("weights", measured, advice)
-
-
-def _low_already(facts: RunFacts) -> Iterator[Observation]:
-    low = [name for name, word in facts.weights.items() if word in _LOW]
-    level = _level(facts)
-    if low and level is not None and not level.low_weights:
-        names = ", ".join(low[:_NAMED])
-        more = f" and {len(low) - _NAMED} more" if len(low) > _NAMED else ""
-        word = facts.weights[low[0]]
-        measured = (
-            f"{len(low)} of {len(facts.weights)} parameters came in {word}, which "
-        )
-        measured += f"level {level} updates without masters: {names}{more}"
-        advice = "Call model.float() before prepare; or store them low on purpose, "
-        advice += "with masters: --level O2."
-        share = len(low) / len(facts.weights)
-        yield Observation("weights", measured, advice, len(low), share)
-
-
-def _sums(facts: RunFacts) -> Iterator[Observation]:
-    machine = facts.machine
-    if machine is not None and machine.fp16_accumulation and facts.dtype == "fp16":
-        measured = "torch may add up products of fp16 numbers in fp16"
-        advice = "Set torch.backends.cuda.matmul.allow_fp16_accumulation = False."
-        yield Observation("matrix products", measured, advice, weight=1.0)
-
-
-def _micro_sums(facts: RunFacts) -> Iterator[Observation]:
-    count = facts.config.accumulate or 1
-    measured = f"{count} micro-batches are added up in {facts.dtype}"
-    advice = "Keep masters, which add them up in fp32: --level O2."
-    yield Observation("gradients", measured, advice, count)
 
 
 def _low_weights(facts: RunFacts) -> bool:
@@ -107,59 +52,90 @@ def _low_and_alone(facts: RunFacts) -> bool:
     return _low_weights(facts) and _without_masters(facts)
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "swamped updates",
-        "share of a parameter group's updates that rounding swallowed",
-        ("dtype", "lost updates"),
-        _lost_updates,
-        "warning",
-        "our choice; bf16 loses updates below 2^-9 to 2^-8 of the weight",
-        limit=0.05,
-        severe=0.5,
-        limit_format="{:.0%}",
-        concerns=lambda facts: bool(facts.lost) or _low_and_alone(facts),
-    ),
-    Rule(
-        "no masters",
-        "16-bit weights without masters, and lost updates were not counted",
-        ("level", "dtype"),
-        _no_masters,
-        "note",
-        "at lr 2e-5 and weights of 0.04, bf16 loses 85 % of the updates",
-        concerns=_low_and_alone,
-    ),
-    Rule(
-        "weights already low",
-        "parameters in 16 bits before a level that keeps fp32 weights",
-        ("level", "weights"),
-        _low_already,
-        "error",
-        "the level's promise: fp32 weights",
-        limit=0,
-        limit_format="{:g} parameters",
-        concerns=lambda facts: (
-            (level := _level(facts)) is None or not level.low_weights
-        ),
-    ),
-    Rule(
-        "fp16 sums",
-        "sums of products kept in fp16",
-        ("dtype", "machine"),
-        _sums,
-        "warning",
-        "torch: allow_fp16_accumulation; sums beyond 2,048 lose ones",
-        concerns=lambda facts: facts.dtype in {None, "fp16"} and facts.device != "cpu",
-    ),
-    Rule(
-        "gradients summed low",
-        "micro-batches whose gradients are added up in 16 bits",
-        ("level", "dtype"),
-        _micro_sums,
-        "warning",
-        OURS + "; each addition rounds at 2^-8 in bf16, at 2^-11 in fp16",
-        limit=3,
-        limit_format="{:g}",
-        concerns=_low_and_alone,
-    ),
+RULES: Rules[RunFacts] = Rules()
+
+
+@RULES.add(
+    "our choice; bf16 loses updates below 2^-9 to 2^-8 of the weight",
+    needs=("dtype", "lost updates"),
+    limit=Limit(0.05, "{:.0%}", severe=0.5),
+    concerns=lambda facts: bool(facts.lost) or _low_and_alone(facts),
 )
+def swamped_updates(facts: RunFacts) -> Iterator[Observation]:
+    """Share of a parameter group's updates lost to rounding."""
+    groups: dict[int, list[float]] = {}
+    for lost in facts.lost:
+        groups.setdefault(lost.group, []).append(lost.share)
+    for group, shares in groups.items():
+        share = sum(shares) / len(shares)
+        measured = f"{percent(share)} of its updates were rounded away, over "
+        measured += "one count" if len(shares) == 1 else f"{len(shares)} counts"
+        where = f"parameter group {group}"
+        yield Observation(where, measured, _masters_advice(facts), share, share)
+
+
+@RULES.add(
+    "at lr 2e-5 and weights of 0.04, bf16 loses 85 % of the updates",
+    needs=("level", "dtype"),
+    severity="note",
+    concerns=_low_and_alone,
+)
+def no_masters(facts: RunFacts) -> Iterator[Observation]:
+    """16-bit weights without master weights, and lost updates were not counted."""
+    if not facts.lost:
+        measured = f"{facts.dtype} weights without master weights, and updates lost to "
+        measured += "rounding were not counted"
+        advice = _masters_advice(facts)
+        advice += " prepare(..., lost_updates_every=100) counts."
+        yield Observation("weights", measured, advice)
+
+
+@RULES.add(
+    "the level's promise: fp32 weights",
+    needs=("level", "weights"),
+    severity="error",
+    limit=Limit(0, "{:g} parameters"),
+    concerns=lambda facts: (level := _level(facts)) is None or not level.low_weights,
+)
+def weights_already_low(facts: RunFacts) -> Iterator[Observation]:
+    """Parameters in 16 bits before a level that keeps fp32 weights."""
+    low = [name for name, word in facts.weights.items() if word in _LOW]
+    level = _level(facts)
+    if low and level is not None and not level.low_weights:
+        names = ", ".join(low[:_NAMED])
+        more = f" and {len(low) - _NAMED} more" if len(low) > _NAMED else ""
+        word = facts.weights[low[0]]
+        measured = f"{len(low)} of {len(facts.weights)} parameters came in {word}, "
+        measured += f"which level {level} updates without master weights: {names}{more}"
+        advice = "Call model.float() before prepare; or store them low on purpose, "
+        advice += "with master weights: --level O2."
+        share = len(low) / len(facts.weights)
+        yield Observation("weights", measured, advice, len(low), share)
+
+
+@RULES.add(
+    "torch: allow_fp16_accumulation; sums beyond 2,048 lose ones",
+    needs=("dtype", "machine"),
+    concerns=lambda facts: facts.dtype in {None, "fp16"} and facts.device != "cpu",
+)
+def fp16_sums(facts: RunFacts) -> Iterator[Observation]:
+    """Sums of products kept in fp16."""
+    machine = facts.machine
+    if machine is not None and machine.fp16_accumulation and facts.dtype == "fp16":
+        measured = "torch may add up products of fp16 numbers in fp16"
+        advice = "Set torch.backends.cuda.matmul.allow_fp16_accumulation = False."
+        yield Observation("matrix products", measured, advice, weight=1.0)
+
+
+@RULES.add(
+    OURS + "; each addition rounds at 2^-8 in bf16, at 2^-11 in fp16",
+    needs=("level", "dtype"),
+    limit=Limit(3),
+    concerns=_low_and_alone,
+)
+def gradients_summed_low(facts: RunFacts) -> Iterator[Observation]:
+    """micro-batches whose gradients are added up in 16 bits."""
+    count = facts.config.accumulate or 1
+    measured = f"{count} micro-batches are added up in {facts.dtype}"
+    advice = "Keep master weights, which add them up in fp32: --level O2."
+    yield Observation("gradients", measured, advice, count)

@@ -1,7 +1,6 @@
 """Facts about a run from its folder alone.
 
-In: a folder with a `metrics.jsonl`, and what else `halfstep train` and a probe write.
-Out: `RunFacts`. A damaged or missing file is a line in `problems`, never a traceback.
+A damaged or missing file is a line in `problems`, never a traceback.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import tomllib
 from collections import defaultdict
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from halfstep.diagnostics.doctor.run_record import (
     Config,
@@ -20,20 +19,18 @@ from halfstep.diagnostics.doctor.run_record import (
     LostUpdates,
     MachineFacts,
     NonFinite,
-    ProfileFacts,
     RunFacts,
     SplitFacts,
     Step,
-    sample,
 )
+from halfstep.diagnostics.profiling import Profile
 from halfstep.errors import UserError
+from halfstep.numerics.tensor_summary import Sample, TensorSummary
 from halfstep.reporting import json_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
-
-    from halfstep.numerics.tensor_summary import Sample
 
 T = TypeVar("T")
 
@@ -46,6 +43,7 @@ _READ = (METRICS, *SETTINGS, SUMMARY, PROFILE, ENVIRONMENT, DATA)
 _MOST_SAMPLES = 256  # of a tensor: more tell no more, and fill the memory
 _MOST_LINES = 5  # that are damaged and named
 _NEVER = 1 << 63  # a step that does not come
+_BAD_OP_TEXTS = ("phase", "op", "kind", "nonfinite_kind", "evidence", "advice", "rule")
 
 
 def read(folder: Path) -> RunFacts:
@@ -68,55 +66,40 @@ def read(folder: Path) -> RunFacts:
         raise UserError(message)
     reader = _Reader(folder)
     settings = reader.settings()
-    summary = (
-        reader.json(SUMMARY, lambda data: json_fields.mapping(data, SUMMARY)) or {}
-    )
-    environment = (
-        reader.json(ENVIRONMENT, lambda data: json_fields.mapping(data, ENVIRONMENT))
-        or {}
-    )
-    profile = reader.json(PROFILE, ProfileFacts.from_data)
+    summary, environment = map(reader.mapping, (SUMMARY, ENVIRONMENT))
+    profile = reader.json(PROFILE, Profile.from_data)
     splits = reader.json(DATA, splits_of)
     metrics = _Metrics()
     reader.metrics(metrics)
-    summary_config = {
-        name: summary[name] for name in ("level", "dtype", "master") if name in summary
-    }
-
-    def config() -> Config:
-        return Config.from_data({**settings, **summary_config})
+    resolved = {n: summary[n] for n in ("level", "dtype", "master") if n in summary}
 
     def weights() -> dict[str, str]:
         formats = json_fields.mapping(environment.get("weights") or {}, "weights")
-        return {
-            name: json_fields.optional_text(formats, name) or "unknown"
-            for name in formats
-        }
+        return {n: json_fields.optional_text(formats, n) or "unknown" for n in formats}
 
-    machine = None
-    if "machine" in environment:
-        machine = reader.try_parse(
-            ENVIRONMENT, lambda: MachineFacts.from_data(environment["machine"])
-        )
+    def machine() -> MachineFacts | None:
+        found = "machine" in environment
+        return MachineFacts.from_data(environment["machine"]) if found else None
+
+    def padding() -> float | None:
+        found = summary.get("padded_share") is not None
+        return json_fields.fraction(summary, "padded_share") if found else None
+
+    config = reader.try_parse(
+        "settings", lambda: Config.from_data({**settings, **resolved})
+    )
     return RunFacts(
         name=str(folder),
-        config=reader.try_parse("settings", config) or Config(),
+        config=config or Config(),
         steps=tuple(metrics.steps),
         stats=metrics.stats(),
         non_finite=metrics.events(NonFinite),
         bad_ops=metrics.events(dict),
         lost=metrics.events(LostUpdates),
         profile=profile,
-        machine=machine,
+        machine=reader.try_parse(ENVIRONMENT, machine),
         weights=reader.try_parse(ENVIRONMENT, weights) or {},
-        padding=reader.try_parse(
-            SUMMARY,
-            lambda: (
-                json_fields.fraction(summary, "padded_share")
-                if summary.get("padded_share") is not None
-                else None
-            ),
-        ),
+        padding=reader.try_parse(SUMMARY, padding),
         evaluations=metrics.evaluations(),
         splits=splits or {},
         problems=tuple(reader.problems),
@@ -143,22 +126,10 @@ def _replace_surrogates(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):
-        return {
-            _replace_surrogates(key): _replace_surrogates(item)
-            for key, item in value.items()
-        }
-    return (
-        [_replace_surrogates(item) for item in value]
-        if isinstance(value, list)
-        else value
-    )
-
-
-class _Event(NamedTuple):
-    """What an event tells."""
-
-    step: int
-    value: NonFinite | LostUpdates | Evaluation | dict[str, Any]
+        pairs = value.items()
+        return {_replace_surrogates(k): _replace_surrogates(v) for k, v in pairs}
+    is_list = isinstance(value, list)
+    return [_replace_surrogates(item) for item in value] if is_list else value
 
 
 class _Metrics:
@@ -172,8 +143,8 @@ class _Metrics:
         self.steps: list[Step] = []
         self.void = 0
         """Records of steps that are."""
-        self._events: list[tuple[int, _Event]] = []
-        """Each with the number of records before it."""
+        self._events: list[tuple[int, int, object]] = []
+        """Records before it, its step, and what it tells."""
         self._samples: dict[str, list[tuple[int, Sample]]] = defaultdict(list)
         self._records = 0
         self._restarts: list[tuple[int, int]] = []
@@ -196,15 +167,7 @@ class _Metrics:
         elif event == "non_finite":
             self._note(step, NonFinite(step, json_fields.texts(record, "where")))
         elif event == "bad_op":
-            for key in (
-                "phase",
-                "op",
-                "kind",
-                "nonfinite_kind",
-                "evidence",
-                "advice",
-                "rule",
-            ):
+            for key in _BAD_OP_TEXTS:
                 json_fields.optional_text(record, key)
             for key in ("module", "cause"):
                 json_fields.text(record, key)
@@ -213,16 +176,11 @@ class _Metrics:
             self._note(step, Evaluation.from_data(record))
         elif event == "lost_updates":
             groups = json_fields.items(record.get("groups"), "groups")
-            mappings = [json_fields.mapping(group, "groups") for group in groups]
-            for lost in [
-                LostUpdates.from_data(step, group_data) for group_data in mappings
-            ]:
+            for lost in [LostUpdates.from_data(step, group) for group in groups]:
                 self._note(step, lost)
 
-    def _note(
-        self, step: int, value: NonFinite | LostUpdates | Evaluation | dict[str, Any]
-    ) -> None:
-        self._events.append((self._records, _Event(step, value)))
+    def _note(self, step: int, value: object) -> None:
+        self._events.append((self._records, step, value))
 
     def _take_step(self, step: Step) -> None:
         if self.steps and step.step <= self.steps[-1].step:
@@ -249,9 +207,9 @@ class _Metrics:
     def events(self, kind: type[T]) -> tuple[T, ...]:
         """Return the events of one kind that hold."""
         return tuple(
-            event.value
-            for records, event in self._events
-            if isinstance(event.value, kind) and self._holds(records, event.step)
+            value
+            for records, step, value in self._events
+            if isinstance(value, kind) and self._holds(records, step)
         )
 
     def evaluations(self) -> tuple[Evaluation, ...]:
@@ -266,7 +224,10 @@ class _Metrics:
             return
         tensors = json_fields.mapping(record.get("tensors"), "tensors")
         scale = json_fields.loss_scale(record, "scale") or 0.0
-        samples = {name: sample(step, tensors[name], scale) for name in tensors}
+        samples = {
+            name: Sample(step, TensorSummary.from_data(tensors[name]), scale)
+            for name in tensors
+        }
         for name, each in samples.items():
             self._samples[name].append((self._records, each))
         if max(map(len, self._samples.values()), default=0) > _MOST_SAMPLES:
@@ -324,6 +285,10 @@ class _Reader:
         if not path.exists():
             return None
         return self.try_parse(name, lambda: make(_loads(path.read_bytes())))
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Return the object in a file of JSON; empty where there is none."""
+        return self.json(name, lambda data: json_fields.mapping(data, name)) or {}
 
     def settings(self) -> Mapping[str, Any]:
         """Return the settings from the first file that can be used."""

@@ -1,8 +1,4 @@
-"""What is known of a run: settings, steps, statistics, profile, machine.
-
-In: live objects or files. Out: frozen plain values, which rules judge. Nothing here
-holds a tensor, and what is not known is empty or None, never a guess.
-"""
+"""What is known of a run: settings, steps, statistics, profile, machine."""
 
 from __future__ import annotations
 
@@ -11,11 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from halfstep.numerics.tensor_summary import Sample, TensorSummary
 from halfstep.reporting import json_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from halfstep.diagnostics.profiling import Profile
+    from halfstep.numerics.tensor_summary import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,103 +170,6 @@ class SplitFacts:
 
 
 @dataclass(frozen=True)
-class ProfileRow:
-    """One operation on tensors of certain shapes, in one step."""
-
-    op: str
-    """Word of aten, such as "mm"."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Of its tensor inputs."""
-    dtypes: tuple[str, ...]
-    calls: float
-    """In a step."""
-    self_s: float
-    """Seconds in a step, of itself alone."""
-    flops: float
-    module: str | None = None
-    """Path of the module that called it."""
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> ProfileRow:
-        """Return the row that `data` tells of."""
-        shapes = (
-            json_fields.items(shape, "shapes")
-            for shape in json_fields.items(data.get("shapes") or [], "shapes")
-        )
-        return cls(
-            json_fields.optional_text(data, "op") or "unknown",
-            tuple(
-                tuple(json_fields.integer({"shapes": n}, "shapes") for n in shape)
-                for shape in shapes
-            ),
-            json_fields.texts(data, "dtypes"),
-            json_fields.non_negative(data, "calls"),
-            json_fields.non_negative(data, "self_s"),
-            json_fields.non_negative(data, "flops")
-            if data.get("flops") is not None
-            else 0.0,
-            json_fields.optional_text(data, "module"),
-        )
-
-
-@dataclass(frozen=True)
-class ProfileFacts:
-    """Where the time of a step went. All seconds are those of one step."""
-
-    wall_s: float
-    rows: tuple[ProfileRow, ...] = ()
-    casts_s: float = 0.0
-    """In copies from one format to another."""
-    gemm_s: float = 0.0
-    """In matrix products and convolutions."""
-    fp32_only_s: float = 0.0
-    """In operations that the policy runs in fp32."""
-    python_s: float = 0.0
-    """Of the host, not in any operation; on a GPU the time it lay idle for that."""
-    waits: float = 0.0
-    """How often in a step the host waited for the device."""
-    wait_s: float = 0.0
-    input_s: float = 0.0
-    """Waiting for a batch."""
-    update_s: float = 0.0
-    """In the optimizer's step."""
-    device: str | None = None
-    level: str | None = None
-    dtype: str | None = None
-
-    def share(self, seconds: float) -> float:
-        """Return seconds as a part of the step, 0 to 1."""
-        return min(1.0, seconds / self.wall_s) if self.wall_s > 0 else 0.0
-
-    @classmethod
-    def from_data(cls, data: object) -> ProfileFacts:
-        """Return what a profile's `data()` tells.
-
-        Raises:
-            UserError: If it is nothing of the kind.
-        """
-        fields = json_fields.mapping(data, "profile")
-        rows = json_fields.items(fields.get("rows") or [], "rows")
-        return cls(
-            wall_s=json_fields.non_negative(fields, "wall_s"),
-            rows=tuple(
-                ProfileRow.from_data(json_fields.mapping(r, "rows")) for r in rows
-            ),
-            casts_s=json_fields.non_negative(fields, "casts_s"),
-            gemm_s=json_fields.non_negative(fields, "gemm_s"),
-            fp32_only_s=json_fields.non_negative(fields, "fp32_only_s"),
-            python_s=json_fields.non_negative(fields, "python_s"),
-            waits=json_fields.non_negative(fields, "waits"),
-            wait_s=json_fields.non_negative(fields, "wait_s"),
-            input_s=json_fields.non_negative(fields, "input_s"),
-            update_s=json_fields.non_negative(fields, "update_s"),
-            device=json_fields.optional_text(fields, "device"),
-            level=json_fields.optional_text(fields, "level"),
-            dtype=json_fields.optional_text(fields, "dtype"),
-        )
-
-
-@dataclass(frozen=True)
 class MachineFacts:
     """What the run's machine can do."""
 
@@ -308,13 +209,11 @@ class LostUpdates:
     """Part of the updates that is gone for good, 0 to 1."""
 
     @classmethod
-    def from_data(cls, step: int, data: Mapping[str, Any]) -> LostUpdates:
+    def from_data(cls, step: int, data: object) -> LostUpdates:
         """Return what a group in an event "lost_updates" tells."""
-        return cls(
-            step,
-            json_fields.integer(data, "group"),
-            json_fields.fraction(data, "share"),
-        )
+        group = json_fields.mapping(data, "groups")
+        share = json_fields.fraction(group, "share")
+        return cls(step, json_fields.integer(group, "group"), share)
 
 
 @dataclass(frozen=True)
@@ -342,7 +241,7 @@ class RunFacts:
     bad_ops: tuple[Mapping[str, Any], ...] = ()
     """As `BadOp.data()` gives them, each with "step"."""
     lost: tuple[LostUpdates, ...] = ()
-    profile: ProfileFacts | None = None
+    profile: Profile | None = None
     machine: MachineFacts | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
     """Parameter -> word of the format that it was in before the level was applied."""
@@ -352,8 +251,6 @@ class RunFacts:
     """In the order of the run."""
     splits: Mapping[str, SplitFacts] = field(default_factory=dict)
     """"train", "dev" and "test", those that were counted."""
-    plan: tuple[Mapping[str, Any], ...] = ()
-    """Rows of a precision plan: "op", "module", "dtype", "reason"."""
     problems: tuple[str, ...] = ()
     """What could not be read, a line each."""
 
@@ -419,17 +316,3 @@ class RunFacts:
                 applied = tuple(each for each in samples if each.step not in lost)
                 if applied:
                     yield name, applied
-
-
-def sample(step: int, data: object, scale: float) -> Sample:
-    """Return the statistics of one tensor in an event "stats".
-
-    Args:
-        step: When.
-        data: As `TensorStats.data()` gives them.
-        scale: The step's loss scale.
-
-    Raises:
-        UserError: If `data` is nothing of the kind.
-    """
-    return Sample(step, TensorSummary.from_data(data), scale)

@@ -1,7 +1,4 @@
-"""What the doctor says, for a terminal and as data.
-
-In: facts and an examination. Out: text that fits 80 columns, and plain values.
-"""
+"""What the doctor says, for a terminal and as data."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ def counted(examination: Examination) -> str:
 
 
 def not_evaluated_lines(examination: Examination) -> list[str]:
-    """Return what was not looked at, a line for each reason."""
+    """Return what was not checked, a line for each reason."""
     return [
         f"{each.why}: {', '.join(each.rules)}" for each in examination.not_evaluated
     ]
@@ -67,7 +64,7 @@ def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
         "\n".join(_finding_lines(finding, width)) for finding in examination.findings
     ]
     lists = (
-        ("Not looked at:", not_evaluated_lines(examination)),
+        ("Not checked:", not_evaluated_lines(examination)),
         ("Could not be read:", facts.problems),
     )
     parts += [

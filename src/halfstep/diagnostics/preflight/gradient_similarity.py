@@ -1,9 +1,4 @@
-"""How similar two sets of gradients are: cosine, SQNR, and what was lost altogether.
-
-In: gradients by name, of a reference and of another pass. Out: a
-`GradientSimilarity` for each
-group of names, and one for all.
-"""
+"""How similar two sets of gradients are: cosine, SQNR, and what was lost altogether."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a check before training has measured, as plain values.
-
-In: numbers and words. Out: `Facts`, which rules judge and tables show.
-"""
+"""What a check before training has measured, as plain values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The check itself: what is measured, in which order, and put back afterwards.
-
-In: a model, a loss function, a batch, a level. Out: a `CheckReport`.
-"""
+"""The check itself: what is measured, in which order, and put back afterwards."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ import torch
 from halfstep._torch.rng_state import RandomState
 from halfstep.diagnostics.preflight import gradient_similarity
 from halfstep.diagnostics.preflight.measurements import Facts, Range, ScalePoint
-from halfstep.diagnostics.preflight.model_buffers import BufferSnapshot
-from halfstep.diagnostics.preflight.model_copy import ModelCopy
+from halfstep.diagnostics.preflight.model_copy import BufferSnapshot, ModelCopy
 from halfstep.diagnostics.preflight.report import CheckReport
-from halfstep.diagnostics.preflight.rules import FLUSH_WARN
+from halfstep.diagnostics.preflight.rules import FLUSH_WARN, findings, verdict
 from halfstep.diagnostics.preflight.scale_search import ScaleSearch
 from halfstep.diagnostics.preflight.step_cost import StepError, more_ratios, time_steps
 from halfstep.diagnostics.preflight.validation import (
@@ -29,7 +25,6 @@ from halfstep.diagnostics.preflight.validation import (
     check_words,
     empty,
 )
-from halfstep.diagnostics.preflight.verdict import verdict_and_findings
 from halfstep.machine.recommendation import Choice, resolve
 from halfstep.numerics.exponents import (
     flushed_share,
@@ -126,9 +121,7 @@ def check(
     words = "lean" if policy is None else policy
     rules = Policy.parse(words) if isinstance(words, str) else words
     state = RandomState([device])
-    buffers = BufferSnapshot(
-        unwrapped
-    )  # a loss_fn that will be refused may change them
+    buffers = BufferSnapshot(unwrapped)  # a rejected loss_fn may have changed them
     try:
         make = partial(ModelCopy, unwrapped, optimizer, master=master, state=state)
         with _default_context(device):
@@ -155,7 +148,7 @@ def check(
         notes=notes,
         seconds=time.perf_counter() - began,
     )
-    return CheckReport(*verdict_and_findings(facts), facts)
+    return CheckReport(verdict(facts), findings(facts), facts)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,4 @@
-"""A copy of a model at work at one level, for passes that leave the model alone.
-
-In: a model, perhaps its optimizer, a level. Out: passes over batches with all that is
-to be known of them, and whole training steps with the time they took.
-"""
+"""A copy of a model at work at one level, for passes that leave the model alone."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.casting.convert_model import allow_overflow
-from halfstep.diagnostics.preflight.model_buffers import BufferSnapshot
 from halfstep.diagnostics.preflight.module_ranges import Boundaries, Trace
 from halfstep.diagnostics.preflight.saved_tensors import GradientExponents, SavedBytes
 from halfstep.diagnostics.preflight.validation import check_gradients, check_loss
@@ -66,7 +61,7 @@ class Pass:
     saved_bytes: int
     """What the forward pass kept for the backward pass, weights and buffers apart."""
     seconds: float
-    """It took, with all that was looked at."""
+    """It took, with all that was measured."""
 
     @property
     def finite(self) -> bool:
@@ -77,6 +72,30 @@ class Pass:
     def sound(self) -> bool:
         """Neither the loss is inf or NaN, nor any of these."""
         return self.finite and math.isfinite(self.loss)
+
+
+class BufferSnapshot:
+    """The buffers of a model, as they were when this was made.
+
+    By name, not as tensors alone: a module may put another tensor in the place of one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._saved = [
+            (module, name, buffer, None if buffer is None else buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()  # noqa: SLF001 -- None too
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put them back: the same tensors, with the same values."""
+        for module, name, buffer, value in self._saved:
+            if module._buffers.get(name) is not buffer:  # noqa: SLF001
+                module._buffers[name] = buffer  # noqa: SLF001
+            if buffer is None or value is None or torch.equal(buffer, value):
+                continue
+            buffer.copy_(value)
 
 
 class ModelCopy:

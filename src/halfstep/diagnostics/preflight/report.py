@@ -1,7 +1,4 @@
-"""What a check before training found, to be read by people and programs.
-
-In: `Facts` and the verdict on them. Out: sentences, tables, plain values.
-"""
+"""What a check before training found, to be read by people and programs."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from halfstep.diagnostics.preflight.rules import power, spread
-from halfstep.diagnostics.preflight.verdict import NOTHING
+from halfstep.diagnostics.preflight.rules import NOTHING, power, spread
 from halfstep.reporting.table import Cell, Table
 
 if TYPE_CHECKING:
@@ -61,19 +57,12 @@ class CheckReport:
 
         As in `halfstep.reporting.table.Table.data`: "inf", "-inf" and "nan".
         """
-        facts = {
-            {"weight_nan_warning": "ruin"}.get(key, key): value
-            for key, value in asdict(self.facts).items()
-        }
-        facts |= {
-            "speed_up": self.facts.speed_up,
-            "memory_saved": self.facts.memory_saved,
-            "loss_error": self.facts.loss_error,
-        }
+        derived = ("speed_up", "memory_saved", "loss_error")
+        more = {name: getattr(self.facts, name) for name in derived}
         report = {
             "verdict": self.verdict,
             "findings": [finding.data() for finding in self.findings],
-            "facts": facts,
+            "facts": asdict(self.facts) | more,
         }
         plain: dict[str, Any] = _plain(report)
         return plain

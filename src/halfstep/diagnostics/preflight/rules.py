@@ -1,6 +1,6 @@
-"""What a check before training finds: limits, and rules that hold facts against them.
+"""What a check before training finds: limits, rules, and the verdict in one sentence.
 
-In: `Facts`. Out: findings, worst first. Nothing is measured here.
+Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.preflight.measurements import cosine_distance
+from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules
+from halfstep.diagnostics.preflight.measurements import Facts, cosine_distance
+from halfstep.numerics.formats import FP32
 from halfstep.reporting.finding import Finding, Severity
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from halfstep.diagnostics.preflight.gradient_similarity import GradientSimilarity
-    from halfstep.diagnostics.preflight.measurements import Facts
 
 FLUSH_WARN, FLUSH_ALARM = 0.01, 0.05
 """Shares of gradients lost to zero. Our choice: in the mixed-precision paper 5 % made
@@ -59,16 +60,24 @@ DYNAMIC = 1.0, 2.0**24
 NO_GRADIENT = "no parameter gets a gradient other than zero"
 """Said of a loss that does not depend on the weights."""
 
-_OURS = "our choice"
-_PAPER = "our choice, after Micikevicius et al. 2018"
+NOTHING = "nothing to compare"
+"""How the verdict on fp32 begins."""
+
+RULES: Rules[Facts] = Rules()
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Return all that there is to say, worst first."""
-    results = [finding for rule in _RULES for finding in rule(facts)]
+    results = [finding for rule in RULES for finding in rule.evaluate(facts)]
     results += [_note(facts, note, "note") for note in facts.notes]
     results += [_note(facts, caution, "warning") for caution in facts.cautions]
     return tuple(sorted(results, key=lambda one: one.rank))
+
+
+def _note(facts: Facts, text: str, severity: Severity) -> Finding:
+    where = f"{facts.words} on {facts.device}"
+    rule = "note" if severity == "note" else "caution"
+    return Finding(severity, rule, where, text.rstrip("."), "", "", "")
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, float]:
@@ -127,58 +136,54 @@ def is_far(similarity: GradientSimilarity, noise: GradientSimilarity | None) -> 
     return noise is None or far > NOISE_SHARE * cosine_distance(noise)
 
 
-def _gradients_differ(facts: Facts) -> bool:
+def gradients_differ(facts: Facts) -> bool:
+    """Say whether the whole gradient is too far from fp32's."""
     return facts.gradients is not None and is_far(facts.gradients, facts.noise)
 
 
-def _fp32(facts: Facts) -> list[Finding]:
-    if facts.finite_fp32:
-        return []
-    return [
-        Finding(
-            "error",
-            "fp32",
+@RULES.add(severity="error")
+def fp32(facts: Facts) -> Iterator[Observation]:
+    """Loss and gradients are finite in fp32."""
+    if not facts.finite_fp32:
+        yield Observation(
             "loss",
             f"loss {facts.loss_fp32:g} of {facts.bad_batch}, or its gradients, are not "
             "finite in fp32",
-            "",
-            "",
-            "No format can mend that: look at the batch, its labels, the weights and "
+            "No format can fix that: check the batch, its labels, the weights and "
             "the loss function; halfstep.find_nonfinite names the operation "
             "that made it.",
-            1.0,
+            weight=1.0,
         )
-    ]
 
 
-def _learns(facts: Facts) -> list[Finding]:
-    if facts.learns or not facts.finite_fp32:
-        return []
-    advice = (
-        "The loss does not depend on the weights: look for a factor of 0, a loss that "
-        "is clamped or saturated, and labels or masks that leave every target out."
-    )
-    where, seen = "gradients", f"{NO_GRADIENT}, in fp32 either"
-    return [Finding("error", "no gradient", where, seen, "", "", advice, 1.0)]
+@RULES.add(severity="error")
+def no_gradient(facts: Facts) -> Iterator[Observation]:
+    """Some parameter has a gradient other than zero, in fp32."""
+    if facts.finite_fp32 and not facts.learns:
+        advice = (
+            "The loss does not depend on the weights: look for a factor of 0, a loss "
+            "that is clamped or saturated, and labels or masks that leave every target "
+            "out."
+        )
+        measured = f"{NO_GRADIENT}, in fp32 either"
+        yield Observation("gradients", measured, advice, weight=1.0)
 
 
-def _level(facts: Facts) -> list[Finding]:
-    if not facts.failed:
-        return []
-    advice = "Use level O1, where operations are cast one by one, or mend the model."
-    return [
-        Finding("error", "level", facts.words, facts.failed, "", "", advice, weight=1.0)
-    ]
+@RULES.add(severity="error")
+def level(facts: Facts) -> Iterator[Observation]:
+    """Passes and steps run at the level."""
+    if facts.failed:
+        advice = "Use level O1, where operations are cast one by one, or fix the model."
+        yield Observation(facts.words, facts.failed, advice, weight=1.0)
 
 
-def _overflow(facts: Facts) -> list[Finding]:
+def _overflow(facts: Facts, phase: str) -> Iterator[Observation]:
     fault = facts.fault
-    if fault is None:
-        return []
-    backward = fault.phase == "backward"
+    if fault is None or fault.phase != phase:
+        return
+    backward = phase == "backward"
     if backward and facts.safe_scale is not None and facts.safe_scale >= 1:
-        return []  # a lower scale is the cure, and `_scale` says so
-    limit = f"{facts.dtype} holds {facts.format.max:g}"
+        return  # a lower scale is the cure, and `loss_scale` says so
     what = "the gradients of its output reach" if backward else "its output reaches"
     effect = "makes inf or NaN in its backward pass" if backward else "makes inf or NaN"
     seen = f"{effect} at loss scale {power(fault.scale)}"
@@ -188,7 +193,7 @@ def _overflow(facts: Facts) -> list[Finding]:
         what = "it reaches"
     if not math.isnan(fault.reaches):  # not known of gradients of a loss
         seen += f"; in fp32 {what} {fault.reaches:.2g}"
-    wrong = not facts.finite or bool(facts.rules) or _gradients_differ(facts)
+    wrong = not facts.finite or bool(facts.rules) or gradients_differ(facts)
     # A sigmoid by hand, 1 / (1 + exp(-x)), is right although exp(-x) is inf.
     severity: Severity = "error" if wrong else "note" if fault.op else "warning"
     advice = "No rule on modules fixes it: train in bf16, or keep the numbers smaller."
@@ -203,23 +208,31 @@ def _overflow(facts: Facts) -> list[Finding]:
         rules = ", ".join(facts.rules)
         advice = f"Keep in float32: {rules} (policy={facts.policy!r}); or train in bf16"
         advice += "."
-    return [
-        Finding(
-            severity,
-            f"overflow {fault.phase}",
-            fault.where,
-            seen,
-            limit,
-            "the format",
-            advice,
-            1.0,
-        )
-    ]
+    limit = _format_limit(facts)
+    yield Observation(fault.where, seen, advice, None, 1.0, severity, limit)
 
 
-def _scale(facts: Facts) -> list[Finding]:
+def _format_limit(facts: Facts) -> str:
+    return f"{facts.dtype} holds {facts.format.max:g}"
+
+
+@RULES.add("the format")
+def overflow_forward(facts: Facts) -> Iterator[Observation]:
+    """The first output beyond the format's range."""
+    return _overflow(facts, "forward")
+
+
+@RULES.add("the format")
+def overflow_backward(facts: Facts) -> Iterator[Observation]:
+    """The first gradient beyond the format's range."""
+    return _overflow(facts, "backward")
+
+
+@RULES.add("the format")
+def loss_scale(facts: Facts) -> Iterator[Observation]:
+    """Gradients are finite at the default loss scale."""
     if facts.safe_scale is None or facts.default_finite:
-        return []
+        return
     fault = facts.fault
     in_backward = fault is not None and fault.phase == "backward"
     where = fault.where if fault is not None and in_backward else "gradients"
@@ -227,19 +240,9 @@ def _scale(facts: Facts) -> list[Finding]:
     if facts.safe_scale >= DYNAMIC[0]:
         steps = round(math.log2(facts.default_scale / facts.safe_scale))
         advice += f" A dynamic scale skips about {steps} steps on its way there."
-    return [
-        Finding(
-            "warning",
-            "loss scale",
-            where,
-            f"gradients overflow at the default loss scale {power(facts.default_scale)}"
-            f"; {power(facts.safe_scale)} is safe",
-            f"{facts.dtype} holds {facts.format.max:g}",
-            "the format",
-            advice,
-            0.5,
-        )
-    ]
+    measured = "gradients overflow at the default loss scale "
+    measured += f"{power(facts.default_scale)}; {power(facts.safe_scale)} is safe"
+    yield Observation(where, measured, advice, weight=0.5, limit=_format_limit(facts))
 
 
 def _how(scale: float) -> str:
@@ -250,107 +253,83 @@ def _how(scale: float) -> str:
     return f"Use loss_scale={power(scale)}, or bf16."
 
 
-def _underflow(facts: Facts) -> list[Finding]:
-    if not facts.curve or facts.curve[0].flushed <= FLUSH_WARN:
-        return []
+@RULES.add(
+    "our choice, after Micikevicius et al. 2018", limit=Limit(FLUSH_WARN, "{:.0%}")
+)
+def underflow(facts: Facts) -> Iterator[Observation]:
+    """Share of fp32's gradients that become zero at the default loss scale."""
+    if not facts.curve:
+        return
     lost, scale = facts.curve[0].flushed, facts.curve[0].scale
     best = next((p for p in facts.curve[1:] if p.scale == facts.safe_scale), None)
     advice = "Train in bf16, which reaches as far as fp32."
     if best is not None and best.flushed < lost / 2:
         advice = f"{_how(best.scale)} There {best.flushed:.1%} are lost."
-    return [
-        Finding(
-            "warning",
-            "underflow",
-            "gradients",
-            f"{lost:.1%} of fp32's gradients other than zero become zero in "
-            f"{facts.dtype} at loss scale {power(scale)}",
-            f"at most {FLUSH_WARN:.0%}",
-            _PAPER,
-            advice,
-            min(1.0, lost),
-        )
-    ]
+    measured = f"{lost:.1%} of fp32's gradients other than zero become zero in "
+    measured += f"{facts.dtype} at loss scale {power(scale)}"
+    yield Observation("gradients", measured, advice, lost, lost)
 
 
-def _gradients(facts: Facts) -> list[Finding]:
-    if facts.gradients is None:
-        return []
+@RULES.add(OURS, severity="error")
+def gradients(facts: Facts) -> Iterator[Observation]:
+    """Cosine of all gradients to fp32's."""
+    if gradients_differ(facts):
+        measured = f"cosine of all gradients to fp32's {cosine(facts.gradients)}"
+        advice = "Keep the modules named below in float32, or train in fp32."
+        limit = f"at least cosine {COSINE_WARN}"
+        yield Observation("gradients", measured, advice, weight=0.9, limit=limit)
+
+
+@RULES.add(OURS, places=None)
+def gradient(facts: Facts) -> Iterator[Observation]:
+    """Cosine of a module's gradients to fp32's."""
     noise = {one.where: one for one in facts.noise_layers}
-    total_norm = facts.gradients.norm
-    results = []
-    if _gradients_differ(facts):
-        results.append(
-            Finding(
-                "error",
-                "gradients",
-                "gradients",
-                f"cosine of all gradients to fp32's {cosine(facts.gradients)}",
-                f"at least cosine {COSINE_WARN}",
-                _OURS,
-                "Keep the modules named below in float32, or train in fp32.",
-                0.9,
-            )
-        )
+    total_norm = facts.gradients.norm if facts.gradients is not None else 0.0
     for one in facts.layers:
         share = one.norm / total_norm if total_norm else 0.0
-        if share >= NORM_SHARE and is_far(one, noise.get(one.where)):
-            layer_noise = noise.get(one.where)
-            halves = (
-                f", {facts.noise_of} {layer_noise.cosine:.4f}" if layer_noise else ""
-            )
-            results.append(
-                Finding(
-                    "warning",
-                    "gradient",
-                    one.where,
-                    f"cosine to fp32's gradient {cosine(one)}, SQNR {one.sqnr:.1f} dB,"
-                    f" {one.flushed:.1%} flushed{halves}",
-                    f"at least cosine {COSINE_WARN}",
-                    _OURS,
-                    f"Keep it in float32: 'module:{one.where}=fp32'.",
-                    share,
-                )
-            )
-    return results
+        own_noise = noise.get(one.where)
+        if share < NORM_SHARE or not is_far(one, own_noise):
+            continue
+        measured = f"cosine to fp32's gradient {cosine(one)}, SQNR {one.sqnr:.1f} dB, "
+        measured += f"{one.flushed:.1%} flushed"
+        measured += f", {facts.noise_of} {own_noise.cosine:.4f}" if own_noise else ""
+        advice = f"Keep it in float32: 'module:{one.where}=fp32'."
+        limit = f"at least cosine {COSINE_WARN}"
+        yield Observation(one.where, measured, advice, weight=share, limit=limit)
 
 
-def _loss(facts: Facts) -> list[Finding]:
+@RULES.add(OURS, limit=Limit(LOSS_WARN, "{:.0%}"))
+def loss(facts: Facts) -> Iterator[Observation]:
+    """Relative difference of the loss to fp32's."""
     error = facts.loss_error
-    if error is None or not facts.finite or abs(error) <= LOSS_WARN:
-        return []
-    return [
-        Finding(
-            "warning",
-            "loss",
-            "loss",
-            f"{facts.loss:.6g}, in fp32 {facts.loss_fp32:.6g}: {error:+.2%}",
-            f"at most {LOSS_WARN:.0%}",
-            _OURS,
-            "Compute the loss, and what leads up to it, in float32.",
-            min(1.0, abs(error)),
-        )
-    ]
+    if error is not None and facts.finite:
+        measured = f"{facts.loss:.6g}, in fp32 {facts.loss_fp32:.6g}: {error:+.2%}"
+        advice = "Compute the loss, and what leads up to it, in float32."
+        yield Observation("loss", measured, advice, abs(error), abs(error))
 
 
-def _weights(facts: Facts) -> list[Finding]:
-    if facts.weights_finite:
-        return []
-    seen = "weights of the copy are inf or NaN after the timed steps"
-    advice = "Use level O2, whose optimizer works in fp32, or lower the learning rate."
-    return [Finding("error", "weights", facts.words, seen, "", "", advice, 1.0)]
+@RULES.add(severity="error", name="caution")
+def weight_nan(facts: Facts) -> Iterator[Observation]:
+    """What makes NaN of weights."""
+    if facts.weight_nan_warning:
+        measured, _, advice = facts.weight_nan_warning.partition(". ")
+        yield Observation(facts.optimizer, measured, advice, weight=1.0)
 
 
-def _weight_nan(facts: Facts) -> list[Finding]:
-    if not facts.weight_nan_warning:
-        return []
-    seen, _, advice = facts.weight_nan_warning.partition(". ")
-    return [Finding("error", "caution", facts.optimizer, seen, "", "", advice, 1.0)]
+@RULES.add(severity="error")
+def weights(facts: Facts) -> Iterator[Observation]:
+    """Weights are finite after the timed steps."""
+    if not facts.weights_finite:
+        measured = "weights of the copy are inf or NaN after the timed steps"
+        advice = "Use level O2, whose optimizer works in fp32, or lower the learning "
+        yield Observation(facts.words, measured, advice + "rate.", weight=1.0)
 
 
-def _lost(facts: Facts) -> list[Finding]:
-    if facts.lost is None or facts.lost <= LOST_WARN:
-        return []
+@RULES.add(limit=Limit(LOST_WARN, "{:.0%}", severe=LOST_ALARM))
+def swamped_updates(facts: Facts) -> Iterator[Observation]:
+    """Share of the updates of one step lost to rounding."""
+    if facts.lost is None:
+        return
     advice = "Keep fp32 master weights: level='O2', master='fp32'."
     if facts.dtype == "bf16":
         advice = (
@@ -358,59 +337,106 @@ def _lost(facts: Facts) -> list[Finding]:
             "weight), 'kahan' (as lean, bf16 moments too) or 'stochastic' (nothing "
             "kept, right on average)."
         )
-    return [
-        Finding(
-            "error" if facts.lost > LOST_ALARM else "warning",
-            "swamped updates",
-            facts.optimizer,
-            f"{facts.lost:.0%} of the updates of one step were rounded away: those "
-            f"weights in {facts.dtype} did not move",
-            f"at most {LOST_WARN:.0%}",
-            f"our choice; {facts.dtype} loses updates below "
-            f"2**{-_mantissa(facts) - 2} to 2**{-_mantissa(facts) - 1} of the weight",
-            advice,
-            facts.lost,
-        )
-    ]
+    measured = f"{facts.lost:.0%} of the updates of one step were rounded away: those "
+    measured += f"weights in {facts.dtype} did not move"
+    bits = facts.format.mantissa_bits
+    source = f"our choice; {facts.dtype} loses updates below 2**{-bits - 2} to "
+    source += f"2**{-bits - 1} of the weight"
+    where, lost = facts.optimizer, facts.lost
+    yield Observation(where, measured, advice, lost, lost, source=source)
 
 
-def _mantissa(facts: Facts) -> int:
-    return facts.format.mantissa_bits
-
-
-def _cost(facts: Facts) -> list[Finding]:
+@RULES.add(OURS, name="cost")
+def too_costly(facts: Facts) -> Iterator[Observation]:
+    """Whether a level is worth its cost."""
     state, measured = cost(facts)
     if state not in {"not worth", "cannot tell"} or not facts.finite:
-        return []
+        return
     advice = "Train in fp32 (level O0), or try larger batches, where matrix products "
     advice += "take more of the time."
     if state == "cannot tell":
         advice = "Check again on an idle machine, with more steps=."
-    return [
-        Finding(
-            "warning" if state == "not worth" else "note",
-            "cost",
-            facts.words,
-            measured,
-            f"worth it: {WORTH_TIME} times as fast, or {WORTH_MEMORY:.0%} less memory "
-            f"at no less than {TIME_FOR_MEMORY} times the speed",
-            _OURS,
-            advice,
-            0.5,
-        )
-    ]
+    limit = f"worth it: {WORTH_TIME} times as fast, or {WORTH_MEMORY:.0%} less memory "
+    limit += f"at no less than {TIME_FOR_MEMORY} times the speed"
+    severity: Severity = "warning" if state == "not worth" else "note"
+    yield Observation(facts.words, measured, advice, None, 0.5, severity, limit)
 
 
-_RULES = (
-    *(_fp32, _learns, _level, _overflow, _scale, _underflow, _gradients, _loss),
-    *(_weight_nan, _weights, _lost, _cost),
-)
+def verdict(facts: Facts) -> str:
+    """Return the gravest of what was found, as a sentence.
+
+    Numbers come before costs: "not worth it" is only said of what costs more.
+    """
+    wrong = _failure(facts)
+    if wrong:
+        return f"fails: {wrong}"
+    if facts.format == FP32:
+        itself = f"{facts.level} is fp32 itself, and finite"
+        return f"{NOTHING}: {itself} ({facts.reason})"
+    state, measured = cost(facts)
+    numbers = _numbers(facts)
+    if state == "not worth":
+        words = f"not worth it: {measured}"
+        if facts.rules:
+            return f"{numbers}; {words}"
+        return words if facts.default_finite else f"{_use(numbers)}; {words}"
+    if state == "cannot tell":
+        return f"{numbers}; cannot tell whether it is worth it: {measured}"
+    return numbers
 
 
-def _note(facts: Facts, text: str, severity: Severity) -> Finding:
-    where = f"{facts.words} on {facts.device}"
-    rule = "note" if severity == "note" else "caution"
-    return Finding(severity, rule, where, text.rstrip("."), "", "", "")
+def _use(numbers: str) -> str:
+    """Return what numbers need where something else keeps them from being good."""
+    return numbers.replace("good with", "overflows: use", 1)
+
+
+def _numbers(facts: Facts) -> str:
+    """Return what loss and gradients need to be like fp32's."""
+    asked = _scale_asked(facts)
+    scale = f"a loss scale of {power(asked)}" if asked else ""
+    if facts.rules:
+        fp32_modules = f"keep these modules in float32: {', '.join(facts.rules)}"
+        return f"{fp32_modules}; with {scale}" if scale else fp32_modules
+    return f"good with {scale}" if scale else "good"
+
+
+def _failure(facts: Facts) -> str:
+    """Return the first reason why training would be wrong, "" where there is none."""
+    if not facts.finite_fp32:
+        return "loss or gradients are not finite in fp32 either"
+    if not facts.learns:
+        return f"{NO_GRADIENT}, in fp32 either"
+    if facts.format == FP32:
+        return ""
+    if facts.failed:
+        return f"{facts.words} raises {facts.failed}"
+    where = facts.fault.where if facts.fault else "the gradients"
+    overflows = f"{where} overflows {facts.dtype} and no rule on modules fixes it"
+    if not facts.finite:
+        return overflows
+    return _numeric_failure(facts, overflows)
+
+
+def _numeric_failure(facts: Facts, overflows: str) -> str:
+    """Return the same of a level whose passes are finite."""
+    if gradients_differ(facts):
+        if facts.fault is not None and facts.fault.op and not facts.rules:
+            return overflows
+        return f"gradients differ from fp32's: cosine {cosine(facts.gradients)}"
+    if facts.weight_nan_warning:
+        return facts.weight_nan_warning.partition(". ")[0]
+    if not facts.weights_finite:
+        return "weights are inf or NaN after a few steps, in fp32 they are finite"
+    if facts.lost is not None and facts.lost > LOST_ALARM:
+        return f"{facts.lost:.0%} of the updates are rounded away"
+    return ""
+
+
+def _scale_asked(facts: Facts) -> float | None:
+    """Return the loss scale that the verdict names, where the default is not good."""
+    if facts.safe_scale is None or facts.scale == facts.default_scale:
+        return None
+    return facts.safe_scale
 
 
 def power(scale: float) -> str:

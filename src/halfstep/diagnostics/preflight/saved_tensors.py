@@ -1,7 +1,4 @@
-"""What one pass keeps for its backward pass, and how large its gradients are.
-
-In: a model, the graph of a loss. Out: bytes, and a histogram of exponents.
-"""
+"""What one pass keeps for its backward pass, and how large its gradients are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Passes at a level until they are finite: other loss scales, and modules in fp32.
-
-In: a way to copy a model, batches, a level. Out: the reference in fp32, and a trial at
-the level with the largest safe loss scale and the rules that overflow asks for.
-"""
+"""Passes at a level until they are finite: other loss scales, and modules in fp32."""
 
 from __future__ import annotations
 
@@ -16,10 +12,11 @@ from halfstep.diagnostics.preflight import gradient_similarity
 from halfstep.diagnostics.preflight.measurements import Fault
 from halfstep.diagnostics.preflight.module_ranges import (
     LOSS,
+    OpPeaks,
     first_backward,
     first_forward,
+    first_hidden,
 )
-from halfstep.diagnostics.preflight.nonfinite_ops import OpPeaks, first_hidden
 from halfstep.diagnostics.preflight.rules import COSINE_WARN
 from halfstep.diagnostics.preflight.validation import misplaced, raised
 from halfstep.errors import UserError
@@ -46,7 +43,7 @@ _RULES = 8  # modules kept in fp32 before the format is held to be the wrong one
 _LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried; fp32 must hold the loss
 _LEAP = 2.0**12  # from a scale at which all is zero to the next
 _COMPARED = 2
-_FIX_ADVICE = "No level was tried: mend it, the model or the batch."
+_FIX_ADVICE = "No level was tried: fix it, the model or the batch."
 _WIDENED = (
     "fp16 products of passes were computed in fp32 and rounded, as hardware with such "
     "products does: this CPU has none, and takes many times as long; steps are timed "

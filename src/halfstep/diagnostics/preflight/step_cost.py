@@ -1,8 +1,4 @@
-"""Whole training steps in fp32 and at the level: their time, their memory.
-
-In: copies, after their passes. Out: a `Cost` of each. Where steps take long there are
-fewer, on a part of the batch, and notes say so.
-"""
+"""Whole training steps in fp32 and at the level: their time, their memory."""
 
 from __future__ import annotations
 

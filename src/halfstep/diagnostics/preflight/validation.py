@@ -1,7 +1,4 @@
-"""What a check before training cannot be made of, and what to say of it.
-
-In: a model, a batch, a loss. Out: nothing, or one sentence in a `UserError`.
-"""
+"""What a check before training cannot be made of, and what to say of it."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _RIGHT = {
 
 
 def check_loss(loss: object, others: frozenset[int]) -> None:
-    """Refuse what cannot be trained with, and losses of another model.
+    """Reject what cannot be trained with, and losses of another model.
 
     Args:
         loss: What a loss function returned.
@@ -40,41 +37,40 @@ def check_loss(loss: object, others: frozenset[int]) -> None:
     Raises:
         UserError: If it will not do.
     """
+    message = _loss_problem(loss, others)
+    if message:
+        raise UserError(message)
+
+
+def _loss_problem(loss: object, others: frozenset[int]) -> str:
     if not isinstance(loss, Tensor):
-        message = (
-            f"loss_fn returned a value of type {type(loss).__name__}: return the loss, "
-            "a tensor of shape ()."
+        kind = type(loss).__name__
+        returned, right = (
+            f"value of type {kind}",
+            "return the loss, a tensor of shape ().",
         )
-        raise UserError(message)
-    if loss.shape:
-        message = (
-            f"loss_fn returned a tensor of shape {tuple(loss.shape)}: return one "
-            "number, such as its mean()."
+    elif loss.shape:
+        returned = f"tensor of shape {tuple(loss.shape)}"
+        right = "return one number, such as its mean()."
+    elif not loss.is_floating_point():
+        returned = str(loss.dtype)
+        right = (
+            "return one real floating-point number, computed from the model's output."
         )
-        raise UserError(message)
-    if not loss.is_floating_point():
-        message = (
-            f"loss_fn returned a {loss.dtype}: return one real floating-point number, "
-            "computed from the model's output."
-        )
-        raise UserError(message)
-    if loss.grad_fn is None:
-        message = (
-            f"loss_fn returned a {loss.dtype} without a graph: no gradient would flow; "
-            "compute it from the model's output, without detach(), item() or no_grad()."
-        )
-        raise UserError(message)
-    leaves = {id(node.variable) for node in nodes_of(loss.grad_fn) if is_leaf(node)}  # type: ignore[attr-defined]
-    if leaves & others:
-        message = (
-            "loss_fn uses the model that was given to check, not the copy it is called "
-            "with: write loss_fn(model, batch) with its own argument."
-        )
-        raise UserError(message)
+    elif loss.grad_fn is None:
+        returned = f"{loss.dtype} without a graph"
+        right = "no gradient would flow; compute it from the model's output, without "
+        right += "detach(), item() or no_grad()."
+    else:
+        leaves = {id(node.variable) for node in nodes_of(loss.grad_fn) if is_leaf(node)}  # type: ignore[attr-defined]
+        own = "loss_fn uses the model that was given to check, not the copy it is "
+        own += "called with: write loss_fn(model, batch) with its own argument."
+        return own if leaves & others else ""
+    return f"loss_fn returned a {returned}: {right}"
 
 
 def check_gradients(gradients: Mapping[str, Tensor]) -> None:
-    """Refuse a loss that reached no parameter.
+    """Reject a loss that reached no parameter.
 
     Raises:
         UserError: If there is none.
@@ -90,7 +86,7 @@ def check_gradients(gradients: Mapping[str, Tensor]) -> None:
 def check_words(
     level: object, dtype: object, policy: object, master: object, **counts: object
 ) -> None:
-    """Refuse words of the wrong kind, and counts that are none.
+    """Reject words of the wrong kind, and counts that are none.
 
     Args:
         level: As for `check`; so are the next three.
@@ -108,7 +104,12 @@ def check_words(
     _need("dtype", dtype, a_dtype, "'bf16', 'fp16', 'auto' or a torch.dtype")
     a_policy = policy is None or isinstance(policy, str | Policy)
     _need("policy", policy, a_policy, "'lean', 'torch', either with rules, or a Policy")
-    _need("master", master, isinstance(master, str), "the word for a form of masters")
+    _need(
+        "master",
+        master,
+        isinstance(master, str),
+        "the name of a form of master weights",
+    )
     forms.parse(str(master))
     for name, value in counts.items():
         is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -117,7 +118,7 @@ def check_words(
 
 
 def _need(name: str, value: object, good: bool, right: str) -> None:
-    """Refuse a value, shown by its type where it is no plain one.
+    """Reject a value, shown by its type where it is no plain one.
 
     Raises:
         UserError: If it will not do.
@@ -133,7 +134,7 @@ def _need(name: str, value: object, good: bool, right: str) -> None:
 def check_arguments(
     model: object, loss_fn: object, optimizer: object, more: object
 ) -> None:
-    """Refuse no model, a loss that takes none, and another model's optimizer.
+    """Reject no model, a loss that takes none, and another model's optimizer.
 
     Raises:
         UserError: If one of them is given.
@@ -168,37 +169,37 @@ def check_arguments(
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse models that no fp32 reference can be made of.
+    """Reject models that no fp32 reference can be made of.
 
     Raises:
         UserError: If it is wrapped, learns nothing, or is stored in 16 bits.
     """
+    message = _model_problem(model)
+    if message:
+        raise UserError(message)
+
+
+def _model_problem(model: nn.Module) -> str:
     kind = type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        message = f"check(model=...) got a {kind}: give the bare model, model.module."
-        raise UserError(message)
+        return f"check(model=...) got a {kind}: give the bare model, model.module."
     if not any(param.requires_grad for param in model.parameters()):
-        message = f"{kind} has no parameter that learns: there is nothing to check."
-        raise UserError(message)
+        return f"{kind} has no parameter that learns: there is nothing to check."
     for name, param in model.named_parameters():
         lazy = is_lazy(param)  # a type guard that would rule out all the rest
         if lazy:
-            message = f"parameter {name!r} has no shape yet: call the model once first."
-            raise UserError(message)
+            return f"parameter {name!r} has no shape yet: call the model once first."
         if is_low(param.dtype):
-            message = (
+            return (
                 f"parameter {name!r} is stored in {param.dtype}: check compares with "
                 "fp32, and needs the fp32 weights; load the model in fp32."
             )
-            raise UserError(message)
         if param.is_meta or hasattr(param, "to_local"):
             state = "on the meta device" if param.is_meta else "sharded"
-            message = f"parameter {name!r} is {state}: check needs a whole model."
-            raise UserError(message)
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            message = f"buffer {name!r} is on the meta device: check needs it whole."
-            raise UserError(message)
+            return f"parameter {name!r} is {state}: check needs a whole model."
+    meta = next((name for name, one in model.named_buffers() if one.is_meta), None)
+    at = f"buffer {meta!r} is on the meta device: check needs it whole."
+    return "" if meta is None else at
 
 
 def raised(what: str, error: Exception, advice: str) -> UserError:

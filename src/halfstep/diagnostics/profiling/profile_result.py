@@ -1,14 +1,13 @@
-"""Where the time of a training step went, as plain values.
-
-In: seconds and counts. Out: a `Profile` that prints, becomes JSON and comes back.
-"""
+"""Where the time of a training step went, as plain values."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any
 
+from halfstep.reporting import json_fields
 from halfstep.reporting.table import Table
 
 if TYPE_CHECKING:
@@ -49,6 +48,30 @@ class Row:
         words = (f"{dtype} ({' x '.join(map(str, shape))})" for dtype, shape in pairs)
         return ", ".join(words)
 
+    @classmethod
+    def from_data(cls, data: object) -> Row:
+        """Return the row that `data` was made from.
+
+        Raises:
+            UserError: If it is nothing of the kind.
+        """
+        fields = json_fields.mapping(data, "rows")
+        shapes = (
+            json_fields.items(shape, "shapes")
+            for shape in json_fields.items(fields.get("shapes") or [], "shapes")
+        )
+        return cls(
+            json_fields.optional_text(fields, "op") or "unknown",
+            tuple(
+                tuple(json_fields.integer({"shapes": n}, "shapes") for n in shape)
+                for shape in shapes
+            ),
+            json_fields.texts(fields, "dtypes"),
+            int(json_fields.non_negative(fields, "calls")),
+            json_fields.non_negative(fields, "self_s"),
+            int(json_fields.non_negative(fields, "flops")),
+        )
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -61,33 +84,33 @@ class Profile:
 
     wall_s: float
     """Mean length of a step without the profiler, input included."""
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = ()
     """Longest first."""
-    casts_s: float
+    casts_s: float = 0.0
     """In copies from one float dtype to another, wherever they were asked for."""
-    gemm_s: float
+    gemm_s: float = 0.0
     """In matrix products, convolutions, attention and recurrent layers."""
-    fp32_only_s: float
+    fp32_only_s: float = 0.0
     """In a run in 16 bits: in operations all of whose floating operands were fp32 or
     wider. Products, casts and the optimizer's update are not among them. 0 in a run
     in fp32."""
-    update_s: float
+    update_s: float = 0.0
     """In the optimizer's step."""
-    python_s: float
+    python_s: float = 0.0
     """On a CPU: outside of any operation, in Python and autograd. On a GPU: while the
     device had nothing to do. Time spent on input is not part of it."""
-    waits: int
+    waits: int = 0
     """How often a step waited for the device. On a CPU, which has nothing to wait for:
     how often it read a number out of a tensor, which on a GPU would wait."""
-    wait_s: float
+    wait_s: float = 0.0
     """In these."""
-    input_s: float
+    input_s: float = 0.0
     """In fetching batches; on a GPU, while the device had nothing to do."""
-    device: str
-    """"cpu", or "cuda" where a device was seen at work."""
+    device: str | None = None
+    """"cpu", or "cuda" where a device was seen at work; None: not known."""
     level: str | None = None
     """The level that the run asked for; None where it was not given."""
-    dtype: str = "fp32"
+    dtype: str | None = None
     """The format that the run asked for, or else the one its products ran in."""
 
     def share(self, seconds: float) -> float:
@@ -129,16 +152,20 @@ class Profile:
         return Table("Where the time goes", columns, tuple(rows), (note,))
 
     @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Profile:
-        """Return the profile that `data` was made from, through JSON or not."""
-        rows = (
-            Row(
-                **{
-                    **row,
-                    "shapes": tuple(map(tuple, row["shapes"])),
-                    "dtypes": tuple(row["dtypes"]),
-                }
-            )
-            for row in data["rows"]
-        )
-        return cls(**{**data, "rows": tuple(rows)})
+    def from_data(cls, data: object) -> Profile:
+        """Return the profile that `data` was made from, through JSON or not.
+
+        Raises:
+            UserError: If it is nothing of the kind.
+        """
+        fields = json_fields.mapping(data, "profile")
+        rows = json_fields.items(fields.get("rows") or [], "rows")
+        values: dict[str, Any] = {
+            each.name: json_fields.non_negative(fields, each.name)
+            for each in dataclass_fields(cls)
+            if each.name.endswith("_s")
+        }
+        for name in ("device", "level", "dtype"):
+            values[name] = json_fields.optional_text(fields, name)
+        values["waits"] = int(json_fields.non_negative(fields, "waits"))
+        return cls(rows=tuple(map(Row.from_data, rows)), **values)

@@ -1,9 +1,4 @@
-"""Where the time of a training step goes.
-
-In: a function that makes one step, and the batches for it where there are any. Out: a
-`Profile` of plain values: seconds a step, in operations by shape and dtype, in casts,
-in matrix products, outside any operation, in waiting for the device and for data.
-"""
+"""Where the time of a training step goes."""
 
 from __future__ import annotations
 

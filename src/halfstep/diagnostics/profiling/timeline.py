@@ -1,8 +1,4 @@
-"""What ran when in one step, read from the events of torch's profiler.
-
-In: the profiler's events, and the name of the region to read. Out: a `Timeline`:
-operations with their own time, and the stretches in which something else went on.
-"""
+"""What ran when in one step, read from the events of torch's profiler."""
 
 from __future__ import annotations
 
