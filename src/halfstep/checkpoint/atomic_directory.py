@@ -281,7 +281,7 @@ def os_reason(error: BaseException | None) -> str | None:
     Example:
         >>> os_reason(OSError(28, "No space left on device"))
         'No space left on device'
-        >>> why(KeyError("a"))
+        >>> os_reason(KeyError("a"))
     """
     if isinstance(error, OSError):
         return error.strerror or str(error) or type(error).__name__
