@@ -340,6 +340,14 @@ def test_clipping_is_torchs() -> None:
         assert norm == pytest.approx(2.0**-4, abs=room)
 
 
+@pytest.mark.parametrize("clip", [1.0, INF])
+def test_a_norm_that_overflows(clip: float) -> None:
+    """Law: finite gradients are not clipped to 0 by an infinite norm, but skipped."""
+    session = build(clip_grad_norm=clip)
+    session.backward(sum(p.sum() for p in session.model.parameters()) * 1e30)
+    assert session.step().skipped == (clip == 1.0)
+
+
 def test_tied_weights_stay_tied() -> None:
     """Law: at O2 a weight used twice has one exact master, saved and loaded as one."""
     sessions = []

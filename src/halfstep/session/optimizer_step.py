@@ -151,7 +151,11 @@ class OptimizerStep:
         else:
             found_inf = passes.scaler.unscale_(gradients)
             passes.reduce_found_inf(found_inf, gradients)
-        self.norm = total_norm(gradients) if norm and gradients else None
+        if norm and gradients:
+            self.norm = total_norm(gradients)
+            if self.clip != torch.inf:
+                # To divide by a norm that overflowed would make every gradient 0.
+                found_inf = torch.maximum(found_inf, self.norm.isinf().float())
         return found_inf
 
     def _needs_no_unscaling(self, gradients: list[Tensor]) -> bool:
