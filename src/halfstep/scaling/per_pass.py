@@ -1,10 +1,10 @@
-"""The backward passes of one optimizer step, and the scales they run at.
+"""Backward passes that are unscaled and checked one by one.
 
 In: losses, and how to run a backward pass. Out: unscaled gradients, and one flag. The
-usual step has one loss scale, and its gradients are unscaled once, at the end; passes
-with scales of their own, or that may be left out or repeated, are checked one by one:
-gradients of two loss scales cannot be added, and an inf that has been added can no
-longer be taken out.
+usual step has one loss scale, and its gradients are unscaled once, at the end. Passes
+with scales of their own, or that may be left out or repeated, come here: gradients of
+two loss scales cannot be added, and an inf that has been added can no longer be taken
+out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from halfstep.scaling.loss_scale import ScaleRule
+    from halfstep.scaling.loss_scale import ScaleRule, ScaleState
     from halfstep.scaling.step_report import NonFiniteParam
 
 _ACTIONS = ("skip", "drop_microbatch")
@@ -190,7 +190,9 @@ class LossScalers:
 
 
 class BackwardPasses:
-    """Runs the passes of each step in turn.
+    """Unscales and checks each backward pass of a step by itself.
+
+    In a step it stands for the `LossScaler`: gradients are unscaled when it is asked.
 
     Args:
         loss_scalers: By the name of the loss.
@@ -198,110 +200,107 @@ class BackwardPasses:
         group: Ranks that must agree.
     """
 
+    needs_only_found_inf = False
+
     def __init__(
         self,
         loss_scalers: LossScalers,
         on_overflow: Retry,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.loss_scalers = loss_scalers
+        self._loss_scalers = loss_scalers
         self._on_overflow = on_overflow
         self._group = group
         self._unscaled = UnscaledGradients(drop=on_overflow.drops)
-        self.loss_name: str | None = None
-        """Of the last pass; None: none has run since the last step."""
-        self.per_pass = on_overflow.checks_each_pass
-        """Each pass is checked by itself, so each must be averaged over ranks."""
+        self._last_name = ""
+        self._found_inf = torch.zeros(())
         self.keeps_graphs = on_overflow.times > 0
         """A graph is kept until its last try."""
+
+    def check(self, name: str, *, is_ddp: bool) -> None:
+        """Refuse a pass that would give wrong gradients.
+
+        Raises:
+            UserError: If DDP would not average a second try, or a named loss comes
+                where passes are left out.
+        """
+        if is_ddp and self.keeps_graphs:
+            raise misuse.retries_under_ddp()
+        if name and self._on_overflow.drops:
+            raise misuse.named_loss_with_drop(name)
 
     def run(
         self,
         name: str,
         backward: Callable[[bool], None],
         parameters: Sequence[Tensor],
-        *,
-        sync_grads: Callable[[], None],
     ) -> None:
         """Run one backward pass.
 
         Args:
             name: Of the loss.
             backward: Runs the pass of the scaled loss; told whether to keep the graph.
-            parameters: Whose `.grad` it fills, once `run_pending` was called.
-            sync_grads: Brings gradients there that lie elsewhere.
-
-        Raises:
-            UserError: If a named loss comes where passes are left out.
+            parameters: Whose `.grad` it fills.
         """
-        if name and self._on_overflow.drops:
-            raise misuse.named_loss_with_drop(name)
-        if not self.per_pass and self.loss_name not in {None, name}:
-            # The second loss of a program: from now on they are kept apart.
-            sync_grads()
-            self.per_pass = True
-            filled = [p.grad for p in parameters if p.grad is not None]
-            found_inf = self.scaler.unscale_(filled)
-            reduce_found_inf(found_inf, filled, self._group)
-            self._accumulate(found_inf, parameters)
-        self.loss_name = name
-        if not self.per_pass:
-            backward(False)  # noqa: FBT003
-            return
-
-        def run(keep: bool) -> None:
-            backward(keep)
-            sync_grads()
-
-        scaler = self.loss_scalers.get(name)
+        self._last_name = name
+        scaler, retries = self._loss_scalers.get(name), self._on_overflow.times
         found_inf = run_pass(
-            scaler, run, parameters, retries=self._on_overflow.times, group=self._group
+            scaler, backward, parameters, retries=retries, group=self._group
         )
         self._accumulate(found_inf, parameters)
 
-    def _accumulate(self, found_inf: Tensor, parameters: Sequence[Tensor]) -> None:
-        self.loss_scalers.record_found_inf(self.loss_name or "", found_inf)
-        self._unscaled.accumulate(parameters, found_inf)
-
-    def restore_grads(self) -> Tensor | None:
-        """Put sums that were kept apart into `.grad`; return their flag, if any."""
-        return self._unscaled.restore_grads() if self._unscaled.num_passes else None
-
-    def unscaled_sums(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return (parameter, gradient) as `restore_grads` puts them into `.grad`."""
-        return self._unscaled.sums()
-
-    @property
-    def scaler(self) -> LossScaler:
-        """The loss scaler of the last pass."""
-        return self.loss_scalers.get(self.loss_name or "")
-
-    @property
-    def needs_only_found_inf(self) -> bool:
-        """Gradients need not be unscaled to be checked; whoever uses them does it."""
-        return (
-            not self.per_pass
-            and not self._unscaled.num_passes
-            and self.scaler.needs_only_found_inf
+    def unscale_earlier(self, parameters: Sequence[Tensor]) -> None:
+        """Take in gradients that passes without a name have left in `.grad`."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        found_inf = self._loss_scalers.get("").unscale_(gradients)
+        self._accumulate(
+            reduce_found_inf(found_inf, gradients, self._group), parameters
         )
 
-    def reduce_found_inf(
-        self, found_inf: Tensor, gradients: Sequence[Tensor]
-    ) -> Tensor:
-        """Return the flag of all passes at once, as all ranks agree on it."""
-        reduce_found_inf(found_inf, gradients, self._group)
-        if self.loss_name:
-            self.loss_scalers.record_found_inf(self.loss_name, found_inf)
-        return found_inf
+    def _accumulate(self, found_inf: Tensor, parameters: Sequence[Tensor]) -> None:
+        self._loss_scalers.record_found_inf(self._last_name, found_inf)
+        self._unscaled.accumulate(parameters, found_inf)
 
+    def sums_in_fp32(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (parameter, copy of its gradient) as `restore_grads` puts it there."""
+        for param, total in self._unscaled.sums():
+            wide = torch.promote_types(total.dtype, torch.float32)
+            yield param, total.to(wide, copy=True)
+
+    def restore_grads(self) -> None:
+        """Put the sums of the passes into `.grad`."""
+        self._found_inf = self._unscaled.restore_grads()
+
+    def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the flag of gradients that were unscaled pass by pass."""
+        del gradients
+        return self._found_inf
+
+    @property
+    def state(self) -> ScaleState:
+        """The loss scale of the last pass."""
+        return self._loss_scalers.get(self._last_name).state
+
+    @property
     def num_dropped(self) -> Tensor | int:
-        """Return how many passes of this step were left out."""
+        """How many passes of this step were left out, shape ()."""
         return self._unscaled.num_dropped()
 
-    def end_step(self) -> None:
-        """Begin the next step."""
+    def update(
+        self, found_inf: Tensor, culprits: Callable[[], Sequence[NonFiniteParam]]
+    ) -> None:
+        """End the step: move each scale that was used by what its passes found.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
         self._unscaled.reset()
-        self.loss_name = None
+        self._loss_scalers.update(found_inf, culprits)
+
+    def reset(self) -> None:
+        """Forget the passes since the last step."""
+        self._unscaled.reset()
+        self._loss_scalers.reset()
 
 
 class UnscaledGradients:

@@ -216,6 +216,8 @@ def reduce_found_inf(
     found_inf: Tensor, gradients: Iterable[Tensor], group: dist.ProcessGroup | None
 ) -> Tensor:
     """Return `found_inf` once all ranks concerned agree; it is written in place."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return found_inf
     groups = reduction_groups(gradients, group)
     return FoundInfReduction.start(found_inf, groups).wait() if groups else found_inf
 

@@ -1,23 +1,29 @@
-"""Hooks that report a 16-bit model used without its session.
+"""Hooks that report a model or an optimizer used without its session.
 
-In: a model whose weights are low. Out: hooks on it. One names the autocast context when
-a forward pass outside of it fails; one warns of a `state_dict` without master weights.
+In: a prepared model and optimizer. Out: hooks on them. One names the autocast context
+when a forward pass outside of it fails; one warns of a `state_dict` without master
+weights; one refuses, or warns of, `optimizer.step()` by hand.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep._torch import optimizer_hooks
 from halfstep.casting import dtype_mismatch
-from halfstep.errors import warn_caller
+from halfstep.errors import UserError, warn_caller
 from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
     from halfstep.machine.recommendation import Choice
+    from halfstep.masters import MasterWeights
+    from halfstep.scaling import LossScaler
+    from halfstep.session.accumulation_window import AccumulationWindow
 
 
 def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> None:
@@ -112,3 +118,79 @@ def _is_low_copy(value: object) -> bool:
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return False
     return is_low(value.dtype)
+
+
+def check_external_steps(
+    masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
+) -> None:
+    """Check each step of the optimizer that the session did not take.
+
+    Args:
+        masters: Over the optimizer.
+        scaler: Of the session.
+        window: Of the session. The optimizer outlives both.
+    """
+    check = ExternalStepCheck(masters, scaler, window)
+    optimizer_hooks.register_pre_step_check(masters.optimizer, check)
+
+
+class ExternalStepCheck:
+    """Refuses `optimizer.step()` by hand where it would be wrong; warns elsewhere."""
+
+    def __init__(
+        self, masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
+    ) -> None:
+        self._masters = masters
+        self._rule = scaler.rule
+        self._window = weakref.ref(window)
+        self._warned = False
+
+    def __call__(self) -> None:
+        """Check a step that is about to be taken.
+
+        Without any gradient there is nothing to lose: such a step keeps schedules
+        quiet.
+
+        Raises:
+            UserError: If gradients are those of 16-bit weights, or multiplied by the
+                loss scale.
+        """
+        if self._masters.stepping:
+            return
+        master_params = self._masters.master_params.values()
+        if any(
+            s.weight.grad is not None or s.master.grad is not None
+            for s in master_params
+        ):
+            message = (
+                "optimizer.step() was called while the session holds gradients of "
+                "16-bit weights: call session.step(), which unscales and clips them, "
+                "steps, and publishes the weights."
+            )
+            raise UserError(message)
+        groups, window = self._masters.optimizer.param_groups, self._window()
+        has_grads = any(p.grad is not None for group in groups for p in group["params"])
+        if not has_grads or window is None:
+            return
+        if window.num_pending and self._rule.scales:
+            message = (
+                "optimizer.step() was called after session.backward(), whose gradients "
+                "are multiplied by the loss scale: call session.step(), which unscales "
+                "them."
+            )
+            raise UserError(message)
+        if self._warned or not (self._rule.scales or window.num_pending):
+            return
+        self._warned = True
+        if window.num_pending:
+            warn_caller(
+                "optimizer.step() was called after session.backward(): it neither "
+                "clips, nor skips inf and NaN, nor waits for all micro-batches, nor "
+                "steps the schedule. Call session.step() instead."
+            )
+        else:
+            warn_caller(
+                "optimizer.step() was called in place of session.step(): unless "
+                "another scaler scales the loss, small gradients become zero in fp16. "
+                "Call session.backward(loss), then session.step()."
+            )
