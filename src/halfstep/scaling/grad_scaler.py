@@ -15,11 +15,15 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from halfstep._torch import fused_optimizers
+from halfstep._torch import async_read, fused_optimizers
 from halfstep._torch.optimizer_params import gradients_of, name_of
 from halfstep.scaling import misuse, optimizer_step, unscale
-from halfstep.scaling.loss_scale import HostScale, ScaleRule
-from halfstep.scaling.loss_scaler import inverse_scale
+from halfstep.scaling.loss_scale import (
+    FP32_MAX,
+    ScaleRule,
+    inverse_scale,
+    is_power_of_two,
+)
 from halfstep.scaling.per_pass import LossScalers, Retry
 from halfstep.scaling.scaler_backward import PerPassBackward
 from halfstep.scaling.step_report import (
@@ -32,16 +36,53 @@ from halfstep.scaling.step_report import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from halfstep.scaling.loss_scaler import LossScaler
+    from halfstep.scaling.loss_scale import LossScaler
     from halfstep.scaling.step_report import NonFiniteParam
 
 _MIN_SCALE = 2.0**-24
-_MAX_SCALE = torch.finfo(torch.float32).max
+
+
+class HostScale:
+    """Follows a tensor that others may replace or write to."""
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._version = 0
+        self.is_power_of_two = False
+        """It is a power of two."""
+
+    def poll(self, scale: Tensor, init_scale: float) -> float | None:
+        """Say what another has set it to; None if none has.
+
+        Args:
+            scale: As it is now, shape ().
+            init_scale: What a new one begins with.
+
+        Returns:
+            0 if it was written to where reading it would synchronize.
+        """
+        is_new = scale is not self._tensor
+        if not is_new and scale._version == self._version:  # noqa: SLF001
+            return None
+        value = init_scale if is_new else 0.0
+        value = scale.item() if async_read.is_cpu(scale.device) else value
+        self.mark_written(scale)
+        self.is_power_of_two = is_power_of_two(value)
+        return value
+
+    def mark_written(self, scale: Tensor) -> None:
+        """Take note that it was written to by its owner."""
+        self._tensor, self._version = scale, scale._version  # noqa: SLF001
+
+    def mark_multiplied(self, numbers: Iterable[float]) -> None:
+        """Take note of what it may be multiplied by, or set to."""
+        all_powers = all(is_power_of_two(one) for one in numbers if one != FP32_MAX)
+        self.is_power_of_two = self.is_power_of_two and all_powers
 
 
 class GradScaler(TorchGradScaler):
@@ -107,7 +148,7 @@ class GradScaler(TorchGradScaler):
         self._bounds: dict[str, Any] = {
             "init_scale": self._init_scale,
             "min_scale": _MIN_SCALE if min_scale is None else min_scale,
-            "max_scale": _MAX_SCALE if max_scale is None else max_scale,
+            "max_scale": FP32_MAX if max_scale is None else max_scale,
             "hysteresis": hysteresis,
             "refill": refill,
             "max_consecutive_skips": max_consecutive_skips,

@@ -1,30 +1,37 @@
-"""How a loss scale moves: numbers, a state, and the pure function between two states.
+"""The loss scale: its rule, its state, `advance` from state to state, `LossScaler`.
 
-In: a state and one `found_inf` flag a step. Out: the state for the next step. Static
-scaling and none at all are the same rule with factors of one, so nobody branches on
-"off".
+In: losses, gradients and one `found_inf` flag a step. Out: scaled losses, unscaled
+gradients, and the scale of the next step. Static scaling and none at all are the same
+rule with factors of one, so no code branches on "off".
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from halfstep._torch import async_read
+from halfstep._torch.async_read import to_device_async
 from halfstep.errors import UserError, format_value, require, to_float
+from halfstep.scaling.collapse import CollapseMonitor, LossHistory, StepHistory
+from halfstep.scaling.strategies import make_strategy
+from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Sequence
 
+    import torch.distributed as dist
+
+    from halfstep.scaling.step_report import NonFiniteParam
 
 REFILLS = ("growth", "clean")
 STRATEGIES = ("backoff", "measured", "logmax")
 
-_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def is_power_of_two(number: float) -> bool:
@@ -70,8 +77,8 @@ class ScaleRule:
         self._check("backoff_factor", 0 < self.backoff_factor <= 1, "in (0, 1]")
         self._check("growth_interval", self.growth_interval >= 1, "at least 1")
         self._check("min_scale", self.min_scale >= _TINY, f"at least {_TINY:g}")
-        bounded = self.min_scale <= self.max_scale <= _HUGE
-        self._check("max_scale", bounded, f"between min_scale and {_HUGE:g}")
+        bounded = self.min_scale <= self.max_scale <= FP32_MAX
+        self._check("max_scale", bounded, f"between min_scale and {FP32_MAX:g}")
         within = self.min_scale <= self.init_scale <= self.max_scale
         self._check("init_scale", within, "between min_scale and max_scale")
         self._check("hysteresis", self.hysteresis >= 1, "at least 1")
@@ -105,7 +112,7 @@ class ScaleRule:
             scale = float(word) if isinstance(word, str) else to_float(word)
         except ValueError:
             scale = 1.0 if word == "none" else math.nan
-        if not _TINY <= scale <= _HUGE:
+        if not _TINY <= scale <= FP32_MAX:
             message = (
                 f"loss_scale={format_value(word)} is not a scale; "
                 "choose auto, dynamic, "
@@ -202,7 +209,7 @@ def advance(
         # As torch has it, fp32 is not grown out of. A start below the floor or above
         # the ceiling is possible after a load.
         grown = torch.maximum(higher.clamp(max=rule.max_scale), scale)
-        clean_scale = torch.where(grow & (higher <= _HUGE), grown, scale)
+        clean_scale = torch.where(grow & (higher <= FP32_MAX), grown, scale)
     else:
         clean_scale = proposal.to(scale).clamp(rule.min_scale, rule.max_scale)
         lower = torch.minimum(lower, clean_scale)
@@ -227,7 +234,7 @@ def _advance_on_host(
         next_scale, left = scale, state.hysteresis_left
         if proposal is not None:
             next_scale = min(max(proposal.item(), rule.min_scale), rule.max_scale)
-        elif grow and scale * rule.growth_factor <= _HUGE:
+        elif grow and scale * rule.growth_factor <= FP32_MAX:
             next_scale = max(min(scale * rule.growth_factor, rule.max_scale), scale)
         if (grow or rule.refill == "clean") and left.item() != rule.hysteresis:
             left = left.new_tensor(rule.hysteresis)
@@ -251,39 +258,190 @@ def _advance_on_host(
     )
 
 
-class HostScale:
-    """Follows a tensor that others may replace or write to."""
+def _shape_text(param: Tensor) -> str:
+    return f"a parameter of shape {tuple(param.shape)}"
 
-    def __init__(self) -> None:
-        self._tensor: Tensor | None = None
-        self._version = 0
-        self.is_power_of_two = False
-        """It is a power of two."""
 
-    def poll(self, scale: Tensor, init_scale: float) -> float | None:
-        """Say what somebody else has set it to; None if nobody has.
+class LossScaler:
+    """A loss scale at work: scales losses, unscales gradients, moves by its rule.
+
+    It works on tensors and never holds an optimizer.
+
+    Args:
+        rule: Static, dynamic or none: `ScaleRule.parse`.
+        device: Where the losses are.
+        group: Ranks that share a scale that a strategy proposes; default all.
+    """
+
+    def __init__(
+        self,
+        rule: ScaleRule,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rule = rule
+        self.state = ScaleState.first(rule, device)
+        self.strategy = make_strategy(rule.strategy, group)
+        self.monitor = CollapseMonitor(rule.init_scale)
+        self.proposal: Tensor | None = None
+        """What the strategy asked for since the last update, shape ()."""
+
+    def __repr__(self) -> str:
+        """Return the scale now. May wait for the device."""
+        return f"<LossScaler at {self.state.scale.item():g}: {self.rule}>"
+
+    def observe_loss(
+        self, loss: Tensor, name_of: Callable[[Tensor], str] = _shape_text
+    ) -> None:
+        """Look at a loss before its backward pass.
 
         Args:
-            scale: As it is now, shape ().
-            init_scale: What a new one begins with.
-
-        Returns:
-            0 if it was written to where nobody can read it without waiting.
+            loss: Unscaled.
+            name_of: Names a parameter, for a diagnosis.
         """
-        is_new = scale is not self._tensor
-        if not is_new and scale._version == self._version:  # noqa: SLF001
-            return None
-        value = init_scale if is_new else 0.0
-        value = scale.item() if async_read.is_cpu(scale.device) else value
-        self.mark_written(scale)
-        self.is_power_of_two = is_power_of_two(value)
-        return value
+        self.monitor.on_loss(loss, name_of)
+        if self.strategy is None:
+            return
+        first_scale = self.strategy.on_loss(loss, self.state)
+        if first_scale is not None:
+            first_scale = first_scale.clamp(self.rule.min_scale, self.rule.max_scale)
+            self.state = replace(self.state, scale=first_scale)
+            self.monitor.on_external_set()
 
-    def mark_written(self, scale: Tensor) -> None:
-        """Take note that it was written to by its owner."""
-        self._tensor, self._version = scale, scale._version  # noqa: SLF001
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale, in fp32 at least."""
+        wide, scale = torch.promote_types(loss.dtype, torch.float32), self.state.scale
+        if scale.device != loss.device:
+            scale = to_device_async(scale, loss.device)
+        return loss.to(wide) * scale
 
-    def mark_multiplied(self, numbers: Iterable[float]) -> None:
-        """Take note of what it may be multiplied by, or set to."""
-        all_powers = all(is_power_of_two(one) for one in numbers if one != _HUGE)
-        self.is_power_of_two = self.is_power_of_two and all_powers
+    def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Divide gradients by the scale in place; return 1.0 if any was not finite."""
+        recheck = self.monitor.may_be_below_one(self.rule)
+        found_inf = unscale_(
+            gradients, inverse_scale(self.state.scale), recheck=recheck
+        )
+        if self.strategy is not None:
+            self.propose(self.strategy.propose(gradients, self.state, found_inf))
+        return found_inf
+
+    @property
+    def needs_only_found_inf(self) -> bool:
+        """Whether inf and NaN in scaled gradients are all it needs to know of them.
+
+        A strategy may measure unscaled ones; and below a scale of 1 unscaling itself
+        can overflow.
+        """
+        if self.strategy is not None:
+            return False
+        return self.rule.min_scale >= 1 or not self.monitor.may_be_below_one(self.rule)
+
+    def propose(self, proposal: Tensor | None) -> None:
+        """Take in a proposal; of several in one step the lowest counts."""
+        if proposal is not None and self.proposal is not None:
+            proposal = torch.minimum(proposal, self.proposal)
+        self.proposal = self.proposal if proposal is None else proposal
+
+    def set_state(self, scale: Tensor, clean_steps: Tensor) -> None:
+        """Go on with a scale, and a count of clean steps, that others keep."""
+        old = self.state
+        if scale is not old.scale or clean_steps is not old.clean_steps:
+            left, skips = old.hysteresis_left, old.skips_in_a_row
+            self.state = ScaleState(scale, clean_steps, left, skips)
+
+    def back_off(self) -> None:
+        """Lower the scale at once, to try the same backward pass again."""
+        lower = self.state.scale.double() * self.rule.backoff_factor
+        scale = lower.clamp(min=self.rule.min_scale).float()
+        zero = torch.zeros_like(self.state.clean_steps)
+        self.state = replace(self.state, scale=scale, clean_steps=zero)
+        self.monitor.on_backoff()
+
+    def update(
+        self,
+        found_inf: Tensor,
+        culprits: Callable[[], Sequence[NonFiniteParam]] = tuple,
+        *,
+        skipped: Tensor | None = None,
+    ) -> None:
+        """Move to the scale of the next step.
+
+        Args:
+            found_inf: 0.0 or 1.0, shape ().
+            culprits: Says whose gradients were not finite; asked if the run must end.
+            skipped: Whether the step was; None if `found_inf` says so. A step may be
+                applied without the passes that overflowed. Shape ().
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        scale_used = self.state.scale
+        if self.strategy is not None:
+            self.strategy.on_found_inf(self.state, found_inf)
+        self.state = advance(self.state, found_inf, self.rule, self.proposal)
+        if skipped is not None:
+            was_skipped = (skipped > 0).to(self.state.skips_in_a_row)
+            in_a_row = self.state.skips_in_a_row * was_skipped
+            self.state = replace(self.state, skips_in_a_row=in_a_row)
+        self.proposal = None
+        self.monitor.on_step(self.rule, scale_used, self.state, found_inf, culprits)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rule and the state as plain numbers. Waits for the device."""
+        state = {f.name: getattr(self.state, f.name).item() for f in fields(ScaleState)}
+        rule = {key: value for key, value in asdict(self.rule).items() if value}
+        strategy_state = {} if self.strategy is None else self.strategy.state_dict()
+        watch = self.monitor.state_dict()
+        return {**rule, **state, "strategy_state": strategy_state, "watch": watch}
+
+    @staticmethod
+    def check(state: dict[str, Any]) -> None:
+        """Refuse a state that cannot be loaded.
+
+        Raises:
+            UserError: If a field is missing, or what it remembers is of another kind.
+        """
+        for field in fields(ScaleState):
+            if field.name not in state:
+                message = (
+                    f"loss-scale state has no {field.name!r}; it holds {[*state]}."
+                )
+                raise UserError(message)
+        _history_from(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; the rule stays the one given here.
+
+        Raises:
+            UserError: If a field is missing, or what it remembers is of another kind.
+        """
+        self.check(state)
+        loaded = {}
+        for field in fields(ScaleState):
+            current = getattr(self.state, field.name)
+            loaded[field.name] = torch.full_like(current, state[field.name])
+        if self.rule.backoff_factor == 1:
+            loaded["scale"] = self.state.scale  # fixed: the rule has the last word
+        is_same = state.get("strategy", "backoff") == self.rule.strategy
+        if self.strategy is not None and is_same:
+            self.strategy.load_state_dict(state.get("strategy_state", {}))
+        self.state = replace(self.state, **loaded)
+        # What is under way is of another run.
+        log = self.monitor.log
+        self.monitor = CollapseMonitor(float(loaded["scale"]))
+        self.monitor.log = log
+        self.monitor.restore(_history_from(state), self.rule)
+
+
+def _history_from(state: dict[str, Any]) -> StepHistory:
+    """Return what a state tells of the steps before; an older one tells of none."""
+    if "watch" in state:
+        return StepHistory.from_data(state["watch"])
+    return StepHistory(
+        LossHistory(from_first_step=False), in_a_row=state["skips_in_a_row"]
+    )
+
+
+def inverse_scale(scale: Tensor) -> Tensor:
+    """Return 1 / scale, divided in double and rounded once, as torch does it."""
+    return scale.reciprocal() if scale.is_mps else scale.double().reciprocal().float()

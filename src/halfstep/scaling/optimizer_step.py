@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from halfstep.scaling.loss_scale import HostScale
+    from halfstep.scaling.grad_scaler import HostScale
 
 _FP32_OR_WIDER = {torch.float32, torch.float64}
 

@@ -20,7 +20,7 @@ from halfstep.errors import require, require_int
 from halfstep.numerics.local_tensor import local_values
 from halfstep.scaling import misuse
 from halfstep.scaling.collapse import LossHistory, StepHistory
-from halfstep.scaling.loss_scaler import LossScaler
+from halfstep.scaling.loss_scale import LossScaler
 from halfstep.scaling.unscale import reduce_found_inf, unscale_
 
 if TYPE_CHECKING:

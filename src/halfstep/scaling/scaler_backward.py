@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from halfstep.scaling.loss_scaler import LossScaler
+    from halfstep.scaling.loss_scale import LossScaler
     from halfstep.scaling.per_pass import LossScalers, Retry
 
 

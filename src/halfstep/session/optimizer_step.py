@@ -6,7 +6,7 @@ verdict on them that all ranks share, and the update, clipped, or nothing change
 
 from __future__ import annotations
 
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from halfstep.errors import require_positive
 from halfstep.masters import cpu_kernels, fused_step
 from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.norms import group_by_mesh, total_norm
-from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
+from halfstep.scaling.loss_scale import LossScaler, inverse_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _IS_SPARSE = attrgetter("is_sparse")
+_PARAM, _GRAD = itemgetter(0), itemgetter(1)
 
 
 def check_clip_norm(clip: object) -> float | None:
@@ -102,13 +103,13 @@ class OptimizerStep:
         self._is_fused = (
             masters.kernel is not None
             and not fused_step.why_not_fused(masters.optimizer)
-            and fused_step.can_read([gradient for _, gradient in pairs])
+            and fused_step.can_read([*map(_GRAD, pairs)])
         )
         self._only_found_inf = scaler.needs_only_found_inf
         if not (self._is_fused and self._only_found_inf) and not in_fp32:
             masters.accumulate_grads()
             pairs = masters.grads()
-        return [param for param, _ in pairs], [gradient for _, gradient in pairs]
+        return [*map(_PARAM, pairs)], [*map(_GRAD, pairs)]
 
     def unscale(
         self, grads: list[Tensor], scaler: LossScaler | BackwardPasses
@@ -200,8 +201,7 @@ class OptimizerStep:
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step."""
-        self.masters.optimizer.zero_grad()
-        self.masters.clear()
+        self.masters.optimizer.zero_grad()  # 16-bit gradients behind masters too
         self.norm, self._is_fused = None, False
 
 
