@@ -57,15 +57,7 @@ class HostScale:
         """It is a power of two."""
 
     def poll(self, scale: Tensor, init_scale: float) -> float | None:
-        """Say what another has set it to; None if none has.
-
-        Args:
-            scale: As it is now, shape ().
-            init_scale: What a new one begins with.
-
-        Returns:
-            0 if it was written to where reading it would synchronize.
-        """
+        """Return what other code has set it to, if any; 0 if reading synchronizes."""
         is_new = scale is not self._tensor
         if not is_new and scale._version == self._version:  # noqa: SLF001
             return None

@@ -37,16 +37,7 @@ def fused_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Step an optimizer whose kernel skips: no host-device synchronization.
-
-    Args:
-        scaler: Unscales.
-        optimizer: One that `fused_optimizers.handles_found_inf`.
-        state: What the scaler keeps of it in this iteration.
-        host_scale: What is known of the scale.
-        args: For the optimizer's step.
-        kwargs: For the optimizer's step.
-    """
+    """Step an optimizer whose kernel skips by itself, without synchronization."""
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return GradScaler.step(scaler, optimizer, *args, **kwargs)  # torch's first form
     factor = getattr(optimizer, "grad_scale", None)
@@ -115,14 +106,14 @@ def step_or_undo(
     moved the weights. Costs a copy of weights and state for the time of the step.
 
     Args:
-        optimizer: Its weights, state and settings are put back.
+        optimizer: Its weights, state and settings are restored.
         evaluate: Clears gradients, computes the loss, fills in unscaled gradients.
         overflowed: Says whether the gradients of the last evaluation were not finite.
         args: For the optimizer's step.
         kwargs: For the optimizer's step.
 
     Returns:
-        What the step returned; None if it was taken back.
+        What the step returned; None if it was undone.
     """
     weights = {
         p: p.detach().clone() for g in optimizer.param_groups for p in g["params"]

@@ -138,10 +138,6 @@ class LossScalers:
     ) -> None:
         """Move those scales that were used in this step.
 
-        Args:
-            found_inf: Of the whole step, for a loop that noted nothing.
-            culprits: Says whose gradients were not finite.
-
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
         """
@@ -171,10 +167,10 @@ class LossScalers:
             LossScaler.check(one)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from saved states; a loss not seen yet when it is asked for.
+        """Go on from saved states by name; of a new loss when it comes.
 
         Args:
-            state: By name; None: of a run that nobody watched, such as one of torch's.
+            state: None for a run without one, such as one of torch's.
 
         Raises:
             UserError: If a field is missing.
@@ -193,11 +189,6 @@ class BackwardPasses:
     """Unscales and checks each backward pass of a step by itself.
 
     In a step it stands for the `LossScaler`: gradients are unscaled when it is asked.
-
-    Args:
-        loss_scalers: By the name of the loss.
-        on_overflow: Whether a pass that overflowed is run again, or left out.
-        group: Ranks that must agree.
     """
 
     needs_only_found_inf = False
@@ -235,13 +226,7 @@ class BackwardPasses:
         backward: Callable[[bool], None],
         parameters: Sequence[Tensor],
     ) -> None:
-        """Run one backward pass.
-
-        Args:
-            name: Of the loss.
-            backward: Runs the pass of the scaled loss; told whether to keep the graph.
-            parameters: Whose `.grad` it fills.
-        """
+        """Run one backward pass, which fills `.grad`; its argument: keep the graph."""
         self._last_name = name
         scaler, retries = self._loss_scalers.get(name), self._on_overflow.times
         found_inf = run_pass(
@@ -436,10 +421,10 @@ def run_pass(
 
     Args:
         scaler: Its scale.
-        backward: Runs the pass of the scaled loss; told whether to keep the graph.
+        backward: Runs the pass of the scaled loss; says whether to keep the graph.
         parameters: All that it reaches. What is in their `.grad` is lost.
-        retries: How often to run it again at a lower scale if it overflows, >= 0; the
-            host waits for the device after each pass but the last.
+        retries: How often to run it again at a lower scale if it overflows, >= 0; each
+            pass but the last synchronizes with the device.
         group: Ranks that must agree.
 
     Returns:

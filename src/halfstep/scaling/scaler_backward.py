@@ -30,13 +30,7 @@ if TYPE_CHECKING:
 
 
 class PerPassBackward:
-    """Runs passes for a `GradScaler`, with `UnscaledGradients` for each optimizer.
-
-    Args:
-        loss_scalers: By the name of the loss.
-        on_overflow: Whether a pass that overflowed is run again, or left out.
-        group: Ranks that must agree.
-    """
+    """Runs passes for a `GradScaler`, with `UnscaledGradients` for each optimizer."""
 
     def __init__(
         self,
@@ -86,14 +80,7 @@ class PerPassBackward:
         *,
         retain_graph: bool,
     ) -> None:
-        """Run one pass.
-
-        Args:
-            scaler: Of the loss.
-            name: Of the loss.
-            loss: Shape ().
-            optimizers: Each with what the `GradScaler` keeps of it in this iteration.
-            retain_graph: As for `Tensor.backward`.
+        """Run one pass; each optimizer comes with the `GradScaler`'s state of it.
 
         Raises:
             UserError: If there is no optimizer, or a named loss where passes are left

@@ -309,10 +309,7 @@ def find_nonfinite_params(
 class GradAbsmax:
     """Names the non-finite gradients when it is called, though they are gone by then.
 
-    Takes the largest magnitude of each now, and does not wait for the device.
-
-    Args:
-        pairs: Names and gradients, at least one.
+    Takes the largest magnitude of each now, without synchronization.
     """
 
     def __init__(self, pairs: Sequence[tuple[str, Tensor]]) -> None:

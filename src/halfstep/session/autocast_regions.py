@@ -35,12 +35,7 @@ class AutocastContexts:
     """
 
     def __init__(self, choice: Choice, policy: Policy, device: str) -> None:
-        """Prepare the regions.
-
-        Args:
-            choice: Level and format; without autocast the regions do nothing.
-            policy: Its rules on modules are already attached to the model.
-            device: Device type of the model.
+        """Prepare the contexts; without autocast at this level they do nothing.
 
         Raises:
             UserError: If the device has no table, and the policy needs one.
@@ -99,13 +94,10 @@ class AutocastContexts:
         self._num_opened = 0
 
     def after_step(self, num_implied: int) -> str:
-        """Take note that the optimizer has stepped.
+        """Note that the optimizer has stepped; return what to warn of, or "".
 
-        Args:
-            num_implied: How many of the policy's last rules nobody asked for.
-
-        Returns:
-            What to warn of: rules that matched nothing in the first step; "" of none.
+        After the first step, that is rules that matched nothing; the last `num_implied`
+        are not the user's own.
         """
         self._needs_refresh = True
         self._num_opened = 0

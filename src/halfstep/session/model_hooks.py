@@ -27,14 +27,7 @@ if TYPE_CHECKING:
 
 
 def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> None:
-    """Hook a model whose weights were converted.
-
-    Args:
-        model: As it was prepared.
-        choice: Level and format.
-        device: Its device type.
-        masters: There are master weights.
-    """
+    """Hook a model whose weights were converted."""
     stored = f"{choice.format.name} (level {choice.level.name})"
     if choice.level.low_weights and choice.level.autocast:
         model.register_forward_hook(DtypeErrorHook(stored, device), always_call=True)
@@ -47,10 +40,6 @@ class DtypeErrorHook:
     """Forward hook: adds a line to errors about dtypes where autocast is off.
 
     Why: autocast contexts explain such errors; here there was none to do it.
-
-    Args:
-        stored: Format and level of the weights.
-        device: Device type of the model.
     """
 
     def __init__(self, stored: str, device: str) -> None:
@@ -79,10 +68,6 @@ class LowStateDictHook:
     """State-dict hook: warns once that weights in it are 16-bit.
 
     Copies and pickles of the model have no session, and do not warn.
-
-    Args:
-        dtype: Format of the weights.
-        active: Not warned yet.
     """
 
     def __init__(self, dtype: str, *, active: bool = True) -> None:
@@ -123,13 +108,7 @@ def _is_low_copy(value: object) -> bool:
 def check_external_steps(
     masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
 ) -> None:
-    """Check each step of the optimizer that the session did not take.
-
-    Args:
-        masters: Over the optimizer.
-        scaler: Of the session.
-        window: Of the session. The optimizer outlives both.
-    """
+    """Check each step that other code takes with the optimizer of a session."""
     check = ExternalStepCheck(masters, scaler, window)
     optimizer_hooks.register_pre_step_check(masters.optimizer, check)
 

@@ -45,13 +45,9 @@ class OptimizerStep:
     """Checks the gradients of each step, and updates the weights.
 
     Where the masters have a kernel, gradients are read twice and never written: once
-    to look for inf and NaN, once in the pass that unscales, clips, updates and
-    publishes. Otherwise they are unscaled in place, and the optimizer steps itself.
-
-    Args:
-        masters: Over the optimizer.
-        clip: Largest norm of all gradients; None neither clips nor takes the norm.
-        device: Of the loss scale.
+    to look for inf and NaN, once in the pass that unscales, clips, updates and copies
+    back to the model weights. Otherwise they are unscaled in place, and the optimizer
+    steps itself.
     """
 
     def __init__(
@@ -91,12 +87,7 @@ class OptimizerStep:
     def collect(
         self, scaler: LossScaler | BackwardPasses, *, in_fp32: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters of the optimizer that have gradients, and these.
-
-        Args:
-            scaler: Will unscale them.
-            in_fp32: They are in fp32 already, for they were added up.
-        """
+        """Return the optimizer's parameters that have gradients, and these."""
         masters = self.masters
         masters.add_new_params()
         pairs = masters.grads()

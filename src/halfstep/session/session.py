@@ -265,14 +265,7 @@ class Session:
     def _run_backward(
         self, scaled: Tensor, second_pass: bool, *, keep_graph: bool = False
     ) -> None:
-        """Run the backward pass of a scaled loss.
-
-        Args:
-            scaled: Loss, times its scale.
-            second_pass: Another pass of this micro-batch came before: both are added
-                up in fp32.
-            keep_graph: It may be run again.
-        """
+        """Run a backward pass; a second one of a micro-batch is added up in fp32."""
         accumulator = self._contexts.grad_accumulator
         masters, in_backward = self._masters, self._in_backward
         # Of masters, and while hooks of ours use gradients as they come: in our passes
@@ -453,11 +446,7 @@ class Session:
     def _collect_grads(
         self, scaler: LossScaler | BackwardPasses
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return parameters of the optimizer and their gradients, averaged over ranks.
-
-        Args:
-            scaler: Will unscale them.
-        """
+        """Return the optimizer's parameters and gradients, averaged over ranks."""
         window = self._window
         if self.model is not self._never_ddp:
             self._grad_sync.finish_step(self.model)
