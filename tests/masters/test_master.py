@@ -299,17 +299,6 @@ def test_sparse_gradients() -> None:
     assert torch.equal(table.weight, twin.weight.bfloat16())
 
 
-def test_pull_takes_an_outside_edit() -> None:
-    """Law: `reset_from_weights` makes the weights the masters; publish keeps them."""
-    params = weights(torch.bfloat16)
-    masters = MasterWeights(torch.optim.SGD(params, 0.1))
-    params[0].data.fill_(3.0)
-    masters.reset_from_weights()
-    masters.publish()
-    assert torch.equal(params[0], torch.full_like(params[0], 3.0))
-    assert all(torch.equal(low.float(), high) for low, high in masters.pairs)
-
-
 def test_none_at_all() -> None:
     """Law: without masters the optimizer keeps parameters and gradients."""
     (weight, _) = weights(torch.bfloat16)

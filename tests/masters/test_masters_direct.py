@@ -46,7 +46,7 @@ def limits(
     """
     param = twin.params[name]
     state = twin.optimizer.state.get(param, {})
-    keys = fused_step._state_keys(rule)
+    keys = rule.state_keys
     held = tuple(state.get(key, torch.zeros_like(param)) for key in keys)
     step = None if "betas" not in twin.optimizer.defaults else torch.ones(())
     if step is not None and "step" in state:
