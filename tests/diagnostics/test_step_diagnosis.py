@@ -185,7 +185,8 @@ def test_a_session_tells_of_itself(
 
 def test_a_session_tells_what_it_lost() -> None:
     """Law: lost updates are those that the session counted."""
-    of = session("O3", "bf16", lost_updates_every=1)
+    of = session("O3", "bf16")
+    of.count_rounding_loss(every=1)
     found = hs.diagnose(stepping(of), session=of, batches=[torch.randn(8, 64)])
     (lost,) = found.facts.lost
     (counted,) = of.lost_updates()
@@ -273,6 +274,6 @@ def test_what_a_session_lacks() -> None:
     """Law: a session is told how to count; all else it tells of itself."""
     of = session("O3", "bf16")
     found = hs.diagnose(stepping(of), session=of, batches=[torch.randn(8, 64)])
-    why = "updates were not counted (prepare(..., lost_updates_every=1))"
+    why = "updates were not counted (session.count_rounding_loss(every=1))"
     assert lacked(found) == {"swamped updates": why}
     assert "metrics.jsonl" not in str(found)

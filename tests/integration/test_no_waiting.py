@@ -91,16 +91,17 @@ def test_scaler(kind: str, strategy: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("drop", [False, True])
-def test_passes(drop: bool) -> None:
+@pytest.mark.parametrize("on_overflow", ["skip", "drop_microbatch"])
+def test_passes(on_overflow: str) -> None:
     """Law: nor do passes that are looked at one by one, dropping the bad ones."""
     params = list(net(FAKE).parameters())
     scales = LossScalers(ScaleRule(max_consecutive_skips=3))
-    passes = BackwardPasses(scales, drop=drop, retries=0, group=None)
-    for name in ("", "" if drop else "other"):
+    passes = BackwardPasses(scales, hs.Retry.of(on_overflow), None)
+    names = ("", "other" if on_overflow == "skip" else "")
+    for name in names:
         scales.get_or_create(name, FAKE)
     for _ in range(STEPS):
-        for name in ("", "" if drop else "other"):
+        for name in names:
 
             def backward(_: bool) -> None:
                 for param in params:

@@ -263,9 +263,7 @@ EXCLUDED: dict[str, dict[str, Any]] = {
     "a loss scale": {"loss_scale": 8.0},
     "clip_grad_norm": {"clip_grad_norm": 1.0},
     "accumulate=2": {"accumulate": 2},
-    "drop_bad_microbatch": {"drop_bad_microbatch": True},
-    "retries": {"retries": 1},
-    "lost_updates_every": {"lost_updates_every": 5},
+    "on_overflow": {"on_overflow": hs.Retry(1)},
     "process_group": {"process_group": Mock(spec=torch.distributed.ProcessGroup)},
 }
 

@@ -57,8 +57,8 @@ def by_hand(
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_counts(word: str, make: Make, clip: float | None) -> None:
     """Law: counts are those of a comparison of all numbers; slopes of 0 are out."""
-    more: dict[str, Any] = {"lost_updates_every": 1, "clip_grad_norm": clip}
-    session = cases.start(make, word, **more)
+    session = cases.start(make, word, clip_grad_norm=clip)
+    session.count_rounding_loss(every=1)
     for number in range(3):
         slopes = cases.slopes_of(session.model, number)
         for slope in slopes.values():
@@ -74,7 +74,8 @@ def test_counts(word: str, make: Make, clip: float | None) -> None:
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
 def test_an_update_of_zero_is_not_lost(rate: Any) -> None:
     """Law: at a rate of 0, as in a warm-up's first step, there is nothing to lose."""
-    session = cases.start(cases.ADAMW, "none", lost_updates_every=1)
+    session = cases.start(cases.ADAMW, "none")
+    session.count_rounding_loss(every=1)
     (group,) = session.optimizer.param_groups
     usual, group["lr"] = group["lr"], rate
     cases.go(session, cases.slopes_of(session.model, 0))
@@ -89,7 +90,8 @@ def test_an_update_of_zero_is_not_lost(rate: Any) -> None:
 def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: of a large group numbers drawn once count, the same in each step."""
     monkeypatch.setattr(rounding_loss, "SAMPLE", 20)
-    session = cases.start(TINY, "split", lost_updates_every=1)
+    session = cases.start(TINY, "split")
+    session.count_rounding_loss(every=1)
     counter = session._rounding_loss
     assert counter is not None
     cases.go(session, cases.slopes_of(session.model, 0))
@@ -124,7 +126,8 @@ def test_what_it_tells(word: str, share: float) -> None:
     """
     model = nn.Linear(64, 64, bias=False)
     model.weight.data = torch.rand(64, 64) / 2 + 1.25
-    session = cases.start(TINY, word, model, lost_updates_every=1)
+    session = cases.start(TINY, word, model)
+    session.count_rounding_loss(every=1)
     with session.autocast():
         loss = model(torch.eye(64)).float().sum()
     session.backward(loss)
@@ -155,7 +158,8 @@ def test_every_so_many_steps(
         return whole(tensor, places)
 
     monkeypatch.setattr(rounding_loss, "_take", some)
-    session = cases.start(cases.SGD, "split", lost_updates_every=every)
+    session = cases.start(cases.SGD, "split")
+    session.count_rounding_loss(every=every)
     if not kernel:
         session._masters.kernel = None
     seen = []
@@ -172,7 +176,7 @@ def test_every_so_many_steps(
 
 
 def test_no_counter_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: without `lost_updates_every` nothing is ever looked at."""
+    """Law: without `count_rounding_loss` nothing is ever looked at."""
 
     def forbidden(*_: object) -> None:
         message = "copied"
@@ -182,7 +186,8 @@ def test_no_counter_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     session = cases.start(cases.SGD, "split")
     cases.go(session, cases.slopes_of(session.model, 1))
     assert session.lost_updates() == ()
-    counting = cases.start(cases.SGD, "split", lost_updates_every=1)
+    counting = cases.start(cases.SGD, "split")
+    counting.count_rounding_loss(every=1)
     with pytest.raises(AssertionError, match="copied"):
         cases.go(counting, cases.slopes_of(counting.model, 1))
 
@@ -190,9 +195,8 @@ def test_no_counter_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("word", WORDS)
 def test_counting_changes_nothing(word: str) -> None:
     """Law: weights and state are those of a session that does not count."""
-    sessions = [
-        cases.start(cases.ADAMW, word, lost_updates_every=every) for every in (1, None)
-    ]
+    sessions = [cases.start(cases.ADAMW, word) for _ in range(2)]
+    sessions[0].count_rounding_loss(every=1)
     for number in range(3):
         slopes = cases.slopes_of(sessions[0].model, number)
         for session in sessions:
@@ -211,7 +215,8 @@ def test_groups() -> None:
         {"params": [model.other.weight, *model.norm.parameters()]},
     ]
     optimizer = torch.optim.SGD(groups, 0.5)
-    session = cases.prepare(model, optimizer, lost_updates_every=1)
+    session = cases.prepare(model, optimizer)
+    session.count_rounding_loss(every=1)
     names = ("linear.weight", "linear.bias", "conv.weight", "conv.bias")
     slopes = {n: torch.ones_like(model.get_parameter(n)) for n in names}
     cases.go(session, slopes)
@@ -229,5 +234,8 @@ def test_groups() -> None:
 def test_nothing_yet() -> None:
     """Law: before the first count a table says so; less than a step is refused."""
     assert rounding_loss.table(()).notes == ("nothing was counted yet",)
-    with pytest.raises(UserError, match="lost_updates_every=0"):
-        cases.start(cases.SGD, "split", lost_updates_every=0)
+    with pytest.raises(UserError, match="every=0"):
+        cases.start(cases.SGD, "split").count_rounding_loss(every=0)
+    early = cases.start(cases.SGD, "split", optimizer_in_backward=True)
+    with pytest.raises(UserError, match=r"^optimizer_in_backward=True .* excludes"):
+        early.count_rounding_loss()

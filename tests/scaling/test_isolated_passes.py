@@ -84,7 +84,7 @@ def everything(session: Any) -> Any:
 @pytest.mark.parametrize("bad", PATTERNS)
 def test_the_mean_of_the_good_ones(kind: str, bad: tuple[int, ...]) -> None:
     """Law: the good ones make the step, multiplied by how many they stand for."""
-    session = build(kind, accumulate=4, drop_bad_microbatch=True)
+    session = build(kind, accumulate=4, on_overflow="drop_microbatch")
     share = 4 / (4 - len(bad))
     other = build(kind, functools.partial(SGD, lr=0.05 * share), accumulate=4)
     for k in range(4):
@@ -109,7 +109,7 @@ def test_the_mean_of_the_good_ones(kind: str, bad: tuple[int, ...]) -> None:
 def test_all_bad(kind: str, value: float) -> None:
     """Law: with nothing left the step is skipped, and nothing has changed."""
     make = functools.partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
-    session = build(kind, make, accumulate=3, drop_bad_microbatch=True)
+    session = build(kind, make, accumulate=3, on_overflow="drop_microbatch")
     for seed in range(3):
         go(session, seed)
     before = everything(session)
@@ -128,7 +128,7 @@ def test_nothing_bad(kind: str) -> None:
     """Law: where nothing is bad, looking at each by itself changes no result."""
     if kind == "O3 fp16":
         return  # there unscaled sums lose subnormal bits that scaled ones keep
-    session = build(kind, accumulate=4, drop_bad_microbatch=True)
+    session = build(kind, accumulate=4, on_overflow="drop_microbatch")
     plain = build(kind, accumulate=4)
     for seed in range(8):
         report = go(session, seed)
@@ -140,7 +140,7 @@ def test_nothing_bad(kind: str) -> None:
 @pytest.mark.parametrize("clip", [0.01, INF])
 def test_clipped_once(clip: float) -> None:
     """Law: the norm is that of the mean over the good ones, and it is cut once."""
-    session = build(accumulate=4, drop_bad_microbatch=True, clip_grad_norm=clip)
+    session = build(accumulate=4, on_overflow="drop_microbatch", clip_grad_norm=clip)
     model = network()
     (sum(loss_of(model, seed) for seed in (0, 3)) / 2).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -175,7 +175,7 @@ def test_a_parameter_without_a_dimension(kind: str) -> None:
         level,
         dtype=dtype,
         accumulate=2,
-        drop_bad_microbatch=True,
+        on_overflow="drop_microbatch",
     )
     for value in (1.0, INF):
         session.backward(model(torch.ones(())).float() * value)
@@ -190,7 +190,9 @@ def test_a_parameter_without_a_dimension(kind: str) -> None:
 def test_a_bad_micro_batch_is_no_skip() -> None:
     """Law: steps that were applied are never counted, or told, as skipped in a row."""
     rule = ScaleRule(max_consecutive_skips=3)
-    session = build("O1 fp16", accumulate=2, drop_bad_microbatch=True, loss_scale=rule)
+    session = build(
+        "O1 fp16", accumulate=2, on_overflow="drop_microbatch", loss_scale=rule
+    )
     for seed in range(6):
         go(session, seed, NAN)
         assert go(session, seed).applied
@@ -232,7 +234,7 @@ def mean_of(seeds: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize("bad", [*PATTERNS, (1,), (2,), ()])
 def test_scaler_leaves_out(bad: tuple[int, ...]) -> None:
     """Law: `.grad` holds the unscaled mean over the good ones; the scale backs off."""
-    loop = Loop(drop_bad_microbatch=True, init_scale=1024.0)
+    loop = Loop(on_overflow="drop_microbatch", init_scale=1024.0)
     for k in range(4):
         loss = loss_of(loop.model, k, INF if k in bad else 0.0) / 4
         loop.scaler.backward(loss, loop.optimizer)
@@ -248,7 +250,7 @@ def test_scaler_leaves_out(bad: tuple[int, ...]) -> None:
 
 def test_scaler_with_all_bad() -> None:
     """Law: all bad, the step is skipped; the window after it begins afresh."""
-    loop = Loop(drop_bad_microbatch=True)
+    loop = Loop(on_overflow="drop_microbatch")
     before = copy.deepcopy(loop.model.state_dict())
     for value in (INF, NAN):
         loop.scaler.backward(loss_of(loop.model, 0, value), loop.optimizer)
@@ -261,21 +263,21 @@ def test_scaler_with_all_bad() -> None:
     torch.testing.assert_close(loop.gradients(), mean_of([1]), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("drop", [False, True])
-def test_clearing_forgets(drop: bool) -> None:
+@pytest.mark.parametrize("on_overflow", ["skip", "drop_microbatch"])
+def test_clearing_forgets(on_overflow: str) -> None:
     """Law: what `zero_grad` has cleared does not come back with the next pass."""
-    loop = Loop(drop_bad_microbatch=drop)
+    loop = Loop(on_overflow=on_overflow)
     loop.scaler.backward(loss_of(loop.model, 0), loop.optimizer)
     loop.optimizer.zero_grad()
     loop.scaler.backward(loss_of(loop.model, 1), loop.optimizer)
     torch.testing.assert_close(loop.gradients(), mean_of([1]), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("on_overflow", ["skip", "drop_microbatch"])
 @pytest.mark.parametrize("bad", [0, 1])
-def test_two_models_take_turns(drop: bool, bad: int) -> None:
+def test_two_models_take_turns(on_overflow: str, bad: int) -> None:
     """Law: of two models with a step each, one's overflow leaves the other alone."""
-    scaler: Any = hs.GradScaler("cpu", drop_bad_microbatch=drop)
+    scaler: Any = hs.GradScaler("cpu", on_overflow=on_overflow)
     models = [network(), network()]
     optimizers: list[Any] = [SGD(model.parameters()) for model in models]
     for turn in range(2):
@@ -344,7 +346,9 @@ def test_sparse_gradients(twice: bool) -> None:
     torch.testing.assert_close(run(sparse=True), run(sparse=False))
 
 
-@pytest.mark.parametrize("numbers", [{"drop_bad_microbatch": True}, {"retries": 1}, {}])
+@pytest.mark.parametrize(
+    "numbers", [{"on_overflow": "drop_microbatch"}, {"on_overflow": hs.Retry(1)}, {}]
+)
 def test_no_optimizer_is_refused(numbers: dict[str, Any]) -> None:
     """Law: a pass that nobody can look at is refused, not left at a scale unknown."""
     loop = Loop(**numbers)

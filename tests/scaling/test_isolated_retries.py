@@ -159,14 +159,14 @@ def test_names_round_trip(through: str, used: bool) -> None:
 
 def test_names_and_dropping_are_refused() -> None:
     """Law: nobody can count micro-batches of losses that differ: it is said."""
-    loop = Loop(drop_bad_microbatch=True)
+    loop = Loop(on_overflow="drop_microbatch")
     with pytest.raises(UserError) as caught:
         loop.scaler.backward(loop.weight.sum(), loop.optimizer, name="a")
     assert str(caught.value) == (
-        "the loss 'a' has a scale of its own, but drop_bad_microbatch counts "
+        "the loss 'a' has a scale of its own, but 'drop_microbatch' counts "
         "micro-batches of one loss; use one of the two."
     )
-    session = build(drop_bad_microbatch=True)
+    session = build(on_overflow="drop_microbatch")
     with pytest.raises(UserError) as again:
         session.backward(loss_of(session.model, 0), name="a")
     assert str(again.value) == str(caught.value)
@@ -185,11 +185,11 @@ def test_foreign_gradients_are_refused() -> None:
     same(loop.grad, torch.ones(8))
 
 
-@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("on_overflow", ["skip", "drop_microbatch"])
 @pytest.mark.parametrize("bad", [False, True])
-def test_sums_may_be_changed_between_passes(drop: bool, bad: bool) -> None:
+def test_sums_may_be_changed_between_passes(on_overflow: str, bad: bool) -> None:
     """Law: what was added to `.grad`, or cut there, since the last pass counts."""
-    loop = Loop(drop_bad_microbatch=drop)
+    loop = Loop(on_overflow=on_overflow)
     loop.scaler.backward(loop.weight.sum() * 4, loop.optimizer)
     nn.utils.clip_grad_value_([loop.weight], 3.0)
     torch.autograd.backward(loop.weight.sum() * (INF if bad else 1.0))
@@ -220,7 +220,7 @@ def test_a_sum_that_overflows_is_seen() -> None:
 
 def test_disabled() -> None:
     """Law: disabled, `backward` is the loss's own, whatever the words."""
-    loop = Loop(enabled=False, retries=2, drop_bad_microbatch=True)
+    loop = Loop(enabled=False, on_overflow=hs.Retry(2, "drop_microbatch"))
     for _ in range(2):
         loop.scaler.backward(loop.weight.sum(), loop.optimizer, name="a")
     same(loop.grad, torch.full((8,), 2.0))
@@ -238,7 +238,7 @@ def test_a_batch_is_not_lost(retries: int) -> None:
 
     40 * 4096 and 40 * 2048 are above 65504, the largest number of fp16.
     """
-    loop = Loop(init_scale=4096.0, retries=retries)
+    loop = Loop(init_scale=4096.0, on_overflow=hs.Retry(retries))
     loop.scaler.backward(loop.loss(40.0), loop.optimizer)
     tried = min(retries, 2)
     report = loop.step()
@@ -251,7 +251,7 @@ def test_a_batch_is_not_lost(retries: int) -> None:
 
 def test_a_static_scale_is_not_tried_for_ever() -> None:
     """Law: hopeless tries end; the floor holds."""
-    loop = Loop(init_scale=4.0, min_scale=2.0, retries=5)
+    loop = Loop(init_scale=4.0, min_scale=2.0, on_overflow=hs.Retry(5))
     loop.scaler.backward(loop.weight.sum() * INF, loop.optimizer)
     assert loop.step().skipped
     assert loop.scaler.get_scale() == 2.0
@@ -268,7 +268,7 @@ class Box:
 @pytest.mark.parametrize("factor", [1.0, 40.0])
 def test_saved_tensors_are_freed(retries: int, factor: float) -> None:
     """Law: after the pass nothing of the graph is held, though the loss is."""
-    loop = Loop(init_scale=4096.0, retries=retries)
+    loop = Loop(init_scale=4096.0, on_overflow=hs.Retry(retries))
     boxes: list[weakref.ref[Box]] = []
 
     def pack(tensor: Tensor) -> Box:
@@ -291,7 +291,7 @@ def test_checkpoints(reentrant: bool) -> None:
     grads = []
     for retries, scale in ((2, 4096.0), (0, 1024.0)):
         torch.manual_seed(0)
-        loop = Loop(init_scale=scale, retries=retries)
+        loop = Loop(init_scale=scale, on_overflow=hs.Retry(retries))
 
         def block(weight: Tensor) -> Tensor:
             return nn.functional.dropout(weight.half() * 15.0, 0.5)
@@ -331,8 +331,15 @@ def loss_of(model: Any, seed: int, limit: Callable[[], bool] | None = None) -> A
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_session_runs_again(kind: str, accumulate: int) -> None:
     """Law: what is run again gives the bits of a scale that fitted at once."""
-    session = build(kind, loss_scale=START, retries=2, accumulate=accumulate)
-    other = build(kind, loss_scale=ScaleRule(1024.0), accumulate=accumulate, retries=1)
+    session = build(
+        kind, loss_scale=START, on_overflow=hs.Retry(2), accumulate=accumulate
+    )
+    other = build(
+        kind,
+        loss_scale=ScaleRule(1024.0),
+        accumulate=accumulate,
+        on_overflow=hs.Retry(1),
+    )
     for seed in range(2 * accumulate):
         for each in (session, other):
             scaler = each.scaler

@@ -79,11 +79,11 @@ def test_dropping_for_ever_ends(kind: str) -> None:
     session = hs.prepare(
         *(model, torch.optim.SGD(model.parameters(), lr=0.0), "O0"),
         loss_scale=rule,
-        drop_bad_microbatch=True,
+        on_overflow="drop_microbatch",
         accumulate=2,
     )
     scaler = hs.GradScaler(
-        "cpu", init_scale=4.0, min_scale=1.0, drop_bad_microbatch=True
+        "cpu", init_scale=4.0, min_scale=1.0, on_overflow="drop_microbatch"
     )
 
     def backward(loss: Tensor) -> None:
@@ -159,11 +159,13 @@ def test_retries_are_refused_under_ddp() -> None:
     """Law: a second try that DDP would not average is refused before it runs."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = hs.prepare(model, optimizer, "O0", retries=1)
+    session = hs.prepare(model, optimizer, "O0", on_overflow=hs.Retry(1))
     with group_of_one():
         session.model = DistributedDataParallel(model)
         loss = session.model(torch.ones(1, 2)).sum()
-        with pytest.raises(UserError, match=r"^retries run a backward pass again"):
+        with pytest.raises(
+            UserError, match=r"^halfstep\.Retry runs a backward pass again"
+        ):
             session.backward(loss)
         session.model = model
 

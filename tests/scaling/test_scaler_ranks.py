@@ -242,7 +242,9 @@ def collapse(group: Group, ddp: bool) -> dict[str, Any]:
 
 def dropped(group: Group, ddp: bool) -> dict[str, Any]:
     """Drop passes by `backward`, four in a step; one is spoilt on one rank."""
-    scaler = scaler_of(drop_bad_microbatch=True, process_group=None if ddp else group)
+    scaler = scaler_of(
+        on_overflow="drop_microbatch", process_group=None if ddp else group
+    )
     plan = plants(17)
 
     def run(scaler: hs.GradScaler | None) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def test_what_is_lost_is_called_by_its_name(
     """Law: a step that is applied in part is not called skipped."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    more: dict[str, Any] = {"accumulate": 2, "drop_bad_microbatch": True}
+    more: dict[str, Any] = {"accumulate": 2, "on_overflow": "drop_microbatch"}
     if option == "released":
         more = {"optimizer_in_backward": True}
     session = hs.prepare(model, optimizer, "O0", **more)

@@ -246,9 +246,7 @@ WRONG: dict[str, list[Any]] = {
     "loss_scale": WRONG_SCALES,
     "clip_grad_norm": WRONG_NORMS,
     "accumulate": [*WRONG_COUNTS, 0],
-    "retries": WRONG_COUNTS,
-    "lost_updates_every": [value for value in WRONG_COUNTS if value is not None],
-    "drop_bad_microbatch": WRONG_FLAGS,
+    "on_overflow": [*WRONG_WORDS, "drop", hs.Retry],
     "optimizer_in_backward": WRONG_FLAGS,
     "scheduler": WRONG_SCHEDULERS,
     "named_parameters": WRONG_NAMES,
@@ -287,8 +285,11 @@ RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"clip_grad_norm": np.float32(0.5)}, {"clip_grad_norm": 0.5}),
     ({"clip_grad_norm": 1}, {"clip_grad_norm": 1.0}),
     ({"clip_grad_norm": math.inf}, {}),
-    ({"clip_grad_norm": 1e-30, "lost_updates_every": 1}, {"clip_grad_norm": 1e-30}),
-    ({"retries": 0, "drop_bad_microbatch": np.False_}, {}),
+    ({"on_overflow": hs.Retry(np.int64(0))}, {"on_overflow": "skip"}),
+    (
+        {"on_overflow": hs.Retry(0, "drop_microbatch")},
+        {"on_overflow": "drop_microbatch"},
+    ),
     ({"loss_scale": np.float64(4)}, {"loss_scale": "4"}),
     ({"loss_scale": 1}, {"loss_scale": "none"}),
     ({"policy": LEAN}, {"policy": "lean"}),
@@ -308,6 +309,15 @@ def test_ways_to_say_the_same(one: dict[str, Any], other: dict[str, Any]) -> Non
         for model, given in zip(models, (one, other), strict=True)
     ]
     torch.testing.assert_close(*both, rtol=0, atol=0)
+
+
+def test_wrong_retries() -> None:
+    """Law: `Retry` takes a count and one of two words."""
+    for value in WRONG_COUNTS:
+        with pytest.raises(UserError, match=r"^times=.* must be "):
+            hs.Retry(value)
+        with pytest.raises(UserError, match=r"^then=.* must be 'skip' or 'drop_microb"):
+            hs.Retry(1, value)
 
 
 def test_a_policy_file(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def fuzz(
 ) -> dict[str, Any]:
     """Plant inf and NaN at random: any rank, parameter, micro-batch."""
     draw = random.Random(f"{kind} {accumulate} {clip}")  # noqa: S311 -- no secret
-    more = {"drop_bad_microbatch": True} if drop else {}
+    more = {"on_overflow": "drop_microbatch"} if drop else {}
     trainer = Trainer(
         group, kind, "ddp", accumulate=accumulate, clip_grad_norm=clip, **more
     )

@@ -69,7 +69,8 @@ def test_clipping_masters_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate": 2}, {"retries": 1}, {"clip_grad_norm": 1.0}]
+    "options",
+    [{}, {"accumulate": 2}, {"on_overflow": hs.Retry(1)}, {"clip_grad_norm": 1.0}],
 )
 @pytest.mark.parametrize("kind", ["O1 fp16", "O2 fp16", "O3 fp16"])
 def test_reading_and_freezing_are_no_changes(
@@ -252,7 +253,7 @@ KINDS = pytest.mark.parametrize(
 
 @KINDS
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_grad_norm": 0.5}, {"drop_bad_microbatch": True}]
+    "options", [{}, {"clip_grad_norm": 0.5}, {"on_overflow": "drop_microbatch"}]
 )
 def test_flush_is_a_smaller_window(kind: str, options: dict[str, Any]) -> None:
     """Law: 2 of 4 micro-batches, flushed, are a step of 2: to the bit, 4/2 is exact."""
@@ -400,7 +401,7 @@ def test_gradients_cleared_between_micro_batches(kind: str) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("options", [{}, {"drop_bad_microbatch": True}])
+@pytest.mark.parametrize("options", [{}, {"on_overflow": "drop_microbatch"}])
 def test_a_window_begun_anew_is_no_loss(kind: str, options: dict[str, Any]) -> None:
     """Law: `session.zero_grad()`, and clearing where nothing lies, say nothing."""
     session = build(kind, accumulate=4, **options)
@@ -478,7 +479,7 @@ def break_off(session: Session) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("options", [{}, {"drop_bad_microbatch": True}])
+@pytest.mark.parametrize("options", [{}, {"on_overflow": "drop_microbatch"}])
 def test_a_backward_pass_that_fails(kind: str, options: dict[str, Any]) -> None:
     """Law: as the first of a window it leaves nothing; later, the window is refused."""
     session, twin = (build(kind, accumulate=2, **options) for _ in range(2))

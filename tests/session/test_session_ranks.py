@@ -173,7 +173,9 @@ def collapse(group: Group, how: str) -> dict[str, Any]:
 def dropped(group: Group, how: str) -> dict[str, Any]:
     """Drop a micro-batch of four that one rank spoilt; train without it as well."""
     plan = plants(23)
-    trainer = Trainer(group, "O0 fp32", how, accumulate=4, drop_bad_microbatch=True)
+    trainer = Trainer(
+        group, "O0 fp32", how, accumulate=4, on_overflow="drop_microbatch"
+    )
     model = net()
     plain = torch.optim.AdamW(model.parameters(), lr=0.01)
     counts, calls = [], []

@@ -295,7 +295,8 @@ def test_a_dead_column(form: str) -> None:
         norm.weight[0] = 0.0
     model = nn.Sequential(norm, wide)
     make = partial(torch.optim.SGD, lr=2.0**-13)
-    session = cases.start(make, form, model, lost_updates_every=1)
+    session = cases.start(make, form, model)
+    session.count_rounding_loss(every=1)
     before = wide.weight.detach().clone()
     factors = torch.randn(65536)
     moves = torch.zeros_like(before, dtype=torch.bool)

@@ -102,8 +102,9 @@ def test_an_unfrozen_weight_is_counted(form: str, accumulate: int) -> None:
     """Law: lost updates are counted of weights that came to be trained later."""
     model = cases.Mixed()
     model.linear.weight.requires_grad_(requires_grad=False)
-    more = {"master": form, "accumulate": accumulate, "lost_updates_every": 1}
+    more = {"master": form, "accumulate": accumulate}
     session = cases.prepare(model, cases.SGD(model.parameters()), **more)
+    session.count_rounding_loss(every=1)
     step(session, *without(model, "linear.weight"))
     (first,) = session.lost_updates()
     total = sum(param.numel() for param in model.parameters())

@@ -30,6 +30,7 @@ def two_lines(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
         with session.autocast():
             loss = nn.functional.cross_entropy(session.model(x), y)
         session.backward(loss)
+        assert_type(dict(session.grads()), dict[str, Tensor])
         report = session.step()
         assert_type(report, hs.StepReport)
         assert_type(report.skipped, bool)
@@ -78,6 +79,7 @@ def every_word(model: nn.Module, group: torch.distributed.ProcessGroup) -> hs.Se
         clip_grad_norm=1.0,
         accumulate=4,
         master="fp32",
+        on_overflow=hs.Retry(2, then="drop_microbatch"),
         named_parameters=model.named_parameters(),
         process_group=group,
     )
@@ -119,7 +121,7 @@ def drop_in(model: nn.Module, x: Tensor) -> None:
     """Replace `torch.amp`, by position and by name."""
     scaler = hs.GradScaler("cuda", 2.0**16, 2.0, 0.5, 2000, enabled=True)
     scaler = hs.GradScaler(
-        "cpu", min_scale=1.0, max_scale=2.0**24, hysteresis=2, max_consecutive_skips=50
+        "cpu", min_scale=1.0, hysteresis=2, on_overflow="drop_microbatch"
     )
     as_torchs: torch.amp.GradScaler = scaler
     optimizer = torch.optim.SGD(model.parameters())
@@ -171,7 +173,8 @@ def masters(model: nn.Module) -> None:
     assert_type(kept.pairs, list[tuple[nn.Parameter, nn.Parameter]])
     lean = hs.MasterWeights(optimizer, master="split", seed=1)
     lean.step()
-    session = hs.prepare(model, optimizer, "O2", master="kahan", lost_updates_every=100)
+    session = hs.prepare(model, optimizer, "O2", master="kahan")
+    session.count_rounding_loss(every=100)
     assert_type([lost.share for lost in session.lost_updates()], list[float | None])
     assert_type(session.memory(), dict[str, int])
     assert_type(hs.machine.keep_memory(), bool)

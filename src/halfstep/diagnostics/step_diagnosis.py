@@ -51,7 +51,7 @@ _HINTS = {
 """What is unknown, and the argument that would tell. A few steps have none of a run's
 records, and no probe looks at them."""
 _SESSION_HINTS = {
-    "lost updates": "updates were not counted (prepare(..., lost_updates_every=1))"
+    "lost updates": "updates were not counted (session.count_rounding_loss(every=1))"
 }
 
 

@@ -39,8 +39,7 @@ def check(
         clip: Largest norm of all gradients.
         accumulate: Micro-batches of a step.
         needs_agreement: Ranks must agree on what is skipped.
-        needs_all_gradients: Micro-batches are dropped or repeated, or rounding loss is
-            counted.
+        needs_all_gradients: Micro-batches may be dropped, or run again.
 
     Raises:
         UserError: With what to leave out.
@@ -53,7 +52,7 @@ def check(
     elif needs_agreement:
         why = "process_group: weights are updated before ranks can agree"
     elif needs_all_gradients:
-        why = "drop_bad_microbatch, retries and lost_updates_every"
+        why = "on_overflow: one backward pass is the whole step; leave it out"
     if why:
         message = f"optimizer_in_backward=True updates in backward; it excludes {why}."
         raise UserError(message)

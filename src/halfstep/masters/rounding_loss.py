@@ -70,7 +70,7 @@ class RoundingLossCounter:
     """
 
     def __init__(self, masters: MasterWeights, every: int) -> None:
-        self.every = require_int("lost_updates_every", every, 1)
+        self.every = require_int("every", every, 1)
         self.last: tuple[RoundingLoss, ...] = ()
         """One for each parameter group, from the last count."""
         self._masters = masters

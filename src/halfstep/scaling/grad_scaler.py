@@ -20,7 +20,7 @@ from halfstep._torch.optimizer_params import gradients_of, name_of
 from halfstep.scaling import misuse, optimizer_step, unscale
 from halfstep.scaling.loss_scale import HostScale, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
-from halfstep.scaling.per_pass import LossScalers
+from halfstep.scaling.per_pass import LossScalers, Retry
 from halfstep.scaling.scaler_backward import PerPassBackward
 from halfstep.scaling.step_report import (
     OptimizerGrads,
@@ -69,9 +69,8 @@ class GradScaler(TorchGradScaler):
             and choose the scale; "none" keeps it at 1 and only guards (bf16, fp32).
         process_group: Ranks that must skip together. Not needed under DDP, whose
             averaged gradients carry an inf to every rank, nor for DTensors.
-        drop_bad_microbatch: `backward` leaves out a pass that overflowed.
-        retries: How often `backward` runs an overflowed pass again at a lower scale,
-            and waits for the device. Not under DDP, which averages the first try only.
+        on_overflow: What `backward` does with a pass that overflowed: "skip" the step,
+            "drop_microbatch", or run it again by a `Retry`.
 
     Raises:
         UserError: If a number is out of its range.
@@ -93,8 +92,7 @@ class GradScaler(TorchGradScaler):
         max_consecutive_skips: int | None = None,
         strategy: str = "backoff",
         process_group: torch.distributed.ProcessGroup | None = None,
-        drop_bad_microbatch: bool = False,
-        retries: int = 0,
+        on_overflow: str | Retry = "skip",
     ) -> None:
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
@@ -119,9 +117,7 @@ class GradScaler(TorchGradScaler):
         rule = self._rule() if self._enabled else ScaleRule()
         self._group = group = process_group
         self._loss_scalers = loss_scalers = LossScalers(rule, group)
-        self._per_pass = PerPassBackward(
-            loss_scalers, drop_bad_microbatch, retries, group
-        )
+        self._per_pass = PerPassBackward(loss_scalers, Retry.of(on_overflow), group)
         self._host_scale = HostScale()
         self._scaled = self._proposed = False
         self._stepped_grads, self._last_grads = (
@@ -310,9 +306,9 @@ class GradScaler(TorchGradScaler):
     ) -> None:
         """Run a backward pass whose gradients are unscaled and looked at by itself.
 
-        For losses with scales of their own, `drop_bad_microbatch` and `retries`. Then
-        `.grad` holds unscaled sums: clip, `step` and `update` as ever, but run all
-        passes of an iteration this way. Under DDP each needs a forward pass of its own.
+        For losses with scales of their own, and for `on_overflow`. Then `.grad` holds
+        unscaled sums: clip, `step` and `update` as ever, but run all passes of an
+        iteration this way. Under DDP each needs a forward pass of its own.
 
         Args:
             loss: Shape ().
@@ -427,9 +423,7 @@ class GradScaler(TorchGradScaler):
             raise misuse.pickled_group()
         loss_scalers = LossScalers(self._loss_scalers.rule)
         loss_scalers.load_state_dict(self._loss_scalers.state_dict())
-        per_pass = PerPassBackward(
-            loss_scalers, self._per_pass.drop, self._per_pass.retries
-        )
+        per_pass = PerPassBackward(loss_scalers, self._per_pass.on_overflow)
         state |= {"_last_grads": [], "_host_scale": HostScale(), "_per_pass": per_pass}
         return state | {
             "_loss_scalers": loss_scalers,

@@ -119,7 +119,7 @@ def fp16_checked_gradients(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
 def named_loss_with_drop(name: str) -> UserError:
     """Return the error of a named loss where passes are left out."""
     message = (
-        f"the loss {name!r} has a scale of its own, but drop_bad_microbatch "
+        f"the loss {name!r} has a scale of its own, but 'drop_microbatch' "
         "counts micro-batches of one loss; use one of the two."
     )
     return UserError(message)
@@ -163,8 +163,9 @@ def check_no_gradients(optimizers: Iterable[Optimizer]) -> None:
 def retries_under_ddp() -> UserError:
     """Session: retries, and a model in DDP."""
     message = (
-        "retries run a backward pass again, whose gradients DDP would not "
-        "average: it does so once for each forward pass. Set retries=0."
+        "halfstep.Retry runs a backward pass again, whose gradients DDP would not "
+        "average: it does so once for each forward pass. Set on_overflow='skip' or "
+        "'drop_microbatch'."
     )
     return UserError(message)
 
@@ -186,6 +187,33 @@ def step_without_backward(steps: int) -> RuntimeError:
         "to sum over 4 batches, set accumulate=4 in prepare()."
     )
     return RuntimeError(message)
+
+
+def grads_without_backward() -> UserError:
+    """Session: gradients asked for where none are complete."""
+    message = (
+        "session.grads() was called without a backward pass since the last step; "
+        "call it between session.backward(loss) and session.step()."
+    )
+    return UserError(message)
+
+
+def grads_in_window(micro: int, accumulate: int) -> UserError:
+    """Session: gradients asked for before the last micro-batch."""
+    message = (
+        f"session.grads() was called in micro-batch {micro} of {accumulate}: the "
+        "gradients of a step are complete after the backward pass of the last."
+    )
+    return UserError(message)
+
+
+def updated_in_backward(*, excluded: str) -> UserError:
+    """Session: a method that needs all gradients before the update."""
+    message = (
+        "optimizer_in_backward=True updates weights and frees their gradients in the "
+        f"backward pass; it excludes {excluded}."
+    )
+    return UserError(message)
 
 
 def pass_failed() -> RuntimeError:

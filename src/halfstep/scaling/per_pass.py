@@ -9,12 +9,14 @@ longer be taken out.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from halfstep._torch.async_read import to_device_async
+from halfstep.errors import require, require_int
 from halfstep.numerics.local_tensor import local_values
 from halfstep.scaling import misuse
 from halfstep.scaling.collapse import LossHistory, StepHistory
@@ -22,12 +24,73 @@ from halfstep.scaling.loss_scaler import LossScaler
 from halfstep.scaling.unscale import reduce_found_inf, unscale_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch.distributed as dist
 
     from halfstep.scaling.loss_scale import ScaleRule
     from halfstep.scaling.step_report import NonFiniteParam
+
+_ACTIONS = ("skip", "drop_microbatch")
+
+
+@dataclass(frozen=True)
+class Retry:
+    """For `on_overflow`: run a backward pass that overflowed again, at a lower scale.
+
+    The host reads the flag of each pass but the last, so it synchronizes with the
+    device. Not under DDP, which averages gradients once for each forward pass.
+
+    Args:
+        times: How often, >= 0.
+        then: What to do if the last try overflows too: "skip" the step, or
+            "drop_microbatch".
+
+    Raises:
+        UserError: If an argument is out of its range.
+
+    Example:
+        >>> import halfstep as hs
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> retry = hs.Retry(2)
+        >>> session = hs.prepare(model, optimizer, "O0", on_overflow=retry)
+        >>> session.backward(model(torch.ones(2)).sum())
+        >>> session.step().applied
+        True
+    """
+
+    times: int
+    then: str = "skip"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "times", require_int("times", self.times, 0))
+        is_valid = isinstance(self.then, str) and self.then in _ACTIONS
+        require("then", self.then, is_valid, "'skip' or 'drop_microbatch'")
+
+    @classmethod
+    def of(cls, on_overflow: object) -> Retry:
+        """Return what `on_overflow` stands for: "skip" and the like retry 0 times.
+
+        Raises:
+            UserError: If it stands for nothing.
+        """
+        if isinstance(on_overflow, cls):
+            return on_overflow
+        is_valid = isinstance(on_overflow, str) and on_overflow in _ACTIONS
+        expected = "'skip', 'drop_microbatch' or a halfstep.Retry"
+        require("on_overflow", on_overflow, is_valid, expected)
+        return cls(0, str(on_overflow))
+
+    @property
+    def drops(self) -> bool:
+        """A pass whose last try overflowed is left out of the step."""
+        return self.then == "drop_microbatch"
+
+    @property
+    def checks_each_pass(self) -> bool:
+        """Gradients are unscaled and checked after each backward pass."""
+        return self.drops or self.times > 0
 
 
 class LossScalers:
@@ -131,29 +194,25 @@ class BackwardPasses:
 
     Args:
         loss_scalers: By the name of the loss.
-        drop: Leave out a pass that overflowed.
-        retries: How often to run such a pass again at a lower scale first.
+        on_overflow: Whether a pass that overflowed is run again, or left out.
         group: Ranks that must agree.
     """
 
     def __init__(
         self,
         loss_scalers: LossScalers,
-        *,
-        drop: bool,
-        retries: int,
+        on_overflow: Retry,
         group: dist.ProcessGroup | None,
     ) -> None:
         self.loss_scalers = loss_scalers
-        self._drop = drop
-        self._retries = retries
+        self._on_overflow = on_overflow
         self._group = group
-        self._unscaled = UnscaledGradients(drop=drop)
+        self._unscaled = UnscaledGradients(drop=on_overflow.drops)
         self.loss_name: str | None = None
         """Of the last pass; None: none has run since the last step."""
-        self.per_pass = drop or retries > 0
+        self.per_pass = on_overflow.checks_each_pass
         """Each pass is checked by itself, so each must be averaged over ranks."""
-        self.keeps_graphs = retries > 0
+        self.keeps_graphs = on_overflow.times > 0
         """A graph is kept until its last try."""
 
     def run(
@@ -175,7 +234,7 @@ class BackwardPasses:
         Raises:
             UserError: If a named loss comes where passes are left out.
         """
-        if name and self._drop:
+        if name and self._on_overflow.drops:
             raise misuse.named_loss_with_drop(name)
         if not self.per_pass and self.loss_name not in {None, name}:
             # The second loss of a program: from now on they are kept apart.
@@ -196,7 +255,7 @@ class BackwardPasses:
 
         scaler = self.loss_scalers.get(name)
         found_inf = run_pass(
-            scaler, run, parameters, retries=self._retries, group=self._group
+            scaler, run, parameters, retries=self._on_overflow.times, group=self._group
         )
         self._accumulate(found_inf, parameters)
 
@@ -207,6 +266,10 @@ class BackwardPasses:
     def restore_grads(self) -> Tensor | None:
         """Put sums that were kept apart into `.grad`; return their flag, if any."""
         return self._unscaled.restore_grads() if self._unscaled.num_passes else None
+
+    def unscaled_sums(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return (parameter, gradient) as `restore_grads` puts them into `.grad`."""
+        return self._unscaled.sums()
 
     @property
     def scaler(self) -> LossScaler:
@@ -315,6 +378,14 @@ class UnscaledGradients:
                 total.add_(gradient)
             parameter.grad = None
 
+    def sums(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (parameter, sum of its gradients, or their mean where some dropped)."""
+        for parameter, total in self._totals.items():
+            grad = total
+            if self._drop:
+                grad = (total * self._mean_factor(total)).to(total.dtype)
+            yield parameter, grad
+
     @torch.no_grad()
     def restore_grads(self) -> Tensor:
         """Put the sums into `.grad`; return whether the step must be skipped.
@@ -325,10 +396,7 @@ class UnscaledGradients:
         """
         num_overflowed = self._num_overflowed
         assert num_overflowed is not None, "restore_grads() comes after accumulate()"  # noqa: S101
-        for parameter, total in self._totals.items():
-            grad = total
-            if self._drop:
-                grad = (total * self._mean_factor(total)).to(total.dtype)
+        for parameter, grad in self.sums():
             parameter.grad = grad
             self._restored[parameter] = grad, grad._version  # noqa: SLF001
         found_inf = (

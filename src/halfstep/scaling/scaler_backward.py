@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from halfstep.scaling.loss_scaler import LossScaler
-    from halfstep.scaling.per_pass import LossScalers
+    from halfstep.scaling.per_pass import LossScalers, Retry
 
 
 class PerPassBackward:
@@ -34,21 +34,18 @@ class PerPassBackward:
 
     Args:
         loss_scalers: By the name of the loss.
-        drop: Leave out a pass that overflowed.
-        retries: How often to run such a pass again at a lower scale first.
+        on_overflow: Whether a pass that overflowed is run again, or left out.
         group: Ranks that must agree.
     """
 
     def __init__(
         self,
         loss_scalers: LossScalers,
-        drop: bool,
-        retries: int,
+        on_overflow: Retry,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._loss_scalers = loss_scalers
-        self.drop = drop
-        self.retries = retries
+        self.on_overflow = on_overflow
         self._group = group
         self.num_dropped: Tensor | int = 0
         """Passes left out since the last `update`, shape ()."""
@@ -111,7 +108,7 @@ class PerPassBackward:
                 "parameters the loss reaches, as in scaler.backward(loss, optimizer)."
             )
             raise UserError(message)
-        if name and self.drop:
+        if name and self.on_overflow.drops:
             raise misuse.named_loss_with_drop(name)
         accumulators = [
             self._accumulator(optimizer, state) for optimizer, state in optimizers
@@ -129,14 +126,13 @@ class PerPassBackward:
                 if torch.float16 in dtypes_of(gradients_of(optimizer)):
                     raise misuse.fp16_gradients(optimizer)
 
-        found_inf = run_pass(
-            scaler, backward, params, retries=self.retries, group=self._group
-        )
+        retries, group = self.on_overflow.times, self._group
+        found_inf = run_pass(scaler, backward, params, retries=retries, group=group)
         self._loss_scalers.record_found_inf(name, found_inf)
         self.last_scale = scaler.state.scale.clone()
-        if self.retries and not retain_graph:
+        if retries and not retain_graph:
             free_graph(loss)
-        if self.drop:
+        if self.on_overflow.drops:
             self.num_dropped = self.num_dropped + found_inf
         self._active += accumulators
         for accumulator, own, (_, state) in zip(
@@ -154,7 +150,7 @@ class PerPassBackward:
         if state["stage"] is OptState.STEPPED:
             raise misuse.unscaled_twice(OptState.STEPPED, None)
         accumulator: UnscaledGradients = state.setdefault(
-            "unscaled_gradients", UnscaledGradients(drop=self.drop)
+            "unscaled_gradients", UnscaledGradients(drop=self.on_overflow.drops)
         )
         accumulator.sync_user_edits()
         if not accumulator.num_passes:

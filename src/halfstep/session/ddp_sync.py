@@ -112,6 +112,11 @@ class GradientSync:
         self._pending = self._skips_ddp_sync and not per_pass
         self._is_new_ddp = False
 
+    @property
+    def is_pending(self) -> bool:
+        """Gradients of the last backward pass are still each rank's own."""
+        return self._pending
+
     def discard(self) -> None:
         """Forget what was left to average: its gradients are gone."""
         self._pending = False

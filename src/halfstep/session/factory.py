@@ -18,6 +18,7 @@ from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.policy.rules import Policy
 from halfstep.scaling import ScaleRule
+from halfstep.scaling.per_pass import Retry
 from halfstep.session import arguments, fsdp
 from halfstep.session.lr_schedule import check_scheduler
 from halfstep.session.optimizer_step import check_clip_norm
@@ -45,11 +46,9 @@ def prepare(
     loss_scale: str | float | ScaleRule = "auto",
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
-    drop_bad_microbatch: bool = False,
-    retries: int = 0,
     master: str = "fp32",
+    on_overflow: str | Retry = "skip",
     optimizer_in_backward: bool = False,
-    lost_updates_every: int | None = None,
     scheduler: LRScheduler | None = None,
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -75,24 +74,20 @@ def prepare(
             takes the norm, `math.inf` only takes it.
         accumulate: Micro-batches in one optimizer step, >= 1. The loss of each is
             divided by it, so that their mean counts.
-        drop_bad_microbatch: Leave out a micro-batch whose gradients hold inf or NaN,
-            and let the mean of the others stand for all, rather than lose the step.
-            Under DDP every micro-batch is then averaged by itself.
-        retries: How often a backward pass that overflowed is run again, at a lower
-            scale, before it counts as lost. The host then waits for each pass. Not
-            under DDP, which averages gradients once for each forward pass.
         master: What is kept beside a 16-bit weight where the level has masters:
             "fp32" its fp32 value; "split" the 16 bits that bf16 cuts off, exact and
             leaner; "kahan" a bf16 rest, "stochastic" nothing but rounding at random,
             both with bf16 moments; "none": the optimizer updates 16-bit weights. All
             but "fp32" and "none" need bf16.
+        on_overflow: What to do when a gradient holds inf or NaN: "skip" the step;
+            "drop_microbatch": leave out that micro-batch, and let the mean of the
+            others stand for all (under DDP each is then averaged by itself);
+            `halfstep.Retry(n)`: run the backward pass again at a lower scale first.
         optimizer_in_backward: Update each weight as soon as its gradient is there, in
             `session.backward`, and free the gradient. It excludes loss scales,
             clipping and accumulation. A gradient with inf or NaN leaves its own
             parameter alone (`StepReport.left_out`), not the whole step. Under DDP
             weights are updated when the backward pass ends: buckets stay anyway.
-        lost_updates_every: Count every so many steps, on a sample, the updates that
-            rounding swallowed (`session.lost_updates`); None never does.
         scheduler: Of the optimizer's learning rate; the session steps it, once for each
             step that is applied. May be set later: `session.scheduler`.
         named_parameters: (name, parameter) for reports; default the model's own.
@@ -105,12 +100,9 @@ def prepare(
     """
     arguments.check_model_and_optimizer(model, optimizer)
     accumulate = require_int("accumulate", accumulate, 1)
-    retries = require_int("retries", retries, 0)
     clip_grad_norm = check_clip_norm(clip_grad_norm)
-    drop_bad_microbatch = require_bool("drop_bad_microbatch", drop_bad_microbatch)
+    retry = Retry.of(on_overflow)
     optimizer_in_backward = require_bool("optimizer_in_backward", optimizer_in_backward)
-    if lost_updates_every is not None:
-        lost_updates_every = require_int("lost_updates_every", lost_updates_every, 1)
     arguments.check_group(process_group)
     check_scheduler(scheduler, optimizer)
     named = arguments.check_named_parameters(named_parameters, model)
@@ -141,16 +133,12 @@ def prepare(
     if not isinstance(rule, ScaleRule):
         rule = ScaleRule.parse(rule)
     if optimizer_in_backward:
-        needs_all_gradients = (
-            drop_bad_microbatch or retries > 0 or lost_updates_every is not None
-        )
-        agreed = process_group is not None
         in_backward.check(
             rule,
             clip_grad_norm,
             accumulate,
-            needs_agreement=agreed,
-            needs_all_gradients=needs_all_gradients,
+            needs_agreement=process_group is not None,
+            needs_all_gradients=retry.checks_each_pass,
         )
         in_backward.check_optimizer(optimizer)
     session = Session(
@@ -162,14 +150,12 @@ def prepare(
         device=device,
         clip_grad_norm=clip_grad_norm,
         accumulate=accumulate,
-        drop_bad_microbatch=drop_bad_microbatch,
-        retries=retries,
+        on_overflow=retry,
         scheduler=scheduler,
         named_parameters=named,
         process_group=process_group,
         master=encoding,
         optimizer_in_backward=optimizer_in_backward,
-        lost_updates_every=lost_updates_every,
     )
     arguments.mark_prepared(model, optimizer, choice)
     return session

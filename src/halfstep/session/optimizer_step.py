@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,13 @@ from halfstep.numerics.norms import group_by_mesh, total_norm
 from halfstep.scaling.loss_scaler import inverse_scale
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from halfstep.masters import MasterWeights
     from halfstep.scaling.per_pass import BackwardPasses
+
+
+_IS_SPARSE = attrgetter("is_sparse")
 
 
 def check_clip_norm(clip: object) -> float | None:
@@ -101,6 +107,31 @@ class OptimizerStep:
                 "another scaler scales the loss, small gradients become zero in fp16. "
                 "Call session.backward(loss), then session.step()."
             )
+
+    @torch.no_grad()
+    def unscaled_grads(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (parameter of the optimizer, copy of its unscaled gradient in fp32)."""
+        if self._passes.per_pass:
+            for param, total in self._passes.unscaled_sums():
+                wide = torch.promote_types(total.dtype, torch.float32)
+                yield param, total.to(wide, copy=True)
+            return
+        inverse = inverse_scale(self._passes.scaler.state.scale)
+        groups = self.masters.optimizer.param_groups
+        for param in (param for group in groups for param in group["params"]):
+            # A 16-bit gradient may not have been added to its fp32 sum yet.
+            low = self.masters.model_param(param).grad
+            parts = [param.grad, None if low is param.grad else low]
+            wide_parts = [
+                part.to(torch.promote_types(part.dtype, torch.float32))
+                for part in parts
+                if part is not None
+            ]
+            if wide_parts:
+                # torch adds sparse to dense, and not the other way round.
+                first, *rest = sorted(wide_parts, key=_IS_SPARSE)
+                total = sum(rest, first)
+                yield param, total * async_read.to_device_async(inverse, total.device)
 
     def grads(self, *, in_fp32: bool) -> list[tuple[Tensor, Tensor]]:
         """Return (parameter of the optimizer, gradient) for each that has one.

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
     from halfstep.scaling import LossScaler, ScaleRule
+    from halfstep.scaling.per_pass import Retry
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -75,14 +76,12 @@ class Session:
         device: torch.device,
         clip_grad_norm: float | None,
         accumulate: int,
-        drop_bad_microbatch: bool,
-        retries: int,
+        on_overflow: Retry,
         scheduler: LRScheduler | None,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         process_group: torch.distributed.ProcessGroup | None,
         master: MasterEncoding | None,
         optimizer_in_backward: bool,
-        lost_updates_every: int | None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -90,12 +89,7 @@ class Session:
         self._device = device
         self._loss_scalers = LossScalers(rule, process_group)
         self.scaler: LossScaler = self._loss_scalers.get_or_create("", device)
-        self._passes = BackwardPasses(
-            self._loss_scalers,
-            drop=drop_bad_microbatch,
-            retries=retries,
-            group=process_group,
-        )
+        self._passes = BackwardPasses(self._loss_scalers, on_overflow, process_group)
         self._unwrapped = model
         # `model` may become a wrapper of itself later; as it is, there is no DDP.
         self._never_ddp = model if ddp.unwrap(model) is model else None
@@ -126,8 +120,6 @@ class Session:
             )
             self.scaler.monitor.log.consequence = "parameters left out"
         self._rounding_loss: RoundingLossCounter | None = None
-        if lost_updates_every is not None:
-            self._rounding_loss = RoundingLossCounter(self._masters, lost_updates_every)
         self._num_open_contexts = 0
         """Regions open now."""
         self._num_attempted = 0
@@ -213,11 +205,25 @@ class Session:
             raise
         if self.model is not self._never_ddp:
             self._grad_sync.after_backward(per_pass=passes.per_pass)
+        self._record_grad_versions()
+
+    def _record_grad_versions(self) -> None:
         if self._checks_versions:
             self._grad_versions = {
                 id(grad): grad._version  # noqa: SLF001
                 for grad in self._reachable_grads()
             }
+
+    def _warn_if_grads_changed(self) -> None:
+        """Warn once if gradients are not as the last backward pass left them."""
+        if not self._checks_versions:
+            return
+        versions = self._grad_versions
+        for grad in self._reachable_grads():
+            if versions.get(id(grad)) != grad._version:  # noqa: SLF001
+                self._checks_versions = False
+                self._window.warn_of_changed_gradients()
+                return
 
     def _run_per_pass(
         self, loss: Tensor, name: str, scaler: LossScaler, *, second_pass: bool
@@ -276,6 +282,48 @@ class Session:
         if in_backward is not None and not is_local:
             in_backward.step_all()
 
+    def grads(self) -> Iterator[tuple[str, Tensor]]:
+        """Return (name, unscaled gradient) of the step that `step` is about to take.
+
+        Call it after the last backward pass of the step, and read it before `step`;
+        under DDP on all ranks. Gradients are copies, in fp32 where they are in 16 bits,
+        not clipped yet, made one by one: reading them does not change the step.
+
+        Raises:
+            UserError: Without a backward pass since the last step, before the last
+                micro-batch of an accumulation window, or with optimizer_in_backward.
+
+        Example:
+            >>> import halfstep as hs
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            >>> session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+            >>> with session.autocast():
+            ...     loss = session.model(torch.tensor([1.0, 3.0])).sum()
+            >>> session.backward(loss)
+            >>> {name: grad.tolist() for name, grad in session.grads()}
+            {'weight': [[1.0, 3.0]], 'bias': [1.0]}
+            >>> session.step().applied
+            True
+        """
+        window = self._window
+        if self._in_backward is not None:
+            raise misuse.updated_in_backward(excluded="session.grads()")
+        if window.has_failed:
+            raise misuse.pass_failed()
+        if not window.num_pending:
+            raise misuse.grads_without_backward()
+        if window.loss is None or window.num_done + 1 < window.size:
+            raise misuse.grads_in_window(window.num_pending, window.size)
+        if self.model is not self._never_ddp and self._grad_sync.is_pending:
+            # As `step` does: the mean over ranks is that of fp32 sums.
+            self._warn_if_grads_changed()
+            self._masters.accumulate_grads()
+            self._grad_sync.finish_step(self.model)
+            self._record_grad_versions()
+        pairs = self._optimizer_step.unscaled_grads()
+        return ((self._name(param), gradient) for param, gradient in pairs)
+
     def step(self) -> StepReport:
         """Finish a micro-batch; after the last of `accumulate`, update the weights.
 
@@ -329,13 +377,7 @@ class Session:
             raise misuse.pass_failed()
         if window.loss is None:
             raise misuse.step_without_backward(self._num_attempted)
-        if self._checks_versions:
-            versions = self._grad_versions
-            for grad in self._reachable_grads():
-                if versions.get(id(grad)) != grad._version:  # noqa: SLF001
-                    self._checks_versions = False
-                    window.warn_of_changed_gradients()
-                    break
+        self._warn_if_grads_changed()
         window.num_done += 1
         window.loss = None
         if window.size > 1:
@@ -544,8 +586,43 @@ class Session:
         """Return the bytes held now in weights, gradients, masters and moments."""
         return session_memory.memory_by_use(self._unwrapped, self._masters)
 
+    def count_rounding_loss(self, *, every: int = 100) -> None:
+        """Count, from now on, updates that rounding undid; `lost_updates` returns them.
+
+        A sample of each parameter group is compared before and after an update.
+
+        Args:
+            every: Optimizer steps from one count to the next, >= 1.
+
+        Raises:
+            UserError: If `every` is out of its range, or with optimizer_in_backward.
+
+        Example:
+            >>> import halfstep as hs
+            >>> model = torch.nn.Linear(8, 8)
+            >>> optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+            >>> session = hs.prepare(model, optimizer, "O3", dtype="bf16")
+            >>> session.count_rounding_loss(every=1)
+            >>> with session.autocast():
+            ...     loss = session.model(torch.ones(8)).sum()
+            >>> session.backward(loss)
+            >>> report = session.step()
+            >>> [lost.share for lost in session.lost_updates()]
+            [1.0]
+        """
+        if self._in_backward is not None:
+            excluded = "session.count_rounding_loss()"
+            raise misuse.updated_in_backward(excluded=excluded)
+        counter = RoundingLossCounter(self._masters, every)
+        if self._rounding_loss is not None:
+            counter.last = self._rounding_loss.last
+        self._rounding_loss = counter
+
     def lost_updates(self) -> tuple[RoundingLoss, ...]:
-        """Return how many updates rounding swallowed, from the last count of them."""
+        """Return the last count of updates that rounding undid, by parameter group.
+
+        () before the first count, and without `count_rounding_loss`.
+        """
         return () if self._rounding_loss is None else self._rounding_loss.last
 
     def weights(self) -> dict[str, Tensor]:

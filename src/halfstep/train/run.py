@@ -343,8 +343,10 @@ def _session(
         clip_grad_norm=config.clip,
         accumulate=config.accumulate,
         master=config.master,
-        lost_updates_every=lost_updates_interval(config, choice.level, plan),
     )
+    interval = lost_updates_interval(config, choice.level, plan)
+    if interval is not None:
+        session.count_rounding_loss(every=interval)
     session.model = parallelize.wrap_model(model, world, config.parallel)
     return session, originals
 

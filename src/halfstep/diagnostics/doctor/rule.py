@@ -287,7 +287,7 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
     ),
     "lost updates": (
         lambda f: bool(f.lost),
-        "lost updates were not counted (lost_updates_every)",
+        "lost updates were not counted (session.count_rounding_loss)",
     ),
 }
 """Name of a fact -> whether it is known, and what to say where it is not."""

@@ -86,7 +86,7 @@ def no_masters(facts: RunFacts) -> Iterator[Observation]:
         measured = f"{facts.dtype} weights without master weights, and updates lost to "
         measured += "rounding were not counted"
         advice = _masters_advice(facts)
-        advice += " prepare(..., lost_updates_every=100) counts."
+        advice += " session.count_rounding_loss(every=100) counts."
         yield Observation("weights", measured, advice)
 
 

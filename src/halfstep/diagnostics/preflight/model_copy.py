@@ -158,8 +158,8 @@ class ModelCopy:
                 policy=policy,
                 loss_scale=rule,
                 master=master if choice.level.masters else "fp32",
-                lost_updates_every=_NEVER if lossy else None,
             )
+        self._counts_rounding = lossy
         self._buffers = BufferSnapshot(model_copy)
 
     @property
@@ -269,12 +269,12 @@ class ModelCopy:
             loss = loss_fn(session.model, batch)
         session.backward(loss)
         memory = session.memory()
-        if session._rounding_loss is not None:  # noqa: SLF001 -- it counts at fixed steps
-            session._rounding_loss.every = 1  # noqa: SLF001
+        if self._counts_rounding:
+            session.count_rounding_loss(every=1)
         with _collecting_warnings(self.notes):
             session.step()
-        if session._rounding_loss is not None:  # noqa: SLF001 -- steps to come are timed
-            session._rounding_loss.every = _NEVER  # noqa: SLF001
+        if self._counts_rounding:  # steps to come are timed
+            session.count_rounding_loss(every=_NEVER)
         return memory
 
     def lost_share(self) -> float | None:

@@ -1,0 +1,166 @@
+"""`Session.grads`: the unscaled gradients of a step; reading changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from processes import group_of_one
+from small_training import same
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep as hs
+from halfstep.errors import UserError
+from halfstep.machine import hardware
+
+if TYPE_CHECKING:
+    from halfstep import Session
+
+KINDS = ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16", "O3 fp16"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"clip_grad_norm": 1e-3},
+    "accumulated": {"accumulate": 3},
+    "dropped": {"accumulate": 2, "on_overflow": "drop_microbatch"},
+    "retried": {"on_overflow": hs.Retry(1)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the machine's speed out of these tests."""
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
+
+
+class Net(nn.Module):
+    """Has a parameter without gradient, and, if asked, one with sparse gradients."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(8, 6, sparse=sparse)
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a number."""
+        out: Tensor = self.body(self.rows(x)).float()
+        return out.pow(2).mean()
+
+
+def build(kind: str, **options: Any) -> Session:
+    """Return a session; `kind` holds level and dtype."""
+    level, dtype = kind.split()
+    model = Net(sparse=dtype != "fp16")  # torch adds no sparse tensors in fp16
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scale = 1024.0 if dtype == "fp16" else "auto"
+    return hs.prepare(model, optimizer, level, dtype=dtype, loss_scale=scale, **options)
+
+
+def backward(session: Session, seed: int, names: tuple[str, ...] = ("",)) -> None:
+    """Run the passes of one micro-batch."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randint(8, (4,), generator=draw)
+    for name in names:
+        with session.autocast():
+            loss = session.model(x)
+        session.backward(loss, name=name)
+
+
+def read(session: Session) -> dict[str, Tensor]:
+    """Return the gradients, as dense copies."""
+    return {name: grad.to_dense().clone() for name, grad in session.grads()}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("names", [("",), ("", ""), ("a", "b")])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=[*OPTIONS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reading_changes_nothing(
+    kind: str, options: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    """Law: the bits of the steps, their reports and states, are those without it."""
+    if "a" in names and options.get("on_overflow") == "drop_microbatch":
+        pytest.skip("named losses are not dropped")
+    sessions = [build(kind, **options) for _ in range(2)]
+    for step in range(2):
+        for micro in range(sessions[0].accumulate):
+            for session in sessions:
+                backward(session, 10 * step + micro, names)
+                if session is sessions[0] and micro + 1 == session.accumulate:
+                    for _, grad in session.grads():
+                        grad.mul_(0)
+                report = session.step()
+        assert report.applied
+    states = [copy.deepcopy(session.state_dict()) for session in sessions]
+    assert same(*states)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=[*OPTIONS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_is_what_is_applied(kind: str, options: dict[str, Any]) -> None:
+    """Law: SGD subtracts lr times these gradients, all in fp32, from fp32 weights."""
+    session = build(kind, **options | {"clip_grad_norm": None})
+    before = copy.deepcopy(session.weights())
+    for micro in range(session.accumulate):
+        backward(session, micro)
+        if micro + 1 < session.accumulate:
+            session.step()
+    grads = read(session)
+    assert {*grads} == {name for name in before if name != "unused"}
+    assert all(grad.dtype == torch.float32 for grad in grads.values())
+    assert session.step().applied
+    after = session.weights()
+    low = kind.startswith("O3")
+    for name, grad in grads.items():
+        expected = before[name] - 0.1 * grad
+        slack, floor = (2.0**-7, 1e-3) if low else (2.0**-22, 1e-7)
+        torch.testing.assert_close(after[name], expected, rtol=slack, atol=floor)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["O1 bf16", "O2 bf16"])
+def test_ddp(kind: str, accumulate: int) -> None:
+    """Law: under DDP too; a mean over ranks that `step` would take is taken here."""
+    with group_of_one():
+        sessions = []
+        for reads in (True, False):
+            session = build(kind, accumulate=accumulate)
+            session.model.rows.requires_grad_(requires_grad=False)
+            session.model.unused.requires_grad_(requires_grad=False)
+            session.model = DistributedDataParallel(session.model)
+            sessions.append(session)
+            for micro in range(2 * accumulate):
+                backward(session, micro)
+                if reads and micro % accumulate == accumulate - 1:
+                    assert len(read(session)) == 6
+                session.step()
+        assert same(*(session.state_dict() for session in sessions))
+
+
+def test_the_wrong_moment_is_named() -> None:
+    """Law: without complete gradients it is refused at once, and says when to call."""
+    session = build("O2 bf16", accumulate=2)
+    with pytest.raises(UserError, match=r"^session\.grads\(\) was called without a ba"):
+        session.grads()
+    backward(session, 0)
+    with pytest.raises(
+        UserError, match=r"^session\.grads\(\) was called in micro-batc"
+    ):
+        session.grads()
+    session.step()
+    with pytest.raises(UserError, match="micro-batch 1 of 2"):
+        session.grads()
+    backward(session, 1)
+    assert read(session)
+    session.step()
+    with pytest.raises(UserError, match=r"call it between session\.backward"):
+        session.grads()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    early = hs.prepare(model, optimizer, "O2", dtype="bf16", optimizer_in_backward=True)
+    with pytest.raises(UserError, match=r"^optimizer_in_backward=True .* excludes ses"):
+        early.grads()
