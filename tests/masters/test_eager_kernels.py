@@ -143,24 +143,6 @@ def test_strided_gradient(kernel: Any) -> None:
 
 
 @every_kernel
-def test_maximize_is_minus(kernel: Any) -> None:
-    """Law: to maximise is to take minus the gradient."""
-    twin.ready(kernel)
-    up = twin.make(twin.MOMENTUM, "split")
-    twin.next_step(up, torch.bfloat16, 0)
-    down = twin.copied(up)
-    for item in down:
-        item.gradient = -item.gradient
-    rule = Sgd(0.1, 0.9, 0.1, nesterov=False, weight_decay=0.01, maximize=False)
-    one = torch.tensor(1.0)
-    kernel.update(up, twin.MOMENTUM, "split", inverse=one, clock=(0, 0))
-    kernel.update(down, rule, "split", inverse=one, clock=(0, 0))
-    for mine, yours in zip(up, down, strict=True):
-        for one_, other in zip(twin.held(mine), twin.held(yours), strict=True):
-            assert twin.same_bits(one_, other)
-
-
-@every_kernel
 @twin.every_float
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -231,15 +213,6 @@ def test_kernels_agree(rule: Sgd | Adam, form: str) -> None:
             limit = twin.bound(rule, old, 0.5).weight
             truths = twin.truth_of(item, form), twin.truth_of(other, form)
             assert twin.beyond(*truths, limit) == 0
-
-
-def test_chunked_is_there() -> None:
-    """Law: torch's operations are there on every machine, and say what they are."""
-    assert eager_kernels.available()
-    assert (
-        eager_kernels.describe()
-        == "torch's own operations, on chunks that stay in cache"
-    )
 
 
 def test_scratch_is_used_again() -> None:
