@@ -82,8 +82,7 @@ def test_every_encoding(kernels: Kernels, form: str) -> None:
     fp32 = ParamUpdate(truth, truth)
     wanted = twin.in_form(fp32, item, form, (7, 8))
     kernels.update([item], ASCENT, form, 1.0, (7, 8))
-    for got, right in zip(twin.held(item), wanted, strict=True):
-        assert twin.same_bits(got, right)
+    assert all(map(twin.same_bits, twin.held(item), wanted))
 
 
 @pytest.mark.parametrize("form", ["split", "kahan"])
@@ -101,8 +100,7 @@ def test_every_decoding(kernels: Kernels, form: str) -> None:
     fp32 = twin.plainly(item, form)
     wanted = twin.in_form(fp32, item, form, (0, 0))
     kernels.update([item], STILL, form, 1.0, (0, 0))
-    for got, right in zip(twin.held(item), wanted, strict=True):
-        assert twin.same_bits(got, right)
+    assert all(map(twin.same_bits, twin.held(item), wanted))
 
 
 def test_one_thread(kernels: Kernels) -> None:
@@ -120,8 +118,7 @@ def test_one_thread(kernels: Kernels) -> None:
         ]
     assert both[0] == both[1]
     for one, other in zip(items, mine, strict=True):
-        for left, right in zip(twin.held(one), twin.held(other), strict=True):
-            assert twin.same_bits(left, right)
+        assert all(map(twin.same_bits, twin.held(one), twin.held(other)))
 
 
 def test_large_numbers_of_a_clock(kernels: Kernels) -> None:

@@ -44,20 +44,15 @@ def test_bound_can_fail(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @every_kernel
 @twin.every_rule
 @twin.every_float
-@pytest.mark.parametrize("form", twin.FORMS[1:])
+@pytest.mark.parametrize(
+    ("form", "low"),
+    [*((form, torch.bfloat16) for form in twin.FORMS[1:]), ("fp32", torch.float16)],
+)
 def test_forms_are_plain(
-    kernel: Any, rule: Sgd | Adam, dtype: torch.dtype, form: str
+    kernel: Any, rule: Sgd | Adam, dtype: torch.dtype, form: str, low: torch.dtype
 ) -> None:
     """Law: each form is the plain form, then the form's own rounding, bit for bit."""
-    twin.agrees_with_plain(twin.ready(kernel), rule, form, dtype, torch.bfloat16)
-
-
-@every_kernel
-@twin.every_rule
-def test_fp16_weights(kernel: Any, rule: Sgd | Adam) -> None:
-    """Law: fp32 masters serve fp16 weights as well."""
-    kind = torch.float16
-    twin.agrees_with_plain(twin.ready(kernel), rule, "fp32", kind, kind)
+    twin.agrees_with_plain(twin.ready(kernel), rule, form, dtype, low)
 
 
 @every_kernel
