@@ -46,17 +46,17 @@ def test_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NO = "no such program"
+NOT_FOUND = (
+    f"no C compiler found (mycc -m64: {NO}; cc: {NO}; gcc: {NO}; clang: {NO}): "
+    "set HALFSTEP_COMPILER"
+)
 
 
 @pytest.mark.parametrize(
     ("variables", "why"),
     [
         ({c_compiler.VARIABLE: "none"}, "HALFSTEP_COMPILER=none"),
-        (
-            {"CC": "mycc -m64", "PATH": ""},
-            f"no C compiler found (mycc -m64: {NO}; cc: {NO}; gcc: {NO}; clang: {NO})"
-            + ": set HALFSTEP_COMPILER",
-        ),
+        ({"CC": "mycc -m64", "PATH": ""}, NOT_FOUND),
         # A compiler that the user names is not replaced by another in silence.
         (
             {c_compiler.VARIABLE: "/no/such/cc"},
