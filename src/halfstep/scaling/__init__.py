@@ -6,7 +6,8 @@ is how a run ends that no scale can save.
 """
 
 from halfstep.scaling.collapse import LossScaleCollapse
-from halfstep.scaling.loss_scale import LossScaler, ScaleRule, ScaleState, advance
+from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
+from halfstep.scaling.loss_scaler import LossScaler
 from halfstep.scaling.unscale import unscale_
 
 __all__ = [

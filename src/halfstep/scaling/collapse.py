@@ -149,7 +149,7 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
     Args:
         message: All of the below, in words.
         history: Loss scales of the skipped steps in a row, oldest first, at most 64.
-        loss_finite: Whether the last loss was; None if nobody showed it.
+        loss_finite: Whether the last loss was; None if it is not known.
         inf_in: Parameters whose gradients held inf.
         nan_in: Parameters whose gradients held NaN.
         cause: "data", "label", "weights", "zero", "range", "learning rate" or "loss".

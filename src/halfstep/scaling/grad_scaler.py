@@ -15,17 +15,12 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from halfstep._torch import async_read, fused_optimizers
+from halfstep._torch import fused_optimizers
 from halfstep._torch.optimizer_params import gradients_of, name_of
 from halfstep.scaling import misuse, optimizer_step, unscale
-from halfstep.scaling.loss_scale import (
-    FP32_MAX,
-    ScaleRule,
-    inverse_scale,
-    is_power_of_two,
-)
-from halfstep.scaling.per_pass import LossScalers, Retry
-from halfstep.scaling.scaler_backward import PerPassBackward
+from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
+from halfstep.scaling.loss_scaler import inverse_scale
+from halfstep.scaling.per_pass import LossScalers, PerPassBackward, Retry
 from halfstep.scaling.step_report import (
     OptimizerGrads,
     StepReport,
@@ -36,45 +31,15 @@ from halfstep.scaling.step_report import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from halfstep.scaling.loss_scale import LossScaler
+    from halfstep.scaling.loss_scaler import LossScaler
     from halfstep.scaling.step_report import NonFiniteParam
 
 _MIN_SCALE = 2.0**-24
-
-
-class HostScale:
-    """Follows a tensor that others may replace or write to."""
-
-    def __init__(self) -> None:
-        self._tensor: Tensor | None = None
-        self._version = 0
-        self.is_power_of_two = False
-        """It is a power of two."""
-
-    def poll(self, scale: Tensor, init_scale: float) -> float | None:
-        """Return what other code has set it to, if any; 0 if reading synchronizes."""
-        is_new = scale is not self._tensor
-        if not is_new and scale._version == self._version:  # noqa: SLF001
-            return None
-        value = init_scale if is_new else 0.0
-        value = scale.item() if async_read.is_cpu(scale.device) else value
-        self.mark_written(scale)
-        self.is_power_of_two = is_power_of_two(value)
-        return value
-
-    def mark_written(self, scale: Tensor) -> None:
-        """Take note that it was written to by its owner."""
-        self._tensor, self._version = scale, scale._version  # noqa: SLF001
-
-    def mark_multiplied(self, numbers: Iterable[float]) -> None:
-        """Take note of what it may be multiplied by, or set to."""
-        all_powers = all(is_power_of_two(one) for one in numbers if one != FP32_MAX)
-        self.is_power_of_two = self.is_power_of_two and all_powers
 
 
 class GradScaler(TorchGradScaler):
@@ -98,7 +63,7 @@ class GradScaler(TorchGradScaler):
         refill: What brings hysteresis back: "growth" alone, or each "clean" step.
         max_consecutive_skips: Skips in a row after which `update` raises; None
             raises only where the scale lies at its floor, or after 50 without a scale.
-        strategy: "backoff" as in torch; "measured" and "logmax" look at the gradients
+        strategy: "backoff" as in torch; "measured" and "logmax" measure the gradients
             and choose the scale; "none" keeps it at 1 and only guards (bf16, fp32).
         process_group: Ranks that must skip together. Not needed under DDP, whose
             averaged gradients carry an inf to every rank, nor for DTensors.
@@ -151,7 +116,7 @@ class GradScaler(TorchGradScaler):
         self._group = group = process_group
         self._loss_scalers = loss_scalers = LossScalers(rule, group)
         self._per_pass = PerPassBackward(loss_scalers, Retry.of(on_overflow), group)
-        self._host_scale = HostScale()
+        self._host_scale = optimizer_step.HostScale()
         self._scaled = self._proposed = False
         self._stepped_grads, self._last_grads = (
             list[OptimizerGrads](),
@@ -337,7 +302,7 @@ class GradScaler(TorchGradScaler):
         name: str = "",
         retain_graph: bool = False,
     ) -> None:
-        """Run a backward pass whose gradients are unscaled and looked at by itself.
+        """Run a backward pass whose gradients are unscaled and checked by itself.
 
         For losses with scales of their own, and for `on_overflow`. Then `.grad` holds
         unscaled sums: clip, `step` and `update` as ever, but run all passes of an
@@ -370,7 +335,7 @@ class GradScaler(TorchGradScaler):
 
         Raises:
             LossScaleCollapse: If skipping has gone on for too long.
-            AssertionError: If no gradient was looked at since the last `update`.
+            AssertionError: If no gradient was checked since the last `update`.
         """
         if not self._enabled:
             return
@@ -456,10 +421,11 @@ class GradScaler(TorchGradScaler):
             raise misuse.pickled_group()
         loss_scalers = LossScalers(self._loss_scalers.rule)
         loss_scalers.load_state_dict(self._loss_scalers.state_dict())
-        per_pass = PerPassBackward(loss_scalers, self._per_pass.on_overflow)
-        state |= {"_last_grads": [], "_host_scale": HostScale(), "_per_pass": per_pass}
         return state | {
             "_loss_scalers": loss_scalers,
+            "_per_pass": PerPassBackward(loss_scalers, self._per_pass.on_overflow),
+            "_host_scale": optimizer_step.HostScale(),
+            "_last_grads": [],
             "_last_step": self._last_step.read(),
         }
 

@@ -105,7 +105,7 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
 
 
 def fp16_checked_gradients(optimizer: Optimizer, allowed: bool) -> list[Tensor]:
-    """Return gradients ready to be looked at, where fp16 is allowed among them.
+    """Return gradients ready to be checked, where fp16 is allowed among them.
 
     Raises:
         ValueError: If it is not.

@@ -14,19 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from halfstep._torch.async_read import to_device_async
-from halfstep.errors import require, require_int
+from halfstep._torch.optimizer_params import gradients_of
+from halfstep.errors import UserError, require, require_int
 from halfstep.numerics.local_tensor import local_values
 from halfstep.scaling import misuse
 from halfstep.scaling.collapse import LossHistory, StepHistory
-from halfstep.scaling.loss_scale import LossScaler
-from halfstep.scaling.unscale import reduce_found_inf, unscale_
+from halfstep.scaling.loss_scaler import LossScaler
+from halfstep.scaling.strategies import nodes_of
+from halfstep.scaling.unscale import dtypes_of, reduce_found_inf, unscale_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch.distributed as dist
+    from torch.optim import Optimizer
 
     from halfstep.scaling.loss_scale import ScaleRule, ScaleState
     from halfstep.scaling.step_report import NonFiniteParam
@@ -192,6 +196,8 @@ class BackwardPasses:
     """
 
     needs_only_found_inf = False
+    group = None
+    """Ranks that have not agreed yet: each pass was agreed on by itself."""
 
     def __init__(
         self,
@@ -293,7 +299,7 @@ class UnscaledGradients:
 
     Args:
         drop: Leave out a pass that overflowed, and let the mean of the others stand
-            for all; otherwise one such pass spoils the step.
+            for all; otherwise one such pass skips the step.
     """
 
     def __init__(self, *, drop: bool) -> None:
@@ -447,3 +453,119 @@ def free_graph(loss: Tensor) -> None:
     """Free the graph that was kept for another try, though the user holds the loss."""
     if not loss._is_view():  # noqa: SLF001
         loss.detach_()
+
+
+class PerPassBackward:
+    """Runs passes for a `GradScaler`, with `UnscaledGradients` for each optimizer."""
+
+    def __init__(
+        self,
+        loss_scalers: LossScalers,
+        on_overflow: Retry,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._loss_scalers = loss_scalers
+        self.on_overflow = on_overflow
+        self._group = group
+        self.num_dropped: Tensor | int = 0
+        """Passes left out since the last `update`, shape ()."""
+        self.last_scale: Tensor | None = None
+        """Scale of the last pass since then, shape ()."""
+        self._active: list[UnscaledGradients] = []
+
+    def check_not_mixed(self, loss: Tensor) -> None:
+        """Refuse a scaled loss that reaches gradients which are unscaled already.
+
+        Raises:
+            RuntimeError: If it does.
+        """
+        if not self._active or loss.grad_fn is None:
+            return
+        unscaled_params = {
+            param for ledger in self._active for param in ledger.parameters
+        }
+        for node in nodes_of(loss.grad_fn):
+            if getattr(node, "variable", None) in unscaled_params:
+                raise misuse.mixed_scales()
+
+    def last_scale_or(self, usual: Tensor) -> Tensor:
+        """Return the scale of the last pass, or the usual one if there was none."""
+        return usual if self.last_scale is None else self.last_scale
+
+    def end_step(self) -> None:
+        """Begin the next iteration."""
+        self.num_dropped, self.last_scale = 0, None
+        self._active.clear()
+
+    def backward(
+        self,
+        scaler: LossScaler,
+        name: str,
+        loss: Tensor,
+        optimizers: Sequence[tuple[Optimizer, dict[str, Any]]],
+        *,
+        retain_graph: bool,
+    ) -> None:
+        """Run one pass; each optimizer comes with the `GradScaler`'s state of it.
+
+        Raises:
+            UserError: If there is no optimizer, or a named loss where passes are left
+                out.
+            RuntimeError: If gradients are there that no such pass made, or an optimizer
+                has been stepped.
+            ValueError: If gradients are fp16.
+        """
+        if not optimizers:
+            message = (
+                "scaler.backward(loss) was given no optimizer: name all whose "
+                "parameters the loss reaches, as in scaler.backward(loss, optimizer)."
+            )
+            raise UserError(message)
+        if name and self.on_overflow.drops:
+            raise misuse.named_loss_with_drop(name)
+        accumulators = [
+            self._accumulator(optimizer, state) for optimizer, state in optimizers
+        ]
+        owned = [
+            [p for g in o.param_groups for p in g["params"]] for o, _ in optimizers
+        ]
+        # Two optimizers may share a parameter.
+        params = list(dict.fromkeys(param for own in owned for param in own))
+
+        def backward(keep: bool) -> None:
+            scaled = scaler.scale(loss)
+            scaled.backward(retain_graph=keep or retain_graph)  # type: ignore[no-untyped-call]
+            for optimizer, _ in optimizers:
+                if torch.float16 in dtypes_of(gradients_of(optimizer)):
+                    raise misuse.fp16_gradients(optimizer)
+
+        retries, group = self.on_overflow.times, self._group
+        found_inf = run_pass(scaler, backward, params, retries=retries, group=group)
+        self._loss_scalers.record_found_inf(name, found_inf)
+        self.last_scale = scaler.state.scale.clone()
+        if retries and not retain_graph:
+            free_graph(loss)
+        if self.on_overflow.drops:
+            self.num_dropped = self.num_dropped + found_inf
+        self._active += accumulators
+        for accumulator, own, (_, state) in zip(
+            accumulators, owned, optimizers, strict=True
+        ):
+            accumulator.accumulate(own, found_inf)
+            sum_found_inf = accumulator.restore_grads()
+            state["found_inf_per_device"] = {sum_found_inf.device: sum_found_inf}
+            state["stage"] = OptState.UNSCALED
+
+    def _accumulator(
+        self, optimizer: Optimizer, state: dict[str, Any]
+    ) -> UnscaledGradients:
+        """Return an optimizer's gradients so far, ready for another pass."""
+        if state["stage"] is OptState.STEPPED:
+            raise misuse.unscaled_twice(OptState.STEPPED, None)
+        accumulator: UnscaledGradients = state.setdefault(
+            "unscaled_gradients", UnscaledGradients(drop=self.on_overflow.drops)
+        )
+        accumulator.sync_user_edits()
+        if not accumulator.num_passes:
+            misuse.check_no_gradients([optimizer])
+        return accumulator

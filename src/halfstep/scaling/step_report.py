@@ -64,7 +64,7 @@ def _no_norm() -> Tensor | float | None:
 class StepReport:
     """What one call of `step` did; prints as one line.
 
-    Why: `torch.amp` skips in silence, and whoever infers a skip from "was
+    Why: `torch.amp` skips in silence, and code that infers a skip from "was
     optimizer.step called?" is wrong for fused optimizers, whose kernel skips inside.
     This reads the flag itself.
     """
@@ -185,8 +185,8 @@ class OptimizerGrads:
     """The gradients an optimizer was stepped with, as long as they are still there.
 
     Why: to hold on to them would cost their memory in the next forward pass, and to
-    look at each of them would cost every run a pass over memory. On a CPU, where an
-    overflow is known at once, those of a skipped step are looked at at once.
+    read each of them would cost every run a pass over memory. On a CPU, where an
+    overflow is known at once, those of a skipped step are read at once.
 
     Args:
         optimizer: Just stepped.
@@ -209,7 +209,7 @@ class OptimizerGrads:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer, while somebody else has it."""
+        """The optimizer, while other code has it."""
         return self._optimizer()
 
     def gradients(self) -> list[tuple[str, Tensor]] | None:

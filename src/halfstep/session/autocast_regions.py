@@ -1,6 +1,6 @@
 """The autocast contexts of one Session's forward passes.
 
-In: a choice of level and format, a policy. Out: regions that share one cache of casts
+In: a choice of level and format, a policy. Out: contexts that share one cache of casts
 and one record, from one optimizer step to the next.
 """
 
@@ -70,7 +70,7 @@ class AutocastContexts:
         )
 
     def select(self, *, record: bool) -> Autocast | PolicyAutocast:
-        """Return the region for a micro-batch.
+        """Return the context for a micro-batch.
 
         Args:
             record: Observe its operations for `table`; without effect at a level
@@ -110,7 +110,7 @@ class AutocastContexts:
         )
 
     def table(self) -> Table | None:
-        """Return what ran how, if a region was recorded."""
+        """Return what ran how, if a context was recorded."""
         if self._recording_context is None or not self._recording_context.has_records:
             return None
         return self._recording_context.report()

@@ -111,13 +111,13 @@ class GradientSync:
         self._pending = False
 
     def reduce_now(self, model: nn.Module) -> None:
-        """Average what has been kept to each rank, for it is looked at now."""
+        """Average what has been kept to each rank, for it is checked now."""
         if self._skips_ddp_sync or self._pending:
             self._average(model)
 
     def finish_step(self, model: nn.Module) -> None:
         """Average what is left to do at the end of a step."""
-        self._bind_ddp(model)  # who needs no region has opened none
+        self._bind_ddp(model)  # a level without autocast opens no context
         if self._pending:
             self._average(model)
 

@@ -78,7 +78,7 @@ class LRSchedule:
             self._num_followed += 1
 
     def _warn_if_stepped_twice(self) -> None:
-        """Warn once if somebody else steps the schedule too."""
+        """Warn once if other code steps the schedule too."""
         if self._warned or self._last_epoch is None:
             return
         # Any other distance is that of a state which was loaded.

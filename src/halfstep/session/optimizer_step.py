@@ -1,7 +1,7 @@
 """From the gradients of a step to updated weights.
 
-In: gradients that backward passes left, scaled, in 16 bits or folded up. Out: a
-verdict on them that all ranks share, and the update, clipped, or nothing changed.
+In: gradients that backward passes left, scaled, in 16 bits or added up in fp32. Out:
+whether one of them is not finite, and the update, clipped, or nothing changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfstep.errors import require_positive
 from halfstep.masters import cpu_kernels, fused_step
 from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.norms import group_by_mesh, total_norm
-from halfstep.scaling.loss_scale import LossScaler, inverse_scale
+from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,13 +1,14 @@
-"""A model and an optimizer at work at one level.
+"""A model and an optimizer that train at one level.
 
 In: both, a choice of level and format, a policy. Out: a session whose step collects
-gradients, unscales them, agrees on overflow, clips and updates, and publishes weights,
-and says what it did.
+gradients, unscales them, agrees on found_inf over ranks, clips and updates, and reports
+what it did. `Session._update_weights` is that path.
 """
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_not, itemgetter
@@ -37,7 +38,7 @@ from halfstep.session import state_dict as session_state_dict
 from halfstep.session.accumulation_window import AccumulationWindow
 from halfstep.session.autocast_regions import AutocastContexts
 from halfstep.session.ddp_sync import GradientSync
-from halfstep.session.explain import explain_table, session_notes
+from halfstep.session.explain import precision_table, session_notes
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler
 from halfstep.session.optimizer_step import OptimizerStep, check_clip_norm
 
@@ -130,7 +131,7 @@ class Session:
         self._rounding_loss: RoundingLossCounter | None = None
         self._around_update: _AroundUpdate = contextlib.nullcontext
         self._num_open_contexts = 0
-        """Regions open now."""
+        """Open now."""
         self._num_attempted = 0
         self._num_skipped = torch.zeros((), device=self._device)
         self._window = AccumulationWindow(accumulate)
@@ -141,10 +142,10 @@ class Session:
 
     @contextlib.contextmanager
     def autocast(self, *, record: bool = False) -> Iterator[Autocast | PolicyAutocast]:
-        """Open the region for the forward pass and the loss of one micro-batch.
+        """Open the autocast context for forward pass and loss of one micro-batch.
 
         Args:
-            record: Observe each operation, for `explain` to tell; slow.
+            record: Observe each operation, for `explain`; slow.
         """
         if not self._num_attempted:
             fsdp.check_not_replaced(
@@ -178,7 +179,7 @@ class Session:
         Args:
             loss: Mean loss of the micro-batch, shape ().
             name: Losses of different names have loss scales of their own. Their
-                gradients are unscaled, and looked at, before they are added up. Under
+                gradients are unscaled, and checked, before they are added up. Under
                 DDP each needs a forward pass of its own.
         """
         is_tensor = isinstance(loss, Tensor)
@@ -412,7 +413,7 @@ class Session:
         scaler = self.scaler if self._passes is None else self._passes
         params, grads = self._collect_grads(scaler)
         found_inf = self._optimizer_step.unscale(grads, scaler)
-        found_inf = reduce_found_inf(found_inf, grads, self._group)
+        found_inf = reduce_found_inf(found_inf, grads, scaler.group)
         report = self._clip_and_update(params, grads, found_inf)
         self._publish(report, found_inf, scaler)
         return report
@@ -562,21 +563,20 @@ class Session:
     def explain(self) -> Table:
         """Return what ran how, and why, as a table.
 
-        After a region with `session.autocast(record=True)` each operation in it has a
+        After a context of `session.autocast(record=True)` each operation in it has a
         row; before, each type of module, with what it is stored and runs in.
         """
-        return explain_table(
-            self._unwrapped,
-            self.choice,
-            self.policy,
-            self._device.type,
-            ran=self._contexts.table(),
-            scaler=self.scaler,
-            masters=self._notes(),
+        ran = self._contexts.table()
+        if ran is not None:
+            return replace(ran, notes=(*ran.notes, *self._notes()))
+        device = self._device.type
+        return precision_table(
+            self._unwrapped, self.choice, self.policy, device, self._notes()
         )
 
-    def _notes(self) -> tuple[str, str]:
-        return self._masters.note(), f"update: {self._masters.describe()}"
+    def _notes(self) -> tuple[str, ...]:
+        masters = self._masters.note(), f"update: {self._masters.describe()}"
+        return session_notes(self.choice, self.policy, self.scaler, masters)
 
     def __str__(self) -> str:
         """Say what is trained how, and how far. May wait for the device."""
@@ -586,7 +586,7 @@ class Session:
         model, optimizer = type(self._unwrapped).__name__, type(self.optimizer).__name__
         lines = [
             f"Session of {model} and {optimizer}, {count:,} numbers on {self._device}",
-            *session_notes(self.choice, self.policy, self.scaler, self._notes()),
+            *self._notes(),
             *([window] if self.accumulate > 1 else []),
             f"steps: {self.steps_applied} applied, {self.steps_skipped} skipped",
         ]
@@ -686,7 +686,7 @@ class Session:
             UserError: If it is of another version, or weights or optimizer do not fit.
         """
         # What can be refused comes first: a refused state must leave all as it was.
-        state = session_state_dict.check(state, self._unwrapped, self._masters)
+        session_state_dict.check(state, self._unwrapped, self._masters)
         self._loss_scalers.check(state["scales"])
         session_state_dict.load(state, self._unwrapped, self._masters, self.choice)
         if state["dtype"] == self.choice.format.name:

@@ -1,0 +1,217 @@
+"""`LossScaler`: scales losses, unscales lists of gradients, updates the scale.
+
+In: a rule, then losses and gradients. Out: scaled losses, unscaled gradients, and the
+scale of the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep._torch.async_read import to_device_async
+from halfstep.errors import UserError
+from halfstep.scaling.collapse import CollapseMonitor, LossHistory, StepHistory
+from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
+from halfstep.scaling.strategies import make_strategy
+from halfstep.scaling.unscale import unscale_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch.distributed as dist
+
+    from halfstep.scaling.step_report import NonFiniteParam
+
+
+def _shape_text(param: Tensor) -> str:
+    return f"a parameter of shape {tuple(param.shape)}"
+
+
+class LossScaler:
+    """A loss scale at work: scales losses, unscales gradients, moves by its rule.
+
+    It works on tensors and never holds an optimizer.
+
+    Args:
+        rule: Static, dynamic or none: `ScaleRule.parse`.
+        device: Where the losses are.
+        group: Ranks that share a scale that a strategy proposes, and skip together;
+            default all.
+    """
+
+    def __init__(
+        self,
+        rule: ScaleRule,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rule, self.group = rule, group
+        self.state = ScaleState.first(rule, device)
+        self.strategy = make_strategy(rule.strategy, group)
+        self.monitor = CollapseMonitor(rule.init_scale)
+        self.proposal: Tensor | None = None
+        """What the strategy asked for since the last update, shape ()."""
+
+    def __repr__(self) -> str:
+        """Return the scale now. May wait for the device."""
+        return f"<LossScaler at {self.state.scale.item():g}: {self.rule}>"
+
+    def observe_loss(
+        self, loss: Tensor, name_of: Callable[[Tensor], str] = _shape_text
+    ) -> None:
+        """Look at a loss before its backward pass.
+
+        Args:
+            loss: Unscaled.
+            name_of: Names a parameter, for a diagnosis.
+        """
+        self.monitor.on_loss(loss, name_of)
+        if self.strategy is None:
+            return
+        first_scale = self.strategy.on_loss(loss, self.state)
+        if first_scale is not None:
+            first_scale = first_scale.clamp(self.rule.min_scale, self.rule.max_scale)
+            self.state = replace(self.state, scale=first_scale)
+            self.monitor.on_external_set()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale, in fp32 at least."""
+        wide, scale = torch.promote_types(loss.dtype, torch.float32), self.state.scale
+        if scale.device != loss.device:
+            scale = to_device_async(scale, loss.device)
+        return loss.to(wide) * scale
+
+    def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Divide gradients by the scale in place; return 1.0 if any was not finite."""
+        recheck = self.monitor.may_be_below_one(self.rule)
+        found_inf = unscale_(
+            gradients, inverse_scale(self.state.scale), recheck=recheck
+        )
+        if self.strategy is not None:
+            self.propose(self.strategy.propose(gradients, self.state, found_inf))
+        return found_inf
+
+    @property
+    def needs_only_found_inf(self) -> bool:
+        """Whether inf and NaN in scaled gradients are all it needs to know of them.
+
+        A strategy may measure unscaled ones; and below a scale of 1 unscaling itself
+        can overflow.
+        """
+        if self.strategy is not None:
+            return False
+        return self.rule.min_scale >= 1 or not self.monitor.may_be_below_one(self.rule)
+
+    def propose(self, proposal: Tensor | None) -> None:
+        """Take in a proposal; of several in one step the lowest counts."""
+        if proposal is not None and self.proposal is not None:
+            proposal = torch.minimum(proposal, self.proposal)
+        self.proposal = self.proposal if proposal is None else proposal
+
+    def set_state(self, scale: Tensor, clean_steps: Tensor) -> None:
+        """Go on with a scale, and a count of clean steps, that others keep."""
+        old = self.state
+        if scale is not old.scale or clean_steps is not old.clean_steps:
+            left, skips = old.hysteresis_left, old.skips_in_a_row
+            self.state = ScaleState(scale, clean_steps, left, skips)
+
+    def back_off(self) -> None:
+        """Lower the scale at once, to try the same backward pass again."""
+        lower = self.state.scale.double() * self.rule.backoff_factor
+        scale = lower.clamp(min=self.rule.min_scale).float()
+        zero = torch.zeros_like(self.state.clean_steps)
+        self.state = replace(self.state, scale=scale, clean_steps=zero)
+        self.monitor.on_backoff()
+
+    def update(
+        self,
+        found_inf: Tensor,
+        culprits: Callable[[], Sequence[NonFiniteParam]] = tuple,
+        *,
+        skipped: Tensor | None = None,
+    ) -> None:
+        """Move to the scale of the next step.
+
+        Args:
+            found_inf: 0.0 or 1.0, shape ().
+            culprits: Says whose gradients were not finite; asked if the run must end.
+            skipped: Whether the step was; None if `found_inf` says so. A step may be
+                applied without the passes that overflowed. Shape ().
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        scale_used = self.state.scale
+        if self.strategy is not None:
+            self.strategy.on_found_inf(self.state, found_inf)
+        self.state = advance(self.state, found_inf, self.rule, self.proposal)
+        if skipped is not None:
+            was_skipped = (skipped > 0).to(self.state.skips_in_a_row)
+            in_a_row = self.state.skips_in_a_row * was_skipped
+            self.state = replace(self.state, skips_in_a_row=in_a_row)
+        self.proposal = None
+        self.monitor.on_step(self.rule, scale_used, self.state, found_inf, culprits)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rule and the state as plain numbers. Waits for the device."""
+        state = {f.name: getattr(self.state, f.name).item() for f in fields(ScaleState)}
+        rule = {key: value for key, value in asdict(self.rule).items() if value}
+        strategy_state = {} if self.strategy is None else self.strategy.state_dict()
+        watch = self.monitor.state_dict()
+        return {**rule, **state, "strategy_state": strategy_state, "watch": watch}
+
+    @staticmethod
+    def check(state: dict[str, Any]) -> None:
+        """Refuse a state that cannot be loaded.
+
+        Raises:
+            UserError: If a field is missing, or what it remembers is of another kind.
+        """
+        for field in fields(ScaleState):
+            if field.name not in state:
+                message = (
+                    f"loss-scale state has no {field.name!r}; it holds {[*state]}."
+                )
+                raise UserError(message)
+        _history_from(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; the rule stays the one given here.
+
+        Raises:
+            UserError: If a field is missing, or what it remembers is of another kind.
+        """
+        self.check(state)
+        loaded = {}
+        for field in fields(ScaleState):
+            current = getattr(self.state, field.name)
+            loaded[field.name] = torch.full_like(current, state[field.name])
+        if self.rule.backoff_factor == 1:
+            loaded["scale"] = self.state.scale  # fixed: the rule has the last word
+        is_same = state.get("strategy", "backoff") == self.rule.strategy
+        if self.strategy is not None and is_same:
+            self.strategy.load_state_dict(state.get("strategy_state", {}))
+        self.state = replace(self.state, **loaded)
+        # What is under way is of another run.
+        log = self.monitor.log
+        self.monitor = CollapseMonitor(float(loaded["scale"]))
+        self.monitor.log = log
+        self.monitor.restore(_history_from(state), self.rule)
+
+
+def _history_from(state: dict[str, Any]) -> StepHistory:
+    """Return what a state tells of the steps before; an older one tells of none."""
+    if "watch" in state:
+        return StepHistory.from_data(state["watch"])
+    return StepHistory(
+        LossHistory(from_first_step=False), in_a_row=state["skips_in_a_row"]
+    )
+
+
+def inverse_scale(scale: Tensor) -> Tensor:
+    """Return 1 / scale, divided in double and rounded once, as torch does it."""
+    return scale.reciprocal() if scale.is_mps else scale.double().reciprocal().float()
