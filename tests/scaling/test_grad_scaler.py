@@ -213,16 +213,6 @@ def test_bounds_and_hysteresis() -> None:
     assert seen == [16, 16, 16, 8, 4, 4, 8, 8]
 
 
-def test_a_window_made_shorter_still_ends() -> None:
-    """Law: an interval set below the tracker still ends; torch's never does."""
-    setup = Setup(init_scale=8.0, growth_interval=10)
-    for _ in range(5):
-        setup.iterate()
-    setup.scaler.set_growth_interval(3)
-    setup.iterate()
-    assert setup.scaler.get_scale() == 16.0
-
-
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from grids import thinned
+from master_cases import masters_of
 from torch import Tensor, nn, optim
 
 import halfstep as hs
@@ -167,7 +168,7 @@ def test_session(
     )
     if make is ADAMW:
         # The compiled arithmetic of Adam is torch's up to its last bits.
-        session._masters.kernel = None
+        masters_of(session).kernel = None
     scales = []
     for iteration in range(ITERATIONS):
         spoilt = []

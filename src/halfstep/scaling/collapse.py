@@ -22,7 +22,7 @@ from halfstep.errors import UserError, require, require_type
 from halfstep.nonfinite.domains import EPSILON
 from halfstep.nonfinite.graph import GraphCause, find_in_graph
 from halfstep.scaling.skip_log import SkipLog
-from halfstep.scaling.step_report import Constant, GradAbsmax
+from halfstep.scaling.step_report import Constant, GradAbsmax, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,8 +40,6 @@ must not end a run, and a lower scale is not to be had."""
 EARLY_STEPS = 20
 """Applied steps up to which overflow in a forward pass that used to work is put down
 to the learning rate: the batches are like the first ones, the weights are not."""
-
-_MAX_NAMES = 3
 
 
 @dataclass
@@ -393,9 +391,7 @@ class CollapseMonitor:
         nan_in = [culprit.name for culprit in culprits if culprit.nan]
         kinds = {"inf": inf_in, "NaN": nan_in}
         nonfinite_texts = [
-            f"{kind} in gradients of {_first_names(n)}"
-            for kind, n in kinds.items()
-            if n
+            f"{kind} in gradients of {first_names(n)}" for kind, n in kinds.items() if n
         ]
         nonfinite_text = "; ".join(nonfinite_texts) or "another process found it"
         history = self._history.history
@@ -492,8 +488,3 @@ def find_cause(
         f"the loss is {loss_text}, yet its gradients overflow",
         "Take a mean over elements, not a sum, or divide the loss; or train in bf16.",
     )
-
-
-def _first_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more

@@ -100,7 +100,7 @@ class StepReport:
         if dropped:
             more += f", micro-batches dropped: {dropped}"
         if self.left_out:
-            more += f", not updated: {_first_names(self.left_out)}"
+            more += f", not updated: {first_names(self.left_out)}"
         return f"step {self.step} {outcome} loss scale {self.scale:g}{more}"
 
     def _cause(self) -> str:
@@ -109,7 +109,7 @@ class StepReport:
         except RuntimeError:  # their gradients were cleared before anybody asked
             return "a gradient held inf or NaN"
         parts = [
-            f"{kind} in {_first_names(names)}"
+            f"{kind} in {first_names(names)}"
             for kind, names in names_by_kind.items()
             if names
         ]
@@ -175,7 +175,7 @@ class StepReport:
         return self.culprits() if self.skipped else ()
 
 
-def _first_names(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return the first of some names, and how many more there are."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more

@@ -105,20 +105,16 @@ def _is_low_copy(value: object) -> bool:
     return is_low(value.dtype)
 
 
-def check_external_steps(
-    masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
-) -> None:
-    """Check each step that other code takes with the optimizer of a session."""
-    check = ExternalStepCheck(masters, scaler, window)
-    optimizer_hooks.register_pre_step_check(masters.optimizer, check)
-
-
 class ExternalStepCheck:
-    """Refuses `optimizer.step()` by hand where it would be wrong; warns elsewhere."""
+    """Refuses `optimizer.step()` by hand where it would be wrong; warns elsewhere.
+
+    The optimizer, to which it belongs, outlives the session.
+    """
 
     def __init__(
         self, masters: MasterWeights, scaler: LossScaler, window: AccumulationWindow
     ) -> None:
+        optimizer_hooks.register_pre_step_check(masters.optimizer, self)
         self._masters = masters
         self._rule = scaler.rule
         self._window = weakref.ref(window)

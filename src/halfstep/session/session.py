@@ -136,7 +136,7 @@ class Session:
         self._num_skipped = torch.zeros((), device=self._device)
         self._window = AccumulationWindow(accumulate)
         self._window.log_pending_at_end(self)
-        model_hooks.check_external_steps(self._masters, self.scaler, self._window)
+        model_hooks.ExternalStepCheck(self._masters, self.scaler, self._window)
         self._grad_sync = GradientSync(self._masters, choice.format.dtype, accumulate)
         self._lr_schedule = LRSchedule(scheduler)
 
