@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from session_cases import any_machine  # noqa: F401
 from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import UserError
-from halfstep.machine import hardware
 from halfstep.scaling import LossScaler, ScaleRule
 
 INF = math.inf
@@ -27,12 +27,6 @@ FIELDS = ["scale", "clean_steps", "hysteresis_left", "skips_in_a_row"]
 
 strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
-
-
-@pytest.fixture(autouse=True)
-def _any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Loop:

@@ -5,50 +5,25 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from session_cases import KINDS, SGD, any_machine, build, network, same  # noqa: F401
 from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import UserError
-from halfstep.machine import hardware
 from halfstep.scaling import ScaleRule
 
-Make = Callable[[Any], torch.optim.Optimizer]
 INF, NAN = math.inf, math.nan
 
-SGD = functools.partial(torch.optim.SGD, lr=0.05)
-KINDS = ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16", "O3 fp16"]
 EPS = {"O3 bf16": 2.0**-7, "O3 fp16": 2.0**-9}
 """Two roundings of what the optimizer updates, relative; fp32 otherwise."""
 PATTERNS = [(0,), (3,), (0, 2), (1, 2, 3)]
 """Which of four micro-batches are bad."""
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
-
-
-@pytest.fixture(autouse=True)
-def _any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
-
-
-def network() -> nn.Sequential:
-    """Return a small network with a normalisation layer."""
-    torch.manual_seed(0)
-    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
-    return nn.Sequential(*layers)
-
-
-def build(kind: str = "O0 fp32", make: Make = SGD, **more: Any) -> Any:
-    """Return a session; `kind` holds level and dtype."""
-    level, dtype = kind.split()
-    model = network()
-    return hs.prepare(model, make(model.parameters()), level, dtype=dtype, **more)
 
 
 def loss_of(model: Any, seed: int, spoilt: float = 0.0) -> Any:

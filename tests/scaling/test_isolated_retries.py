@@ -10,13 +10,14 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import session_cases
 import torch
+from session_cases import any_machine, same  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import UserError
-from halfstep.machine import hardware
 from halfstep.scaling import ScaleRule
 
 if TYPE_CHECKING:
@@ -28,13 +29,6 @@ KINDS = ["O0 fp32", "O1 fp16", "O2 fp16", "O3 fp16", "O2 bf16"]
 START = ScaleRule(init_scale=4096.0)
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
-
-
-@pytest.fixture(autouse=True)
-def _any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Loop:
@@ -309,13 +303,7 @@ def test_checkpoints(reentrant: bool) -> None:
 # In a session
 
 
-def build(kind: str = "O0 fp32", **more: Any) -> Any:
-    """Return a session; `kind` holds level and dtype."""
-    level, dtype = kind.split()
-    torch.manual_seed(0)
-    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
-    model = nn.Sequential(*layers)
-    return hs.prepare(model, SGD(model.parameters()), level, dtype=dtype, **more)
+build = functools.partial(session_cases.build, make=SGD)
 
 
 def loss_of(model: Any, seed: int, limit: Callable[[], bool] | None = None) -> Any:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from session_cases import any_machine  # noqa: F401
 from torch import nn
 
 import halfstep as hs
 from halfstep.errors import UserError
-from halfstep.machine import hardware
 from halfstep.numerics.formats import BF16
 from halfstep.policy import LEAN, levels
 
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from halfstep.session.session import Session
-
-
-@pytest.fixture(autouse=True)
-def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 def network() -> nn.Sequential:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from session_cases import any_machine  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
-from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,12 +24,6 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.05)
 FUSED = functools.partial(ADAMW, fused=True)
 STEPS, MICRO = 4, 8
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Net(nn.Module):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from session_cases import any_machine  # noqa: F401
 from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.casting import weight_cache
-from halfstep.machine import hardware
 
 BF16 = torch.bfloat16
 LOOPS = runpy.run_path(str(Path(__file__).with_name("test_autocast_regions.py")))
@@ -20,12 +20,6 @@ LOOPS = runpy.run_path(str(Path(__file__).with_name("test_autocast_regions.py"))
 Ours, Torchs = LOOPS["Ours"], LOOPS["Torchs"]
 SGD, batch, exact = LOOPS["SGD"], LOOPS["batch"], LOOPS["exact"]
 loss_of, one_loss = LOOPS["loss_of"], LOOPS["one_loss"]
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 def test_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from master_cases import OPTIMIZERS
+from session_cases import any_machine  # noqa: F401
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from halfstep.session.session import Session
@@ -23,12 +23,6 @@ KINDS = (
     "O3 fp16 none",
 )
 """Level, format, form of master weights."""
-
-
-@pytest.fixture(autouse=True)
-def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Net(nn.Module):

@@ -8,11 +8,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import session_cases
 import torch
+from session_cases import KINDS, any_machine, network, same  # noqa: F401
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.machine import hardware
 from halfstep.masters import fused_step
 from halfstep.session.optimizer_step import OptimizerStep
 
@@ -39,39 +40,27 @@ FUSED: list[Make] = [
     functools.partial(torch.optim.Adam, lr=0.02, fused=True),
     OPTIMIZERS["fused"],
 ]
-KINDS = ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16", "O3 fp16"]
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")
 FP32, INF = torch.float32, math.inf
 
 table = pytest.mark.parametrize("kind", KINDS)
 optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep the machine's speed out of these tests, and threads out of tiny products."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
+def _one_thread() -> Iterator[None]:
+    """Keep threads out of tiny products."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def network(seed: int = 0, device: str = "cpu") -> nn.Sequential:
-    """Return a small network with a normalisation layer."""
-    torch.manual_seed(seed)
-    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
-    return nn.Sequential(*layers).to(device)
-
-
 def build(
     kind: str = "O0 fp32", make: Make = SGD, seed: int = 0, **more: Any
 ) -> Session:
-    """Return a session; `kind` holds level and dtype."""
-    level, dtype = kind.split()
-    model = network(seed, more.pop("device", "cpu"))
-    return hs.prepare(model, make(model.parameters()), level, dtype=dtype, **more)
+    """Return a session over SGD with momentum."""
+    return session_cases.build(kind, make, seed, **more)
 
 
 def loss_of(model: nn.Module, seed: int, rows: slice = slice(None)) -> Tensor:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from processes import group_of_one
+from session_cases import KINDS, any_machine  # noqa: F401
 from small_training import same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from halfstep.errors import UserError
-from halfstep.machine import hardware
 
 if TYPE_CHECKING:
     from halfstep import Session
 
-KINDS = ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16", "O3 fp16"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"clip_grad_norm": 1e-3},
@@ -27,12 +26,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropped": {"accumulate": 2, "on_overflow": "drop_microbatch"},
     "retried": {"on_overflow": hs.Retry(1)},
 }
-
-
-@pytest.fixture(autouse=True)
-def _any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
 
 
 class Net(nn.Module):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from session_cases import any_machine, build, network  # noqa: F401
 from torch import nn
 
 import halfstep as hs
@@ -20,28 +21,9 @@ if TYPE_CHECKING:
     from halfstep.session.session import Session
 
 
-@pytest.fixture(autouse=True)
-def _no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the machine's speed out of these tests."""
-    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
-
-
-def network() -> nn.Sequential:
-    """Return a small network with a normalisation layer."""
-    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
-    return nn.Sequential(*layers)
-
-
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer over all of a model."""
     return torch.optim.SGD(model.parameters(), 0.05)
-
-
-def build(kind: str, **more: Any) -> Session:
-    """Return a session; `kind` holds level and dtype."""
-    level, dtype = kind.split()
-    model = network()
-    return hs.prepare(model, optimizer_of(model), level, dtype=dtype, **more)
 
 
 def go(session: Session) -> StepReport:

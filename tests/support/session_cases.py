@@ -1,0 +1,50 @@
+"""Sessions over a small network with a normalisation layer, at each level and format.
+
+In: a level and a dtype in one word, an optimizer. Out: a session, whatever the machine.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.machine import hardware
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from halfstep.session.session import Session
+
+    Make = Callable[[Any], torch.optim.Optimizer]
+
+KINDS = ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16", "O3 fp16"]
+SGD = functools.partial(torch.optim.SGD, lr=0.05)
+
+same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the machine's speed out of the tests of a file that imports this."""
+    monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
+
+
+def network(seed: int = 0, device: str = "cpu") -> nn.Sequential:
+    """Return the network."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)
+    return nn.Sequential(*layers).to(device)
+
+
+def build(
+    kind: str = "O0 fp32", make: Make = SGD, seed: int = 0, **more: Any
+) -> Session:
+    """Return a session; `kind` holds level and dtype."""
+    level, dtype = kind.split()
+    model = network(seed, more.pop("device", "cpu"))
+    return hs.prepare(model, make(model.parameters()), level, dtype=dtype, **more)
