@@ -43,6 +43,9 @@ class LossScaler:
             default all.
     """
 
+    num_dropped = 0
+    """Backward passes left out of a step; `BackwardPasses` may leave out some."""
+
     def __init__(
         self,
         rule: ScaleRule,

@@ -414,7 +414,7 @@ class Session:
         params, grads = self._collect_grads(scaler)
         found_inf = self._optimizer_step.unscale(grads, scaler)
         found_inf = reduce_found_inf(found_inf, grads, scaler.group)
-        report = self._clip_and_update(params, grads, found_inf)
+        report = self._clip_and_update(params, grads, found_inf, scaler)
         self._publish(report, found_inf, scaler)
         return report
 
@@ -467,7 +467,11 @@ class Session:
         return params, grads
 
     def _clip_and_update(
-        self, params: list[Tensor], grads: list[Tensor], found_inf: Tensor
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        found_inf: Tensor,
+        scaler: LossScaler | BackwardPasses,
     ) -> StepReport:
         """Update the weights, unless `found_inf` is 1; say what was done."""
         step = self._optimizer_step
@@ -483,15 +487,14 @@ class Session:
             )
         self._num_attempted += 1
         self._num_skipped += found_inf
-        passes = self._passes
         report = StepReport(
             self._num_attempted,
             complete=True,
-            scale_used=(self.scaler if passes is None else passes).state.scale,
+            scale_used=scaler.state.scale,
             found_inf=found_inf,
             norm=Constant(norm),
             culprits=culprits,
-            dropped=0 if passes is None else passes.num_dropped,
+            dropped=scaler.num_dropped,
         )
         with self._around_update(report):
             step.update(found_inf, on_device=on_device)
