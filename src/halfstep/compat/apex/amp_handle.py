@@ -82,7 +82,7 @@ class AmpHandle:
         self.registered = list(registered)
         self._caching = caching
         self._banned = () if allow_banned else BANNED
-        self._caches = {device: CastCache() for device in self.devices}
+        self.caches = {device: CastCache() for device in self.devices}
         self._exit_stack = contextlib.ExitStack()
 
     def open(self) -> None:
@@ -94,7 +94,7 @@ class AmpHandle:
             self.register(_pending_functions.pop(0))
         for function in self.registered:
             self._wrap(function)
-        for device, cache in self._caches.items():
+        for device, cache in self.caches.items():
             region = PolicyAutocast(
                 Autocast(device, self.dtype, enabled=True, cache_enabled=self._caching),
                 policy_for(device),
@@ -132,7 +132,7 @@ class AmpHandle:
 
     def clear_cache(self) -> None:
         """Forget the casts of weights: they may have changed in ways nobody counts."""
-        for cache in self._caches.values():
+        for cache in self.caches.values():
             cache.clear()
 
     _clear_cache = clear_cache
