@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.compat.apex import amp
-from halfstep.compat.apex.lists import FP32_NAMES, policy_for
+from halfstep.compat.apex.amp_handle import FP32_NAMES, policy_for
 from halfstep.compat.apex.state import STATE
 from halfstep.policy import rules
 

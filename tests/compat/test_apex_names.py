@@ -129,7 +129,7 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "apex", None)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, "amp_C", raising=False)
-    for part in (*apex._ROOMS, *apex._INSIDE):
+    for part in (*apex._MODULES, *apex._SUBMODULES):
         monkeypatch.setitem(sys.modules, f"apex.{part}", None)  # type: ignore[arg-type]
     program = """
 import apex
