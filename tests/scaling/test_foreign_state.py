@@ -343,25 +343,6 @@ def bits(state: Any) -> list[Any]:
     return [state.tolist() if isinstance(state, Tensor) else state]
 
 
-@strategies
-@pytest.mark.parametrize("names", [("",), ("a", "b")])
-def test_session_resumes(strategy: str, names: tuple[str, ...]) -> None:
-    """Law: a session's state in a file, names and strategies and all, goes on."""
-    rule = ScaleRule(64.0, hysteresis=2, growth_interval=3, strategy=strategy)
-    straight, broken = session(loss_scale=rule), session(loss_scale=rule)
-    rng = random.Random(strategy)  # noqa: S311
-    for number in range(16):
-        value = rng.choice([1.0, 1.0, 1e3, INF])
-        for each in (straight, broken):
-            go(each, value, names)
-        assert bits(broken.state_dict()) == bits(straight.state_dict())
-        if number % 3 == 2:
-            state = through("torch.save", broken.state_dict())
-            broken = session(loss_scale=rule)
-            broken.load_state_dict(state)
-    assert straight.steps_skipped > 0
-
-
 Break = Callable[[Any], Any]
 
 
