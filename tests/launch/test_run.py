@@ -121,6 +121,7 @@ PROGRAMS = {
             print(loss.item())
     """,
     "torch.compile": """
+        torch._dynamo.utils.counters.clear()
         compiled = torch.compile(model, backend="aot_eager")
         for step in range(3):
             loss = F.cross_entropy(compiled(x), y)  # low
