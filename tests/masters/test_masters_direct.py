@@ -241,18 +241,6 @@ def test_originals_may_lie_otherwise(form: str) -> None:
     assert bool((off <= limit).all())
 
 
-def test_state_is_kept_as_torch_keeps_it() -> None:
-    """Law: SGD without momentum keeps no state, and plain torch loads the rest."""
-    for make in (cases.SGD, cases.MOMENTUM, cases.ADAM, cases.ADAMW):
-        session = cases.start(make, "fp32")
-        for number in range(2):
-            cases.go(session, cases.slopes_of(session.model, number + 1))
-        twin = cases.Twin(make, session)
-        twin.step({n: [torch.ones_like(p)] for n, p in twin.params.items()})
-        held = session.optimizer.state_dict()["state"]
-        assert bool(held) == (make is not cases.SGD)
-
-
 class Odd(nn.Module):
     """A weight of any make, and one more."""
 
