@@ -48,7 +48,7 @@ def is_data_parallel(model: nn.Module) -> bool:
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a region in which a DDP model keeps its gradients to itself."""
+    """Return a context in which a DDP model does not average its gradients."""
     ddp = find_ddp(model)
     if ddp is not None:
         return ddp.no_sync()

@@ -311,7 +311,7 @@ def check_block(
     mask: Value,
     aligned: constexpr,
 ) -> None:
-    """Look at one block."""
+    """Check one block."""
     g = wide(get(line, GRADIENT, gradients, at, mask, aligned), gradients)
     if mask is not None:
         g = tl.where(mask, g, 0.0)
@@ -325,5 +325,5 @@ def check_block(
         size = g.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
         is_nonfinite = tl.max((size >= INFINITE).to(tl.int32), axis=0) != 0
     if is_nonfinite:
-        # Whoever finds one writes the same.
+        # Any program that finds one writes the same.
         tl.store(found_inf, 1.0)

@@ -105,7 +105,7 @@ class FP16_Optimizer:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Unscale what passes have left, add it to the masters' gradients, look at it.
+        """Unscale what passes have left, add it to the masters' gradients, check it.
 
         Why `overflow` is not cleared: a later pass does not mend an earlier one.
         """

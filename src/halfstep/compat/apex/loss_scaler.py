@@ -40,7 +40,7 @@ class LossScaler:
         return self.loss_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Say whether a gradient is not finite: apex never looked at a static scale."""
+        """Say whether a gradient is not finite: apex did not with a static scale."""
         return any(
             not bool(param.grad.isfinite().all())
             for param in params

@@ -112,7 +112,7 @@ class AmpScaler:
     def unscale_(
         self, gradients: list[Tensor], optimizers: list[AmpOptimizerState]
     ) -> None:
-        """Divide gradients by the scale in place, and look at them.
+        """Divide gradients by the scale in place, and check them.
 
         Args:
             gradients: Of one backward pass.

@@ -1,6 +1,6 @@
-"""What a process has set up through `amp`, and how amp speaks.
+"""What a process has set up through `amp`, and how amp prints.
 
-In: a call of `initialize`. Out: the level, the loss scalers and the casts in force,
+In: a call of `initialize`. Out: the level, the loss scalers and the active casts,
 under the names that apex's programs look them up by.
 """
 
