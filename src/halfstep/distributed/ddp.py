@@ -1,8 +1,4 @@
-"""DistributedDataParallel: wrapping a model in it, and what it wraps or does.
-
-In: a model. Out: the same model in DDP, the one inside, whether gradients are averaged,
-and contexts in which they are not.
-"""
+"""DistributedDataParallel: wrapping a model in it, and what it wraps or does."""
 
 from __future__ import annotations
 

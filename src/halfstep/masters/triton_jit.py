@@ -1,7 +1,5 @@
 """Triton kernels: fused updates, and the check of gradients for inf and NaN.
 
-In: Triton, when it is first wanted. Out: kernels over a table of tensors.
-
 A table is 64-bit words: a line of numbers, then one line a tensor. A program finds its
 line by the number of its block: a thousand tensors are one launch, whatever their
 sizes. The numbers are no arguments, so no learning rate makes a kernel of its own.

@@ -1,8 +1,4 @@
-"""`initialize`, `scale_loss` and the checkpoints of the two.
-
-In: models, optimizers and a level; then a loss for each backward pass. Out: the same
-models and optimizers, prepared; then a scaled loss, and gradients without its scale.
-"""
+"""`initialize`, `scale_loss` and the checkpoints of the two."""
 
 from __future__ import annotations
 

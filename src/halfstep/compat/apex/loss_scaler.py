@@ -1,8 +1,4 @@
-"""apex's older loss scalers, static and dynamic, over halfstep's rule.
-
-In: losses, then whether gradients overflowed. Out: scaled backward passes, and the
-scale of the next one.
-"""
+"""apex's older loss scalers, static and dynamic, over halfstep's rule."""
 
 from __future__ import annotations
 

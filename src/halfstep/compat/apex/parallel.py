@@ -1,7 +1,4 @@
-"""apex's `parallel`: torch's own classes for arguments of apex's, and LARC.
-
-In: arguments of apex's wrapper. Out: torch's own.
-"""
+"""apex's `parallel`: torch's own classes for arguments of apex's, and LARC."""
 
 from __future__ import annotations
 

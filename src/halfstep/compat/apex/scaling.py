@@ -1,8 +1,4 @@
-"""One of amp's loss scalers: halfstep's own, under apex's names.
-
-In: a loss scale as a word or a number, then losses and gradients. Out: scaled losses,
-unscaled gradients, and which optimizers must skip.
-"""
+"""One of amp's loss scalers: halfstep's own, under apex's names."""
 
 from __future__ import annotations
 
