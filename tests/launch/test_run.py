@@ -180,7 +180,6 @@ def by_hand(program: str, dtype: torch.dtype) -> str:
     return out.getvalue()
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
