@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ from torch.nn import functional
 
 import halfstep as hs
 from halfstep.compat.apex import amp, fp16_utils
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -160,7 +163,7 @@ class Widen(nn.Module):
         return x.float()
 
 
-def loss_of(net: nn.Module, seed: int) -> Tensor:
+def loss_of(net: Callable[[Tensor], Tensor], seed: int) -> Tensor:
     """Return a loss."""
     draw = torch.Generator().manual_seed(seed)
     x, y = torch.randn(5, 3, generator=draw), torch.randn(5, 2, generator=draw)
@@ -187,7 +190,7 @@ def test_fp16_optimizer_trains(way: int, together: bool) -> None:
         inner.zero_grad()
         for seed in (2 * iteration, 2 * iteration + 1):
             optimizer.backward(loss_of(net, seed), update_master_grads=not together)
-            loss_of(WideInput(plain), seed).backward()
+            loss_of(lambda x: plain(x.float()), seed).backward()
         if together:
             optimizer.update_master_grads()
         optimizer.step()
@@ -198,19 +201,6 @@ def test_fp16_optimizer_trains(way: int, together: bool) -> None:
         torch.testing.assert_close(master, param, rtol=0, atol=3 * 4 * 10 * 2.0**-12)
     (low,) = optimizer.fp32_from_fp16_groups
     assert torch.equal(low[0].half(), net[0].weight)  # type: ignore[index]
-
-
-class WideInput(nn.Module):
-    """Gives its net fp32."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
-        out: Tensor = self.net(x.float())
-        return out
 
 
 def test_fp16_optimizer_skips(capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,32 +252,22 @@ def test_fp16_optimizer_with_a_closure() -> None:
     lbfgs = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4)
     optimizer = fp16_utils.FP16_Optimizer(lbfgs, static_loss_scale=128.0)
 
+    def wide(x: Tensor) -> Tensor:
+        return net(x).float()  # type: ignore[no-any-return]
+
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(Half(net), 0)
+        loss = loss_of(wide, 0)
         optimizer.backward(loss)
         return loss
 
-    first = loss_of(Half(net), 0).item()
+    first = loss_of(wide, 0).item()
     for _ in range(3):
         optimizer.step(closure)
-    assert loss_of(Half(net), 0).item() < first
+    assert loss_of(wide, 0).item() < first
     _, dynamic = wrapped(dynamic_loss_scale=True)
     with pytest.raises(amp.AmpError, match="set static_loss_scale"):
         dynamic.step(closure)
-
-
-class Half(nn.Module):
-    """Gives what its net gives, in fp32."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute."""
-        out: Tensor = self.net(x)
-        return out.float()
 
 
 def test_fp16_optimizer_refuses_other_masters() -> None:

@@ -165,24 +165,19 @@ def two(model: Two) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_skips_what_it_must(shape: str, level: str) -> None:
-    """Law: wherever an inf is, just the optimizers of that loss leave out that step."""
-    cases = [None, *plants(SHAPES[shape], 2)]
-    for number, plant in enumerate(cases):
-        how = ("none", "model", "optimizer")[number % 3]
-        check(SHAPES[shape], level, how, bool(number // 3 % 2), plant)
+def test_skips_what_it_must(shape: str, level: str, *, every: bool) -> None:
+    """Law: wherever an inf is, just the optimizers of that loss leave out that step.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["none", "model", "optimizer"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_skips_what_it_must_however_cleared(shape: str, level: str, how: str) -> None:
-    """Law: the same, for each way to clear gradients, with one scaler and with two."""
-    for plant in (None, *plants(SHAPES[shape], 3)):
-        for own_scalers in (True, False):
+    Whichever way gradients are cleared, with one scaler and with two: in turn, or
+    each way with each inf.
+    """
+    ways = list(itertools.product((False, True), ("none", "model", "optimizer")))
+    planted = [None, *plants(SHAPES[shape], 3 if every else 2)]
+    for number, plant in enumerate(planted):
+        for own_scalers, how in ways if every else [ways[number % 6]]:
             check(SHAPES[shape], level, how, own_scalers, plant)
 
 

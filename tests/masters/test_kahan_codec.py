@@ -5,14 +5,13 @@ The oracles are torch's casts and float64.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import codec_cases as cases
 import pytest
 import torch
 from codec_cases import fresh_compiler_
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from halfstep.masters import bf16_codecs
@@ -120,19 +119,6 @@ def test_nothing_added_changes_nothing() -> None:
     assert len(truth) > 500_000
 
 
-@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
-def test_any_number(value: float) -> None:
-    """Law: the bound holds wherever the weight is finite."""
-    master = torch.tensor([value], dtype=torch.float32)
-    weight, compensation = encoded(master)
-    back = decoded(weight, compensation).double()
-    if weight.isfinite():
-        assert float((back - value).abs()) <= float(bound(master))
-    else:
-        assert abs(value) >= float.fromhex("0x1.ffp127")
-        assert float(back) == float(weight)
-
-
 @pytest.mark.parametrize(
     ("value", "weight", "compensation"),
     [
@@ -187,29 +173,14 @@ def trained(function: Any, values: Tensor, update: Tensor, steps: int) -> list[T
     return [weight, compensation, truth]
 
 
-def test_small_updates_count() -> None:
-    """Law: a thousand times 0.001 makes 2.0 of 1.0; a plain bf16 stays where it is."""
-    update = torch.tensor([0.001])
-    weight, compensation, _ = trained(step, torch.ones(1), update, 1000)
-    # Each step rounds twice below 2: to fp32, and as bounded.
-    room = 1000 * (2.0**-24 + 2.0**-17)
-    assert abs(float(decoded(weight, compensation)) - 2.0) <= room
-
-    plain = torch.ones(1, dtype=BF16)
-    for _ in range(1000):
-        plain += update.bfloat16()
-    assert float(plain) == 1.0
-
-
 @cases.shapes
 def test_shapes(shape: tuple[int, ...]) -> None:
     """Law: shape and strides do not matter; parameters are written in place."""
     master = cases.strided(shape)
     weight = nn.Parameter(torch.zeros(master.shape, dtype=BF16))
     compensation = torch.zeros(master.shape, dtype=BF16)
-    version = weight._version
-    bf16_codecs.kahan_encode_(master, weight, compensation)
-    assert weight._version > version, "autograd must see that the weight changed"
+    write = partial(bf16_codecs.kahan_encode_, master, weight, compensation)
+    assert cases.writes_to(weight, write)
     back = nn.Parameter(torch.zeros(master.shape))
     bf16_codecs.kahan_decode_(weight, compensation, back)
     assert bool(((back - master).abs().double() <= bound(master)).all())

@@ -140,18 +140,6 @@ def test_originals_are_kept_exactly() -> None:
     assert masters.model_param(weight) is weight
 
 
-def test_fp32_parameters_stay_their_own() -> None:
-    """Law: a parameter that is fp32 already is neither copied nor folded."""
-    (low, _), (high, _) = weights(torch.bfloat16), weights(torch.float32)
-    optimizer = torch.optim.SGD([low, high], 0.1)
-    masters = MasterWeights(optimizer)
-    assert adopted(optimizer)[1] is high
-    assert [pair[0] for pair in masters.pairs] == [low]
-    high.grad = torch.ones_like(high)
-    masters.accumulate_grads()
-    assert high.grad is not None
-
-
 def test_existing_state_moves_along() -> None:
     """Law: momentum gathered before adoption counts on, in fp32, under the master."""
     make = OPTIMIZERS["adamw"]

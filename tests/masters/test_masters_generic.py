@@ -265,23 +265,6 @@ def test_zero_grad_by_hand(form: str, *, kernel: bool) -> None:
 
 
 @cases.every_form
-def test_zero_grad_to_zeros(form: str) -> None:
-    """Law: zeros in place of nothing, between steps of `MasterWeights`, add nothing."""
-    truths = []
-    for to_none in (True, False):
-        weight = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-        optimizer = torch.optim.SGD([weight], 0.25)
-        masters = MasterWeights(optimizer, master=form)
-        for _ in range(3):
-            weight.grad = torch.ones_like(weight)
-            masters.step()
-            optimizer.zero_grad(set_to_none=to_none)
-        truths.append(masters.fp32_value(cases.adopted(optimizer)[0]))
-    assert torch.equal(*truths)
-    assert truths[0].tolist() == [0.25] * 5
-
-
-@cases.every_form
 @cases.both_ways
 def test_frozen_tied_and_unused(form: str, *, kernel: bool) -> None:
     """Law: a frozen or unused weight keeps every bit; a tied one has one master."""

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import UserError
 from halfstep.machine import hardware
-from halfstep.masters.optimizer_in_backward import OptimizerInBackward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -358,16 +357,6 @@ def test_groups_frozen_and_unused(form: str) -> None:
         assert all(param.grad is None for param in model.parameters())
         sessions.append(session)
     assert same(*(cases.everything(session) for session in sessions))
-
-
-def test_a_look_is_a_part_of_release() -> None:
-    """Law: nothing is left of a step in a `OptimizerInBackward` once it has ended."""
-    session = cases.start(cases.SGD, "split", Chain(), optimizer_in_backward=True)
-    go(session, 0)
-    release = session._in_backward
-    assert isinstance(release, OptimizerInBackward)
-    assert not release.count
-    assert not release.skipped_params
 
 
 @cases.both_ways

@@ -5,6 +5,7 @@ The oracle is the format itself, in numpy's integers and float64.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import codec_cases as cases
@@ -133,28 +134,6 @@ def test_every_code_comes_back() -> None:
 @pytest.mark.parametrize(
     ("pattern", "high"),
     [
-        (0x7FFFFFFF, 0x7FFF),  # a carry would make it -0.0
-        (0x7FFF8000, 0x7FFF),
-        (0xFFFFFFFF, 0xFFFF),  # and this 0.0
-        (0xFFFF8000, 0xFFFF),
-        (0x7F800001, 0x7FC0),  # cut off, its payload leaves infinity
-        (0xFF80FFFF, 0xFFC0),
-        (0x7FBFFFFF, 0x7FFF),
-        (0x7FC00000, 0x7FC0),  # torch's own
-        (0xFFC00000, 0xFFC0),  # that of x86
-    ],
-)
-def test_nan_stays_nan(pattern: int, high: int) -> None:
-    """Law: NaN is NaN in the weight too; sign and low half come back."""
-    weight, remainder = encoded(floats(np.array([pattern], dtype=np.uint32)))
-    assert weight.isnan().all()
-    assert bits(weight)[0] == high
-    assert bits(decoded(weight, remainder))[0] == pattern | 0x00400000
-
-
-@pytest.mark.parametrize(
-    ("pattern", "high"),
-    [
         (0x00000000, 0x0000),
         (0x80000000, 0x8000),
         (0x00000001, 0x0000),  # the smallest subnormal
@@ -169,24 +148,21 @@ def test_nan_stays_nan(pattern: int, high: int) -> None:
         (0xFF7FFFFF, 0xFF80),
         (0x7F800000, 0x7F80),
         (0xFF800000, 0xFF80),
+        (0x7FFFFFFF, 0x7FFF),  # NaN: a carry would make it -0.0
+        (0xFFFF8000, 0xFFFF),  # and this 0.0
+        (0x7F800001, 0x7FC0),  # cut off, its payload leaves infinity
+        (0xFFC00000, 0xFFC0),  # that of x86
     ],
 )
 def test_edges(pattern: int, high: int) -> None:
-    """Law: zeros keep signs, subnormals survive, an infinite weight hides no bit."""
-    weight, remainder = encoded(floats(np.array([pattern], dtype=np.uint32)))
+    """Law: zeros keep signs, subnormals survive, infinite weights and NaN hide no bit.
+
+    A NaN gains bit 22.
+    """
+    weight, remainder = encoded(floats([pattern]))
     assert bits(weight)[0] == high
-    assert bits(decoded(weight, remainder))[0] == pattern
-
-
-def test_the_weight_differs_from_a_cast_on_ties_alone() -> None:
-    """Law: torch rounds ties to even; nothing else differs."""
-    patterns = dense()
-    patterns = patterns[~is_nan(patterns)]
-    master = floats(patterns)
-    differs = (encoded(master)[0] != master.bfloat16()).numpy()
-    even = patterns >> np.uint32(16) & np.uint32(1) == 0
-    tie = patterns & np.uint32(0xFFFF) == 0x8000
-    np.testing.assert_array_equal(differs, even & tie)
+    back = come_back(np.array([pattern], dtype=np.uint32))
+    assert bits(decoded(weight, remainder))[0] == back[0]
 
 
 @cases.shapes
@@ -195,9 +171,8 @@ def test_shapes(shape: tuple[int, ...]) -> None:
     master = cases.strided(shape)
     weight = nn.Parameter(torch.zeros(master.shape, dtype=torch.bfloat16))
     remainder = torch.zeros(master.shape, dtype=torch.int16)
-    version = weight._version
-    bf16_codecs.split_encode_(master, weight, remainder)
-    assert weight._version > version, "autograd must see that the weight changed"
+    write = partial(bf16_codecs.split_encode_, master, weight, remainder)
+    assert cases.writes_to(weight, write)
     back = nn.Parameter(torch.zeros(master.shape))
     bf16_codecs.split_decode_(weight, remainder, back)
     assert torch.equal(back, master)

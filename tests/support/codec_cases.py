@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -53,3 +53,10 @@ def strided(shape: tuple[int, ...]) -> Tensor:
     """Return random numbers of a shape, transposed if it has two dimensions."""
     values = torch.randn(shape)
     return values.T if len(shape) > 1 else values
+
+
+def writes_to(param: Tensor, write: Callable[[], object]) -> bool:
+    """Say whether autograd sees that a function writes to a parameter."""
+    before = param._version
+    write()
+    return param._version > before

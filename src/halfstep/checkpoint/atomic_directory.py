@@ -323,7 +323,7 @@ def restore_replaced(parent: Path, name: str = "", *, exclusive: bool = True) ->
             try:
                 path.rename(parent / name_of_directory)
             except OSError:
-                # Another process may have done it; else whoever goes on misses it.
+                # Another process may have done it; else the checkpoint is missing.
                 if not os.path.lexists(parent / name_of_directory):
                     raise
 

@@ -106,7 +106,7 @@ def load(directory: Path) -> Checkpoint:
     except UserError:
         raise
     except Exception as error:
-        # Every byte is as the manifest says: whoever wrote both was not halfstep.
+        # Every byte is as the manifest says: both were written by another program.
         reason = os_reason(error) or type(error).__name__
         message = (
             f"checkpoint {directory} was not written by halfstep, and cannot be read: "

@@ -1,8 +1,4 @@
-"""DistributedDataParallel: wrapping a model in it, and what it wraps or does.
-
-In: a model. Out: the same model in DDP, the one inside, whether gradients are averaged,
-and contexts in which they are not.
-"""
+"""DistributedDataParallel: wrapping a model in it, and what it wraps or does."""
 
 from __future__ import annotations
 
@@ -48,7 +44,7 @@ def is_data_parallel(model: nn.Module) -> bool:
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a region in which a DDP model keeps its gradients to itself."""
+    """Return a context in which a DDP model does not average its gradients."""
     ddp = find_ddp(model)
     if ddp is not None:
         return ddp.no_sync()

@@ -53,11 +53,11 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """The one process that writes files and speaks."""
+        """The one process that writes files and prints."""
         return self.rank == 0
 
 
-class PeerLost(RuntimeError):  # noqa: N818 -- an outcome, told in one line
+class PeerLost(RuntimeError):  # noqa: N818 -- an outcome, printed in one line
     """Another process of the run has ended, and why, where it could say."""
 
 
@@ -162,7 +162,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _fresh_store(store: Store, rank: int, size: int) -> Store:
-    """Return a part of the store that nobody has written to; all must call it.
+    """Return an unused part of the store; all processes must call it.
 
     Why: torchrun keeps its store when it starts failed processes again. torch would
     read there where the dead were to be found, and wait for them. How often each
@@ -207,7 +207,7 @@ def _share_failure(store: Store, rank: int) -> Iterator[None]:
         yield
     except Exception as error:
         if not _is_lost_peer(error):
-            # Whoever holds the store may have left; the first reason stays.
+            # The process of the store may have ended; the first reason stays.
             with contextlib.suppress(RuntimeError):
                 words = f"process {rank}: {_reason_for(error)}"
                 store.compare_set(_FAILURE_KEY, "", words)

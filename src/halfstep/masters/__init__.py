@@ -1,7 +1,4 @@
-"""Master weights: fp32 values of 16-bit parameters, and compact encodings of them.
-
-In: an optimizer over 16-bit parameters. Out: updates that are not lost to rounding.
-"""
+"""Master weights: fp32 values of 16-bit parameters, and compact encodings of them."""
 
 from halfstep.masters.master_weights import MasterWeights, NoMasters
 

@@ -69,7 +69,7 @@ def update(
 ) -> None:
     """Update parameters on the CPU in place: see `fused_step.Kernel`.
 
-    What C writes leaves no trace in a tensor's version: the caller tells autograd.
+    C does not change the version of a tensor: the caller increments it for autograd.
     """
     with record_range(UPDATE):
         _require_kernels().update(items, rule, encoding, float(inverse), clock)

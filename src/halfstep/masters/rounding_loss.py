@@ -1,7 +1,7 @@
 """Counts updates lost to rounding, on a sample of the weights.
 
-In: masters, just before and just after a step. Out: for each parameter group, the
-share of numbers that had a gradient and a rate, and did not move.
+In: master weights, just before and just after a step. Out: for each parameter group,
+the share of numbers that had a gradient and a learning rate, and did not move.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import require_int
-from halfstep.reporting.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from halfstep.scaling.step_report import StepReport
 
 SAMPLE = 1 << 16
-"""Numbers looked at in each group: the share is then known to some 0.4 points."""
+"""Numbers compared in each group: the share is then known to some 0.4 points."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,11 @@ class RoundingLoss:
     """Numbers with a gradient and a rate that are not 0; those of them that did not
     move; those whose 16-bit weight did not. float64, shape (3,), on the device."""
     is_stochastic: bool
-    """Rounding is at random: who did not move today will move another day."""
+    """Rounding is at random, and loses nothing on average."""
 
     @property
     def share(self) -> float | None:
-        """Part of the updates that is gone for good, 0 to 1. May wait.
+        """Part of the updates that is lost, 0 to 1. May synchronize with the device.
 
         None if nothing was to be updated.
         """
@@ -53,19 +52,20 @@ class RoundingLoss:
 
     @property
     def below_publish(self) -> float | None:
-        """Part of the updates that the model's weights do not show yet. May wait.
+        """Part of the updates that the model's weights do not show yet.
 
-        It is what would be lost without masters; None if nothing was to be updated.
+        It would be lost without master weights; None if nothing was to be updated. May
+        synchronize with the device.
         """
         had, _, hidden = self.counts.tolist()
         return hidden / had if had else None
 
 
 class RoundingLossCounter:
-    """Counts lost updates every so many steps.
+    """Counts updates lost to rounding every so many steps.
 
     Args:
-        masters: Over the optimizer; none at all will do too.
+        masters: Over the optimizer; `NoMasters` too.
         every: Steps from one count to the next, >= 1.
     """
 
@@ -78,7 +78,7 @@ class RoundingLossCounter:
 
     @contextlib.contextmanager
     def measure(self, report: StepReport) -> Iterator[None]:
-        """Look at the weights just before an update and just after it, if it is time.
+        """Compare the weights just before an update and just after it, if it is due.
 
         Args:
             report: Of the step; one that is skipped is not counted.
@@ -94,12 +94,10 @@ class RoundingLossCounter:
 
     def _sample_groups(self) -> list[list[tuple[Tensor, ...]]]:
         groups = self._masters.optimizer.param_groups
+        pairs = zip(groups, self._sampled_params(), strict=True)
         return [
-            [
-                self._sample_values(param, places, lr_of(group))
-                for param, places in params
-            ]
-            for group, params in zip(groups, self._sampled_params(), strict=True)
+            [self._sample_values(param, places, lr_of(group)) for param, places in part]
+            for group, part in pairs
         ]
 
     def _compare(
@@ -123,37 +121,30 @@ class RoundingLossCounter:
                 yield RoundingLoss(step, group, total, random)
 
     def _sampled_params(self) -> list[list[tuple[Tensor, Tensor | None]]]:
-        """Return for each group its parameters, and which numbers to look at."""
+        """Return for each group its parameters, and which numbers to compare."""
         samples = []
         for group in self._masters.optimizer.param_groups:
-            params = [
-                param
-                for param in group["params"]
-                if self._masters.model_param(param).requires_grad
-            ]
+            model_param = self._masters.model_param
+            params = [p for p in group["params"] if model_param(p).requires_grad]
             total = sum(param.numel() for param in params)
             share = min(1.0, SAMPLE / max(total, 1))
-            samples.append(
-                [(param, self._indices_of(param, share)) for param in params]
-            )
+            samples.append([(p, self._indices_of(p, share)) for p in params])
         return samples
 
     def _indices_of(self, param: Tensor, share: float) -> Tensor | None:
-        """Return which numbers of a parameter are looked at, drawn once; None: all.
+        """Return which numbers of a parameter are compared, drawn once; None: all.
 
         Why drawn: every hundredth number of a matrix may be one column of it.
         """
         if share >= 1 or not param.numel():
             return None
-        count = max(1, round(share * _local(param).numel()))
+        numel = _local(param).numel()
+        count = max(1, round(share * numel))
         indices = self._sample_indices.get(param)
         if indices is None or indices.numel() != count:
             generator = torch.Generator().manual_seed(len(self._sample_indices))
-            numel = _local(param).numel()
-            indices = torch.randint(numel, (count,), generator=generator).to(
-                param.device
-            )
-            self._sample_indices[param] = indices
+            drawn = torch.randint(numel, (count,), generator=generator)
+            indices = self._sample_indices[param] = drawn.to(param.device)
         return indices
 
     @torch.no_grad()
@@ -165,11 +156,8 @@ class RoundingLossCounter:
         weight = _take(param if master_param is None else master_param.weight, indices)
         fp32 = weight
         if master_param is not None:
-            residual = (
-                None
-                if master_param.residual is None
-                else _take(master_param.residual, indices)
-            )
+            residual = master_param.residual
+            residual = None if residual is None else _take(residual, indices)
             fp32 = torch.empty_like(weight, dtype=torch.float32)
             self._masters.encoding.decode_(weight, residual, fp32)
         gradient = param.grad
@@ -179,7 +167,7 @@ class RoundingLossCounter:
             moves = torch.zeros_like(weight, dtype=torch.bool)
         else:
             moves = _take(gradient, indices) != 0
-        if torch.is_tensor(lr):  # nobody waits for it
+        if torch.is_tensor(lr):  # without reading it on the host
             moves = moves & (lr.reshape(()) != 0).to(moves.device)
         elif not lr:
             moves = torch.zeros_like(moves)
@@ -202,14 +190,3 @@ def _take(tensor: Tensor, indices: Tensor | None) -> Tensor:
     """Return some numbers of a tensor, or all, copied."""
     flat = _local(tensor).detach().reshape(-1)
     return flat.clone() if indices is None else flat[indices]
-
-
-def table(losses: tuple[RoundingLoss, ...]) -> Table:
-    """Return the counts for people."""
-    rows = tuple(
-        (lost.group, int(lost.counts[0]), lost.share, lost.below_publish)
-        for lost in losses
-    )
-    columns = ("group", "looked at", "lost", "not in the weights yet")
-    notes = (f"step {losses[0].step}",) if losses else ("nothing was counted yet",)
-    return Table("Lost updates", columns, rows, notes)

@@ -1,7 +1,5 @@
 """Triton kernels: fused updates, and the check of gradients for inf and NaN.
 
-In: Triton, when it is first wanted. Out: kernels over a table of tensors.
-
 A table is 64-bit words: a line of numbers, then one line a tensor. A program finds its
 line by the number of its block: a thousand tensors are one launch, whatever their
 sizes. The numbers are no arguments, so no learning rate makes a kernel of its own.
@@ -311,7 +309,7 @@ def check_block(
     mask: Value,
     aligned: constexpr,
 ) -> None:
-    """Look at one block."""
+    """Check one block."""
     g = wide(get(line, GRADIENT, gradients, at, mask, aligned), gradients)
     if mask is not None:
         g = tl.where(mask, g, 0.0)
@@ -325,5 +323,5 @@ def check_block(
         size = g.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
         is_nonfinite = tl.max((size >= INFINITE).to(tl.int32), axis=0) != 0
     if is_nonfinite:
-        # Whoever finds one writes the same.
+        # Any program that finds one writes the same.
         tl.store(found_inf, 1.0)

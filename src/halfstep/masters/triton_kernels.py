@@ -1,8 +1,7 @@
 """Fused updates on CUDA devices: a whole group of tensors in one launch.
 
-In: items, their rule and form. Out: gradients, state, fp32 value and weights updated in
-one pass over memory, or left alone where the device says so; the host waits for
-nothing.
+State, fp32 values and weights are updated in one pass over memory, or left alone where
+`found_inf` is set on the device, without synchronizing with the host.
 """
 
 from __future__ import annotations
@@ -76,21 +75,13 @@ def update(
     clock: tuple[int, int],
     found_inf: Tensor,
 ) -> None:
-    """Update tensors, unless an overflow was found.
+    """Update tensors unless `found_inf` is set: see `fused_step.Kernel`.
 
     Where it was, momentum that was never filled stays so: an item is `first` until a
     step was taken.
 
-    Args:
-        items: Of one group, on one device.
-        rule: What the optimizer does.
-        encoding: Of the weights: "fp32", "split", "kahan", "stochastic", "plain".
-        inverse: What gradients are multiplied by; fp32, shape (), on the device.
-        clock: Seed and step, for random numbers.
-        found_inf: fp32, shape (), on the device; unless it is 0 nothing changes.
-
     Raises:
-        UserError: If an item's tensors do not fit the form.
+        UserError: If an item's tensors do not fit the encoding.
     """
     device = inverse.device
     # What is resolved here must live until the kernels are launched.
@@ -138,15 +129,7 @@ def update(
 def check_finite(
     gradients: Sequence[Tensor], *, norm: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Read all gradients once.
-
-    Args:
-        gradients: bf16, fp16 or fp32, on one device; at least one.
-        norm: Whether the sum of squares is wanted.
-
-    Returns:
-        1.0 if there is an infinity or NaN, else 0.0, in fp32; and the sum in fp64,
-        the same to the bit each time.
+    """Read all gradients once: see `fused_step.Kernel`.
 
     Raises:
         UserError: If there are no gradients, or one has another dtype.
@@ -288,10 +271,8 @@ def _param_line(
     if weight.dtype not in allowed or actual_dtype is not residual_dtype:
         message = (
             f"Item {item.param_index} has a weight of {weight.dtype} and "
-            f"{actual_dtype} "
-            "beside it; "
-            f"form={encoding!r} takes {' or '.join(map(str, allowed))}, "
-            f"and {residual_dtype}."
+            f"{actual_dtype} beside it; form={encoding!r} takes "
+            f"{' or '.join(map(str, allowed))}, and {residual_dtype}."
         )
         raise UserError(message)
     step = item.step
@@ -303,12 +284,8 @@ def _param_line(
             "Adam a step."
         )
         raise UserError(message)
-    tensors = (
-        gradient,
-        weight,
-        *item.states,
-        *(() if residual is None else (residual,)),
-    )
+    tensors = [gradient, weight, *item.states]
+    tensors += [] if residual is None else [residual]
     numel = weight.numel()
     for tensor in tensors:
         is_plain = tensor.is_contiguous() and not tensor.is_neg()
@@ -316,15 +293,13 @@ def _param_line(
             lazy = "lazy signs" if tensor.is_neg() else f"strides {tensor.stride()}"
             message = (
                 f"Item {item.param_index} has a tensor of shape {tuple(tensor.shape)} "
-                "and "
-                f"{lazy}; it must be contiguous, of {numel} numbers."
+                f"and {lazy}; it must be contiguous, of {numel} numbers."
             )
             raise UserError(message)
         if tensor.device != device:
             message = (
-                f"Item {item.param_index} has a tensor on {tensor.device}; "
-                "all must be where "
-                f"`inverse` is, on {device}."
+                f"Item {item.param_index} has a tensor on {tensor.device}; all must "
+                f"be where `inverse` is, on {device}."
             )
             raise UserError(message)
     if step is not None and (step.device != device or step.dtype != torch.float32):
@@ -337,9 +312,7 @@ def _param_line(
     if len(states) > 1 or torch.float16 in states:
         message = (
             f"Item {item.param_index} keeps its state in "
-            f"{', '.join(map(str, states))}; "
-            "it "
-            "must be all fp32 or all bf16."
+            f"{', '.join(map(str, states))}; it must be all fp32 or all bf16."
         )
         raise UserError(message)
     word = _dtype_name(item.states[0], "state") if states else "none"
@@ -358,12 +331,8 @@ def _param_line(
         line += bf16_codecs.key(*clock, item.param_index, 1)
     else:
         line += (0, 0, 0, 0)
-    return (
-        _DTYPE_NAMES[weight.dtype],
-        _dtype_name(gradient, "gradient"),
-        word,
-        aligned,
-    ), line
+    names = _DTYPE_NAMES[weight.dtype], _dtype_name(gradient, "gradient"), word
+    return (*names, aligned), line
 
 
 def _dtype_name(tensor: Tensor, role: str) -> str:

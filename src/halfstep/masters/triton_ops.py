@@ -1,8 +1,8 @@
 """Building blocks of the Triton kernels: tensor table, loads and stores, rounding.
 
 In: nothing. Out: functions in Triton's language, and what they know a table by. Until
-`triton_jit.load` hands them to Triton they are plain functions that nobody can call,
-so that nobody needs Triton to import them.
+`triton_jit.load` hands them to Triton they are plain functions that cannot be called,
+so that importing them needs no Triton.
 
 bf16 is read and written as integers: the rounding is ours to the bit, on devices that
 know no bf16 too.
@@ -45,7 +45,7 @@ NUMEL: Any = 1
 BEFORE: Any = 2
 """Blocks of the tensors above."""
 CHECK_WIDTH: Any = 3
-"""Of a line that is only looked at."""
+"""Of a line of the check for inf and NaN."""
 WEIGHT: Any = 3
 RESIDUAL: Any = 4
 STATE: Any = 5

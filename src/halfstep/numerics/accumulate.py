@@ -1,7 +1,4 @@
-"""Adds 16-bit tensors to fp32 ones without fresh memory.
-
-In: two tensors of one shape. Out: the first, changed in place.
-"""
+"""Adds 16-bit tensors to fp32 ones without fresh memory."""
 
 from __future__ import annotations
 

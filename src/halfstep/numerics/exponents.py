@@ -1,7 +1,7 @@
 """Histograms of exponents, counted without host-device synchronization.
 
-In: tensors, multiplied by a loss scale. Out: one histogram of their exponents, and what
-it tells: the largest safe scale, and the share of numbers that a scale would lose.
+In: tensors, multiplied by a loss scale. Out: one histogram of their exponents, and
+from it the largest safe scale, and the share of numbers that a scale would lose.
 """
 
 from __future__ import annotations

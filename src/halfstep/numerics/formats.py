@@ -116,7 +116,7 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
 
     Why: `value.to(dtype)` breaks token ids and masks, and model outputs are nested.
     Float64, integer, bool and complex tensors stay as they are, as under autocast:
-    whoever made a float64 tensor meant it.
+    a float64 tensor was made on purpose.
 
     Lists, tuples, named tuples, mappings (transformers' ModelOutput is one) and
     dataclasses, frozen ones too, keep their type and all that they carry besides; no

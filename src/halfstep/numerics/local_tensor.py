@@ -1,7 +1,4 @@
-"""The numbers of a tensor that lie on this rank: of a sparse one, of a DTensor.
-
-In: a tensor. Out: a plain one that shares its memory where it can.
-"""
+"""The numbers of a tensor that lie on this rank: of a sparse one, of a DTensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The norm of many tensors as one vector, on every rank the same.
-
-In: tensors of any dtype, sparse, dense or DTensors. Out: one number on the device.
-"""
+"""The norm of many tensors as one vector, on every rank the same."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LARGEST = 2.0**480
 Only fp64 has them."""
 
 _CHUNK_NUMEL = {True: 2**16, False: 2**22}
-"""Numbers looked at together: on a CPU what stays in a core's cache, fp64 copies and
+"""Numbers counted together: on a CPU what stays in a core's cache, fp64 copies and
 all; elsewhere what keeps the device busy."""
 _CHUNK_NUMEL_16BIT = 2**20  # 16-bit numbers counted together
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -51,7 +51,7 @@ class Counts:
     """What was counted, in tensors that `add_` writes to."""
 
     counts: Tensor
-    """int64: a histogram of exponents as `exponents.count` makes it, then
+    """int64: a histogram of exponents as `count_exponents` makes it, then
     `FACTS`, then `LOSSES` of each cast."""
     sums: Tensor
     """float64: the sum of squares of all finite numbers, then, for each cast, that of

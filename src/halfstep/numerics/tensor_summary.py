@@ -1,7 +1,7 @@
 """Statistics of a tensor, as plain values.
 
-In: `TensorStats.data()`, or a file. Out: a `TensorSummary`, whose histogram tells
-what a format and a loss scale make of the numbers.
+In: `TensorStats.data()`, or a file. Out: a `TensorSummary`, whose histogram
+shows what a format and a loss scale make of the numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CastSummary:
 
     @property
     def sqnr(self) -> float | None:
-        """Signal over noise in decibels; None where there is no signal to speak of."""
+        """Signal over noise in decibels; None where there is no signal."""
         if not 0 < self.signal < math.inf or not 0 <= self.noise < math.inf:
             return None
         if not self.noise:
@@ -47,7 +47,7 @@ class CastSummary:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> CastSummary:
-        """Return what `data` tells."""
+        """Return the loss that `data` describes."""
         return cls(
             json_fields.integer(data, "flushed", 0),
             json_fields.integer(data, "saturated", 0),
@@ -77,7 +77,7 @@ class TensorSummary:
 
     @classmethod
     def from_data(cls, data: object) -> TensorSummary:
-        """Return what `TensorStats.data()` tells.
+        """Return the summary that `TensorStats.data()` describes.
 
         Raises:
             UserError: If it is nothing of the kind.

@@ -1,8 +1,4 @@
-"""One traversal of nested tensors: halves of a batch, and a function over each tensor.
-
-In: tensors in lists, tuples, mappings and dataclasses. Out: the same value, each of its
-tensors changed.
-"""
+"""Halves of a batch, and a function over each tensor of a nested value."""
 
 from __future__ import annotations
 

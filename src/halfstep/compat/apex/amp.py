@@ -1,7 +1,4 @@
-"""apex's `amp`, name for name.
-
-In: `from halfstep.compat.apex import amp`. Out: what `from apex import amp` gave.
-"""
+"""apex's `amp`, name for name."""
 
 from halfstep.compat.apex.amp_handle import (
     float_function,

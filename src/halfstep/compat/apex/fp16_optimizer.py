@@ -1,8 +1,4 @@
-"""apex's older optimizer wrapper: fp32 masters and a loss scale around any optimizer.
-
-In: an optimizer over a model that was halved by hand. Out: the same interface, whose
-`backward` scales the loss and whose `step` updates masters, or leaves the step out.
-"""
+"""apex's older optimizer wrapper: fp32 masters and a loss scale, any optimizer."""
 
 from __future__ import annotations
 
@@ -105,7 +101,7 @@ class FP16_Optimizer:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Unscale what passes have left, add it to the masters' gradients, look at it.
+        """Unscale what passes have left, add it to the masters' gradients, check it.
 
         Why `overflow` is not cleared: a later pass does not mend an earlier one.
         """

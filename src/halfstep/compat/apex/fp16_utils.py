@@ -1,7 +1,4 @@
-"""apex's older tools: models in halves, master weights kept by hand, static scales.
-
-In: a model. Out: the same model in fp16 but for batch norm, and lists of masters.
-"""
+"""apex's older tools: models in halves, master weights kept by hand, static scales."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`initialize`, `scale_loss` and the checkpoints of the two.
-
-In: models, optimizers and a level; then a loss for each backward pass. Out: the same
-models and optimizers, prepared; then a scaled loss, and gradients without its scale.
-"""
+"""`initialize`, `scale_loss` and the checkpoints of the two."""
 
 from __future__ import annotations
 
@@ -154,12 +150,12 @@ def _open(handle: AmpHandle, models: Sequence[nn.Module]) -> None:
 
 
 def _registered() -> tuple[Any, ...]:
-    """Return the functions that the handle before held."""
+    """Return the registered functions of the previous handle."""
     return () if STATE.handle is None else tuple(STATE.handle.registered)
 
 
 def _replace(chosen: Properties, scalers: list[AmpScaler]) -> None:
-    """Put a level in force; casts of the one before end here."""
+    """Activate a level, and end the casts of the previous one."""
     STATE.opt_properties = chosen
     STATE.loss_scalers = scalers
     if STATE.handle is not None:
@@ -261,7 +257,7 @@ def scale_loss(
         model: Not used, as in apex.
         delay_unscale: Leave the gradients scaled; a later pass before the step must
             not.
-        delay_overflow_check: Look at the gradients when the optimizer steps, or at the
+        delay_overflow_check: Check the gradients when the optimizer steps, or at the
             next pass, so that this one does not wait for the device.
 
     Raises:

@@ -1,8 +1,4 @@
-"""apex's LARC: a learning rate for each parameter, around any optimizer.
-
-In: an optimizer and a trust coefficient. Out: the same steps, with gradients multiplied
-so that the optimizer's learning rate becomes each parameter's own.
-"""
+"""apex's LARC: a learning rate for each parameter, around any optimizer."""
 
 from __future__ import annotations
 

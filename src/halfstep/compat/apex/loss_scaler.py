@@ -1,8 +1,4 @@
-"""apex's older loss scalers, static and dynamic, over halfstep's rule.
-
-In: losses, then whether gradients overflowed. Out: scaled backward passes, and the
-scale of the next one.
-"""
+"""apex's older loss scalers, static and dynamic, over halfstep's rule."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ class LossScaler:
         return self.loss_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Say whether a gradient is not finite: apex never looked at a static scale."""
+        """Say whether a gradient is not finite: apex did not with a static scale."""
         return any(
             not bool(param.grad.isfinite().all())
             for param in params

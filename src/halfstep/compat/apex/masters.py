@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Master:
-    """A parameter's master, and whether somebody may have written past it."""
+    """A parameter's master, and whether the parameter was written to since."""
 
     tensor: Tensor
     version: int | None

@@ -1,7 +1,4 @@
-"""apex's `multi_tensor_apply`: one call for an operation over lists of tensors.
-
-In: a function of `amp_C`, a flag and lists. Out: what the function returns.
-"""
+"""apex's `multi_tensor_apply`: one call for an operation over lists of tensors."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _ATTRIBUTE = "_amp_stash"
 
 
 class OverflowCheck(Protocol):
-    """A loss scaler that has looked at gradients."""
+    """A loss scaler that has checked gradients."""
 
     def finish_check(self) -> None:
         """Say what it saw, to those whose gradients they were."""
@@ -191,7 +191,7 @@ class AmpOptimizerState:
         return result
 
     def _check_unscaled(self) -> None:
-        """Refuse a step whose gradients nobody has unscaled."""
+        """Reject a step whose gradients are still scaled."""
         waits = self._pending_scale is not None and any(True for _ in self._scaled())
         if waits and (self._pending_scale != 1 or self.pairs):
             message = (

@@ -1,7 +1,4 @@
-"""apex's `parallel`: torch's own classes for arguments of apex's, and LARC.
-
-In: arguments of apex's wrapper. Out: torch's own.
-"""
+"""apex's `parallel`: torch's own classes for arguments of apex's, and LARC."""
 
 from __future__ import annotations
 
@@ -97,7 +94,7 @@ class SyncBatchNorm(_TorchSyncBatchNorm):
         affine: As for torch.
         track_running_stats: As for torch.
         process_group: Ranks that share statistics; default all.
-        channel_last: Not used: torch looks at the memory format itself.
+        channel_last: Not used: torch reads the memory format itself.
         fuse_relu: True is refused.
 
     Raises:
@@ -133,12 +130,12 @@ def convert_syncbn_model(
     process_group: Any = None,  # noqa: ANN401
     channel_last: bool = False,
 ) -> nn.Module:
-    """Return a model whose batch norms speak for all ranks.
+    """Return a model whose batch norms share statistics over ranks.
 
     Args:
         module: Any model.
         process_group: Ranks that share statistics; default all.
-        channel_last: Not used: torch looks at the memory format itself.
+        channel_last: Not used: torch reads the memory format itself.
     """
     del channel_last
     converted: nn.Module = _TorchSyncBatchNorm.convert_sync_batchnorm(  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """apex's levels as data, and a user's overrides of them, checked.
 
-In: a level's name and keyword arguments. Out: `Properties`. Nothing outside this room
-may ask for a level by its name: code reads the fields.
+In: a level's name and keyword arguments. Out: `Properties`. Nothing outside this
+module may ask for a level by its name: code reads the fields.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""One of amp's loss scalers: halfstep's own, under apex's names.
-
-In: a loss scale as a word or a number, then losses and gradients. Out: scaled losses,
-unscaled gradients, and which optimizers must skip.
-"""
+"""One of amp's loss scalers: halfstep's own, under apex's names."""
 
 from __future__ import annotations
 
@@ -112,7 +108,7 @@ class AmpScaler:
     def unscale_(
         self, gradients: list[Tensor], optimizers: list[AmpOptimizerState]
     ) -> None:
-        """Divide gradients by the scale in place, and look at them.
+        """Divide gradients by the scale in place, and check them.
 
         Args:
             gradients: Of one backward pass.

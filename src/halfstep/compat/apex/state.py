@@ -1,8 +1,4 @@
-"""What a process has set up through `amp`, and how amp speaks.
-
-In: a call of `initialize`. Out: the level, the loss scalers and the casts in force,
-under the names that apex's programs look them up by.
-"""
+"""What a process has set up through `amp`, and how amp prints."""
 
 from __future__ import annotations
 
