@@ -212,6 +212,7 @@ def test_kernels_agree(rule: Sgd | Adam, form: str) -> None:
 
 def test_scratch_is_used_again() -> None:
     """Law: large tensors are updated in the memory of one chunk, again and again."""
+    assert eager_kernels.describe().endswith("on chunks that stay in cache")
     kept = bf16_codecs.scratch.buffers
     kept.clear()
     items = twin.make(twin.NESTEROV, "split", sizes=((4 * eager_kernels.CHUNK,),))

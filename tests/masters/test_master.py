@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.errors import UserError
 from halfstep.masters import MasterWeights, NoMasters
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -188,6 +189,13 @@ def test_sparse_gradients() -> None:
         reference.zero_grad()
         masters.publish()
     assert torch.equal(table.weight, twin.weight.bfloat16())
+
+
+def test_masters_are_asked_for() -> None:
+    """Law: master="none" has no master weights, and other words no meaning."""
+    for word, text in (("none", "keeps no master weights"), ("fp64", "is not a form")):
+        with pytest.raises(UserError, match=text):
+            MasterWeights(torch.optim.SGD(weights(torch.bfloat16), 0.1), master=word)
 
 
 def test_none_at_all() -> None:
