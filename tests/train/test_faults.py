@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from small_training import (
-    one_thread,
     seal_again,
-    small_and_measured,
-    without_figures,
 )
 from torch import nn
 
@@ -22,17 +19,11 @@ from halfstep.machine import hardware
 from halfstep.reporting.table import write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("small_runs")
+
 TRAIN = ("train", "--data", "letters.json", "--model", "mini", "--out", "run")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +32,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     rows = [["ab" * (1 + number % 4), number % 2] for number in range(40)]
     (tmp_path / "letters.json").write_text(json.dumps(rows), encoding="utf-8")
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
     return tmp_path
 
 

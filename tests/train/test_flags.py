@@ -103,14 +103,14 @@ def test_numbers_in_help_are_those_of_the_plan() -> None:
         for size in model.SIZES.values()
         for key in ("num_hidden_layers", "hidden_size")
     ]
-    rates, masks = plan._LR_SCRATCH, plan._MASK_SCRATCH
+    rates, masks = plan.LR_SCRATCH, plan.MASK_SCRATCH
     wanted: dict[str, list[float]] = {
         "model": shapes,
         "dropout": [model.DROPOUT],
         "mask_tokens": [masks["classify"], masks["ner"], 0],
-        "epochs": [plan._EPOCHS_FEW, plan._FEW_EXAMPLES, plan._EPOCHS_MANY],
-        "lr": [rates["classify"], rates["ner"], plan._LR_TUNE],
-        "workers": [plan._WORKERS_GPU, 0],
+        "epochs": [plan.EPOCHS_FEW, plan.FEW_EXAMPLES, plan.EPOCHS_MANY],
+        "lr": [rates["classify"], rates["ner"], plan.LR_TUNE],
+        "workers": [plan.WORKERS_GPU, 0],
     }
     assert {name: said_numbers(name) for name in wanted} == wanted
 

@@ -6,16 +6,14 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from small_training import (
-    one_thread,
-    small_and_measured,
+    small_settings,
     steps_of,
     timeless,
-    without_figures,
     write_letters,
 )
 from torch import nn
@@ -30,8 +28,7 @@ from halfstep.train.param_groups import LR_FACTOR, make_param_groups
 from halfstep.train.run import pick_device, run
 from halfstep.train.step_dataset import TokenMasking
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("small_runs")
 
 KINDS = ("O0 auto", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16")
 ROWS, DEV = 100, 10
@@ -42,33 +39,14 @@ RECORD = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A small model gains nothing from a second thread, and waits for it."""
-    with one_thread():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _small_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train a small size, draw no figures."""
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
-
-
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     """Return settings of a short run on texts whose characters tell their class."""
-    return {
-        "data": str(write_letters(tmp_path, ROWS, "defxy", "abcxy")),
-        "dev_share": DEV / ROWS,
-        "model": "mini",
-        "level": "O0",
-        "lr": 5e-3,
-        "epochs": 2,
-        "batch_size": 16,
-        "out": str(tmp_path / "run"),
-    }
+    source = write_letters(tmp_path, ROWS, "defxy", "abcxy")
+    share = DEV / ROWS
+    return small_settings(
+        tmp_path, source, dev_share=share, level="O0", lr=5e-3, epochs=2
+    )
 
 
 def records(settings: dict[str, Any], **more: Any) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from small_training import small_and_measured, without_figures, write_letters
+from small_training import write_letters
 
 from halfstep.errors import UserError
 from halfstep.train.loop import Trainer
@@ -169,10 +169,9 @@ def test_infinite_numbers(tmp_path: Path) -> None:
     assert read(tmp_path) == {"train/loss": [(1, math.inf)]}
 
 
+@pytest.mark.usefixtures("small_runs")
 def test_a_run_that_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: TensorBoard shows the numbers of the run's records, each step once."""
-    small_and_measured(monkeypatch)
-    without_figures(monkeypatch)
     settings = {
         "data": str(write_letters(tmp_path)),
         "model": "mini",

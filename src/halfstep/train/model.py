@@ -1,8 +1,4 @@
-"""From texts to token ids and models: built from scratch, or loaded with transformers.
-
-In: a model name, the training texts, the names of a model's outputs. Out: a tokenizer
-and a model that fit each other.
-"""
+"""Tokenizers and models: built from scratch, or loaded with transformers."""
 
 from __future__ import annotations
 

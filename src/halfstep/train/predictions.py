@@ -1,8 +1,4 @@
-"""Output of predictions: tables to read, and files of JSON lines.
-
-In: predictions as they come. Out: a table, or a file of JSON lines, whole or not at
-all, with progress.
-"""
+"""Output of predictions: tables to read, and files of JSON lines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A whole run, from settings to a finished model and its report.
-
-In: settings as typed. Out: the run's folder, and a `RunResult` to show.
-"""
+"""A whole run, from settings to a finished model and its report."""
 
 from __future__ import annotations
 
@@ -329,11 +326,7 @@ def _session(
         recompute=config.recompute,
         compiled=config.compile,
     )
-    optimizer = torch.optim.AdamW(
-        param_groups.make_param_groups(model, config.weight_decay, config.layer_decay),
-        lr=plan.lr,
-        fused=True,
-    )
+    optimizer = param_groups.make_optimizer(model, config, plan.lr)
     session = prepare(
         model,
         optimizer,

@@ -1,8 +1,4 @@
-"""What a run writes down: settings, and metrics of which only the last can be torn.
-
-In: records of steps. Out: a file with a JSON object a line, and what it holds; what
-`config.json` holds, and whether it is there.
-"""
+"""What a run writes down: settings, and metrics of which only the last can be torn."""
 
 from __future__ import annotations
 

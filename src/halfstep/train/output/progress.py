@@ -1,7 +1,4 @@
-"""What a person sees while a run goes on: a live line, or plain lines on a pipe.
-
-In: one record a step. Out: text on standard output; nothing on ranks but the first.
-"""
+"""What a person sees while a run goes on: a live line, or plain lines on a pipe."""
 
 from __future__ import annotations
 
