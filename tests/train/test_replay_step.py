@@ -63,8 +63,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float) -> None:
     monkeypatch.setattr(Trainer, "micro_batch_loss", loss)
 
 
-@pytest.mark.parametrize("kind", ["O1 fp16", "O2 bf16", "O0 auto"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "accumulate"), [("O1 fp16", 1), ("O2 bf16", 2), ("O0 auto", 1)]
+)
 def test_a_step_that_failed_is_told(
     settings: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
