@@ -6,6 +6,7 @@ line on standard error and status 2 for what cannot be used, 1 for a run that fa
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -18,7 +19,6 @@ from halfstep.errors import UserError
 from halfstep.reporting.argument_parser import Parser, print_error
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Sequence
 
     from halfstep.reporting.table import Table
@@ -32,6 +32,7 @@ examples:
   halfstep train --resume --out runs/posts   after a crash
   halfstep predict runs/latest "..."         labels, or entities
   halfstep doctor runs/latest                what went wrong or will, and what mends it
+  halfstep run script.py --epochs 3          your own script, unedited, in 16 bits
   torchrun --nproc-per-node 2 -m halfstep train
 """
 
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_predict(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    _add_run(commands)
     _add_env(commands)
     _add_levels(commands)
     return parser
@@ -325,6 +327,51 @@ def _bench(arguments: argparse.Namespace) -> None:
 
     with journal.open_journal(arguments.json):
         _show(arguments.tables(arguments), arguments.json)
+
+
+def _add_run(commands: Any) -> None:  # noqa: ANN401
+    from halfstep.launch import DTYPES
+
+    parser = commands.add_parser(
+        "run",
+        help="train with an unedited script in mixed precision",
+        usage="%(prog)s [--level LEVEL] [--dtype DTYPE] [-m] SCRIPT [ARGUMENT ...]",
+        description="Run a PyTorch script that nobody edits: its modules are called in "
+        "16 bits, fp16 losses are scaled, and steps with inf or NaN are skipped. "
+        "HALFSTEP=bf16 in the environment of any program does the same.",
+    )
+    parser.add_argument(
+        "--level",
+        default="O1",
+        help="O1, O0 (the script as it is), or auto: O1 where 16 bits were measured to "
+        "be faster here (default O1)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help=f"{', '.join(DTYPES)} (default auto: bf16; fp16 on a GPU without bf16)",
+    )
+    parser.add_argument(
+        "-m", action="store_true", dest="module", help="SCRIPT is a module's name"
+    )
+    parser.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="the script, and its own arguments",
+    )
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from halfstep.launch.command import exec_script
+
+    exec_script(
+        arguments.words,
+        level=arguments.level,
+        dtype=arguments.dtype,
+        module=arguments.module,
+    )
 
 
 def _add_env(commands: Any) -> None:  # noqa: ANN401

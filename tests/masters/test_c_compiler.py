@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import stat
 import subprocess
 import sys
@@ -44,32 +45,40 @@ def test_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_kernels.describe().endswith("one thread, as torch has no OpenMP")
 
 
-def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: HALFSTEP_COMPILER=none does without, and using them says so."""
-    monkeypatch.setenv(c_compiler.VARIABLE, "none")
+NO = "no such program"
+NOT_FOUND = (
+    f"no C compiler found (mycc -m64: {NO}; cc: {NO}; gcc: {NO}; clang: {NO}): "
+    "set HALFSTEP_COMPILER"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({c_compiler.VARIABLE: "none"}, "HALFSTEP_COMPILER=none"),
+        ({"CC": "mycc -m64", "PATH": ""}, NOT_FOUND),
+        # A compiler that the user names is not replaced by another in silence.
+        (
+            {c_compiler.VARIABLE: "/no/such/cc"},
+            "HALFSTEP_COMPILER=/no/such/cc: no such program",
+        ),
+        ({"CC": 'gcc "-O2'}, 'CC=gcc "-O2: No closing quotation'),
+        (
+            {c_compiler.VARIABLE: 'gcc "-O2'},
+            'HALFSTEP_COMPILER=gcc "-O2: No closing quotation',
+        ),
+    ],
+)
+def test_reasons(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], why: str
+) -> None:
+    """Law: without a compiler there are no kernels, and the reason is reported."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert not cpu_kernels.available()
-    assert cpu_kernels.describe() == "not compiled: HALFSTEP_COMPILER=none"
-    with pytest.raises(UserError, match="HALFSTEP_COMPILER=none"):
+    assert cpu_kernels.describe() == f"not compiled: {why}"
+    with pytest.raises(UserError, match=re.escape(why)):
         cpu_kernels.check_finite([torch.ones(3)], norm=False)
-
-
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Law: a machine without a compiler has no kernels, and hears what was tried."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CC", "mycc -m64")
-    assert not cpu_kernels.available()
-    assert cpu_kernels.describe() == (
-        "not compiled: no C compiler found (mycc -m64: no such program; cc: no such "
-        "program; gcc: no such program; clang: no such program): set HALFSTEP_COMPILER"
-    )
-
-
-def test_named_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a compiler that the user names is not replaced by another in silence."""
-    monkeypatch.setenv(c_compiler.VARIABLE, "/no/such/cc")
-    assert cpu_kernels.describe() == (
-        "not compiled: HALFSTEP_COMPILER=/no/such/cc: no such program"
-    )
 
 
 @pytest.mark.parametrize(
@@ -95,13 +104,35 @@ def test_failing_compiler(
 GARBAGE = 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"'
 
 
-def test_garbage_from_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
+@needs_compiler
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (None, "not compiled: "),
+        ("int other;\n", "halfstep_update"),
+        (
+            "void halfstep_update(){} int halfstep_look(){return 0;}\n",
+            "not compiled: what it compiled does not compute as it should",
+        ),
+    ],
+    ids=["garbage", "missing functions", "wrong results"],
+)
+def test_libraries_that_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    cache: Path,
+    source: str | None,
+    why: str,
 ) -> None:
-    """Law: what cannot be loaded is a reason, and is not kept."""
-    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, GARBAGE))
+    """Law: what cannot be loaded, or computes something else, is a reason, not kept."""
+    compiling = GARBAGE
+    if source is not None:
+        other = tmp_path / "other.c"
+        other.write_text(source)
+        compiling = f'{GARBAGE}; exec {REAL} -shared -fPIC -o "$2" {other}'
+    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, compiling))
     assert not cpu_kernels.available()
-    assert cpu_kernels.describe().startswith("not compiled: ")
+    assert why in cpu_kernels.describe()
     assert not list(cache.iterdir())
 
 
@@ -148,32 +179,6 @@ def test_stuck_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 @needs_compiler
-def test_wrong_results(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
-) -> None:
-    """Law: a library that computes something else is not used, and not kept."""
-    other = tmp_path / "other.c"
-    other.write_text("void halfstep_update(){} int halfstep_look(){return 0;}\n")
-    wrong = f'{GARBAGE}; exec {REAL} -shared -fPIC -o "$2" {other}'
-    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, wrong))
-    assert cpu_kernels.describe() == (
-        "not compiled: what it compiled does not compute as it should"
-    )
-    assert not list(cache.iterdir())
-
-
-@needs_compiler
-def test_missing_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Law: a library without our functions is a reason."""
-    other = tmp_path / "other.c"
-    other.write_text("int other;\n")
-    wrong = f'{GARBAGE}; exec {REAL} -shared -fPIC -o "$2" {other}'
-    monkeypatch.setenv(c_compiler.VARIABLE, fake(tmp_path, wrong))
-    assert "halfstep_update" in cpu_kernels.describe()
-    assert not cpu_kernels.available()
-
-
-@needs_compiler
 def test_old_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Law: a compiler that does not know -march=native compiles without it."""
     picky = (
@@ -185,34 +190,15 @@ def test_old_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_cc_with_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Law: $CC may hold more than a name, as with ccache."""
-    compiler, log = counting(tmp_path)
-    monkeypatch.setenv("CC", f"env {compiler}")
-    assert cpu_kernels.available()
-    assert compiled(log) == 1
-
-
-@needs_compiler
-def test_named_with_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Law: HALFSTEP_COMPILER may hold more than a name, too; blank, it is not set."""
-    compiler, log = counting(tmp_path)
-    monkeypatch.setenv(c_compiler.VARIABLE, f"env {compiler}")
-    assert cpu_kernels.available()
-    assert compiled(log) == 1
-    monkeypatch.setenv(c_compiler.VARIABLE, " ")
-    monkeypatch.setenv("CC", "/no/such/cc")
-    assert c_compiler.find().command[0] == REAL
-
-
 @pytest.mark.parametrize("variable", ["CC", c_compiler.VARIABLE])
-def test_open_quotation(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    """Law: a variable that no shell would take is a reason, not a crash."""
-    monkeypatch.setenv(variable, 'gcc "-O2')
-    assert not cpu_kernels.available()
-    assert cpu_kernels.describe() == (
-        f'not compiled: {variable}=gcc "-O2: No closing quotation'
-    )
+def test_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str) -> None:
+    """Law: a variable may hold more than a name, as with ccache; blank is not set."""
+    compiler, log = counting(tmp_path)
+    monkeypatch.setenv(variable, f"env {compiler}")
+    assert cpu_kernels.available()
+    assert compiled(log) == 1
+    monkeypatch.setenv(variable, " ")
+    assert c_compiler.find().command[0] == REAL
 
 
 HARMLESS = """

@@ -92,32 +92,22 @@ def test_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for file in cpu_kernels.SOURCE.parent.glob("*.[ch]"):
         shutil.copy(file, tmp_path)
     source = tmp_path / cpu_kernels.SOURCE.name
+    job = c_compiler.CompiledLibrary(source, cpu_kernels.works)
     compiler = c_compiler.Compiler(("cc",), "cc 1")
-    keys = [c_compiler.CompiledLibrary(source, cpu_kernels.works).cache_key(compiler)]
-    assert keys[0] == c_compiler.CompiledLibrary(
-        cpu_kernels.SOURCE, cpu_kernels.works
-    ).cache_key(compiler)
-    keys.append(
-        c_compiler.CompiledLibrary(source, cpu_kernels.works, ("-g",)).cache_key(
-            compiler
-        )
-    )
-    keys.append(
-        c_compiler.CompiledLibrary(source, cpu_kernels.works).cache_key(
-            c_compiler.Compiler(("cc",), "cc 2")
-        )
-    )
+    original = c_compiler.CompiledLibrary(cpu_kernels.SOURCE, cpu_kernels.works)
+    assert original.cache_key(compiler) == job.cache_key(compiler)
+    keys = [
+        job.cache_key(compiler),
+        job.cache_key(c_compiler.Compiler(("cc", "-g"), "cc 1")),
+        job.cache_key(c_compiler.Compiler(("cc",), "cc 2")),
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(c_compiler, "processor", lambda: "another")
-        keys.append(
-            c_compiler.CompiledLibrary(source, cpu_kernels.works).cache_key(compiler)
-        )
+        keys.append(job.cache_key(compiler))
     (tmp_path / "more.h").touch()
     for file in (source, tmp_path / "more.h"):
         file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-        keys.append(
-            c_compiler.CompiledLibrary(source, cpu_kernels.works).cache_key(compiler)
-        )
+        keys.append(job.cache_key(compiler))
     assert len(set(keys)) == len(keys)
 
 

@@ -44,20 +44,15 @@ def test_bound_can_fail(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @every_kernel
 @twin.every_rule
 @twin.every_float
-@pytest.mark.parametrize("form", twin.FORMS[1:])
+@pytest.mark.parametrize(
+    ("form", "low"),
+    [*((form, torch.bfloat16) for form in twin.FORMS[1:]), ("fp32", torch.float16)],
+)
 def test_forms_are_plain(
-    kernel: Any, rule: Sgd | Adam, dtype: torch.dtype, form: str
+    kernel: Any, rule: Sgd | Adam, dtype: torch.dtype, form: str, low: torch.dtype
 ) -> None:
     """Law: each form is the plain form, then the form's own rounding, bit for bit."""
-    twin.agrees_with_plain(twin.ready(kernel), rule, form, dtype, torch.bfloat16)
-
-
-@every_kernel
-@twin.every_rule
-def test_fp16_weights(kernel: Any, rule: Sgd | Adam) -> None:
-    """Law: fp32 masters serve fp16 weights as well."""
-    kind = torch.float16
-    twin.agrees_with_plain(twin.ready(kernel), rule, "fp32", kind, kind)
+    twin.agrees_with_plain(twin.ready(kernel), rule, form, dtype, low)
 
 
 @every_kernel
@@ -143,24 +138,6 @@ def test_strided_gradient(kernel: Any) -> None:
 
 
 @every_kernel
-def test_maximize_is_minus(kernel: Any) -> None:
-    """Law: to maximise is to take minus the gradient."""
-    twin.ready(kernel)
-    up = twin.make(twin.MOMENTUM, "split")
-    twin.next_step(up, torch.bfloat16, 0)
-    down = twin.copied(up)
-    for item in down:
-        item.gradient = -item.gradient
-    rule = Sgd(0.1, 0.9, 0.1, nesterov=False, weight_decay=0.01, maximize=False)
-    one = torch.tensor(1.0)
-    kernel.update(up, twin.MOMENTUM, "split", inverse=one, clock=(0, 0))
-    kernel.update(down, rule, "split", inverse=one, clock=(0, 0))
-    for mine, yours in zip(up, down, strict=True):
-        for one_, other in zip(twin.held(mine), twin.held(yours), strict=True):
-            assert twin.same_bits(one_, other)
-
-
-@every_kernel
 @twin.every_float
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -231,15 +208,6 @@ def test_kernels_agree(rule: Sgd | Adam, form: str) -> None:
             limit = twin.bound(rule, old, 0.5).weight
             truths = twin.truth_of(item, form), twin.truth_of(other, form)
             assert twin.beyond(*truths, limit) == 0
-
-
-def test_chunked_is_there() -> None:
-    """Law: torch's operations are there on every machine, and say what they are."""
-    assert eager_kernels.available()
-    assert (
-        eager_kernels.describe()
-        == "torch's own operations, on chunks that stay in cache"
-    )
 
 
 def test_scratch_is_used_again() -> None:

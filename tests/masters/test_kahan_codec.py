@@ -5,44 +5,25 @@ The oracles are torch's casts and float64.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+import codec_cases as cases
 import pytest
 import torch
+from codec_cases import fresh_compiler_
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from halfstep.masters import bf16_codecs
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-# torch's own import of it warns.
-QUIET = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")
-INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, QUIET])
-BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-LOWS = (0, 1, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+__all__ = ["fresh_compiler_"]
 BF16 = torch.bfloat16
 
 
-@pytest.fixture
-def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile anew, and leave nothing in the user's cache."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def dense() -> Tensor:
-    """Every high half with each of `LOWS`, and one with a low half drawn for it."""
-    highs = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
-    drawn = np.random.default_rng(0).integers(1 << 16, size=1 << 16, dtype=np.uint32)
-    patterns = [*(highs | np.uint32(low) for low in LOWS), highs | drawn]
-    return torch.from_numpy(np.concatenate(patterns).view(np.int32)).view(torch.float32)
+    """Return fp32 numbers with each high half."""
+    return cases.floats(cases.dense())
 
 
 def encoded(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,10 +201,10 @@ def test_small_updates_count() -> None:
     assert float(plain) == 1.0
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5)])
+@cases.shapes
 def test_shapes(shape: tuple[int, ...]) -> None:
     """Law: shape and strides do not matter; parameters are written in place."""
-    master = torch.randn(shape).T if len(shape) > 1 else torch.randn(shape)
+    master = cases.strided(shape)
     weight = nn.Parameter(torch.zeros(master.shape, dtype=BF16))
     compensation = torch.zeros(master.shape, dtype=BF16)
     version = weight._version
@@ -234,8 +215,8 @@ def test_shapes(shape: tuple[int, ...]) -> None:
     assert bool(((back - master).abs().double() <= bound(master)).all())
 
 
-@BACKENDS
-@pytest.mark.usefixtures("_fresh")
+@cases.backends
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled(backend: str) -> None:
     """Law: a compiled step is an eager one, bit for bit; no rounding is dropped.
 

@@ -74,26 +74,6 @@ def test_equals_fp32_masters(make: Make, low: torch.dtype) -> None:
         assert all(v.dtype == torch.float32 for v in entry.values() if v is not None)
 
 
-def test_a_schedule_reaches_the_masters() -> None:
-    """Law: a scheduler made before or after adoption moves the same rate."""
-    params = weights(torch.bfloat16)
-    twins = [nn.Parameter(p.detach().float()) for p in params]
-    optimizer, reference = torch.optim.SGD(params, 1.0), torch.optim.SGD(twins, 1.0)
-    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-    masters = MasterWeights(optimizer)
-    schedules.append(torch.optim.lr_scheduler.StepLR(reference, 1, 0.5))
-    for seed in range(3):
-        give(params, gradients(params, seed))
-        give(twins, [grad.float() for grad in gradients(params, seed)])
-        masters.accumulate_grads()
-        optimizer.step()
-        reference.step()
-        for schedule in schedules:
-            schedule.step()
-        optimizer.zero_grad()
-    assert all(map(torch.equal, adopted(optimizer), twins))
-
-
 @pytest.mark.parametrize(("low", "tiny"), [(LOW[0], 2.0**-12), (LOW[1], 2.0**-15)])
 def test_tiny_updates_are_not_lost(low: torch.dtype, tiny: float) -> None:
     """Law: 1024 updates of 1/16 ulp or less add up; 16-bit weights never move."""
@@ -146,24 +126,6 @@ def test_buffers_are_reused() -> None:
     assert all(len(place) == 2 for place in places)
 
 
-def test_a_parameter_without_gradient_is_left_alone() -> None:
-    """Law: no gradient in this step means none for the master, buffer or not."""
-    params = weights(torch.bfloat16)
-    optimizer = torch.optim.SGD(params, 0.1)
-    masters = MasterWeights(optimizer)
-    give(params, gradients(params, 0))
-    masters.accumulate_grads()
-    optimizer.zero_grad()
-    before = [master.clone() for master in adopted(optimizer)]
-    params[0].grad = torch.ones_like(params[0])
-    masters.accumulate_grads()
-    optimizer.step()
-    first, second = adopted(optimizer)
-    assert not torch.equal(first, before[0])
-    assert torch.equal(second, before[1])
-    assert second.grad is None
-
-
 def test_originals_are_kept_exactly() -> None:
     """Law: a master starts from the fp32 value it is given, not the rounded one."""
     (weight, other) = weights(torch.bfloat16)
@@ -190,40 +152,6 @@ def test_fp32_parameters_stay_their_own() -> None:
     assert high.grad is not None
 
 
-def test_frozen_and_tied() -> None:
-    """Law: a frozen weight's master is frozen; a weight used twice has one master."""
-    frozen, tied = weights(torch.bfloat16)
-    frozen.requires_grad = False
-    optimizer = torch.optim.SGD([frozen, tied], 0.5)
-    masters = MasterWeights(optimizer)
-    assert [p.requires_grad for p in adopted(optimizer)] == [False, True]
-    before = tied.detach().clone()
-    torch.autograd.backward((tied * 1.0).sum() + (tied * 2.0).sum())
-    masters.accumulate_grads()
-    optimizer.step()
-    masters.publish()
-    assert len(masters.pairs) == 2
-    # The gradient is 1 + 2, the rate 1/2.
-    assert torch.equal(tied, (before.float() - 1.5).bfloat16())
-
-
-def test_a_group_added_later() -> None:
-    """Law: 16-bit parameters of a later group get masters at the next fold."""
-    first, later = weights(torch.bfloat16), weights(torch.bfloat16, 1)
-    optimizer = torch.optim.SGD(first, 0.1)
-    masters = MasterWeights(optimizer)
-    optimizer.add_param_group({"params": later, "lr": 1.0})
-    before = [p.detach().float() for p in later]
-    grads = gradients(later, 2)
-    give(later, grads)
-    masters.accumulate_grads()
-    optimizer.step()
-    masters.publish()
-    assert [master.dtype for master in adopted(optimizer)] == [torch.float32] * 4
-    for param, old, grad in zip(later, before, grads, strict=True):
-        assert torch.equal(param, (old - grad.float()).bfloat16())
-
-
 def test_existing_state_moves_along() -> None:
     """Law: momentum gathered before adoption counts on, in fp32, under the master."""
     make = OPTIMIZERS["adamw"]
@@ -244,31 +172,6 @@ def test_existing_state_moves_along() -> None:
     assert all(map(torch.equal, adopted(optimizer), twins))
     assert [entry["step"].item() for entry in optimizer.state.values()] == [2.0, 2.0]
     assert {e["exp_avg"].dtype for e in optimizer.state.values()} == {torch.float32}
-
-
-def test_state_dict_round_trip() -> None:
-    """Law: the optimizer's own state_dict carries the fp32 state over."""
-    make = OPTIMIZERS["adam"]
-    sides = []
-    for _ in range(2):
-        params = weights(torch.bfloat16)
-        optimizer = make(params)
-        sides.append((params, optimizer, MasterWeights(optimizer)))
-    for seed in range(3):
-        give(sides[0][0], gradients(sides[0][0], seed))
-        sides[0][2].accumulate_grads()
-        sides[0][1].step()
-        sides[0][1].zero_grad()
-    sides[1][1].load_state_dict(copy.deepcopy(sides[0][1].state_dict()))
-    for (_, ours), (_, theirs) in zip(
-        sides[1][2].pairs, sides[0][2].pairs, strict=True
-    ):
-        ours.data.copy_(theirs)
-    for params, optimizer, masters in sides:
-        give(params, gradients(params, 9))
-        masters.accumulate_grads()
-        optimizer.step()
-    assert all(map(torch.equal, adopted(sides[0][1]), adopted(sides[1][1])))
 
 
 def test_sparse_gradients() -> None:
@@ -297,17 +200,6 @@ def test_sparse_gradients() -> None:
         reference.zero_grad()
         masters.publish()
     assert torch.equal(table.weight, twin.weight.bfloat16())
-
-
-def test_pull_takes_an_outside_edit() -> None:
-    """Law: `reset_from_weights` makes the weights the masters; publish keeps them."""
-    params = weights(torch.bfloat16)
-    masters = MasterWeights(torch.optim.SGD(params, 0.1))
-    params[0].data.fill_(3.0)
-    masters.reset_from_weights()
-    masters.publish()
-    assert torch.equal(params[0], torch.full_like(params[0], 3.0))
-    assert all(torch.equal(low.float(), high) for low, high in masters.pairs)
 
 
 def test_none_at_all() -> None:

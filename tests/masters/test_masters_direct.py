@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from halfstep.session.session import Session
 
-every_form = pytest.mark.parametrize("form", cases.FORMS)
 every_make = pytest.mark.parametrize(
     "make", cases.BUILT_IN.values(), ids=cases.BUILT_IN
 )
@@ -46,7 +45,7 @@ def limits(
     """
     param = twin.params[name]
     state = twin.optimizer.state.get(param, {})
-    keys = fused_step._state_keys(rule)
+    keys = rule.state_keys
     held = tuple(state.get(key, torch.zeros_like(param)) for key in keys)
     step = None if "betas" not in twin.optimizer.defaults else torch.ones(())
     if step is not None and "step" in state:
@@ -84,7 +83,7 @@ def assert_follows(
         if name not in seen.seen:
             continue
         right = twin.params[name].detach()
-        low = held in session._masters.master_params
+        low = held in cases.masters_of(session).master_params
         weight, states, keys = limits(before, name, extra, rule)
         kind = form if low else "fp32"
         allowed = weight + ROUNDED[kind] * (right.abs().double() + weight)
@@ -100,14 +99,12 @@ def assert_follows(
             assert own["step"] == state["step"]
 
 
-@every_form
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.every_form
+@cases.both_ways
 def test_an_old_graph_is_refused(form: str, *, kernel: bool) -> None:
     """Law: a backward pass through weights updated since then fails, as in torch."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    session = cases.start(cases.SGD, form, model)
-    if not kernel:
-        session._masters.kernel = None
+    session = cases.start(cases.SGD, form, model, kernel=kernel)
     with session.autocast():
         losses = [model(torch.randn(2, 4)).float().sum() for _ in range(2)]
     session.backward(losses[0])
@@ -117,14 +114,14 @@ def test_an_old_graph_is_refused(form: str, *, kernel: bool) -> None:
 
 
 @every_make
-@every_form
+@cases.every_form
 @cases.windows
 def test_a_step_is_torchs(
     make: Make, form: str, accumulate: int, clip: float | None
 ) -> None:
     """Law: steps by a kernel are torch's in fp32 but for roundings, each of them."""
     session = cases.start(make, form, accumulate=accumulate, clip_grad_norm=clip)
-    assert session._masters.kernel is not None
+    assert cases.masters_of(session).kernel is not None
     for number in range(4):
         seeds = range(number * accumulate, (number + 1) * accumulate)
         slopes = [cases.slopes_of(session.model, s) for s in seeds]
@@ -142,7 +139,7 @@ def test_the_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.AdamW, "step", forbidden)
     slopes = cases.slopes_of(session.model, 1)
     cases.go(session, slopes)
-    session._masters.kernel = None
+    cases.masters_of(session).kernel = None
     with pytest.raises(AssertionError, match="torch stepped"):
         cases.go(session, slopes)
 
@@ -162,7 +159,7 @@ def test_the_bound_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_follows(session, cases.SGD, "split", slopes)
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("make", [cases.SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize("clip", [0.25, 1e6, math.inf])
 def test_norm_is_torchs(make: Make, form: str, clip: float) -> None:
@@ -197,7 +194,7 @@ def test_norm_of_scaled_gradients() -> None:
     assert same(*(session.weights() for session in sessions))
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAMW])
 def test_layout_may_change(make: Make, form: str) -> None:
     """Law: `model.to(memory_format=...)` after `prepare` moves no number.
@@ -226,7 +223,7 @@ def test_layout_may_change(make: Make, form: str) -> None:
         assert bool(((value - other[name]).abs() <= 2 * bound).all()), name
 
 
-@every_form
+@cases.every_form
 def test_originals_may_lie_otherwise(form: str) -> None:
     """Law: fp32 values to begin with count by place, not by memory."""
     torch.manual_seed(0)
@@ -267,7 +264,7 @@ class Odd(nn.Module):
     forward = cases.Mixed.forward
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAMW])
 @pytest.mark.parametrize(
     ("weight", "known"),

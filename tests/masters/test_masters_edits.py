@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from halfstep.session.session import Session
 
-every_form = pytest.mark.parametrize("form", cases.FORMS)
-every_lean = pytest.mark.parametrize("form", cases.LEAN)
 TOLD = "weights were changed outside the optimizer"
 
 
@@ -70,17 +68,15 @@ EDITS: dict[str, Callable[[Session], None]] = {
 }
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.both_ways
 @pytest.mark.parametrize("release", [True, False])
 def test_masters_follow(
     form: str, edit: Callable[[Session], None], *, kernel: bool, release: bool
 ) -> None:
     """Law: the next step starts from the edited weights; a loss of bits is told."""
-    session = trained(form, optimizer_in_backward=release)
-    if not kernel:
-        session._masters.kernel = None
+    session = trained(form, optimizer_in_backward=release, kernel=kernel)
     session.optimizer.param_groups[0]["lr"] = 0.0  # and so no weight decay
     edit(session)
     found = copy.deepcopy(session.model.state_dict())
@@ -100,7 +96,7 @@ def test_masters_follow(
 def test_only_what_was_changed_follows(*, release: bool) -> None:
     """Law: with fp32 masters one edited number is one that is lost, and one is told."""
     session = trained("fp32", optimizer_in_backward=release)
-    masters = session._masters
+    masters = cases.masters_of(session)
     before = {n: v.clone() for n, v in session.weights().items()}
     session.optimizer.param_groups[0]["lr"] = 0.0
     with torch.no_grad():
@@ -114,7 +110,7 @@ def test_only_what_was_changed_follows(*, release: bool) -> None:
     assert not torch.equal(held.master, held.weight.float())
 
 
-@every_form
+@cases.every_form
 def test_an_edit_that_is_not_seen(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: without looking at versions, fp32 masters would undo an edit in silence."""
     session = trained(form)
@@ -144,9 +140,9 @@ def ordinary(session: Session, number: int) -> None:
     session.model.zero_grad()
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.both_ways
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_no_false_alarm(
     form: str, accumulate: int, clip: float | None, *, kernel: bool
@@ -158,6 +154,7 @@ def test_no_false_alarm(
     session = cases.prepare(
         model,
         torch.optim.AdamW(first, 0.01),
+        kernel=kernel,
         master=form,
         accumulate=accumulate,
         clip_grad_norm=clip,
@@ -167,8 +164,6 @@ def test_no_false_alarm(
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "the loss is nan")  # of the skipped step
         for number in range(6):
-            if not kernel:
-                session._masters.kernel = None
             slopes = cases.slopes_of(model, number)
             if number == 3:
                 next(iter(slopes.values())).fill_(torch.nan)
@@ -179,7 +174,7 @@ def test_no_false_alarm(
                 model.zero_grad()
 
 
-@every_form
+@cases.every_form
 def test_no_false_alarm_where_gradients_are_released(form: str) -> None:
     """Law: updates inside the backward pass are no edits, nor is a look in between."""
     session = cases.start(cases.ADAMW, form, optimizer_in_backward=True)
@@ -198,11 +193,11 @@ def test_no_false_alarm_where_gradients_are_released(form: str) -> None:
             ordinary(session, number)
 
 
-@every_lean
+@cases.every_lean
 def test_placeholders(form: str) -> None:
     """Law: between steps a lean master reads as NaN, takes no memory and no writes."""
     session = trained(form)
-    for param in session._masters.master_params:
+    for param in cases.masters_of(session).master_params:
         assert bool(param.isnan().all())
         assert param.untyped_storage().nbytes() == 4
         assert param.dtype == torch.float32
@@ -218,7 +213,7 @@ def test_masters_that_are_shared_follow_an_edit() -> None:
     As on the first rank, which gives what it has: then nothing is rounded off either.
     """
     session = trained("fp32")
-    masters = session._masters
+    masters = cases.masters_of(session)
     exact = session.weights()["conv.weight"].clone()
     with torch.no_grad():
         session.model.linear.weight.fill_(7.0)
@@ -227,19 +222,17 @@ def test_masters_that_are_shared_follow_an_edit() -> None:
     assert torch.equal(session.weights()["conv.weight"], exact)
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAM, cases.NADAM])
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.both_ways
 def test_resumed_is_uninterrupted(form: str, make: Any, *, kernel: bool) -> None:
     """Law: a fresh session goes on to the bit, random rounding included.
 
     Through a file, after a skipped step, with other random numbers drawn in between.
     """
-    whole = cases.start(make, form, clip_grad_norm=2.0)
-    other = cases.start(make, form, cases.Mixed(), clip_grad_norm=2.0)
-    for session in (whole, other):
-        if not kernel:
-            session._masters.kernel = None
+    whole, other = (
+        cases.start(make, form, kernel=kernel, clip_grad_norm=2.0) for _ in range(2)
+    )
     for number in range(3):
         cases.go(whole, cases.slopes_of(whole.model, number))
     spoilt = cases.slopes_of(whole.model, 9)
@@ -258,7 +251,7 @@ def test_resumed_is_uninterrupted(form: str, make: Any, *, kernel: bool) -> None
         assert same(cases.everything(whole), cases.everything(other))
 
 
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.both_ways
 def test_two_pairs_of_one_sum(*, kernel: bool) -> None:
     """Law: of two pairs of bf16 that have one sum, a resumed run finds the same.
 
@@ -269,10 +262,7 @@ def test_two_pairs_of_one_sum(*, kernel: bool) -> None:
     for value in (1 + 2.0**-8 + 2.0**-18, 0.0):
         model = nn.Linear(2, 2, bias=False)
         model.weight.data.fill_(value)
-        session = cases.start(cases.SGD, "kahan", model)
-        if not kernel:
-            session._masters.kernel = None
-        sides.append(session)
+        sides.append(cases.start(cases.SGD, "kahan", model, kernel=kernel))
     whole, other = sides
     assert bool((whole.model.weight == 1 + 2.0**-7).all())
     other.load_state_dict(copy.deepcopy(whole.state_dict()))
@@ -291,13 +281,11 @@ def test_a_lost_clock_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert not same(*kept)
 
 
-@every_form
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.every_form
+@cases.both_ways
 def test_a_loaded_state_is_not_shared(form: str, *, kernel: bool) -> None:
     """Law: two sessions in one process, one loaded from the other, train apart."""
-    one, other = trained(form), cases.start(cases.ADAMW, form)
-    if not kernel:
-        one._masters.kernel = other._masters.kernel = None
+    one, other = (trained(form, steps, kernel=kernel) for steps in (2, 0))
     other.load_state_dict(one.state_dict())
     before = cases.everything(one)
     assert same(before, cases.everything(other))
@@ -307,7 +295,7 @@ def test_a_loaded_state_is_not_shared(form: str, *, kernel: bool) -> None:
     assert same(cases.everything(one), cases.everything(other))
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("target", cases.FORMS)
 def test_a_state_crosses_forms(form: str, target: str) -> None:
     """Law: another form takes over what it can hold, moments in its own dtype."""
@@ -317,7 +305,7 @@ def test_a_state_crosses_forms(form: str, target: str) -> None:
     for name, value in one.weights().items():
         own = 0.0 if "norm" in name else loss
         assert bool(((other.weights()[name] - value).abs() <= own * value.abs()).all())
-    for held in other._masters.master_params:
+    for held in cases.masters_of(other).master_params:
         state = other.optimizer.state[held]
         low = torch.bfloat16 if target in {"kahan", "stochastic"} else torch.float32
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == low

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from halfstep.masters.encoding import RoundingRng
     from halfstep.session.session import Session
 
-every_form = pytest.mark.parametrize("form", cases.FORMS)
-every_lean = pytest.mark.parametrize("form", cases.LEAN)
 every_optimizer = pytest.mark.parametrize("name", cases.OPTIMIZERS)
 
 
@@ -71,7 +69,7 @@ def assert_step(
     """Take one step; assert that it is torch's own in fp32, and the form's rounding."""
     seen = cases.Watched(session.model)
     twin = cases.Twin(make, session)
-    masters = session._masters
+    masters = cases.masters_of(session)
     clock = masters.rng
     assert cases.go(session, *slopes).applied
     twin.step(seen.seen, session.clip_grad_norm)
@@ -99,7 +97,7 @@ def assert_step(
 
 
 @every_optimizer
-@every_form
+@cases.every_form
 @cases.windows
 def test_a_step_is_torchs_own(
     name: str,
@@ -116,8 +114,7 @@ def test_a_step_is_torchs_own(
     make = cases.OPTIMIZERS[name]
     model = cases.model_for(name)
     more = {"accumulate": accumulate, "clip_grad_norm": clip}
-    session = cases.start(make, form, model, **more)
-    session._masters.kernel = None
+    session = cases.start(make, form, model, kernel=False, **more)
     for number in range(3):
         seeds = range(number * accumulate, (number + 1) * accumulate)
         assert_step(session, make, form, *(cases.slopes_of(model, s) for s in seeds))
@@ -125,12 +122,11 @@ def test_a_step_is_torchs_own(
 
 def test_a_wrong_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the comparison above fails for random bits of another step."""
-    session = cases.start(cases.ADAMW, "kahan")
-    session._masters.kernel = None
+    session = cases.start(cases.ADAMW, "kahan", kernel=False)
     whole = generic_step.narrow_states
 
     def late(*args: object) -> None:
-        clock = type(session._masters.rng)(0, 7)
+        clock = type(cases.masters_of(session).rng)(0, 7)
         whole(*args[:3], clock)  # type: ignore[arg-type]
 
     monkeypatch.setattr(generic_step, "narrow_states", late)
@@ -138,28 +134,15 @@ def test_a_wrong_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_step(session, cases.ADAMW, "kahan", cases.slopes_of(session.model, 1))
 
 
-@pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAM, cases.ADAMW])
-@pytest.mark.parametrize("way", ["kernel", "optimizer"])
-def test_split_is_fp32(make: Make, way: str) -> None:
-    """Law: after 100 steps of a session both exact forms hold the same, to the bit."""
-    follow(make, way, 100)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [cases.SGD, cases.MOMENTUM, cases.ADAM, cases.ADAMW])
-@pytest.mark.parametrize("way", ["kernel", "optimizer"])
-def test_split_is_fp32_for_long(make: Make, way: str) -> None:
-    """Law: after 1,000 steps too."""
-    follow(make, way, 1000)
-
-
-def follow(make: Make, way: str, steps: int) -> None:
-    """Assert that split halves and fp32 masters, given the same, stay the same."""
-    sessions = [cases.start(make, form, clip_grad_norm=2.0) for form in cases.FORMS[:2]]
-    for session in sessions:
-        assert session._masters.kernel is not None
-        if way == "optimizer":
-            session._masters.kernel = None
+@cases.both_ways
+@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_split_is_fp32_for_long(make: Make, steps: int, *, kernel: bool) -> None:
+    """Law: split halves and fp32 masters, given the same, stay the same to the bit."""
+    sessions = [
+        cases.start(make, form, kernel=kernel, clip_grad_norm=2.0)
+        for form in cases.FORMS[:2]
+    ]
     for number in range(steps):
         slopes = cases.slopes_of(sessions[0].model, number)
         for session in sessions:
@@ -167,52 +150,26 @@ def follow(make: Make, way: str, steps: int) -> None:
     one, other = sessions
     assert same(one.weights(), other.weights())
     assert same(one.optimizer.state_dict(), other.optimizer.state_dict())
-    for slot in other._masters.master_params.values():
-        truth = other._masters.fp32_value(slot.master)
-        low, rest = stored("split", truth, other._masters.rng, 0)
+    for slot in cases.masters_of(other).master_params.values():
+        truth = cases.masters_of(other).fp32_value(slot.master)
+        low, rest = stored("split", truth, cases.masters_of(other).rng, 0)
         assert same([slot.weight.detach(), slot.residual], [low, rest])
 
 
-@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAM, cases.ADAMW])
-def test_split_masters_by_themselves(make: Make, steps: int) -> None:
-    """Law: the same through `MasterWeights.step` alone."""
-    torch.manual_seed(1)
-    first = torch.randn(4, 3).bfloat16(), torch.randn(5).bfloat16()
-    sides = []
-    for form in cases.FORMS[:2]:
-        params = [nn.Parameter(value.clone()) for value in first]
-        optimizer = make(params)
-        sides.append((params, optimizer, MasterWeights(optimizer, master=form)))
-    for _ in range(steps):
-        slopes = [torch.randn_like(value) for value in first]
-        for params, optimizer, masters in sides:
-            for param, slope in zip(params, slopes, strict=True):
-                param.grad = slope.clone()
-            masters.step()
-            optimizer.zero_grad()
-    (_, one, plain), (_, other, halves) = sides
-    pairs = zip(cases.adopted(one), cases.adopted(other), strict=True)
-    assert all(torch.equal(plain.fp32_value(a), halves.fp32_value(b)) for a, b in pairs)
-    assert same(one.state_dict(), other.state_dict())
-
-
-@pytest.mark.parametrize("way", ["kernel", "optimizer"])
-def test_drift_of_kahan(way: str) -> None:
+@cases.both_ways
+def test_drift_of_kahan(*, kernel: bool) -> None:
     """Law: SGD with kahan is off by less than 2**-17 of the largest weight a step.
 
     SGD's updates do not depend on the weight, so roundings only add up: of the sum of
     both halves, and one of fp32 in each of the two runs.
     """
     steps, rate = 200, cases.SGD
-    sessions = [cases.start(rate, form) for form in ("fp32", "kahan")]
+    sessions = [cases.start(rate, f, kernel=kernel) for f in ("fp32", "kahan")]
     first = [session.weights() for session in sessions]
     largest = 0.0
     for number in range(steps):
         slopes = cases.slopes_of(sessions[0].model, number)
         for session in sessions:
-            if way == "optimizer":
-                session._masters.kernel = None
             cases.go(session, slopes)
         found = sessions[0].weights().values()
         largest = max(largest, *(value.abs().max().item() for value in found))
@@ -226,8 +183,8 @@ def test_drift_of_kahan(way: str) -> None:
     assert same(first[0].keys(), first[1].keys())
 
 
-@pytest.mark.parametrize("way", ["kernel", "optimizer"])
-def test_drift_of_stochastic(way: str) -> None:
+@cases.both_ways
+def test_drift_of_stochastic(*, kernel: bool) -> None:
     """Law: random rounding is right on average: six sigma over many weights.
 
     A step rounds with variance at most ulp**2 / 4, whatever the value; 256 of them,
@@ -239,7 +196,7 @@ def test_drift_of_stochastic(way: str) -> None:
     masters = MasterWeights(optimizer, master="stochastic")
     for _ in range(steps):
         weight.grad = torch.ones_like(weight)
-        if way == "kernel":
+        if kernel:
             masters.update(torch.ones(()))
         else:
             masters.step()
@@ -255,7 +212,7 @@ def test_drift_of_stochastic(way: str) -> None:
     assert weight.unique().numel() > 2
 
 
-@every_lean
+@cases.every_lean
 def test_matrices_are_seen_as_matrices(form: str) -> None:
     """Law: an optimizer finds each lean master in its weight's shape and layout."""
     shapes = []
@@ -276,7 +233,7 @@ def test_matrices_are_seen_as_matrices(form: str) -> None:
     assert shapes == [(p.shape, p.stride(), p.shape) for p in held]
 
 
-@pytest.mark.parametrize("form", cases.FORMS)
+@cases.every_form
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (1, 1, 1)])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "asgd"])
 def test_odd_shapes(form: str, shape: tuple[int, ...], name: str) -> None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from halfstep.session.session import Session
 
-every_form = pytest.mark.parametrize("form", cases.FORMS)
 every_exact = pytest.mark.parametrize("form", cases.FORMS[:2])
 
 
@@ -71,7 +70,7 @@ def assert_same(session: Session, twin: cases.Twin) -> None:
     assert all(torch.equal(truths[n], p) for n, p in twin.params.items())
 
 
-@every_form
+@cases.every_form
 def test_a_counter_of_each_group(form: str) -> None:
     """Law: another's optimizer steps once a step, and not once a piece."""
     session, twin = follow(Counting, form)
@@ -91,7 +90,7 @@ def test_a_counter_that_counts_pieces_is_noticed(
     assert (counted == 4) == (form == "fp32")
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("make", [cases.ADAMW, torch.optim.RMSprop])
 def test_step_hooks(form: str, make: Make) -> None:
     """Law: hooks run once a step, and see all masters in fp32, before and after."""
@@ -116,10 +115,10 @@ def test_step_hooks(form: str, make: Make) -> None:
     assert calls == ["before", "after"] * 3
     if form in cases.FORMS[:2]:
         assert_same(session, twin)
-    assert "step hooks" in session._masters.describe()
+    assert "step hooks" in cases.masters_of(session).describe()
 
 
-@every_form
+@cases.every_form
 def test_a_patched_step(form: str) -> None:
     """Law: a step that somebody has replaced is called, once a step."""
     session = cases.start(cases.ADAMW, form)
@@ -133,10 +132,10 @@ def test_a_patched_step(form: str) -> None:
     for number in range(3):
         cases.go(session, cases.slopes_of(session.model, number))
     assert len(calls) == 3
-    assert "replaced" in session._masters.describe()
+    assert "replaced" in cases.masters_of(session).describe()
 
 
-@every_form
+@cases.every_form
 def test_a_rate_that_is_a_tensor(form: str) -> None:
     """Law: a rate in a tensor is read at each step; powers of two keep each bit."""
     sessions = [
@@ -152,7 +151,7 @@ def test_a_rate_that_is_a_tensor(form: str) -> None:
         sessions[1].optimizer.param_groups[0]["lr"] *= 0.5
 
 
-@every_form
+@cases.every_form
 def test_differentiable(form: str) -> None:
     """Law: what torch refuses to do in place fails in its words; the weights stay."""
     session = cases.start(partial(cases.SGD, differentiable=True), form)
@@ -173,12 +172,10 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAMW, cases.NADAM])
 @pytest.mark.parametrize("way", ["session's", "user's"])
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.both_ways
 def test_schedules(form: str, name: str, make: Make, way: str, *, kernel: bool) -> None:
     """Law: no warning about the order, and the rates of a plain loop."""
-    session = cases.start(make, form)
-    if not kernel:
-        session._masters.kernel = None
+    session = cases.start(make, form, kernel=kernel)
     twin = cases.Twin(make, session)
     schedule = SCHEDULES[name](session.optimizer)
     reference = SCHEDULES[name](twin.optimizer)
@@ -199,8 +196,8 @@ def test_schedules(form: str, name: str, make: Make, way: str, *, kernel: bool) 
         assert_same(session, twin)
 
 
-@every_form
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.every_form
+@cases.both_ways
 def test_groups_have_rates_of_their_own(form: str, *, kernel: bool) -> None:
     """Law: groups keep their rates; fp32 norms of the same group move in fp32."""
     model = cases.Mixed()
@@ -209,9 +206,8 @@ def test_groups_have_rates_of_their_own(form: str, *, kernel: bool) -> None:
         {"params": [*model.conv.parameters()], "lr": 0.25},
         {"params": [model.other.weight], "lr": 0.0},
     ]
-    session = cases.prepare(model, torch.optim.SGD(groups, 1.0), master=form)
-    if not kernel:
-        session._masters.kernel = None
+    optimizer = torch.optim.SGD(groups, 1.0)
+    session = cases.prepare(model, optimizer, kernel=kernel, master=form)
     before = session.weights()
     before = {name: value.clone() for name, value in before.items()}
     slopes = {n: torch.ones_like(p) for n, p in model.named_parameters()}
@@ -226,8 +222,8 @@ def test_groups_have_rates_of_their_own(form: str, *, kernel: bool) -> None:
     assert [len(g["params"]) for g in session.optimizer.param_groups] == [4, 2, 1]
 
 
-@every_form
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.every_form
+@cases.both_ways
 def test_groups_added_after_prepare(form: str, *, kernel: bool) -> None:
     """Law: low and fp32 parameters of a later group join in; nobody is warned."""
     model = cases.Mixed()
@@ -240,8 +236,8 @@ def test_groups_added_after_prepare(form: str, *, kernel: bool) -> None:
     session.optimizer.add_param_group({"params": later, "lr": 0.5})
     before = {n: p.detach().float().clone() for n, p in model.named_parameters()}
     if not kernel:
-        session._masters.add_new_params()
-        session._masters.kernel = None
+        cases.masters_of(session).add_new_params()
+        cases.masters_of(session).kernel = None
     slopes = {n: torch.ones_like(p) for n, p in model.named_parameters()}
     cases.go(session, slopes)
     for name in ("conv.weight", "conv.bias", "norm.weight", "norm.bias"):
@@ -249,26 +245,26 @@ def test_groups_added_after_prepare(form: str, *, kernel: bool) -> None:
         own = 0.0 if "norm" in name else 2.0**-7 * 2
         limit = {"fp32": 0.0, "split": 0.0}.get(form, own)
         assert off.abs().max() <= limit, name
-    assert len(session._masters.master_params) == len([*model.parameters()]) - 2
+    assert (
+        len(cases.masters_of(session).master_params) == len([*model.parameters()]) - 2
+    )
 
 
-@every_form
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.every_form
+@cases.both_ways
 def test_zero_grad_by_hand(form: str, *, kernel: bool) -> None:
     """Law: whoever zeroes gradients, and however, the next step counts its own."""
-    sessions = [cases.start(cases.SGD, form) for _ in range(2)]
+    sessions = [cases.start(cases.SGD, form, kernel=kernel) for _ in range(2)]
     for number in range(3):
         slopes = cases.slopes_of(sessions[0].model, number)
         for session in sessions:
-            if not kernel:
-                session._masters.kernel = None
             cases.go(session, slopes)
         sessions[0].optimizer.zero_grad(set_to_none=False)
         sessions[0].model.zero_grad(set_to_none=bool(number % 2))
     assert same(*(cases.everything(session) for session in sessions))
 
 
-@every_form
+@cases.every_form
 def test_zero_grad_to_zeros(form: str) -> None:
     """Law: zeros in place of nothing, between steps of `MasterWeights`, add nothing."""
     truths = []
@@ -285,8 +281,8 @@ def test_zero_grad_to_zeros(form: str) -> None:
     assert truths[0].tolist() == [0.25] * 5
 
 
-@every_form
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.every_form
+@cases.both_ways
 def test_frozen_tied_and_unused(form: str, *, kernel: bool) -> None:
     """Law: a frozen or unused weight keeps every bit; a tied one has one master."""
 
@@ -304,9 +300,7 @@ def test_frozen_tied_and_unused(form: str, *, kernel: bool) -> None:
 
     torch.manual_seed(0)
     model = Tied()
-    session = cases.start(cases.MOMENTUM, form, model)
-    if not kernel:
-        session._masters.kernel = None
+    session = cases.start(cases.MOMENTUM, form, model, kernel=kernel)
     twin = cases.Twin(cases.MOMENTUM, session)
     seen = cases.Watched(model)
     before = {n: v.clone() for n, v in session.weights().items()}
@@ -318,7 +312,7 @@ def test_frozen_tied_and_unused(form: str, *, kernel: bool) -> None:
         twin.step(seen.seen)
         seen.clear()
     after = session.weights()
-    assert len(session._masters.master_params) == 5
+    assert len(cases.masters_of(session).master_params) == 5
     for name, value in after.items():
         if name.startswith(("frozen", "unused")):
             assert torch.equal(value, before[name])
@@ -334,7 +328,7 @@ def sparse_slopes(count: int) -> Iterator[Tensor]:
         yield torch.tensor([number, 3, 3, number + 2])
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_sparse_embeddings(form: str, accumulate: int) -> None:
     """Law: sparse gradients train rows as dense ones do, in fp32 sums."""
@@ -353,7 +347,7 @@ def test_sparse_embeddings(form: str, accumulate: int) -> None:
     for sparse in (True, False):
         model = Table(sparse=sparse)
         session = cases.start(cases.SGD, form, model, accumulate=accumulate)
-        session._masters.kernel = None
+        cases.masters_of(session).kernel = None
         for rows in sparse_slopes(2 * accumulate):
             with session.autocast():
                 loss = model(rows)
@@ -368,7 +362,7 @@ def test_sparse_embeddings(form: str, accumulate: int) -> None:
     assert (one - other).abs().max() <= limit
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0), (1, 1)])
 def test_sparse_and_dense_add_up(form: str, order: tuple[int, int]) -> None:
     """Law: micro-batches may leave sparse and dense gradients, in any order."""

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from halfstep.session.session import Session
 
-every_form = pytest.mark.parametrize("form", cases.FORMS)
 BAD = {"-inf": -torch.inf, "nan": torch.nan}
 
 
@@ -28,9 +27,9 @@ def poisoned(session: Session, seed: int, value: float, *names: str) -> dict:  #
     return slopes
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("make", [cases.MOMENTUM, cases.ADAM])
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.both_ways
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_nothing_moves(
@@ -41,12 +40,8 @@ def test_nothing_moves(
     Before the first good step, and after some; afterwards the run is that of a session
     which never saw the bad step.
     """
-    session, calm = (
-        cases.start(make, form, accumulate=accumulate, clip_grad_norm=1.0)
-        for _ in range(2)
-    )
-    if not kernel:
-        session._masters.kernel = calm._masters.kernel = None
+    more = {"kernel": kernel, "accumulate": accumulate, "clip_grad_norm": 1.0}
+    session, calm = (cases.start(make, form, **more) for _ in range(2))
     for number in range(3):
         before = cases.everything(session)
         bad = poisoned(session, 9, value, "linear.weight", "norm.bias")
@@ -64,7 +59,7 @@ def test_nothing_moves(
     assert session.steps_applied == 3
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("name", ["nadam", "asgd", "rmsprop", "adagrad"])
 def test_nothing_moves_elsewhere(form: str, name: str) -> None:
     """Law: the same for optimizers that step themselves."""
@@ -75,14 +70,12 @@ def test_nothing_moves_elsewhere(form: str, name: str) -> None:
     assert same(cases.everything(session), before)
 
 
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.both_ways
 def test_a_guard_that_sleeps_is_noticed(
     monkeypatch: pytest.MonkeyPatch, *, kernel: bool
 ) -> None:
     """Law: `record_all` sees a step that was taken after all."""
-    session = cases.start(cases.ADAMW, "kahan")
-    if not kernel:
-        session._masters.kernel = None
+    session = cases.start(cases.ADAMW, "kahan", kernel=kernel)
     cases.go(session, cases.slopes_of(session.model, 1))
     before = cases.everything(session)
     clear = OptimizerStep.zero_grad
@@ -96,13 +89,11 @@ def test_a_guard_that_sleeps_is_noticed(
     assert not same(cases.everything(session), before)
 
 
-@every_form
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.every_form
+@cases.both_ways
 def test_an_overflow_of_the_sum(form: str, *, kernel: bool) -> None:
     """Law: micro-batches whose sum alone is infinite skip the step as well."""
-    session = cases.start(cases.SGD, form, accumulate=3)
-    if not kernel:
-        session._masters.kernel = None
+    session = cases.start(cases.SGD, form, kernel=kernel, accumulate=3)
     before = cases.everything(session)
     # Each gradient is a third of it, and fp32 ends at 3.4e38.
     slopes = {"linear.weight": torch.full((6, 5), 3.0e38).bfloat16()}

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from halfstep.scaling.step_report import StepReport
     from halfstep.session.session import Session
 
-every_form = pytest.mark.parametrize("form", cases.FORMS)
 RMSPROP: Make = partial(torch.optim.RMSprop, lr=0.01, momentum=0.5)
 MAKES = {
     "sgd": cases.SGD,
@@ -91,7 +90,7 @@ def pair(make: Make, form: str, **more: Any) -> list[Session]:
     ]
 
 
-@every_form
+@cases.every_form
 @every_make
 @pytest.mark.parametrize("segments", [None, False])
 def test_equals_the_ordinary_step(
@@ -102,7 +101,7 @@ def test_equals_the_ordinary_step(
     With a tied weight, and with segments that are computed again.
     """
     released, plain = pair(make, form, segments=segments)
-    kernel = released._masters.kernel is not None
+    kernel = cases.masters_of(released).kernel is not None
     assert kernel == (make is not RMSPROP)
     for seed in range(4):
         assert go(released, seed).applied
@@ -111,7 +110,7 @@ def test_equals_the_ordinary_step(
     assert released.steps_applied == plain.steps_applied == 4
 
 
-@every_form
+@cases.every_form
 @pytest.mark.parametrize("segments", [None, True])
 def test_reentrant_checkpoints(form: str, *, segments: bool | None) -> None:
     """Law: reentrant segments that share no weight make no difference either."""
@@ -152,7 +151,7 @@ def test_gradients_are_gone(make: Make, *, release: bool) -> None:
     assert max(held) == (0 if release else params)
 
 
-@every_form
+@cases.every_form
 @every_make
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_bad_gradient_leaves_its_parameter_alone(
@@ -190,7 +189,7 @@ def test_a_bad_gradient_leaves_its_parameter_alone(
 def test_a_guard_that_sleeps_is_noticed() -> None:
     """Law: a gradient that nobody looks at spoils its weight, and this sees it."""
     session = cases.start(cases.SGD, "split", Chain(), optimizer_in_backward=True)
-    kernel = session._masters.kernel
+    kernel = cases.masters_of(session).kernel
 
     class Blind:
         description, on_device = "blind", False
@@ -203,7 +202,7 @@ def test_a_guard_that_sleeps_is_noticed() -> None:
             del gradients, norm
             return torch.zeros(()), None
 
-    session._masters.kernel = Blind()  # type: ignore[assignment]
+    cases.masters_of(session).kernel = Blind()  # type: ignore[assignment]
     weight = session.model.layers[0].weight
     weight.register_hook(lambda gradient: gradient * math.nan)
     assert go(session, 0).left_out == ()
@@ -232,7 +231,7 @@ def test_a_good_step_begins_a_new_count() -> None:
         hook.remove()
 
 
-@every_form
+@cases.every_form
 @every_make
 def test_norm(form: str, make: Make) -> None:
     """Law: with `clip_grad_norm=math.inf` the norm is the ordinary step's.
@@ -338,7 +337,7 @@ def test_without_a_gradient() -> None:
         session.step()
 
 
-@every_form
+@cases.every_form
 def test_groups_frozen_and_unused(form: str) -> None:
     """Law: groups added later are released too; frozen and unused weights stay."""
     sessions = []
@@ -371,12 +370,11 @@ def test_a_look_is_a_part_of_release() -> None:
     assert not release.skipped_params
 
 
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.both_ways
 def test_rates_after_loading(*, kernel: bool) -> None:
     """Law: a state that was loaded brings new groups; their rates are what counts."""
-    session = cases.start(cases.ADAMW, "split", Chain(), optimizer_in_backward=True)
-    if not kernel:
-        session._masters.kernel = None
+    more = {"kernel": kernel, "optimizer_in_backward": True}
+    session = cases.start(cases.ADAMW, "split", Chain(), **more)
     go(session, 0)
     session.load_state_dict(session.state_dict())
     before = {name: t.clone() for name, t in session.weights().items()}

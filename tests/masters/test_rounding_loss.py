@@ -95,7 +95,7 @@ def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = session._rounding_loss
     assert counter is not None
     cases.go(session, cases.slopes_of(session.model, 0))
-    masters = session._masters
+    masters = cases.masters_of(session)
     names = {id(p): name for name, p in session.model.named_parameters()}
     drawn = {
         names[id(masters.model_param(param))]: places
@@ -145,7 +145,7 @@ def test_what_it_tells(word: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("kernel", [True, False])
+@cases.both_ways
 def test_every_so_many_steps(
     every: int, monkeypatch: pytest.MonkeyPatch, *, kernel: bool
 ) -> None:
@@ -158,10 +158,8 @@ def test_every_so_many_steps(
         return whole(tensor, places)
 
     monkeypatch.setattr(rounding_loss, "_take", some)
-    session = cases.start(cases.SGD, "split")
+    session = cases.start(cases.SGD, "split", kernel=kernel)
     session.count_rounding_loss(every=every)
-    if not kernel:
-        session._masters.kernel = None
     seen = []
     for number in range(1, 10):
         slopes = cases.slopes_of(session.model, 1)

@@ -7,47 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import codec_cases as cases
 import numpy as np
 import pytest
 import torch
+from codec_cases import dense, floats, fresh_compiler_
 from torch import Tensor, nn
 
 from halfstep.masters import bf16_codecs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
-# torch's own import of it warns.
-QUIET = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")
-INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, QUIET])
-BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-LOWS = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+__all__ = ["fresh_compiler_"]
 CHUNK = 1 << 24
 INF = 0x7F800000
-
-
-@pytest.fixture
-def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile anew, and leave nothing in the user's cache."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def dense() -> NDArray[np.uint32]:
-    """Every high half with each of `LOWS`, and one with a low half drawn for it."""
-    highs = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
-    drawn = np.random.default_rng(0).integers(1 << 16, size=1 << 16, dtype=np.uint32)
-    return np.concatenate([*(highs | np.uint32(low) for low in LOWS), highs | drawn])
-
-
-def floats(patterns: NDArray[np.uint32]) -> Tensor:
-    """Return fp32 numbers of these bits."""
-    return torch.from_numpy(patterns.view(np.int32)).view(torch.float32)
 
 
 def bits(values: Tensor) -> Any:
@@ -215,10 +189,10 @@ def test_the_weight_differs_from_a_cast_on_ties_alone() -> None:
     np.testing.assert_array_equal(differs, even & tie)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5)])
+@cases.shapes
 def test_shapes(shape: tuple[int, ...]) -> None:
     """Law: shape and strides do not matter; parameters are written in place."""
-    master = torch.randn(shape).T if len(shape) > 1 else torch.randn(shape)
+    master = cases.strided(shape)
     weight = nn.Parameter(torch.zeros(master.shape, dtype=torch.bfloat16))
     remainder = torch.zeros(master.shape, dtype=torch.int16)
     version = weight._version
@@ -237,8 +211,8 @@ def both_ways(master: Tensor, weight: Tensor, remainder: Tensor, back: Tensor) -
     bf16_codecs.split_encode_(back, weight, remainder)
 
 
-@BACKENDS
-@pytest.mark.usefixtures("_fresh")
+@cases.backends
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled(backend: str) -> None:
     """Law: compiled is eager, bit for bit, also where it is fused into one kernel."""
     master = floats(dense()[:-3])  # odd: a vectorised loop has a rest

@@ -8,9 +8,11 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import codec_cases as cases
 import numpy as np
 import pytest
 import torch
+from codec_cases import floats, fresh_compiler_
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,34 +21,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from halfstep.masters import bf16_codecs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
-# torch's own import of it warns.
-QUIET = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")
-INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, QUIET])
-BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+__all__ = ["fresh_compiler_"]
 BF16 = torch.bfloat16
 ALL = 1 << 16
 DRAWS = torch.arange(ALL, dtype=torch.int32)
 WORDS = st.integers(0, 2**32 - 1)
-
-
-@pytest.fixture
-def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile anew, and leave nothing in the user's cache."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def floats(patterns: list[int]) -> Tensor:
-    """Return fp32 numbers of these bits."""
-    unsigned = np.array(patterns, dtype=np.uint32)
-    return torch.from_numpy(unsigned.view(np.int32)).view(torch.float32)
 
 
 def rounded(values: Tensor, sixteen: Tensor) -> Tensor:
@@ -301,7 +282,7 @@ def test_small_updates_count() -> None:
     assert float(plain.max()) == 1.0
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5)])
+@cases.shapes
 def test_shapes(shape: tuple[int, ...]) -> None:
     """Law: draws go to elements in their order; parameters are written in place."""
     values = torch.randn(shape)
@@ -332,8 +313,8 @@ def steps_of(function: Any, device: str = "cpu") -> list[Tensor]:
     return found
 
 
-@BACKENDS
-@pytest.mark.usefixtures("_fresh")
+@cases.backends
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled(backend: str) -> None:
     """Law: compiled is eager, bit for bit, and a new key compiles nothing anew.
 

@@ -50,13 +50,6 @@ every_form = pytest.mark.parametrize("form", FORMS)
 every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
-def states_of(rule: Sgd | Adam) -> int:
-    """Return how many state tensors a rule keeps."""
-    if isinstance(rule, Sgd):
-        return int(rule.momentum != 0)
-    return 2 + rule.amsgrad
-
-
 def make(
     rule: Sgd | Adam,
     form: str,
@@ -73,7 +66,7 @@ def make(
         if form in {"fp32", "split", "kahan"}:
             types = {"split": torch.int16, "kahan": torch.bfloat16}
             extra = truth.to(types.get(form, torch.float32))
-        states = tuple(torch.zeros(size, dtype=kept) for _ in range(states_of(rule)))
+        states = tuple(torch.zeros(size, dtype=kept) for _ in rule.state_keys)
         step = None if isinstance(rule, Sgd) else torch.zeros(())
         item = ParamUpdate(
             weight, weight, extra, states, step, is_first_step=True, param_index=index

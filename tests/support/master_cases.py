@@ -22,6 +22,7 @@ from halfstep.machine import hardware
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from halfstep.masters import MasterWeights
     from halfstep.scaling.step_report import StepReport
     from halfstep.session.session import Session
 
@@ -62,6 +63,10 @@ OPTIMIZERS: dict[str, Make] = BUILT_IN | {
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["muon"] = partial(torch.optim.Muon, lr=0.02)
 
+every_form = pytest.mark.parametrize("form", FORMS)
+every_lean = pytest.mark.parametrize("form", LEAN)
+both_ways = pytest.mark.parametrize("kernel", [True, False])
+"""By a kernel, and by the optimizer itself."""
 
 windows = pytest.mark.parametrize(
     ("accumulate", "clip"),
@@ -107,10 +112,20 @@ def model_for(name: str) -> Mixed:
     return Mixed(matrices=name == "muon")
 
 
-def prepare(model: nn.Module, optimizer: Any, **more: Any) -> Session:
+def prepare(
+    model: nn.Module, optimizer: Any, *, kernel: bool = True, **more: Any
+) -> Session:
     """Return a session at O2 in bf16, whatever the machine's speed."""
     with mock.patch.object(hardware, "emulation_warning", return_value=None):
-        return hs.prepare(model, optimizer, "O2", dtype="bf16", **more)
+        session = hs.prepare(model, optimizer, "O2", dtype="bf16", **more)
+    if not kernel:
+        masters_of(session).kernel = None
+    return session
+
+
+def masters_of(session: Session) -> MasterWeights:
+    """Return the master weights of a session."""
+    return session._masters
 
 
 def start(
@@ -161,7 +176,7 @@ def go(session: Session, *slopes: dict[str, Tensor]) -> StepReport:
 
 def by_name(session: Session) -> dict[str, Tensor]:
     """Return the optimizer's parameter for each of the model's."""
-    masters = session._masters
+    masters = masters_of(session)
     held = {id(masters.model_param(p)): p for p in adopted(session.optimizer)}
     return {
         name: held[id(param)]
@@ -206,7 +221,7 @@ class Twin:
 
 def everything(session: Session) -> Any:
     """Return copies of all that a step changes, in the order it is kept."""
-    masters = session._masters
+    masters = masters_of(session)
     parts: Sequence[Any] = [
         [p.detach() for p in session.model.parameters()],
         [slot.residual for slot in masters.master_params.values()],

@@ -16,6 +16,9 @@ These are all of them:
   `torch.autograd.backward`, while it runs;
 - `optimizer_hooks`: optimizer steps make caches of casts forget, inside contexts and
   while a `CastCache` lives.
+
+A process that was started with HALFSTEP set has those of `launch.script_training`, for
+as long as it lives.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def mix(words: Tensor) -> Tensor:
 
 
 def random_bits16(
-    words: tuple[int, int],
+    words: tuple[int | Tensor, int | Tensor],
     numel: int,
     device: torch.device | str,
     start: int = 0,
@@ -223,7 +223,7 @@ def random_bits16(
     """Return two tensors of random integers in [0, 65536), int32, shape (numel,).
 
     Args:
-        words: From `key`.
+        words: From `key`; or two tensors of such words, one for each number.
         numel: How many.
         device: Where.
         start: Number of the first element, taken modulo 2**32; a tensor in chunks draws

@@ -1,7 +1,7 @@
-"""C compiled on the user's machine, once, and kept for the processes after this one.
+"""Compiles a C file on the user's machine, once, and caches it for later processes.
 
 In: a C file and the user's compiler. Out: the loaded library, or the reason why there
-is none; nothing here fails for a machine without a compiler, and nothing is silent.
+is none; a machine without a compiler is no error, and the reason is always reported.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import stat
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 VARIABLE = "HALFSTEP_COMPILER"
-"""Names the compiler, as CC does; "none" does without compiled kernels."""
+"""Names the compiler, as CC does; "none" turns compiled kernels off."""
 
 DEFAULT_COMPILERS = ("cc", "gcc", "clang")
 
 FLAGS = (
     "-std=gnu11",
     "-O3",
-    # CC may hold words that change results, or that end or change the whole process.
+    # CC may hold flags that change results, or that end or change the whole process.
     "-fno-sanitize=all",
     "-fno-fast-math",
     "-fno-unsafe-math-optimizations",
@@ -49,13 +49,11 @@ FLAGS = (
     "-shared",
 )
 
-NATIVE_FLAGS = (("-march=native",), ("-mcpu=native",), ())
-"""Words for this very processor, as compilers know them; the first that works."""
+NATIVE_FLAGS = ("-march=native", "-mcpu=native", "")
+"""Flags for this very processor, as compilers know them; the first that works."""
 
 COMPILE_TIMEOUT_S = 30.0
-"""Seconds after which a compiler counts as stuck."""
 VERSION_TIMEOUT_S = 10.0
-"""Seconds in which it is to say its version."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 _CPU_FIELDS = {
@@ -70,6 +68,10 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 class NoLibraryError(Exception):
     """Why there is no library, for people."""
+
+
+def _fail(message: str, cause: BaseException | None = None) -> NoReturn:
+    raise NoLibraryError(message) from cause
 
 
 @dataclass(frozen=True)
@@ -88,104 +90,88 @@ def find() -> Compiler:
     """
     requested = os.environ.get(VARIABLE, "").strip()
     if requested == "none":
-        message = f"{VARIABLE}=none"
-        raise NoLibraryError(message)
+        _fail(f"{VARIABLE}=none")
     if os.name != "posix":
-        message = f"no compiled kernels on {platform.system()}"
-        raise NoLibraryError(message)
+        _fail(f"no compiled kernels on {platform.system()}")
     if requested:
-        return _probe_compiler(_words(VARIABLE, requested), f"{VARIABLE}={requested}")
-    cc_command = _words("CC", os.environ.get("CC", ""))
-    candidates = [cc_command] if cc_command else []
+        return _probe(_split(VARIABLE, requested), f"{VARIABLE}={requested}")
+    cc_command = _split("CC", os.environ.get("CC", ""))
     why = []
-    for command in [*candidates, *((name,) for name in DEFAULT_COMPILERS)]:
+    for command in (cc_command, *((name,) for name in DEFAULT_COMPILERS)):
         try:
-            return _probe_compiler(command, shlex.join(command))
+            if command:
+                return _probe(command, shlex.join(command))
         except NoLibraryError as error:
             why.append(str(error))
-    message = f"no C compiler found ({'; '.join(why)}): set {VARIABLE}"
-    raise NoLibraryError(message)
+    return _fail(f"no C compiler found ({'; '.join(why)}): set {VARIABLE}")
 
 
-def _words(variable: str, value: str) -> tuple[str, ...]:
+def _split(variable: str, value: str) -> tuple[str, ...]:
     """Split a variable as a shell would."""
     try:
         return tuple(shlex.split(value))
     except ValueError as error:
-        message = f"{variable}={value}: {error}"
-        raise NoLibraryError(message) from error
+        _fail(f"{variable}={value}: {error}", error)
 
 
-def _probe_compiler(command: tuple[str, ...], name: str) -> Compiler:
+def _probe(command: tuple[str, ...], name: str) -> Compiler:
     program = shutil.which(command[0])
     if program is None:
-        message = f"{name}: no such program"
-        raise NoLibraryError(message)
+        _fail(f"{name}: no such program")
     output = _run((program, *command[1:], "--version"), name, VERSION_TIMEOUT_S)
     return Compiler((program, *command[1:]), output.partition("\n")[0].strip())
 
 
 def _run(command: tuple[str, ...], name: str, timeout_s: float) -> str:
-    """Return what a command says.
+    """Return what a command prints.
 
     Raises:
         NoLibraryError: If it fails, or does not end.
     """
     try:
-        output, errors, status = _output(command, timeout_s)
+        # The user's own compiler, as make would call it.
+        with subprocess.Popen(  # noqa: S603
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        ) as process:
+            try:
+                output, errors = process.communicate(timeout=timeout_s)
+            except BaseException:
+                # With the processes that it has started: ccache, cc1.
+                with suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
     except subprocess.TimeoutExpired as error:
-        message = f"{name}: no answer in {timeout_s:g} s"
-        raise NoLibraryError(message) from error
+        _fail(f"{name}: no answer in {timeout_s:g} s", error)
     except OSError as error:
-        message = f"{name}: {error}"
-        raise NoLibraryError(message) from error
-    if status:
+        _fail(f"{name}: {error}", error)
+    if process.returncode:
         lines = (errors.strip() or output.strip()).splitlines() or ["nothing"]
-        # Of a compiler's complaints the first error is the one that matters.
+        # Of a compiler's messages the first error is the one that matters.
         line = next((line for line in lines if "error" in line), lines[-1])
-        message = (
-            f"{name} failed with status {status}: {line.strip()[:_MAX_ERROR_CHARS]}"
-        )
-        raise NoLibraryError(message)
+        line = line.strip()[:_MAX_ERROR_CHARS]
+        _fail(f"{name} failed with status {process.returncode}: {line}")
     return output
 
 
-def _output(command: tuple[str, ...], timeout_s: float) -> tuple[str, str, int]:
-    """Return the output of a command, its complaints, and its status."""
-    # The user's own compiler, as make would call it.
-    with subprocess.Popen(  # noqa: S603
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=timeout_s)
-        except BaseException:
-            # With what it has started: ccache, cc1.
-            with suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return output, errors, process.returncode
-
-
 def cpu_features() -> list[str]:
-    """Return what the system says of its processors, each line once."""
+    """Return the lines of the system's description of its processors, each once."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    cpu_lines = (
-        line for line in lines if line.partition(":")[0].strip() in _CPU_FIELDS
+    return list(
+        dict.fromkeys(x for x in lines if x.partition(":")[0].strip() in _CPU_FIELDS)
     )
-    return list(dict.fromkeys(cpu_lines))
 
 
 def processor() -> str:
-    """Return what tells this processor from others for which code may be compiled."""
+    """Return a text that differs where code may be compiled differently."""
     return "\n".join([platform.machine(), platform.processor(), *cpu_features()])
 
 
@@ -195,19 +181,19 @@ def flushes_subnormals() -> bool:
 
 
 def cache_dir() -> Path:
-    """Return the folder in the user's cache that compiled kernels are kept in."""
+    """Return the folder in the user's cache for compiled kernels."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
     return root / "halfstep" / "compiled"
 
 
 def private_dir(directory: Path) -> Path:
-    """Make a folder that nobody else can write to or exchange.
+    """Make a folder that no other user can write to or exchange.
 
     Why: whoever can put a library there runs code as this user.
 
     Returns:
-        The folder without links: what was looked at is what will be used.
+        The folder without links: what was checked is what will be used.
 
     Raises:
         NoLibraryError: If it cannot be made, or is not this user's alone.
@@ -221,37 +207,20 @@ def private_dir(directory: Path) -> Path:
         directory = directory.resolve(strict=True)
         parents = [(parent, parent.stat()) for parent in directory.parents]
     except (OSError, RuntimeError) as error:
-        message = f"{directory}: {error}"
-        raise NoLibraryError(message) from error
+        _fail(f"{directory}: {error}", error)
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        message = f"{directory} is not a folder of this user"
-        raise NoLibraryError(message)
+        _fail(f"{directory} is not a folder of this user")
     if facts.st_mode & _WRITABLE_BY_OTHERS:
-        message = f"{directory} can be written to by others: chmod 700 it"
-        raise NoLibraryError(message)
+        _fail(f"{directory} can be written to by others: chmod 700 it")
     if not os.access(directory, os.W_OK | os.X_OK):
-        message = f"{directory} cannot be written to"
-        raise NoLibraryError(message)
+        _fail(f"{directory} cannot be written to")
     for parent, facts in parents:
         if facts.st_uid not in {0, os.getuid()}:
-            message = f"{parent}, above the cache, belongs to another user"
-            raise NoLibraryError(message)
-        # As in /tmp, nobody moves there what is another's.
+            _fail(f"{parent}, above the cache, belongs to another user")
+        # In a sticky folder such as /tmp, only the owner of an entry moves it.
         if facts.st_mode & _WRITABLE_BY_OTHERS and not facts.st_mode & stat.S_ISVTX:
-            message = f"{parent}, above the cache, is open to others: chmod go-w it"
-            raise NoLibraryError(message)
+            _fail(f"{parent}, above the cache, is open to others: chmod go-w it")
     return directory
-
-
-@contextmanager
-def _temporary_file(directory: Path) -> Iterator[Path]:
-    """Give a name of this process alone, and remove what is left under it."""
-    handle, name = tempfile.mkstemp(".part", dir=directory)
-    os.close(handle)
-    try:
-        yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def _digest(data: bytes) -> str:
@@ -260,24 +229,17 @@ def _digest(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class CompiledLibrary:
-    """What is to be compiled, and how to know that it works."""
+    """A C file to compile, and a check that the result works."""
 
     source: Path
-    """The C file; headers beside it count as part of it."""
+    """Headers beside it count as part of it."""
     works: Callable[[ctypes.CDLL], bool]
-    """Tries the loaded library on something known."""
-    extra_flags: tuple[str, ...] = ()
-    """More flags."""
+    """Tries the loaded library on known numbers."""
 
     def cache_key(self, compiler: Compiler) -> str:
         """Return a name for everything that the library depends on."""
         parts = [
-            compiler.version,
-            *compiler.command,
-            *FLAGS,
-            *self.extra_flags,
-            *(word for words in NATIVE_FLAGS for word in words),
-            processor(),
+            *(compiler.version, *compiler.command, *FLAGS, *NATIVE_FLAGS, processor())
         ]
         files = sorted([self.source, *self.source.parent.glob("*.h")])
         texts = [_digest(file.read_bytes()) for file in files]
@@ -290,43 +252,38 @@ class CompiledLibrary:
             NoLibraryError: If the compiler fails.
         """
         out = directory / "kernels.so"
-        name, why = shlex.join(compiler.command), None
+        name, first_error = shlex.join(compiler.command), None
         # Where the cache cannot tell processors apart, the code must run on each.
-        for own in NATIVE_FLAGS if cpu_features() else ((),):
-            words = (
-                *FLAGS,
-                *self.extra_flags,
-                *own,
-                str(self.source),
-                "-o",
-                str(out),
-                "-lm",
-            )
+        for native in NATIVE_FLAGS if cpu_features() else ("",):
+            flags = (*FLAGS, native) if native else FLAGS
+            paths = (str(self.source), "-o", str(out), "-lm")
             try:
-                _run((*compiler.command, *words), name, COMPILE_TIMEOUT_S)
+                _run((*compiler.command, *flags, *paths), name, COMPILE_TIMEOUT_S)
             except NoLibraryError as error:
                 if isinstance(error.__cause__, subprocess.TimeoutExpired):
                     raise
-                why = why or error
-            else:
-                if out.exists():
-                    return out
-                message = f"{name} wrote nothing"
-                raise NoLibraryError(message)
-        raise NoLibraryError(str(why)) from why
+                first_error = first_error or error
+                continue
+            if not out.exists():
+                _fail(f"{name} wrote nothing")
+            return out
+        return _fail(str(first_error), first_error)
 
     def store(self, built: Path, compiler: Compiler, directory: Path) -> Path:
-        """Put a library into the cache, whole or not at all; return where.
+        """Put a library into the cache, whole or not at all; return its path.
 
         Why: a name that states its content needs no second file to prove it, so any
         number of processes may race, and a damaged file is known before it is loaded.
         """
         data = built.read_bytes()
-        with _temporary_file(directory) as part:
-            part.write_bytes(data)
-            return part.replace(
-                directory / f"{self.cache_key(compiler)}-{_digest(data)}.so"
-            )
+        name = f"{self.cache_key(compiler)}-{_digest(data)}.so"
+        handle, part = tempfile.mkstemp(".part", dir=directory)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            return Path(part).replace(directory / name)
+        finally:
+            Path(part).unlink(missing_ok=True)
 
     def load(self, file: Path) -> ctypes.CDLL:
         """Load a library and try it.
@@ -338,21 +295,17 @@ class CompiledLibrary:
         try:
             library = ctypes.CDLL(str(file))
             if flushes_subnormals() != flushed:
-                # Start-up code that some words of CC link in did it.
+                # Start-up code that some flags of CC link in did it.
                 torch.set_flush_denormal(flushed)
-                message = "what it compiled makes zero of subnormal numbers everywhere"
-                raise NoLibraryError(message)
-            works = self.works(library)
+                _fail("what it compiled makes zero of subnormal numbers everywhere")
+            if not self.works(library):
+                _fail("what it compiled does not compute as it should")
         except (OSError, AttributeError, MemoryError) as error:
-            message = f"{file.name}: {error}"
-            raise NoLibraryError(message) from error
-        if not works:
-            message = "what it compiled does not compute as it should"
-            raise NoLibraryError(message)
+            _fail(f"{file.name}: {error}", error)
         return library
 
     def load_cached(self, compiler: Compiler, directory: Path) -> ctypes.CDLL | None:
-        """Return the library that an earlier process left; remove damaged ones."""
+        """Return the library that an earlier process stored; remove damaged ones."""
         for file in sorted(directory.glob(f"{self.cache_key(compiler)}-*.so")):
             with suppress(OSError, NoLibraryError):
                 if file.stem.endswith(_digest(file.read_bytes())):
@@ -362,10 +315,10 @@ class CompiledLibrary:
         return None
 
     def load_or_compile(self, compiler: Compiler) -> tuple[ctypes.CDLL, str]:
-        """Return the library, and a remark for people where it is not kept.
+        """Return the library, and a remark for people where it is not cached.
 
         Raises:
-            NoLibraryError: If there is no way to have one.
+            NoLibraryError: If it cannot be compiled or loaded.
         """
         directory = None
         try:
@@ -380,7 +333,7 @@ class CompiledLibrary:
                 prefix="halfstep-", ignore_cleanup_errors=True
             )
         except OSError as error:
-            raise NoLibraryError(str(error)) from error
+            _fail(str(error), error)
         with scratch as name:
             built = self.compile(compiler, Path(name))
             if directory is not None:

@@ -1,8 +1,6 @@
 """Updates of parameters in C, compiled on first use and called once for a whole list.
 
-In: items on the CPU, a rule and a form. Out: state, fp32 value and weight, updated in
-place
-in one pass over memory. `available` says whether there are kernels, `describe` why.
+`available` says whether there are kernels, `describe` why not.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import ctypes
 import math
 from array import array
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +25,7 @@ from halfstep.masters.encoding import (
     RESIDUAL_DTYPES,
     WEIGHT_DTYPES,
 )
-from halfstep.masters.update_rules import Adam, ParamUpdate, Sgd
+from halfstep.masters.update_rules import Adam, ParamUpdate, Rule, Sgd
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -63,25 +61,15 @@ def describe() -> str:
 @torch.no_grad()
 def update(
     items: Sequence[ParamUpdate],
-    rule: Sgd | Adam,
+    rule: Rule,
     encoding: str,
     *,
     inverse: Tensor,
     clock: tuple[int, int],
 ) -> None:
-    """Update parameters in place: state, fp32 value and weight.
+    """Update parameters on the CPU in place: see `fused_step.Kernel`.
 
     What C writes leaves no trace in a tensor's version: the caller tells autograd.
-
-    Args:
-        items: On the CPU.
-        rule: With which numbers.
-        encoding: Of the fp32 value: "plain", "fp32", "split", "kahan", "stochastic".
-        inverse: Of the loss scale, fp32, shape (). Gradients are multiplied by it.
-        clock: Seed and step of the random numbers.
-
-    Raises:
-        UserError: If there are no kernels, or an item is not what the form says.
     """
     with record_range(UPDATE):
         _require_kernels().update(items, rule, encoding, float(inverse), clock)
@@ -91,19 +79,7 @@ def update(
 def check_finite(
     gradients: Sequence[Tensor], *, norm: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Read gradients once, and change nothing.
-
-    Args:
-        gradients: On the CPU: bf16, fp16, fp32.
-        norm: Whether the sum of squares is wanted.
-
-    Returns:
-        1.0 if a number is inf or NaN, else 0.0: fp32, shape (); and the sum of squares:
-        fp64, shape (), always added in one order, whatever the number of threads.
-
-    Raises:
-        UserError: If there are no kernels, or a gradient is of another kind.
-    """
+    """Read gradients on the CPU: see `fused_step.Kernel`."""
     with record_range(UPDATE):
         found_inf, total = _require_kernels().check_finite(gradients, norm=norm)
     return found_inf, total if norm else None
@@ -148,30 +124,24 @@ def runtime() -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The loaded library, and threads to call it with."""
+    """The loaded library, and threads to call it with.
+
+    Raises:
+        AttributeError: If the library lacks a function.
+    """
 
     library: ctypes.CDLL
     threads: tuple[int, int, int] | None
 
-    @classmethod
-    def of(cls, library: ctypes.CDLL) -> Kernels:
-        """Return what a library offers.
-
-        Raises:
-            AttributeError: If it offers something else.
-        """
+    def __post_init__(self) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
-        library.halfstep_update.argtypes = [
-            *(address, number, address, number, number, address, address)
-        ]
-        library.halfstep_update.restype = None
-        library.halfstep_look.argtypes = [
-            *(address, number, number, address, address, address)
-        ]
-        library.halfstep_look.restype = ctypes.c_int32
-        return cls(library, runtime())
+        update, look = self.library.halfstep_update, self.library.halfstep_look
+        update.argtypes = [address, number, address, number, number, address, address]
+        update.restype = None
+        look.argtypes = [address, number, number, address, address, address]
+        look.restype = ctypes.c_int32
 
-    def team(self) -> _Threads:
+    def _team(self) -> _Threads:
         """Return the threads that torch would use now."""
         if self.threads is None:
             return _Threads(None, None, None, 1)
@@ -180,12 +150,16 @@ class Kernels:
     def update(
         self,
         items: Sequence[ParamUpdate],
-        rule: Sgd | Adam,
+        rule: Rule,
         encoding: str,
         inverse: float,
         clock: tuple[int, int],
     ) -> None:
-        """Do what `update` does."""
+        """Update parameters in place.
+
+        Raises:
+            UserError: If a tensor is not what C would take it for.
+        """
         # All of these must live until the call is over: C has their addresses alone.
         gradients = _contiguous_tensors([item.gradient for item in items])
         table = _table(items, gradients, rule, encoding)
@@ -198,31 +172,32 @@ class Kernels:
             flags,
             ENCODINGS[encoding],
             words.buffer_info()[0],
-            ctypes.addressof(team := self.team()),
+            ctypes.addressof(team := self._team()),
         )
         del gradients, team
 
     def check_finite(
         self, gradients: Sequence[Tensor], *, norm: bool
     ) -> tuple[Tensor, Tensor]:
-        """Do what `look` does."""
+        """Return whether a gradient is not finite, and the sum of squares.
+
+        Raises:
+            UserError: If a gradient is of another kind.
+        """
         gradients = _contiguous_tensors(gradients)
-        codes = map(DTYPES.__getitem__, _kinds(gradients, "gradient", DTYPES))
-        cells = list(map(_numel, gradients))
-        cells.extend(map(_address, gradients))
-        cells.extend(codes)
-        table = array("q", cells)
+        codes = map(DTYPES.__getitem__, _dtypes_of(gradients, "gradient", DTYPES))
+        table = array("q", [*map(_numel, gradients), *map(_address, gradients), *codes])
         found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
         total = torch.zeros((), dtype=torch.float64, device="cpu")
-        team = self.team()
         failed = self.library.halfstep_look(
             table.buffer_info()[0],
             len(gradients),
             int(norm),
             found_inf.data_ptr(),
             total.data_ptr(),
-            ctypes.addressof(team),
+            ctypes.addressof(team := self._team()),
         )
+        del team
         if failed:
             raise MemoryError
         return found_inf, total
@@ -235,56 +210,45 @@ def _contiguous_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [tensor.resolve_neg().contiguous() for tensor in tensors]
 
 
-def _kinds(
-    tensors: Sequence[Tensor], what: str, dtypes: Collection[torch.dtype]
+def _dtypes_of(
+    tensors: Sequence[Tensor], what: str, allowed: Collection[torch.dtype]
 ) -> list[torch.dtype]:
     """Return dtypes; refuse tensors that C would read as something else.
 
-    Args:
-        tensors: Any.
-        what: They are, for people.
-        dtypes: That C knows.
-
     Raises:
-        UserError: If one has another dtype or device, gaps, or a sign to be turned.
+        UserError: If one has another dtype or device, gaps, or a lazy sign.
     """
-    kinds = list(map(_dtype, tensors))
-    if not (set(kinds).issubset(dtypes) and all(map(_on_cpu, tensors))):
-        bad = (not t.is_cpu or t.dtype not in dtypes for t in tensors)
+    dtypes = list(map(_dtype, tensors))
+    if not (set(dtypes).issubset(allowed) and all(map(_on_cpu, tensors))):
+        bad = (not t.is_cpu or t.dtype not in allowed for t in tensors)
         index = next(i for i, wrong in enumerate(bad) if wrong)
         message = (
-            f"{what} {index} is {kinds[index]} on {tensors[index].device.type}; "
-            f"compiled kernels take {' or '.join(map(str, dtypes))} on cpu."
+            f"{what} {index} is {dtypes[index]} on {tensors[index].device.type}; "
+            f"compiled kernels take {' or '.join(map(str, allowed))} on cpu."
         )
         raise UserError(message)
     if _contiguous_tensors(tensors) is not tensors:
         message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
         raise UserError(message)
-    return kinds
+    return dtypes
 
 
 def _addresses(
-    tensors: Sequence[Tensor], what: str, dtype: torch.dtype, numels: list[int]
+    tensors: Sequence[Tensor | None], what: str, dtype: torch.dtype, numels: list[int]
 ) -> map[int]:
-    """Return addresses of tensors; refuse those that do not hold what C would read.
-
-    Args:
-        tensors: One for each item, or fewer.
-        what: They are, for people.
-        dtype: Of each.
-        numels: For each item.
+    """Return addresses of tensors; refuse those that are not what C would read.
 
     Raises:
-        UserError: If one is missing, of another size, or not what C would read.
+        UserError: If one is missing, or of another size, dtype or device.
     """
-    actual_numels = list(map(_numel, tensors))
-    if len(actual_numels) != len(numels):
+    present = [tensor for tensor in tensors if tensor is not None]
+    if len(present) != len(numels):
         message = (
-            f"{what}: {len(actual_numels)} of {len(numels)} parameters have one; "
-            "make it."
+            f"{what}: {len(present)} of {len(numels)} parameters have one; make it."
         )
         raise UserError(message)
-    _kinds(tensors, f"{what} of parameter", (dtype,))
+    _dtypes_of(present, f"{what} of parameter", (dtype,))
+    actual_numels = list(map(_numel, present))
     if actual_numels != numels:
         index = next(i for i, size in enumerate(actual_numels) if size != numels[i])
         message = (
@@ -292,10 +256,10 @@ def _addresses(
             f"{numels[index]}. Load or make the state again."
         )
         raise UserError(message)
-    return map(_address, tensors)
+    return map(_address, present)
 
 
-def _arguments(rule: Sgd | Adam, inverse: float) -> tuple[array[float], int]:
+def _arguments(rule: Rule, inverse: float) -> tuple[array[float], int]:
     """Return a rule as kernels.c takes it: struct Numbers, and flags."""
     flags = MAXIMIZE * rule.maximize
     if isinstance(rule, Sgd):
@@ -307,30 +271,18 @@ def _arguments(rule: Sgd | Adam, inverse: float) -> tuple[array[float], int]:
     return array("d", [inverse, rule.lr, rule.weight_decay, *own]), flags
 
 
-def _states(rule: Sgd | Adam) -> int:
-    if isinstance(rule, Sgd):
-        return int(rule.momentum != 0)
-    return 3 if rule.amsgrad else 2
-
-
 def _table(
     items: Sequence[ParamUpdate],
     gradients: Sequence[Tensor],
-    rule: Sgd | Adam,
+    rule: Rule,
     encoding: str,
 ) -> array[int]:
-    """Return the columns that kernels.c reads, each as long as there are items.
-
-    Raises:
-        UserError: If a tensor is not what C would take it for.
-    """
+    """Return the columns that kernels.c reads, each as long as there are items."""
     weights = [item.weight for item in items]
-    kinds = _kinds(weights, "weight", WEIGHT_DTYPES[encoding])
-    codes = list(map(DTYPES.__getitem__, _kinds(gradients, "gradient", DTYPES)))
+    dtypes = _dtypes_of(weights, "weight", WEIGHT_DTYPES[encoding])
+    codes = list(map(DTYPES.__getitem__, _dtypes_of(gradients, "gradient", DTYPES)))
     if encoding == "fp32":
-        codes = [
-            code | DTYPES[low] << 2 for code, low in zip(codes, kinds, strict=True)
-        ]
+        codes = [c | DTYPES[low] << 2 for c, low in zip(codes, dtypes, strict=True)]
     numels = list(map(_numel, weights))
     if list(map(_numel, gradients)) != numels:
         message = "A gradient has another size than its weight: give it its own."
@@ -339,21 +291,21 @@ def _table(
     # A list grows faster than an array does.
     table = [*numels, *map(_address, weights), *map(_address, gradients)]
     if encoding in RESIDUAL_DTYPES:
-        residuals = [item.residual for item in items if item.residual is not None]
+        residuals = [item.residual for item in items]
         table.extend(_addresses(residuals, "extra", RESIDUAL_DTYPES[encoding], numels))
     else:
         table.extend(nothing)
     state_dtype = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
-    count = _states(rule)
+    count = len(rule.state_keys)
     for number in range(count):
-        states = [item.states[number] for item in items if len(item.states) > number]
+        states = [i.states[number] if len(i.states) > number else None for i in items]
         table.extend(_addresses(states, f"state {number}", state_dtype, numels))
     table.extend(nothing * (STATES - count))
     if isinstance(rule, Sgd):
         table.extend(nothing)
         table.extend([item.param_index << 1 | item.is_first_step for item in items])
     else:
-        steps = [item.step for item in items if item.step is not None]
+        steps = [item.step for item in items]
         table.extend(_addresses(steps, "step", torch.float32, [1] * len(items)))
         table.extend([item.param_index << 1 for item in items])
     table.extend(codes)
@@ -365,15 +317,14 @@ def _kernels() -> tuple[Kernels | None, str]:
     """Return the kernels, and a line about them for people."""
     try:
         compiler = c_compiler.find()
-        library, remark = c_compiler.CompiledLibrary(SOURCE, works).load_or_compile(
-            compiler
-        )
+        job = c_compiler.CompiledLibrary(SOURCE, works)
+        library, remark = job.load_or_compile(compiler)
     except c_compiler.NoLibraryError as error:
         return None, f"not compiled: {error}"
-    kernels = Kernels.of(library)
-    threads = "one thread, as torch has no OpenMP"
-    if kernels.threads is not None:
-        threads = "threads of torch's OpenMP"
+    kernels = Kernels(library, runtime())
+    has_threads = kernels.threads is not None
+    threads = "threads of torch's OpenMP"
+    threads = threads if has_threads else "one thread, as torch has no OpenMP"
     parts = (f"compiled with {compiler.version}", threads, remark)
     return kernels, ", ".join(part for part in parts if part)
 
@@ -388,25 +339,22 @@ def _require_kernels() -> Kernels:
 
 def works(library: ctypes.CDLL) -> bool:
     """Try what a compiler's flags may break: subnormal numbers, and NaN compared."""
-    make = partial(torch.tensor, dtype=torch.float32, device="cpu")
+
+    def make(*values: float) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device="cpu")
+
     tiny = 2.0**-140
-    weight, gradient = make([1.0, 2.0, -4.0, 2 * tiny]), make([2.0, 2.0, 4.0, 8 * tiny])
-    item = ParamUpdate(
-        weight, gradient, None, (), None, is_first_step=True, param_index=0
-    )
+    weight, gradient = make(1.0, 2.0, -4.0, 2 * tiny), make(2.0, 2.0, 4.0, 8 * tiny)
+    item = ParamUpdate(weight, gradient)
     sgd = Sgd(0.25, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
-    kernels = Kernels.of(library)
+    kernels = Kernels(library, runtime())
     kernels.update([item], sgd, "plain", 0.5, (0, 0))
     found_inf, total = kernels.check_finite([weight], norm=True)
-    is_right = weight.tolist() == [
-        0.75,
-        1.75,
-        -4.5,
-        0.0 if c_compiler.flushes_subnormals() else tiny,
-    ]
+    last = 0.0 if c_compiler.flushes_subnormals() else tiny
+    is_right = weight.tolist() == [0.75, 1.75, -4.5, last]
     is_right &= not found_inf and total.item() == 0.75**2 + 1.75**2 + 4.5**2
-    item.gradient, item.step = make([1.0, math.nan, 1.0, 1.0]), make(1.0)
-    item.states = gradient * 0, gradient * 0, make([1.0, 1.0, math.nan, 1.0])
+    item.gradient, item.step = make(1.0, math.nan, 1.0, 1.0), make(1.0)
+    item.states = gradient * 0, gradient * 0, make(1.0, 1.0, math.nan, 1.0)
     adam = Adam(0.25, 0.5, 0.5, 1.0, 0.0, decoupled=False, amsgrad=True, maximize=False)
     kernels.update([item], adam, "plain", 1.0, (0, 0))
     return is_right and item.states[2].isnan().tolist() == [False, True, True, False]

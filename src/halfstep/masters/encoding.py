@@ -1,7 +1,7 @@
 """Encodings of master weights: which residual is kept beside a 16-bit weight.
 
-In: a word. Out: a `Form`, which encodes fp32 as a weight and a residual,
-and puts it together again.
+In: a name. Out: a `MasterEncoding`, which encodes fp32 as a weight and a residual, and
+decodes it again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 _PART_NUMEL = 1 << 18
-"""Numbers worked on at once: what is made on the way, 8 bytes for each, stays small."""
+"""Numbers encoded at once: intermediate results, 8 bytes for each, stay small."""
 
 
 def _in_parts(*tensors: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:  # noqa: ANN401
-    """Yield the place where a part begins, and that part of each tensor, or None."""
+    """Yield the index at which a part begins, and that part of each tensor, or None."""
     present = [tensor for tensor in tensors if tensor is not None]
     size = present[0].numel()
     if size <= _PART_NUMEL or not all(tensor.is_contiguous() for tensor in present):
@@ -39,7 +39,7 @@ def _in_parts(*tensors: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:  # noqa: 
 
 @dataclass(frozen=True, slots=True)
 class RoundingRng:
-    """Where in the stream of random numbers an update stands."""
+    """Random numbers of an update: a function of seed, step and place alone."""
 
     seed: int
     step: int
@@ -53,8 +53,8 @@ class RoundingRng:
         Args:
             param_index: Of the parameter.
             tensor_index: 0 for the weight, 1 and on for the optimizer's state tensors.
-            like: On the device, and as long.
-            start: Place of its first number in the parameter.
+            like: Of the wanted length and device.
+            start: Index of its first number in the parameter.
         """
         stream, half = divmod(tensor_index, 2)
         key = bf16_codecs.key(self.seed, self.step, param_index, stream)
@@ -63,14 +63,7 @@ class RoundingRng:
     def round_(
         self, param_index: int, tensor_index: int, values: Tensor, low: Tensor
     ) -> None:
-        """Round fp32 numbers to bf16 at random; `low` is written.
-
-        Args:
-            param_index: Of the parameter.
-            tensor_index: As for `sixteen`.
-            values: fp32.
-            low: bf16, of the same shape.
-        """
+        """Round fp32 numbers to bf16 at random; `low` is written."""
         for start, (part, out) in _in_parts(values, low):
             bf16_codecs.stochastic_round_(
                 part, out, self.random_bits16(param_index, tensor_index, part, start)
@@ -82,13 +75,12 @@ class MasterEncoding:
     """One way to keep what 16 bits cannot hold."""
 
     name: str
-    """The word that users type."""
+    """The `master=` that users write."""
     description: str
-    """What it is exact about, for people."""
     residual: torch.dtype | None
-    """What is kept beside each weight: fp32 is the master itself."""
+    """Of what is kept beside each weight: fp32 is the master itself."""
     state_dtype: torch.dtype
-    """What the optimizer's moments are kept in."""
+    """Of the optimizer's moments."""
 
     @property
     def is_compact(self) -> bool:
@@ -102,14 +94,7 @@ class MasterEncoding:
         residual: Tensor | None,
         random_bits: Tensor | None,
     ) -> None:
-        """Take fp32 numbers apart.
-
-        Args:
-            fp32: fp32.
-            weight: What the model holds; written.
-            residual: What is kept beside it, if anything is; written.
-            random_bits: Random bits, where nothing is kept.
-        """
+        """Write fp32 numbers into weight and residual; without residual at random."""
         if residual is None and random_bits is not None:
             bf16_codecs.stochastic_round_(fp32, weight, random_bits)
         elif residual is None:
@@ -123,7 +108,7 @@ class MasterEncoding:
             weight.copy_(fp32)
 
     def decode_(self, weight: Tensor, residual: Tensor | None, fp32: Tensor) -> None:
-        """Put fp32 numbers together; `truth` is written."""
+        """Decode fp32 numbers; `fp32` is written."""
         if residual is None:
             fp32.copy_(weight)
         elif self.residual == torch.int16:
@@ -141,20 +126,20 @@ class MasterParam:
     weight: nn.Parameter
     """The model's parameter."""
     master: nn.Parameter
-    """The optimizer's, in fp32; in a lean form NaN, but while it is updated."""
+    """The optimizer's, in fp32; with a compact encoding NaN, but during an update."""
     residual: Tensor | None
     """What is kept beside the weight."""
     param_index: int
     """Of the parameter, for random rounding."""
     dtype: torch.dtype
-    """The weight's when it was adopted."""
+    """The weight's when it got its master."""
     is_hooked: bool = False
-    """Its gradients are looked after as they arrive."""
+    """A hook accumulates its gradients as they arrive."""
     grad_buffer: Tensor | None = None
-    """Where fp32 gradients are added up, kept from step to step."""
+    """Memory for the sum of fp32 gradients, kept from step to step."""
 
     def check(self) -> None:
-        """Refuse a weight whose dtype was changed.
+        """Reject a weight whose dtype was changed.
 
         Raises:
             UserError: With what to do instead.
@@ -184,9 +169,9 @@ class MasterParam:
             encoding.encode_(part, weight, residual, bits)
 
     def match_layout(self) -> None:
-        """Lay out what is kept as the weight is laid out: kernels go by memory.
+        """Give the residual the weight's memory layout, which kernels rely on.
 
-        Why: originals may lie otherwise, and `model.to(memory_format=...)` moves
+        Why: originals may have another, and `model.to(memory_format=...)` changes
         weights alone.
         """
         residual = self.residual
@@ -199,11 +184,11 @@ class MasterParam:
             self.master.data = self.residual
 
     def reset_from_weight(self, encoding: MasterEncoding, rng: RoundingRng) -> int:
-        """Reset the master from the weight; return how many numbers had changed."""
+        """Reset the master from the weight; return how many of its numbers changed."""
         weight = self.weight.detach()
         wide = weight.float()
         if encoding.is_compact:
-            # What is kept belonged to other weights, and nobody knows to which.
+            # The residual belonged to other weights, and which changed is not known.
             self.encode_(encoding, wide, rng)
             return 0 if self.residual is None else wide.numel()
         low = self.master.detach().to(weight.dtype)
@@ -231,33 +216,33 @@ STOCHASTIC = MasterEncoding(
     None,
     torch.bfloat16,
 )
-ENCODINGS = {form.name: form for form in (FP32, SPLIT, KAHAN, STOCHASTIC)}
+ENCODINGS = {e.name: e for e in (FP32, SPLIT, KAHAN, STOCHASTIC)}
 
 PLAIN = "plain"
-"""The word of kernels for fp32 parameters of the same optimizer, without masters."""
+"""The kernels' name for fp32 parameters of the same optimizer, without masters."""
 WEIGHT_DTYPES: dict[str, tuple[torch.dtype, ...]] = {PLAIN: (torch.float32,)} | {
-    form.name: (torch.bfloat16,) if form.is_compact else (torch.bfloat16, torch.float16)
-    for form in ENCODINGS.values()
+    name: (torch.bfloat16,) if e.is_compact else (torch.bfloat16, torch.float16)
+    for name, e in ENCODINGS.items()
 }
-"""Form -> dtypes of weights."""
+"""Encoding -> dtypes of weights."""
 RESIDUAL_DTYPES = {
-    form.name: form.residual for form in ENCODINGS.values() if form.residual is not None
+    name: e.residual for name, e in ENCODINGS.items() if e.residual is not None
 }
-"""Form -> dtype of what is kept beside a weight."""
+"""Encoding -> dtype of what is kept beside a weight."""
 BF16_STATE_ENCODINGS = tuple(
-    f.name for f in ENCODINGS.values() if f.state_dtype == torch.bfloat16
+    name for name, e in ENCODINGS.items() if e.state_dtype == torch.bfloat16
 )
-"""Forms whose moments are bf16."""
+"""Encodings whose moments are bf16."""
 
 NONE = "none"
-"""The word for no masters: the optimizer updates 16-bit weights as they are."""
+"""No master weights: the optimizer updates 16-bit weights as they are."""
 
 
 def parse(name: str) -> MasterEncoding | None:
-    """Return the form that a word names; None for "none".
+    """Return the encoding of a name; None for "none".
 
     Raises:
-        UserError: If no form has this name.
+        UserError: If no encoding has this name.
     """
     if not isinstance(name, str) or name not in {*ENCODINGS, NONE}:
         choices = ", ".join([*ENCODINGS, NONE])
@@ -269,31 +254,15 @@ def parse(name: str) -> MasterEncoding | None:
     return ENCODINGS.get(name)
 
 
-def parse_with_masters(name: str) -> MasterEncoding:
-    """Return the form that a word names, where there must be masters.
-
-    Raises:
-        UserError: If no form has this name, or it is "none".
-    """
-    encoding = parse(name)
-    if encoding is None:
-        message = (
-            f"master={name!r} keeps no master weights; choose {', '.join(ENCODINGS)}."
-        )
-        raise UserError(message)
-    return encoding
-
-
 def check(encoding: MasterEncoding, dtype: torch.dtype) -> None:
-    """Refuse a form for weights that it cannot serve.
+    """Reject an encoding for weights that it cannot serve.
 
     Raises:
         UserError: If it needs bf16 weights, and they are fp16.
     """
     if encoding.is_compact and dtype != torch.bfloat16:
         message = (
-            f"master={encoding.name!r} needs bf16 weights, not {dtype}: "
-            "only bf16 is the "
-            "high half of fp32. Use dtype='bf16' or master='fp32'."
+            f"master={encoding.name!r} needs bf16 weights, not {dtype}: only bf16 is "
+            "the high half of fp32. Use dtype='bf16' or master='fp32'."
         )
         raise UserError(message)

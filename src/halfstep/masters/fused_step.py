@@ -1,8 +1,8 @@
 """Updates straight from the model's 16-bit gradients, in one pass over memory.
 
-In: an optimizer whose arithmetic is known, and its masters. Out: one kernel that
-unscales, updates moments and masters, and publishes the weights; or the reason why
-the optimizer has to do it itself.
+In: an optimizer whose arithmetic is known, and its master weights. Out: one kernel that
+unscales, updates moments and master weights, and writes the model's weights; or the
+reason why the optimizer has to do it itself.
 """
 
 from __future__ import annotations
@@ -31,15 +31,22 @@ _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A room that looks at lists of gradients, and updates lists of items."""
+    """The two functions that `cpu_kernels`, `eager_kernels` and `triton_kernels` have.
+
+    Both raise `UserError` for tensors that they cannot read.
+    """
 
     description: str
     """What it is, for people."""
     check_finite: Callable[..., tuple[Tensor, Tensor | None]]
-    """(gradients, norm=) -> 1.0 if any is not finite, in fp32; the sum of squares if
-    asked for, in fp64; both of shape (), on the gradients' device."""
+    """(gradients, norm=) -> 1.0 if any is not finite, else 0.0, in fp32; the sum of
+    squares if asked for, in fp64, always added in one order; both of shape (), on the
+    gradients' device. Gradients are bf16, fp16 or fp32, on one device."""
     update: Callable[..., None]
-    """(items, rule, form, inverse=, clock=) updates in place."""
+    """(items, rule, encoding, inverse=, clock=) updates state, fp32 value and weight of
+    each `ParamUpdate` in place. `encoding` is a name of `encoding.ENCODINGS`, or PLAIN;
+    gradients are multiplied by `inverse`, fp32, shape (); `clock` is the seed and step
+    of the random numbers."""
     on_device: bool
     """`update` also takes `found_inf`, and leaves everything alone where it is 1."""
 
@@ -51,49 +58,43 @@ def choose_kernel(
 
     Args:
         optimizer: Any.
-        params: Those of the model, behind those of the optimizer.
+        params: The model's, also those whose master weights the optimizer updates.
     """
     model_params = list(params)
-    devices = {str(param.device) for param in model_params}
+    reason = _unsupported(optimizer, model_params)
+    if reason:
+        return None, reason
+    device = model_params[0].device
+    module: Any = triton_kernels
+    if device.type == "cpu":
+        module = cpu_kernels if cpu_kernels.available() else eager_kernels
+    elif not triton_kernels.available(device):
+        return None, f"no kernel for {device}"
+    elif any(group.get("dampening") for group in optimizer.param_groups):
+        # Whether a step filled the momentum is known on the device alone.
+        return None, "dampening, and steps that are skipped on the device"
+    on_device = module is triton_kernels
+    kernel = Kernel(module.describe(), module.check_finite, module.update, on_device)
+    return kernel, kernel.description
+
+
+def _unsupported(optimizer: Optimizer, model_params: list[Tensor]) -> str:
+    """Say why no kernel can update these parameters; "" if one can."""
+    devices = sorted({str(param.device) for param in model_params})
     reason = ""
     if type(optimizer) not in _OPTIMIZERS:
         reason = "only the arithmetic of SGD, Adam and AdamW is built in"
     elif not model_params:
         reason = "it has no parameters"
     elif len(devices) > 1:
-        reason = f"its parameters are on several devices: {', '.join(sorted(devices))}"
+        reason = f"its parameters are on several devices: {', '.join(devices)}"
     elif any(type(p) not in (torch.nn.Parameter, torch.Tensor) for p in model_params):
         reason = "parameters are of a tensor class of their own"
     elif not {param.dtype for param in model_params} <= _FLOATS:
         reason = "parameters are not all bf16, fp16 or fp32"
-    elif not all(_is_dense(param) for param in model_params):
+    elif not all(map(_is_dense, model_params)):
         reason = "a parameter's numbers do not lie side by side in memory"
-    if reason:
-        return None, reason
-    kernel = _kernel_for(model_params[0].device)
-    dampened = (group.get("dampening") for group in optimizer.param_groups)
-    if kernel is not None and kernel.on_device and any(dampened):
-        # Whether a step filled the momentum is known on the device alone.
-        return None, "dampening, and steps that are skipped on the device"
-    return (
-        kernel,
-        kernel.description if kernel else f"no kernel for {model_params[0].device}",
-    )
-
-
-def _kernel_for(device: torch.device) -> Kernel | None:
-    """Return the best kernel for a device."""
-    if device.type == "cpu":
-        kernels = cpu_kernels if cpu_kernels.available() else eager_kernels
-        return Kernel(
-            kernels.describe(), kernels.check_finite, kernels.update, on_device=False
-        )
-    if triton_kernels.available(device):
-        kernels = triton_kernels
-        return Kernel(
-            kernels.describe(), kernels.check_finite, kernels.update, on_device=True
-        )
-    return None
+    return reason
 
 
 def why_not_fused(optimizer: Optimizer) -> str:
@@ -111,7 +112,7 @@ def why_not_fused(optimizer: Optimizer) -> str:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Say whether the numbers of a tensor fill a stretch of memory, in any order."""
+    """Say whether the numbers of a tensor lie side by side in memory, in any order."""
     if tensor.is_contiguous():
         return True
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
@@ -158,10 +159,10 @@ class FusedStep:
     """Updates the parameters of one optimizer with a kernel.
 
     Args:
-        kernel: From `choose`.
-        optimizer: Over masters and fp32 parameters; its state is kept as it keeps it.
-        encoding: Of the masters.
-        master_params: Of the masters, also those that come later.
+        kernel: From `choose_kernel`.
+        optimizer: Over master weights and fp32 parameters; its state stays in its form.
+        encoding: Of the master weights.
+        master_params: Of the master weights, also those that come later.
         param_index: Parameter of the optimizer -> its number, likewise.
     """
 
@@ -200,28 +201,26 @@ class FusedStep:
         """
         rule = rule_of(self._optimizer, group)
         assert rule is not None, "choose_kernel() has rejected it"  # noqa: S101
-        low_updates: list[ParamUpdate] = []
-        fp32_updates: list[ParamUpdate] = []
+        updates: dict[str, list[ParamUpdate]] = {self._encoding.name: [], PLAIN: []}
         for param in params:
             item = self._update_for(rule, param)
             if item is not None:
-                (low_updates if param in self._master_params else fp32_updates).append(
-                    item
-                )
-        for name, items in ((self._encoding.name, low_updates), (PLAIN, fp32_updates)):
+                name = self._encoding.name if param in self._master_params else PLAIN
+                updates[name].append(item)
+        more = {"found_inf": found_inf} if self.kernel.on_device else {}
+        one = 1.0 if found_inf is None else 1.0 - found_inf
+        for name, items in updates.items():
             if not items:
                 continue
-            seed_and_step = (rng.seed, rng.step)
-            more = {"found_inf": found_inf} if self.kernel.on_device else {}
-            steps_taken = 1.0 if found_inf is None else 1.0 - found_inf
             steps = [item.step for item in items if item.step is not None]
-            _add(steps, steps_taken)
+            _add(steps, one)
+            clock = rng.seed, rng.step
             try:
                 self.kernel.update(
-                    items, rule, name, inverse=inverse, clock=seed_and_step, **more
+                    items, rule, name, inverse=inverse, clock=clock, **more
                 )
             except BaseException:
-                _add(steps, -steps_taken)  # it refuses before it changes anything
+                _add(steps, -one)  # it refuses before it changes anything
                 raise
             for item in items:
                 item.is_first_step = False
@@ -237,23 +236,34 @@ class FusedStep:
             gradient = param.grad
         if gradient is None:
             return None
-        keys = _state_keys(rule)
+        keys = rule.state_keys
         state = self._optimizer.state.setdefault(param, {}) if keys else {}
         item = self._items.get(param)
         if item is None or not _is_current(item, weight, master_param, state, keys):
-            dtype = (
-                torch.float32 if master_param is None else self._encoding.state_dtype
+            dtype = torch.float32
+            if master_param is not None:
+                dtype = self._encoding.state_dtype
+                master_param.match_layout()
+            # A kernel on a device counts there, as torch's fused optimizers do.
+            counter = weight.device if self.kernel.on_device else torch.device("cpu")
+            first = _make_state(rule, state, weight, dtype, counter)
+            residual = None if master_param is None else master_param.residual
+            flat = _flat(weight, weight)
+            item = self._items[param] = ParamUpdate(
+                flat,
+                flat,
+                None if residual is None else _flat(residual, weight),
+                tuple(_flat(state[key], weight) for key in keys),
+                state.get("step"),
+                first,
+                self._param_index[param],
             )
-            on_device = self.kernel.on_device
-            first = _make_state(rule, state, weight, dtype, on_device=on_device)
-            item = self._items[param] = _new_item(
-                rule, weight, master_param, state, first=first
-            )
-            item.param_index = self._param_index[param]
-        is_contiguous = weight.is_contiguous() and gradient.is_contiguous()
-        item.gradient = (
-            gradient if is_contiguous else _grad_in_weight_order(gradient, weight)
-        )
+        if not (weight.is_contiguous() and gradient.is_contiguous()):
+            if gradient.stride() != weight.stride():
+                like = torch.empty_like(weight, dtype=gradient.dtype)
+                gradient = like.copy_(gradient)
+            gradient = _flat(gradient, weight)
+        item.gradient = gradient
         return item
 
 
@@ -264,9 +274,9 @@ def _is_current(
     param_state: dict[str, Any],
     keys: tuple[str, ...],
 ) -> bool:
-    """Say whether an item of an earlier step still speaks of the same memory.
+    """Say whether an item of an earlier step still has the right tensors.
 
-    Why: to look at four tensors costs a third of what making an item does, and a model
+    Why: comparing four tensors costs a third of what making an item does, and a model
     has a thousand.
     """
     return (
@@ -284,23 +294,22 @@ def _make_state(
     state: dict[str, Any],
     weight: Tensor,
     dtype: torch.dtype,
-    *,
-    on_device: bool,
+    counter: torch.device,
 ) -> bool:
-    """Make an optimizer's state on first use, or bring it into the form's dtype.
+    """Make an optimizer's state on first use, or convert it to the encoding's dtype.
 
     Returns:
         Whether it is the first use.
     """
-    keys = _state_keys(rule)
+    keys = rule.state_keys
     first = not state or (bool(keys) and state.get(keys[0]) is None)
-    # A kernel on a device counts there, as torch's fused optimizers do.
-    home = weight.device if on_device else torch.device("cpu")
     if first and isinstance(rule, Adam):
-        state["step"] = torch.zeros((), dtype=torch.float32, device=home)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=counter)
     elif "step" in state:
         # Users set plain numbers, and torch itself has kept integers once.
-        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
+        state["step"] = torch.as_tensor(
+            state["step"], dtype=torch.float32, device=counter
+        )
     for key in keys:
         moment = state.get(key)
         if moment is None:  # amsgrad may have been set later
@@ -314,50 +323,15 @@ def _make_state(
     return first
 
 
-def _new_item(
-    rule: Rule,
-    weight: Tensor,
-    master_param: MasterParam | None,
-    state: dict[str, Any],
-    *,
-    first: bool,
-) -> ParamUpdate:
-    """Return an item without its gradient."""
-    if master_param is not None:
-        master_param.match_layout()
-    flat = _flat(weight, weight)
-    residual = (
-        None
-        if master_param is None or master_param.residual is None
-        else _flat(master_param.residual, weight)
-    )
-    states = tuple(_flat(state[key], weight) for key in _state_keys(rule))
-    return ParamUpdate(flat, flat, residual, states, state.get("step"), first, 0)
-
-
-def _grad_in_weight_order(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return a gradient's numbers in the order of the weight's memory."""
-    if gradient.stride() != weight.stride():
-        gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
-    return _flat(gradient, weight)
-
-
-def _state_keys(rule: Rule) -> tuple[str, ...]:
-    if isinstance(rule, Sgd):
-        return ("momentum_buffer",) if rule.momentum else ()
-    more = ("max_exp_avg_sq",) if rule.amsgrad else ()
-    return ("exp_avg", "exp_avg_sq", *more)
-
-
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor's memory in order, where its shape runs through it otherwise."""
+    """Return a tensor in the order of its memory, unless `like` is contiguous."""
     if like.is_contiguous():
         return tensor
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _add(steps: list[Tensor], number: Tensor | float) -> None:
-    """Count steps of Adam, or take one back."""
+    """Count steps of Adam, or undo it."""
     if steps:
         torch._foreach_add_(steps, number)
 

@@ -1,7 +1,6 @@
 """Any optimizer's step over compact master weights, decoded piece by piece.
 
-In: an optimizer, and the slots of its lean masters. Out: one step, taken some
-parameters at a time, for which alone fp32 values are decoded.
+Some parameters are stepped at a time, and fp32 values exist for these alone.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
     from halfstep.masters.encoding import MasterEncoding, MasterParam, RoundingRng
 
 MAX_PIECE_NUMEL = 1 << 22
-"""Numbers put together at once: 16 MiB of fp32."""
+"""Numbers decoded at once: 16 MiB of fp32."""
 
 
 def nan_placeholder(like: Tensor) -> Tensor:
-    """Return NaN in fp32 in the shape of a tensor, in the memory of one number."""
+    """Return NaN in fp32 in the shape of a tensor, with the memory of one number."""
     nan = torch.full((), torch.nan, dtype=torch.float32, device=like.device)
     return nan.expand(like.shape)
 
@@ -38,31 +37,27 @@ def step(
     rng: RoundingRng,
     only: Tensor | None = None,
 ) -> None:
-    """Let an optimizer step over lean masters, and publish them.
+    """Let an optimizer step over compact master weights, and write the weights.
 
     torch's own optimizers keep all their state by parameter, so they are stepped
     piece by piece. Others, and those with step hooks, might count each piece as a
-    step: they get all masters at once.
+    step: they get all parameters at once.
 
     Args:
-        optimizer: Over the masters of `slots`, whose gradients are in their `.grad`,
-            and parameters of other kinds.
-        master_params: All that are lean.
+        optimizer: Over the masters of `master_params`, whose gradients are in their
+            `.grad`, and other parameters.
+        master_params: All that are compact.
         encoding: How fp32 values are encoded.
         rng: For random rounding.
         only: The one parameter of the optimizer to step over; default: all.
     """
-    param_of: dict[Tensor, MasterParam] = {
-        master_param.master: master_param for master_param in master_params
-    }
+    param_of: dict[Tensor, MasterParam] = {p.master: p for p in master_params}
     groups = optimizer.param_groups
     param_lists = [group["params"] for group in groups]
     limit = MAX_PIECE_NUMEL if can_step_in_pieces(optimizer) else None
-    due_lists = param_lists
-    if only is not None:
-        due_lists = [
-            [param for param in params if param is only] for params in param_lists
-        ]
+    due_lists = [
+        [p for p in params if only is None or p is only] for params in param_lists
+    ]
     try:
         for piece in _pieces(due_lists, param_of, limit):
             for group, params in zip(groups, piece, strict=True):
@@ -110,45 +105,31 @@ def _step_piece(
     rng: RoundingRng,
 ) -> None:
     """Decode some master weights, step, and encode them again."""
-    updated = [
-        master_param
-        for master_param in master_params
-        if master_param.master.grad is not None
-    ]
-    fp32_values = [_dense(slot.weight) for slot in updated]
-    for slot, fp32 in zip(updated, fp32_values, strict=True):
-        slot.decode_(encoding, fp32)
-        slot.master.data = fp32
-        _widen_states(optimizer, slot)
+    updated = [p for p in master_params if p.master.grad is not None]
+    fp32_values = [torch.empty_like(p.weight, dtype=torch.float32) for p in updated]
+    for param, fp32 in zip(updated, fp32_values, strict=True):
+        param.decode_(encoding, fp32)
+        param.master.data = fp32
+        for state, key, moment in _moments(optimizer, param.master, fp32.shape):
+            state[key] = moment.float()
     try:
         optimizer.step()
     finally:
-        for slot, fp32 in zip(updated, fp32_values, strict=True):
-            slot.encode_(encoding, fp32, rng)
-            slot.master.data = nan_placeholder(slot.weight)
-            narrow_states(optimizer, slot, encoding, rng)
-
-
-def _dense(weight: Tensor) -> Tensor:
-    return torch.empty_like(weight, dtype=torch.float32)
+        for param, fp32 in zip(updated, fp32_values, strict=True):
+            param.encode_(encoding, fp32, rng)
+            param.master.data = nan_placeholder(param.weight)
+            narrow_states(optimizer, param, encoding, rng)
 
 
 def _moments(
     optimizer: Optimizer, param: Tensor, shape: torch.Size
 ) -> Iterable[tuple[dict[str, Any], str, Tensor]]:
-    """Yield where the optimizer keeps one number for each of a weight's."""
+    """Yield the optimizer's state tensors that have the shape of the parameter."""
     state: dict[str, Any] = optimizer.state.get(param, {})
     for key, value in list(state.items()):
         fits = torch.is_tensor(value) and value.shape == shape
         if fits and key != "step" and value.is_floating_point():
             yield state, key, value
-
-
-def _widen_states(optimizer: Optimizer, master_param: MasterParam) -> None:
-    for state, key, moment in _moments(
-        optimizer, master_param.master, master_param.weight.shape
-    ):
-        state[key] = moment.float()
 
 
 def narrow_states(
@@ -157,23 +138,17 @@ def narrow_states(
     encoding: MasterEncoding,
     rng: RoundingRng | None,
 ) -> None:
-    """Bring an optimizer's moments for a weight into the dtype of their form.
+    """Convert an optimizer's moments for a weight to the encoding's `state_dtype`.
 
     Why at random: the second moment of Adam shrinks by a thousandth a step, which
-    rounding to nearest in bf16 undoes each time.
-
-    Args:
-        optimizer: Holds them under the slot's master.
-        master_param: Of the weight.
-        encoding: Says the dtype.
-        rng: For rounding at random; None rounds to nearest, once.
+    rounding to nearest in bf16 undoes each time. Without `rng` it is to nearest, once.
     """
     moments = _moments(optimizer, master_param.master, master_param.weight.shape)
     for number, (state, key, moment) in enumerate(moments, start=1):
         if moment.dtype == encoding.state_dtype:
             continue
         if encoding.state_dtype == torch.bfloat16 and not moment.dim():
-            # Beside one number, what counts steps (NAdam, ASGD) looks like a moment.
+            # For a scalar, what counts steps (NAdam, ASGD) looks like a moment.
             continue
         if rng is None or encoding.state_dtype != torch.bfloat16:
             state[key] = moment.to(encoding.state_dtype)
@@ -184,7 +159,7 @@ def narrow_states(
 
 
 def narrow_all(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Bring an optimizer's moments for parameters into the parameters' own dtype."""
+    """Convert an optimizer's moments for parameters to the parameters' own dtype."""
     for param in params:
         for state, key, moment in _moments(optimizer, param, param.shape):
             state[key] = moment.to(param.dtype)

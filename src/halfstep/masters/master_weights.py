@@ -1,20 +1,21 @@
 """Master weights: what the optimizer updates, while the model holds 16-bit copies.
 
-In: an optimizer over 16-bit parameters. Out: the same optimizer over their fp32 values,
-with gradients folded up to it and updated weights published down.
+In: an optimizer over 16-bit parameters. Out: the same optimizer over their fp32 values;
+gradients are accumulated in fp32, and updates copied back to the model weights.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep._torch import optimizer_hooks
+from halfstep.errors import UserError
 from halfstep.masters import cpu_kernels, fused_step, generic_step
 from halfstep.masters import encoding as forms
 from halfstep.masters.encoding import PLAIN, MasterParam, RoundingRng
@@ -35,24 +36,24 @@ if TYPE_CHECKING:
 class MasterWeights:
     """The fp32 master weights of the 16-bit parameters of any torch optimizer.
 
-    Why: a 16-bit weight swallows a small update. At the usual ratio of update to
-    weight, 1e-3, bf16 loses more than half of all updates to rounding.
+    Why: at the usual ratio of update to weight, 1e-3, bf16 loses more than half of all
+    updates to rounding.
 
     The optimizer's parameter groups then hold the masters, fp32 parameters of their
-    own; learning-rate schedules, added groups and `state_dict` work as before. In a
-    lean form a master has no memory of its own between steps: it reads as NaN, and
-    `step` fills it in, some parameters at a time.
+    own; learning-rate schedules, added groups and `state_dict` work as before. With a
+    compact encoding no fp32 copy exists between steps: the masters read as NaN, and
+    `step` fills them in, some parameters at a time.
 
     Args:
-        optimizer: Over 16-bit parameters, fp32 ones, or both; fp32 ones are left.
+        optimizer: Over 16-bit parameters, fp32 ones, or both; fp32 ones are unchanged.
         originals: Parameter -> fp32 values to begin with, where they are known; they
             are taken out of it. Otherwise the master starts from the 16-bit weight.
         master: "fp32", "split", "kahan" or "stochastic": what is kept beside a weight.
         seed: Of random rounding. It must be the same on every rank, or replicas
-            drift apart; so the default does not ask torch.
+            drift apart; so the default is not drawn from torch.
 
     Raises:
-        UserError: If there is no such form, or it needs bf16 and weights are fp16.
+        UserError: If there is no such encoding, or it needs bf16 and weights are fp16.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -70,7 +71,6 @@ class MasterWeights:
     """
 
     has_masters = True
-    """16-bit parameters get masters."""
 
     def __init__(
         self,
@@ -81,10 +81,15 @@ class MasterWeights:
         seed: int = 0,
     ) -> None:
         self.optimizer = optimizer
-        self.encoding = forms.parse_with_masters(master)
+        encoding = forms.parse(master)
+        if encoding is None:
+            choices = ", ".join(forms.ENCODINGS)
+            message = f"master={master!r} keeps no master weights; choose {choices}."
+            raise UserError(message)
+        self.encoding = encoding
         self.rng = RoundingRng(seed, 0)
         self.master_params: dict[Tensor, MasterParam] = {}
-        """Master -> all that belongs to it, in the order they were adopted."""
+        """Master -> all that belongs to it, in the order they were added."""
         self.param_index: dict[Tensor, int] = {}
         """Parameter of the optimizer -> its number, for random rounding."""
         self.kernel: Kernel | None = None
@@ -93,7 +98,7 @@ class MasterWeights:
         """That kernel in words, or why there is none."""
         self._fused_step: FusedStep | None = None
         self.stepping = False
-        """The optimizer steps because we say so."""
+        """The optimizer steps because this class calls it."""
         self._versions: list[int] = []
         self._accumulates_in_backward = False
         self.add_new_params(originals)
@@ -102,11 +107,8 @@ class MasterWeights:
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """(16-bit parameter, fp32 master), in the order they were adopted."""
-        return [
-            (master_param.weight, master_param.master)
-            for master_param in self.master_params.values()
-        ]
+        """(16-bit parameter, fp32 master), in the order they were added."""
+        return [(param.weight, param.master) for param in self.master_params.values()]
 
     @torch.no_grad()
     def add_new_params(
@@ -118,21 +120,17 @@ class MasterWeights:
             originals: As for the class; masters take these tensors out of it.
         """
         groups = self.optimizer.param_groups
-        if all(
-            param in self.param_index for group in groups for param in group["params"]
-        ):
+        if all(param in self.param_index for g in groups for param in g["params"]):
             return
         self.sync_external_writes()
-        for group in self.optimizer.param_groups:
+        for group in groups:
             for index, param in enumerate(group["params"]):
                 current = param
                 if is_low(param.dtype):
                     forms.check(self.encoding, param.dtype)
-                    value = (originals or {}).pop(param, param.detach())
-                    current = group["params"][index] = self._new_master(
-                        param, value.float()
-                    )
-                    del value  # lean forms need it no more, and the next is large too
+                    value = (originals or {}).pop(param, param.detach()).float()
+                    current = group["params"][index] = self._new_master(param, value)
+                    del value  # free it: the next one is large too
                 self.param_index.setdefault(current, len(self.param_index))
         model_params = [self.model_param(param) for param in self.param_index]
         self.kernel, self.kernel_description = fused_step.choose_kernel(
@@ -141,30 +139,21 @@ class MasterWeights:
         self.mark_synced()
 
     def _new_master(self, param: nn.Parameter, fp32: Tensor) -> nn.Parameter:
-        param_index = len(self.param_index)
-        if self.encoding.is_compact:
-            residual_dtype = self.encoding.residual
-            residual = (
-                None
-                if residual_dtype is None
-                else torch.empty_like(param, dtype=residual_dtype)
-            )
-            master = nn.Parameter(
-                nan_placeholder(param), requires_grad=param.requires_grad
-            )
-        else:
-            master = nn.Parameter(fp32, requires_grad=param.requires_grad)
-            residual = master
+        param_index, encoding = len(self.param_index), self.encoding
+        value = nan_placeholder(param) if encoding.is_compact else fp32
+        master = nn.Parameter(value, requires_grad=param.requires_grad)
+        residual: Tensor | None = master
+        if encoding.is_compact:
+            dtype = encoding.residual
+            residual = None if dtype is None else torch.empty_like(param, dtype=dtype)
         master_param = MasterParam(param, master, residual, param_index, param.dtype)
-        if self.encoding.is_compact:
-            master_param.encode_(self.encoding, fp32, self.rng)
+        if encoding.is_compact:
+            master_param.encode_(encoding, fp32, self.rng)
         self.master_params[master] = master_param
         self.param_index[master] = param_index
         if param in self.optimizer.state:
             self.optimizer.state[master] = self.optimizer.state.pop(param)
-            generic_step.narrow_states(
-                self.optimizer, master_param, self.encoding, None
-            )
+            generic_step.narrow_states(self.optimizer, master_param, encoding, None)
         return master
 
     def model_param(self, param: Tensor) -> Tensor:
@@ -174,9 +163,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def fp32_value(self, param: Tensor) -> Tensor:
-        """Return the numbers that updates of a parameter of the optimizer add up in.
+        """Return the fp32 values of a parameter of the optimizer.
 
-        New memory in a lean form.
+        In new memory with a compact encoding.
         """
         master_param = self.master_params.get(param)
         if master_param is None or not self.encoding.is_compact:
@@ -189,7 +178,7 @@ class MasterWeights:
     def set_fp32_(
         self, param: Tensor, fp32: Tensor, weight: Tensor | None = None
     ) -> None:
-        """Set a parameter of the optimizer, and the weight it publishes.
+        """Set a parameter of the optimizer, and the model's weight.
 
         Args:
             param: With a master or without.
@@ -204,12 +193,10 @@ class MasterWeights:
         master_param.encode_(self.encoding, value, self.rng)
         if weight is not None:
             master_param.weight.copy_(weight)
-            if (
-                master_param.residual is not None
-                and master_param.residual.dtype == torch.bfloat16
-            ):
-                # Two pairs may have one sum; who resumes must find the same pair.
-                master_param.residual.copy_(value - master_param.weight)
+            residual = master_param.residual
+            if residual is not None and residual.dtype == torch.bfloat16:
+                # Two pairs may have one sum; a resumed run must get the same pair.
+                residual.copy_(value - master_param.weight)
         self.mark_synced()
 
     def accumulate_grads(self) -> None:
@@ -223,7 +210,7 @@ class MasterWeights:
             _accumulate_(master_param)
 
     def accumulate_in_backward(self, *, on: bool = True) -> None:
-        """Fold each gradient from now on as soon as a backward pass has made it.
+        """Accumulate each gradient from now on as soon as a backward pass has made it.
 
         Why: the 16-bit gradients of a whole model then never exist at once.
 
@@ -231,14 +218,18 @@ class MasterWeights:
             on: Not under DDP, which averages gradients after that.
         """
         self._accumulates_in_backward = on
-        for master_param in self.master_params.values() if on else ():
-            _accumulate_hook(master_param, self._is_accumulating_in_backward)
+        for param in self.master_params.values() if on else ():
+            if param.weight.requires_grad and not param.is_hooked:
+                param.is_hooked = True
+                hook = partial(self._on_gradient, param)
+                param.weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _is_accumulating_in_backward(self) -> bool:
-        return self._accumulates_in_backward
+    def _on_gradient(self, master_param: MasterParam, _: Tensor) -> None:
+        if self._accumulates_in_backward:
+            _accumulate_(master_param)
 
     def grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (parameter of the optimizer, its gradient), folded or not yet."""
+        """Return (parameter of the optimizer, its gradient), in fp32 or 16 bits."""
         grads = []
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         for param in params:
@@ -260,13 +251,13 @@ class MasterWeights:
         found_inf: Tensor | None = None,
         only: tuple[dict[str, Any], Tensor] | None = None,
     ) -> None:
-        """Unscale, update and publish in one pass, with `kernel`.
+        """Unscale, update and write the weights in one pass, with `kernel`.
 
         Args:
             inverse: What gradients are multiplied by. fp32, shape ().
             found_inf: 1.0 if nothing must change, shape (); for a kernel on a device.
-            only: A group of the optimizer and its one parameter to update, of those
-                that make up this step; default: all of them.
+            only: A group of the optimizer and its one parameter to update; default:
+                all of them.
         """
         assert self.kernel is not None, "there is no kernel"  # noqa: S101
         if self._fused_step is None or self._fused_step.kernel is not self.kernel:
@@ -281,7 +272,7 @@ class MasterWeights:
             self._fused_step.update(
                 group, params, inverse=inverse, rng=self.rng, found_inf=found_inf
             )
-        # What torch's own step would have told.
+        # As torch's own step does, for learning-rate schedules.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         if only is None:
             optimizer_hooks.notify(self.optimizer)
@@ -312,14 +303,12 @@ class MasterWeights:
 
     def note(self) -> str:
         """Say in one line what is kept, and of how many weights."""
-        count = sum(
-            master_param.weight.numel() for master_param in self.master_params.values()
-        )
+        count = sum(param.weight.numel() for param in self.master_params.values())
         return f"master weights of {count} numbers: {self.encoding.description}"
 
     @torch.no_grad()
     def broadcast_(self, broadcast: Callable[[list[Tensor]], None]) -> None:
-        """Take over another rank's weights and what is kept beside them.
+        """Take over another rank's weights and residuals.
 
         Args:
             broadcast: Gives tensors, in place, the values of the first rank.
@@ -327,43 +316,36 @@ class MasterWeights:
         self.add_new_params()
         master_params = self.master_params.values()
         if not self.encoding.is_compact:
-            # Weights that were loaded after adoption. Not said: wrapping in DDP writes
-            # to weights too. Lean forms keep what is off by less than rounding.
-            for master_param in self._externally_written():
-                master_param.reset_from_weight(self.encoding, self.rng)
-        broadcast([slot.weight.detach() for slot in master_params])
-        broadcast(
-            [
-                slot.residual.detach()
-                for slot in master_params
-                if slot.residual is not None
-            ]
-        )
+            # Weights that were loaded since. Without a warning: wrapping in DDP writes
+            # to weights too. Compact encodings are off by less than rounding.
+            for param in self._externally_written():
+                param.reset_from_weight(self.encoding, self.rng)
+        residuals = [p.residual for p in master_params if p.residual is not None]
+        broadcast([param.weight.detach() for param in master_params])
+        broadcast([residual.detach() for residual in residuals])
         self.mark_synced()
 
     def clear(self) -> None:
-        """Forget the gradients of a step."""
+        """Clear the 16-bit gradients."""
         for master_param in self.master_params.values():
             master_param.weight.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Fold gradients, let the optimizer step over the masters, and publish them."""
+        """Accumulate gradients, step over the masters, and copy back to the weights."""
         self.accumulate_grads()
         self.sync_external_writes()
         with self.own_step():
             if self.encoding.is_compact:
-                master_params = self.master_params.values()
-                generic_step.step(
-                    self.optimizer, master_params, self.encoding, self.rng
-                )
+                compact = self.master_params.values()
+                generic_step.step(self.optimizer, compact, self.encoding, self.rng)
             else:
                 self.optimizer.step()
         self.publish()
 
     @contextlib.contextmanager
     def own_step(self) -> Iterator[None]:
-        """Open the region in which the optimizer steps because we say so."""
+        """Set `stepping` during a step that this class calls."""
         self.stepping = True
         try:
             yield
@@ -372,31 +354,25 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the 16-bit parameters; lean ones are there already."""
+        """Copy the masters back to the weights; compact ones are up to date already."""
         if self.master_params and not self.encoding.is_compact:
             weights, masters = zip(*self.pairs, strict=True)
             torch._foreach_copy_(weights, masters)
         self.advance_rng()
 
     def advance_rng(self) -> None:
-        """Count an update; no two get the same random numbers."""
+        """Count an update: each has random numbers of its own."""
         self.rng = RoundingRng(self.rng.seed, self.rng.step + 1)
         self.mark_synced()
 
-    @torch.no_grad()
-    def reset_from_weights(self) -> None:
-        """Take the 16-bit parameters as the new masters, after an outside edit."""
-        for weight, master in self.pairs:
-            self.set_fp32_(master, weight.detach().float())
-
     def set_rng(self, seed: int, step: int) -> None:
-        """Go on with the random numbers of a saved run."""
+        """Continue the random numbers of a saved run."""
         self.rng = RoundingRng(seed, step)
 
     def normalize_states(self) -> None:
-        """Bring moments that were loaded into the form's dtype, and their own memory.
+        """Convert loaded moments to the encoding's dtype, in memory of their own.
 
-        Why: torch takes over tensors that another optimizer may be at work with.
+        Why: `load_state_dict` takes over tensors that another optimizer may use.
         """
         for state in self.optimizer.state.values():
             tensors = [key for key, value in state.items() if torch.is_tensor(value)]
@@ -408,25 +384,23 @@ class MasterWeights:
 
     def mark_synced(self) -> None:
         """Remember that the weights are as the masters would have them."""
-        self._versions = [
-            param.weight._version  # noqa: SLF001
-            for param in self.master_params.values()
-        ]
+        masters = self.master_params.values()
+        self._versions = [param.weight._version for param in masters]  # noqa: SLF001
 
     @torch.no_grad()
     def sync_external_writes(self) -> None:
-        """Take in what others have written to the weights since they were published.
+        """Reset masters whose weights were changed outside the optimizer.
 
         Why: `model.load_state_dict`, clamping or an average of weights change the
-        model, and a master that does not know would undo it at the next step. An
-        edit through `.data` is not seen: torch does not count it.
+        model, which its masters would undo at the next step. An edit through `.data`
+        is not noticed: torch does not count it.
         """
         for master_param in self.master_params.values():
             if master_param.weight.dtype != master_param.dtype:
                 master_param.check()
         changed = sum(
-            slot.reset_from_weight(self.encoding, self.rng)
-            for slot in self._externally_written()
+            param.reset_from_weight(self.encoding, self.rng)
+            for param in self._externally_written()
         )
         self.mark_synced()
         if changed:
@@ -438,13 +412,9 @@ class MasterWeights:
             warnings.warn(message, stacklevel=3)
 
     def _externally_written(self) -> list[MasterParam]:
-        """Return those whose weights were written to since they were published."""
+        """Return those whose weights were written to since `mark_synced`."""
         pairs = zip(self.master_params.values(), self._versions, strict=True)
-        return [
-            master_param
-            for master_param, version in pairs
-            if master_param.weight._version != version  # noqa: SLF001
-        ]
+        return [p for p, version in pairs if p.weight._version != version]  # noqa: SLF001
 
 
 class NoMasters(MasterWeights):
@@ -455,7 +425,7 @@ class NoMasters(MasterWeights):
     def add_new_params(
         self, originals: dict[nn.Parameter, Tensor] | None = None
     ) -> None:
-        """Leave parameters as they are."""
+        """Do nothing."""
 
     def describe(self) -> str:
         """Say in one line how weights are updated."""
@@ -464,23 +434,6 @@ class NoMasters(MasterWeights):
     def note(self) -> str:
         """Say that there are none."""
         return "master weights: none"
-
-
-def _accumulate_hook(master_param: MasterParam, is_enabled: Callable[[], bool]) -> None:
-    """Fold from now on as soon as a backward pass has made a gradient.
-
-    Args:
-        master_param: Of the weight.
-        is_enabled: Asked each time.
-    """
-
-    def on_gradient(_: Tensor) -> None:
-        if is_enabled():
-            _accumulate_(master_param)
-
-    if master_param.weight.requires_grad and not master_param.is_hooked:
-        master_param.is_hooked = True
-        master_param.weight.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -503,9 +456,7 @@ def _accumulate_(master_param: MasterParam) -> None:
             )
         master_param.master.grad = master_param.grad_buffer.copy_(gradient).detach()
     elif _suits_kernel(total, gradient):
-        item = ParamUpdate(
-            total, gradient, None, (), None, is_first_step=False, param_index=0
-        )
+        item = ParamUpdate(total, gradient)
         one = torch.ones(())
         cpu_kernels.update([item], _SUM, PLAIN, inverse=one, clock=(0, 0))
         torch.autograd.graph.increment_version(total)

@@ -1,7 +1,7 @@
 """Updates inside the backward pass, so that gradients never exist all at once.
 
-In: masters, and gradients as they arrive. Out: updated weights, each gradient freed at
-once, and the parameters whose gradients could not be used.
+In: master weights, and gradients as they arrive. Out: updated weights, each gradient
+freed at once, and the parameters whose gradients were not finite.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check(
     needs_agreement: bool,
     needs_all_gradients: bool,
 ) -> None:
-    """Refuse what needs all gradients of a step at once.
+    """Reject options that need all gradients of a step at once.
 
     Args:
         rule: Of the loss scale.
@@ -60,10 +60,10 @@ def check(
 
 
 def check_norm(clip: float | None) -> None:
-    """Refuse to clip.
+    """Reject clipping.
 
     Raises:
-        UserError: If it is asked for.
+        UserError: If a finite limit is given.
     """
     if clip is not None and clip != torch.inf:
         message = (
@@ -75,10 +75,10 @@ def check_norm(clip: float | None) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot step over one parameter by itself.
+    """Reject an optimizer that cannot step over one parameter by itself.
 
     Raises:
-        UserError: With why.
+        UserError: With the reason.
     """
     if not generic_step.can_step_in_pieces(optimizer):
         message = (
@@ -92,8 +92,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 class OptimizerInBackward:
     """Updates each parameter as soon as its gradient is there.
 
-    A gradient with inf or NaN leaves its own parameter alone; others have moved, or
-    will. Without a loss scale such a gradient is a fault of the run, not of the scale.
+    A gradient with inf or NaN leaves its own parameter alone; others are updated.
 
     Args:
         masters: With a kernel, or over an optimizer that keeps its state by parameter.
@@ -123,10 +122,10 @@ class OptimizerInBackward:
         return len(self.stepped_params)
 
     def start(self, *, in_backward: bool) -> None:
-        """See to it that gradients are used.
+        """Install the hooks.
 
         Args:
-            in_backward: When they arrive; otherwise it is `step_all` that does it.
+            in_backward: Update when gradients arrive, not in `step_all`.
         """
         self._is_active = in_backward
         # A step hook may have come after `prepare`.
@@ -148,15 +147,15 @@ class OptimizerInBackward:
                 weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Leave gradients of other passes alone."""
+        """Ignore gradients of other backward passes."""
         self._is_active = False
 
     def discard(self) -> None:
-        """Forget which weights the step under way has updated."""
+        """Forget which weights the current step has updated."""
         self.skipped_params, self._square_sum, self.stepped_params = [], None, set()
 
     def step_all(self) -> None:
-        """Use what is there after a backward pass whose gradients travelled."""
+        """Update by the gradients of a backward pass, after ranks averaged them."""
         for param in self._group_of:
             weight = self.masters.model_param(param)
             if weight.grad is not None:
@@ -168,7 +167,7 @@ class OptimizerInBackward:
 
     @torch.no_grad()
     def _step_param(self, param: Tensor, weight: Tensor) -> None:
-        """Update a parameter by its gradient, and free that."""
+        """Update a parameter by its gradient, and free the gradient."""
         gradient = weight.grad
         if gradient is None:
             return
@@ -182,13 +181,9 @@ class OptimizerInBackward:
         self.stepped_params.add(param)
         masters = self.masters
         kernel = self._kernel if fused_step.can_read([gradient]) else None
-        check_finite = (
-            eager_kernels.check_finite if kernel is None else kernel.check_finite
-        )
-        values = gradient
-        if gradient.is_sparse:
-            values = gradient.coalesce().values()
-        found_inf, square = check_finite([values], norm=self._needs_norm)
+        kernels: Any = eager_kernels if kernel is None else kernel
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        found_inf, square = kernels.check_finite([values], norm=self._needs_norm)
         if found_inf:
             self.skipped_params.append(param)
         else:
@@ -204,7 +199,7 @@ class OptimizerInBackward:
         weight.grad = param.grad = None
 
     def finish_step(self) -> tuple[list[Tensor], Tensor | None]:
-        """End a step; return parameters left out, and the norm of all gradients."""
+        """End a step; return skipped parameters, and the norm of all gradients."""
         skipped_params, squares = self.skipped_params, self._square_sum
         self.skipped_params, self.stepped_params, self._square_sum = [], set(), None
         self.masters.advance_rng()

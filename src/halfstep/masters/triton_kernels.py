@@ -295,7 +295,7 @@ def _param_line(
         )
         raise UserError(message)
     step = item.step
-    num_states = 2 + rule.amsgrad if isinstance(rule, Adam) else int(rule.momentum != 0)
+    num_states = len(rule.state_keys)
     if len(item.states) != num_states or (isinstance(rule, Adam) and step is None):
         message = (
             f"Item {item.param_index} has {len(item.states)} state tensors and "

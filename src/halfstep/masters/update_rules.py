@@ -24,6 +24,11 @@ class Sgd:
     weight_decay: float
     maximize: bool
 
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Names of its state tensors in `optimizer.state`."""
+        return ("momentum_buffer",) if self.momentum else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Adam:
@@ -39,6 +44,12 @@ class Adam:
     amsgrad: bool
     maximize: bool
 
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Names of its state tensors in `optimizer.state`."""
+        keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        return keys if self.amsgrad else keys[:2]
+
 
 Rule = Sgd | Adam
 
@@ -51,14 +62,14 @@ class ParamUpdate:
     """What the model holds: bf16, fp16, or fp32."""
     gradient: Tensor
     """bf16, fp16 or fp32, still multiplied by the loss scale."""
-    residual: Tensor | None
-    """What the form keeps beside the weight: see `Form`."""
-    states: tuple[Tensor, ...]
+    residual: Tensor | None = None
+    """What is kept beside the weight: see `MasterEncoding`."""
+    states: tuple[Tensor, ...] = ()
     """SGD with momentum: (momentum_buffer,); Adam: (exp_avg, exp_avg_sq), and
-    max_exp_avg_sq with amsgrad. fp32, or bf16 where the form keeps them so."""
-    step: Tensor | None
+    max_exp_avg_sq with amsgrad. fp32, or bf16 where the encoding keeps them so."""
+    step: Tensor | None = None
     """Adam: torch's step counter, fp32, shape (), already counting this step."""
-    is_first_step: bool
+    is_first_step: bool = False
     """SGD: the momentum buffer is not filled yet; it takes the gradient as it is."""
-    param_index: int
+    param_index: int = 0
     """Number of the parameter; random numbers depend on it."""

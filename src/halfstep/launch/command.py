@@ -1,0 +1,114 @@
+"""`halfstep run`: becomes the Python that runs a script, with the variable set.
+
+In: a level, a dtype, a script or module and its arguments. Out: no return: the process
+is replaced, so that arguments, `__main__`, `sys.path`, tracebacks, signals and the exit
+status are those of `python script.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from halfstep.errors import UserError
+from halfstep.launch import DTYPES, PID_VARIABLE, VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LEVELS = ("auto", "O0", "O1")
+
+
+def exec_script(
+    words: Sequence[str], *, level: str, dtype: str, module: bool
+) -> NoReturn:
+    """Replace this process by Python running a script.
+
+    Args:
+        words: The script, or the module's name, and its arguments.
+        level: "O1", "O0" for the script as it is, or "auto": O1 where 16 bits were
+            measured to be faster on this machine.
+        dtype: One of `DTYPES`.
+        module: The first word is a module, as for `python -m`.
+
+    Raises:
+        UserError: If the script or module is not there, the level needs an edited
+            script, or torch would not call `halfstep.launch.autoload`.
+    """
+    _check_target(words, module=module)
+    if level not in LEVELS:
+        message = (
+            f"--level {level} stores weights in 16 bits, for which the script must "
+            "call halfstep.prepare; a script that is not edited runs at O1, O0 or auto."
+        )
+        raise UserError(message)
+    if dtype not in DTYPES:
+        message = f"--dtype {dtype} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}."
+        raise UserError(message)
+    if level == "auto":
+        level = _recommended_level()
+    environment = {**os.environ, PID_VARIABLE: str(os.getpid())}
+    environment.pop(VARIABLE, None)
+    if level == "O1":
+        _check_autoload()
+        environment[VARIABLE] = dtype
+    arguments = [sys.executable, *(["-m"] if module else []), *words]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, arguments, environment)  # noqa: S606 -- no shell is wanted
+
+
+def _check_target(words: Sequence[str], *, module: bool) -> None:
+    if not words:
+        message = "no script was given: halfstep run script.py, or run -m module."
+        raise UserError(message)
+    target = words[0]
+    if module:
+        sys.path.insert(0, "")  # where `python -m` looks first
+        try:
+            exists = importlib.util.find_spec(target) is not None
+        except (ImportError, ValueError):
+            exists = False
+        if not exists:
+            message = f"there is no module named {target}."
+            raise UserError(message)
+    elif not Path(target).exists():
+        message = f"there is no script {target}."
+        raise UserError(message)
+
+
+def _check_autoload() -> None:
+    """Refuse to run a script that would silently train in fp32.
+
+    Raises:
+        UserError: If torch will not call `autoload`.
+    """
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        message = (
+            "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so torch loads no extensions; "
+            "unset it for halfstep run."
+        )
+        raise UserError(message)
+    names = {each.value for each in entry_points(group="torch.backends")}
+    if "halfstep.launch:autoload" not in names:
+        message = (
+            "halfstep is not installed in this environment (its entry point for torch "
+            "is missing): run pip install halfstep, or pip install -e . in its folder."
+        )
+        raise UserError(message)
+
+
+def _recommended_level() -> str:
+    import torch
+
+    from halfstep.machine import hardware
+
+    advice = hardware.recommend("cuda" if torch.cuda.is_available() else "cpu")
+    if advice.level == "O0":
+        sys.stderr.write(f"halfstep: O0, the script as it is: {advice.reason}\n")
+        return "O0"
+    return "O1"

@@ -1,0 +1,552 @@
+"""A script's training in mixed precision, by what it calls anyway.
+
+In: calls of modules, backward passes, steps of optimizers and schedulers, as a script
+makes them. Out: the outermost call of a module runs under the lean policy and returns
+fp32; fp16 losses are scaled, and gradients unscaled before they reach `.grad`; a step
+whose gradients are not finite is skipped, and its schedule stands still.
+
+What is replaced in torch, for the life of the process: `nn.Module.__call__`,
+`torch.autograd.backward` and `grad`, `Optimizer.profile_hook_step` (torch's own wrapper
+of every optimizer's step), `step` of the schedulers, and `GradScaler.__init__`. A
+script that brings its own mixed precision is left alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.weak import WeakIdKeyDictionary
+
+from halfstep.launch import DTYPES, PID_VARIABLE, VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.autograd.graph import Node
+
+    from halfstep.casting.autocast_mode import Autocast
+    from halfstep.casting.policy_autocast import PolicyAutocast
+    from halfstep.numerics.formats import FloatFormat
+    from halfstep.scaling.loss_scaler import LossScaler
+    from halfstep.scaling.step_report import NonFiniteParam
+
+_LOW_DTYPES = (torch.bfloat16, torch.float16)
+_DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+
+
+def install(dtype: str) -> None:
+    """Train this process in mixed precision from now on.
+
+    Args:
+        dtype: As the variable holds it.
+
+    Raises:
+        SystemExit: If it is none of `DTYPES`.
+    """
+    if dtype not in DTYPES:
+        words = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+        sys.stderr.write(f"halfstep: error: {VARIABLE}={dtype!r} must be {words}.\n")
+        raise SystemExit(2)
+    training = ScriptTraining(dtype)
+    _patch(nn.Module, "__call__", training.wrap_module_call)
+    _patch(torch.autograd, "backward", training.wrap_backward)
+    _patch(torch.autograd, "grad", training.wrap_grad)
+    _patch(Optimizer, "profile_hook_step", training.wrap_profile_hook_step)
+    _patch(LRScheduler, "__init__", training.wrap_scheduler_init)
+    for kind in (LRScheduler, *_subclasses(LRScheduler)):
+        training.wrap_schedulers_of(kind)
+    _patch(GradScaler, "__init__", training.wrap_grad_scaler_init)
+    atexit.register(training.report)
+
+
+def _patch(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:  # noqa: ANN401
+    original = vars(owner)[name]
+    if isinstance(original, staticmethod):
+        setattr(owner, name, staticmethod(wrap(original.__func__)))
+    else:
+        setattr(owner, name, wrap(original))
+
+
+def _subclasses(kind: type) -> list[type]:
+    direct: list[type] = kind.__subclasses__()
+    return [each for sub in direct for each in (sub, *_subclasses(sub))]
+
+
+class _Thread(threading.local):
+    """What a thread is inside of."""
+
+    forward_or_backward = False
+    """The outermost call of a module, or a backward pass."""
+    backward = False
+    step = False
+    """An optimizer's step."""
+    scheduler = False
+    """A scheduler's step."""
+
+
+class ScriptTraining:
+    """The state of one process that trains in mixed precision without knowing it.
+
+    Args:
+        dtype: One of `DTYPES`.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._format: FloatFormat | None = None
+        """None until the first module is called, on whose device "auto" depends."""
+        self._scaler: LossScaler | None = None
+        """Made with the format. On the host: there it is decided what is skipped."""
+        self._is_off = False
+        self._thread = _Thread()
+        self._lock = threading.Lock()
+        self._num_open = 0
+        """Outermost module calls and backward passes under way, in all threads."""
+        self._contexts: dict[str, Autocast | PolicyAutocast] = {}
+        self._unscaled_ids: set[int] = set()
+        """Of the leaves whose gradients are unscaled in the passes under way."""
+        self._overflowed = WeakIdKeyDictionary()
+        """Parameter -> whether the fp16 pass that reached it last left inf or NaN there
+        (it shares the tensor, shape (), with the others of the pass)."""
+        self._found_inf: bool | None = None
+        """Of the steps since the last backward pass; None: there was none."""
+        self._culprits: tuple[NonFiniteParam, ...] = ()
+        self._counts: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+        """Optimizer -> steps applied and skipped."""
+        self._counts_seen: WeakKeyDictionary[LRScheduler, list[int]] = (
+            WeakKeyDictionary()
+        )
+        """Scheduler -> the counts of its optimizer when it was stepped last."""
+        self._totals = [0, 0]
+        self._forward_seconds = 0.0
+        self._start = time.perf_counter()
+
+    # Forward passes
+
+    def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `nn.Module.__call__`, whose outermost call is under the policy."""
+        thread = self._thread
+
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if (
+                thread.forward_or_backward
+                or self._is_off
+                or torch.compiler.is_compiling()
+            ):
+                return original(module, *args, **kwargs)
+            context = self._context(self._device_type(module, args, kwargs))
+            if context is None:
+                return original(module, *args, **kwargs)
+            start = time.perf_counter()
+            with self._inside(), context:
+                output = original(module, *args, **kwargs)
+            self._forward_seconds += time.perf_counter() - start
+            from halfstep.numerics.formats import cast_floating
+
+            # For losses that are no modules, and are computed outside of the context.
+            return cast_floating(output, torch.float32)
+
+        return call
+
+    @contextlib.contextmanager
+    def _inside(self, *, backward: bool = False) -> Iterator[None]:
+        thread = self._thread
+        before = thread.forward_or_backward, thread.backward
+        thread.forward_or_backward, thread.backward = True, backward
+        with self._lock:
+            self._num_open += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_open -= 1
+            thread.forward_or_backward, thread.backward = before
+
+    def _device_type(
+        self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> str:
+        """Return the device of a model or of a loss; "" for a metric.
+
+        A metric has no parameters, and its inputs need no gradient.
+        """
+        from halfstep.numerics.formats import tensors_in
+
+        param = next(module.parameters(), None)
+        if param is not None:
+            if param.dtype in _LOW_DTYPES:
+                self._stand_aside("its model has 16-bit weights")
+            return param.device.type
+        if not torch.is_grad_enabled():
+            return ""
+        inputs = tensors_in([args, kwargs])
+        return next((t.device.type for t in inputs if t.requires_grad), "")
+
+    def _context(self, device_type: str) -> Autocast | PolicyAutocast | None:
+        """Return the policy's context for a device; None where none is to be opened."""
+        if device_type not in _DEVICE_TYPES:
+            return None
+        is_enabled = torch.is_autocast_enabled(device_type)
+        if self._num_open and (is_enabled or _is_torch_thread()):
+            return None  # the thread of a replica, or a recomputation
+        if is_enabled:
+            self._stand_aside("it opens autocast contexts")
+        elif "apex.amp" in sys.modules:
+            self._stand_aside("it imports apex.amp")
+        if self._is_off:
+            return None
+        if device_type not in self._contexts:
+            from halfstep.casting.autocast_mode import autocast
+
+            dtype = self._resolve_format(device_type).dtype
+            self._contexts[device_type] = autocast(device_type, dtype, policy="lean")
+        return self._contexts[device_type]
+
+    def _resolve_format(self, device_type: str) -> FloatFormat:
+        if self._format is None:
+            from halfstep.machine import hardware, recommendation
+            from halfstep.numerics import formats
+            from halfstep.scaling.loss_scale import ScaleRule
+            from halfstep.scaling.loss_scaler import LossScaler
+
+            self._format = recommendation.resolve("O1", self._dtype, device_type).format
+            rule = "dynamic" if self._format is formats.FP16 else "none"
+            self._scaler = LossScaler(ScaleRule.parse(rule))
+            caution = hardware.emulation_warning(self._format.name, device_type)
+            if caution and _is_first_rank():
+                _say(caution)
+        return self._format
+
+    def _stand_aside(self, reason: str) -> None:
+        if not self._is_off and _is_first_rank():
+            _say(f"the script has mixed precision of its own ({reason}): left alone.")
+        self._is_off = True
+
+    def wrap_grad_scaler_init(
+        self, original: Callable[..., None]
+    ) -> Callable[..., None]:
+        """Return `GradScaler.__init__`, which says that a script scales itself."""
+
+        @functools.wraps(original)
+        def init(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            original(scaler, *args, **kwargs)
+            if scaler.is_enabled():
+                self._stand_aside("it makes a GradScaler")
+
+        return init
+
+    # Backward passes
+
+    def wrap_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `torch.autograd.grad`, outside of the policy; nothing is scaled."""
+
+        @functools.wraps(original)
+        def grad(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            return self._run_backward(original, *args, **kwargs)
+
+        return grad
+
+    def _run_backward(
+        self,
+        original: Callable[..., Any],
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Run a backward pass outside of the policy; its recomputations restore it."""
+        if self._is_off or not self._contexts:
+            return original(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._inside(backward=True))
+            for device_type in self._contexts:
+                if torch.is_autocast_enabled(device_type):  # inside a module's forward
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
+            return original(*args, **kwargs)
+
+    def wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `torch.autograd.backward`, which leaves true gradients in `.grad`."""
+
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            scaler, thread = self._scaler, self._thread
+            if self._is_off or scaler is None:
+                original(tensors, *args, **kwargs)
+                return
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if thread.backward or (self._num_open and _is_torch_thread()):
+                # Inside a pass, by reentrant checkpointing, whose roots are scaled.
+                with self._unscaled_leaves(roots, params_only=True):
+                    original(tensors, *args, **kwargs)
+                return
+            self._update_scale()
+            for root in roots:
+                if root.ndim == 0:
+                    scaler.observe_loss(root.detach())
+            if not scaler.rule.scales:
+                self._run_backward(original, tensors, *args, **kwargs)
+                return
+            with self._unscaled_leaves(roots) as leaves:
+                scaled = [scaler.scale(root) for root in roots]
+                self._run_backward(original, scaled, *args, **kwargs)
+            reached = [leaf for leaf in leaves if leaf.grad is not None]
+            # Now: clipping by value would make an inf finite.
+            found_inf = _found_inf([leaf.grad for leaf in reached])
+            for leaf in reached:
+                self._overflowed[leaf] = found_inf
+
+        return backward
+
+    @contextlib.contextmanager
+    def _unscaled_leaves(
+        self, roots: Sequence[Tensor], *, params_only: bool = False
+    ) -> Iterator[list[Tensor]]:
+        """Divide gradients by the loss scale where a graph adds them to `.grad`.
+
+        Args:
+            roots: The graph's.
+            params_only: Leave other leaves alone: what reentrant checkpointing
+                detaches passes its gradient on.
+
+        Yields:
+            The leaves.
+        """
+        assert self._scaler is not None  # noqa: S101
+        inverse = 1 / self._scaler.state.scale.item()
+
+        def unscale(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            return tuple(None if grad is None else grad * inverse for grad in grads)
+
+        nodes: list[Any] = [
+            node
+            for node in _leaf_nodes(roots)
+            if id(node.variable) not in self._unscaled_ids  # by the pass around this
+            and (not params_only or isinstance(node.variable, nn.Parameter))
+        ]
+        ids = {id(node.variable) for node in nodes}
+        handles = [node.register_prehook(unscale) for node in nodes]
+        self._unscaled_ids |= ids
+        try:
+            yield [node.variable for node in nodes]
+        finally:
+            self._unscaled_ids -= ids
+            for handle in handles:
+                handle.remove()
+
+    # Steps
+
+    def wrap_profile_hook_step(
+        self, original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return torch's wrapper of the `step` of a class of optimizers, with ours."""
+
+        @functools.wraps(original)
+        def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+            return self._wrap_step(original(step))
+
+        return profile_hook_step
+
+    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step that is skipped if a gradient is not finite."""
+
+        @functools.wraps(original)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            has_closure = bool(args) or kwargs.get("closure") is not None
+            untouched = self._scaler is None and not has_closure
+            if self._is_off or untouched or self._thread.step:
+                return original(optimizer, *args, **kwargs)
+            self._thread.step = True
+            try:
+                if has_closure:
+                    return self._step_with_closure(optimizer, *args, **kwargs)
+                skipped = self._has_overflow(optimizer)
+                result = None if skipped else original(optimizer, *args, **kwargs)
+                self._count(optimizer, skipped=skipped)
+                return result
+            finally:
+                self._thread.step = False
+
+        return step
+
+    def _step_with_closure(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        from halfstep.scaling.optimizer_step import step_or_undo
+
+        loss: Any = None
+        skipped = False
+
+        def evaluate() -> Any:  # noqa: ANN401
+            nonlocal loss
+            loss = closure()
+            return loss
+
+        def overflowed() -> bool:
+            nonlocal skipped
+            skipped = self._has_overflow(optimizer)
+            return skipped
+
+        result = step_or_undo(optimizer, evaluate, overflowed, *args, **kwargs)
+        self._count(optimizer, skipped=skipped)
+        return loss if skipped else result
+
+    def _has_overflow(self, optimizer: Optimizer) -> bool:
+        """Say whether the gradients of a step are not finite. Waits for the device."""
+        from halfstep._torch.optimizer_params import named_parameters
+        from halfstep.scaling.step_report import find_nonfinite_params
+        from halfstep.scaling.unscale import reduce_found_inf
+
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        found_inf = reduce_found_inf(_found_inf(grads), grads, None)
+        flags = {
+            id(flag): flag
+            for p in params
+            if (flag := self._overflowed.get(p)) is not None  # type: ignore[no-untyped-call]
+        }
+        has_overflow = bool(found_inf) or any(map(bool, flags.values()))
+        if has_overflow:
+            named = named_parameters(optimizer)
+            pairs = [(name, p.grad) for name, p in named if p.grad is not None]
+            self._culprits = find_nonfinite_params(pairs)
+        self._found_inf = bool(self._found_inf) or has_overflow
+        return has_overflow
+
+    def _count(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        for counts in (self._counts.setdefault(optimizer, [0, 0]), self._totals):
+            counts[skipped] += 1
+
+    def _update_scale(self) -> None:
+        """Move the loss scale by what the steps since the last pass met.
+
+        Raises:
+            LossScaleCollapse: If skipping has gone on for too long.
+        """
+        if self._found_inf is None or self._scaler is None:
+            return
+        found_inf, culprits = torch.tensor(float(self._found_inf)), self._culprits
+        self._found_inf, self._culprits = None, ()
+        self._scaler.update(found_inf, lambda: culprits)
+
+    # Schedules
+
+    def wrap_scheduler_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Return `LRScheduler.__init__`, for classes that a script defines."""
+
+        @functools.wraps(original)
+        def init(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            for kind in type(scheduler).__mro__:
+                self.wrap_schedulers_of(kind)
+            original(scheduler, *args, **kwargs)
+
+        return init
+
+    def wrap_schedulers_of(self, kind: type) -> None:
+        """Let the schedulers of a class stand still after skipped steps."""
+        original = vars(kind).get("step")
+        if (
+            original is None
+            or kind is ReduceLROnPlateau
+            or hasattr(original, "halfstep")
+        ):
+            return
+
+        @functools.wraps(original)
+        def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            thread = self._thread
+            if thread.scheduler or not self._stands_still(scheduler):
+                before, thread.scheduler = thread.scheduler, True
+                try:
+                    original(scheduler, *args, **kwargs)
+                finally:
+                    thread.scheduler = before
+
+        step.halfstep = True  # type: ignore[attr-defined]
+        kind.step = step  # type: ignore[attr-defined]
+
+    def _stands_still(self, scheduler: LRScheduler) -> bool:
+        """Say whether all steps since the scheduler's last one were skipped."""
+        counts = list(self._counts.get(scheduler.optimizer, (0, 0)))
+        seen = self._counts_seen.get(scheduler, counts)
+        self._counts_seen[scheduler] = counts
+        return counts[0] == seen[0] and counts[1] > seen[1]
+
+    # The end
+
+    def report(self) -> None:
+        """Say in one line what was done; nothing in processes that did not train."""
+        main = getattr(sys.modules.get("__main__"), "__spec__", None)
+        is_launcher = main is not None and main.name in _LAUNCHERS
+        if self._is_off or is_launcher or not _is_first_rank():
+            return
+        applied, skipped = self._totals
+        if self._format is None:
+            if os.environ.get(PID_VARIABLE) == str(os.getpid()):
+                _say("no module was called: nothing ran in 16 bits.")
+            return
+        steps = f"{applied + skipped} optimizer steps, {skipped} skipped"
+        elapsed = time.perf_counter() - self._start
+        seconds = f"{self._forward_seconds:.1f} of {elapsed:.1f} s"
+        _say(f"O1 {self._format}: {steps}; 16-bit forward passes took {seconds}.")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"halfstep: {text}\n")
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _is_torch_thread() -> bool:
+    """Say whether torch started this thread, as it does for backward passes on GPUs."""
+    return isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001
+
+
+@torch.no_grad()
+def _found_inf(gradients: Sequence[Tensor | None]) -> Tensor:
+    """Return 1.0 if one of some gradients is inf or NaN, else 0.0; float32."""
+    from halfstep.numerics.local_tensor import dense_values
+
+    values = [dense_values(gradient) for gradient in gradients if gradient is not None]
+    on_cpu = [value for value in values if value.is_cpu]
+    # A sum is inf or NaN if a part is; on a CPU it takes a tenth of the largest norm.
+    found = any(
+        not value.sum().isfinite() and not value.isfinite().all() for value in on_cpu
+    )
+    on_devices = [value for value in values if not value.is_cpu and value.numel()]
+    if found or not on_devices:
+        return torch.tensor(float(found))
+    return (~nn.utils.get_total_norm(on_devices, torch.inf).isfinite()).float()
+
+
+def _leaf_nodes(roots: Sequence[Tensor]) -> list[Any]:
+    """Return the nodes of a graph that add gradients to `.grad`."""
+    to_visit = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(to_visit)
+    leaves: list[Node] = []
+    while to_visit:
+        node = to_visit.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node)
+        for upstream, _ in node.next_functions:
+            if upstream is not None and upstream not in seen:
+                seen.add(upstream)
+                to_visit.append(upstream)
+    return leaves

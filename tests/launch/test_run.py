@@ -1,0 +1,399 @@
+"""`halfstep run` trains an unedited script as its hand-written AMP version trains.
+
+The version written by hand runs here: lines marked `# low` in an autocast context,
+losses scaled, steps taken by a scaler. The program as it stands has its own process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import halfstep as hs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+BEGIN = """
+import sys, torch, torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0)
+def net(*sizes):
+    layers = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])]
+    return nn.Sequential(layers[0], nn.LayerNorm(sizes[1]), nn.ReLU(), *layers[1:])
+model = net(16, 32, 4)
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+x, y = torch.randn(64, 16), torch.randint(0, 4, (64,))
+"""
+
+PROGRAMS = {
+    "a typical loop, evaluation, clipping": """
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        for epoch in range(4):
+            loss = F.cross_entropy(model(x), y)  # low
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                right = (model(x).argmax(-1) == y).float().mean()  # low
+            print(loss.item(), norm.item(), right.item())
+    """,
+    "accumulation": """
+        for window in range(3):
+            for part in range(2):
+                loss = F.mse_loss(model(x)[:, part], y / 4)  # low
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item())
+    """,
+    "two optimizers": """
+        judge = net(4, 8, 1)
+        judging = torch.optim.AdamW(judge.parameters(), 0.01)
+        bce = nn.BCEWithLogitsLoss()
+        one, zero = torch.ones(64, 1), torch.zeros(64, 1)
+        for step in range(3):
+            fake = model(x)  # low
+            judging.zero_grad()
+            real = bce(judge(x[:, :4]), one)  # low
+            loss = real + bce(judge(fake.detach()), zero)  # low
+            loss.backward()
+            judging.step()
+            optimizer.zero_grad()
+            cheat = bce(judge(fake), one)  # low
+            cheat.backward()
+            optimizer.step()
+            print(loss.item(), cheat.item())
+    """,
+    "a closure": """
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)  # low
+            loss.backward()
+            return loss
+        for step in range(3):
+            loss = optimizer.step(closure)
+            print(loss.item())
+    """,
+    "a gradient penalty": """
+        for step in range(3):
+            point = x.clone().requires_grad_()
+            score = model(point).float().sum()  # low
+            slope, = torch.autograd.grad(score, point, create_graph=True)
+            size = model(x).float().square().mean()  # low
+            loss = (slope.norm(dim=-1) - 1).square().mean() + size
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+    """,
+    "activation checkpoints": """
+        from torch.utils.checkpoint import checkpoint
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.one, self.two = nn.Linear(16, 32), net(32, 32, 32)
+                self.three = nn.Linear(32, 4)
+            def forward(self, x):
+                x = checkpoint(self.two, self.one(x), use_reentrant=False)
+                return self.three(checkpoint(self.two, x, use_reentrant=True))
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            loss = F.cross_entropy(model(x), y)  # low
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+    """,
+    "torch.compile": """
+        compiled = torch.compile(model, backend="aot_eager")
+        for step in range(3):
+            loss = F.cross_entropy(compiled(x), y)  # low
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        assert not breaks, breaks
+    """,
+}
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Write a program into a folder and run it by Python with some flags."""
+
+    def run(
+        text: str, *flags: str, words: tuple[str, ...] = (), **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "script.py").write_text(text)
+        return subprocess.run(
+            [sys.executable, *flags, "script.py", *words],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return run
+
+
+RUN = ("-m", "halfstep", "run")
+BY_HAND = {
+    r"(?m)^( *)(.*)  # low$": r"\1with autocast(): \2",
+    r"(\w+)\.backward\(\)": r"scaler.scale(\1).backward()",
+    r"(norm = nn\.utils)": r"scaler.unscale_(optimizer); \1",
+    r"judging\.step\(\)": r"scaler.step(judging)",
+    r"optimizer\.step\((\w*)\)": r"scaler.step(optimizer, \1); scaler.update()",
+}
+"""Pattern of a plain program -> what people write for AMP."""
+
+
+def by_hand(program: str, dtype: torch.dtype) -> str:
+    """Return what the hand-written version prints."""
+    for pattern, replacement in BY_HAND.items():
+        program = re.sub(pattern, replacement, program)
+    scaler = hs.GradScaler("cpu", enabled=dtype == torch.float16)
+    names: dict[str, Any] = {
+        "autocast": lambda: hs.autocast("cpu", dtype, policy="lean"),
+        "scaler": scaler,
+    }
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(program, "by hand", "exec"), names)  # noqa: S102
+    return out.getvalue()
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "fp16") for name in PROGRAMS),
+        ("a typical loop, evaluation, clipping", "bf16"),
+        ("two optimizers", "bf16"),
+    ],
+)
+def test_losses_are_those_of_amp_by_hand(launch: Any, name: str, dtype: str) -> None:
+    """Law: losses, norms and scores are equal to the bit."""
+    program = BEGIN + textwrap.dedent(PROGRAMS[name])
+    done = launch(program, *RUN, "--dtype", dtype)
+    assert done.returncode == 0, done.stderr
+    torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float16
+    assert done.stdout == by_hand(program, torch_dtype)
+    assert f"halfstep: O1 {dtype}: " in done.stderr.splitlines()[-1]
+
+
+STEPS = (
+    BEGIN
+    + """
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+weight = model[0].weight
+for bad in map(int, sys.argv[1]):
+    before = weight.detach().clone()
+    loss = F.cross_entropy(model(x), y) * (torch.inf if bad else 1)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    print(bool((weight != before).any()), schedule.last_epoch)
+"""
+)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_skipped_steps(launch: Any, dtype: str) -> None:
+    """Law: inf skips the step, also where clipping hides it, and holds the schedule."""
+    program = STEPS if dtype == "fp16" else re.sub(r" +nn.utils.*", "", STEPS)
+    done = launch(program, *RUN, "--dtype", dtype, words=("0110",))
+    assert done.stdout.splitlines() == ["True 1", "False 1", "False 1", "True 2"]
+    last_line = done.stderr.splitlines()[-1]
+    assert last_line.startswith(f"halfstep: O1 {dtype}: 4 optimizer steps, 2 skipped;")
+
+
+def test_the_script_is_itself(launch: Any) -> None:
+    """Law: arguments, name, path, traceback, exit status are as without us."""
+    program = """
+import sys, torch
+if __name__ == "__main__":
+    print(sys.argv, __file__, sys.path[0], "halfstep.session" in sys.modules)
+    if sys.argv[1:] == ["--level", "fail"]:
+        raise ValueError("mine")
+    sys.exit(7)
+"""
+    for words, status in ((("--level", "fail"), 1), (("-m",), 7)):
+        plain, ours = (launch(program, *flags, words=words) for flags in ((), RUN))
+        assert plain.returncode == ours.returncode == status
+        assert plain.stdout == ours.stdout
+        idle = "halfstep: no module was called: nothing ran in 16 bits.\n"
+        assert ours.stderr == plain.stderr + idle
+    assert "site-packages" not in plain.stdout
+
+
+def test_a_module_and_the_variable(launch: Any, tmp_path: Path) -> None:
+    """Law: `run -m name` and HALFSTEP=bf16 train alike; O0 and no variable do not."""
+    (tmp_path / "job.py").write_text(STEPS)
+    by_flag, by_variable, plain, o0 = (
+        launch(
+            "import runpy; runpy.run_module('job', run_name='__main__')",
+            *flags,
+            words=("0",),
+            **environment,
+        )
+        for flags, environment in (
+            (RUN, {}),
+            ((), {"HALFSTEP": "bf16"}),
+            ((), {}),
+            ((*RUN, "--level", "O0"), {"HALFSTEP": "bf16"}),
+        )
+    )
+    as_module = subprocess.run(
+        [sys.executable, *RUN, "-m", "job", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for done in (by_flag, by_variable, as_module):
+        assert "O1 bf16: 1 optimizer steps" in done.stderr
+    for done in (plain, o0):
+        assert done.stderr == ""
+
+
+OWN = {
+    "it opens autocast contexts": "with torch.autocast('cpu'): model(x)",
+    "it makes a GradScaler": "torch.amp.GradScaler('cpu')",
+    "its model has 16-bit weights": "model.bfloat16()(x.bfloat16())",
+}
+
+
+@pytest.mark.parametrize("reason", OWN)
+def test_scripts_with_amp_are_left_alone(launch: Any, reason: str) -> None:
+    """Law: one notice, and results as without us."""
+    program = f"{BEGIN}{OWN[reason]}\nprint(model(x.to(model[0].weight.dtype)).sum())"
+    plain, ours = (launch(program, *flags) for flags in ((), RUN))
+    assert ours.stdout == plain.stdout
+    assert ours.stderr == (
+        f"halfstep: the script has mixed precision of its own ({reason}): left alone.\n"
+    )
+
+
+def test_what_is_not_training(launch: Any) -> None:
+    """Law: metrics compute as before, weights and checkpoints are fp32."""
+    program = (
+        BEGIN
+        + """
+class Metric(nn.Module):
+    def forward(self, a, b):
+        return a @ b
+with torch.no_grad():
+    assert Metric()(x, x.T).equal(x @ x.T)
+out = model(x)
+assert out.dtype == torch.float32
+with torch.no_grad():
+    hidden = torch.relu(model[1](F.linear(x, model[0].weight, model[0].bias)))
+    assert not out.equal(F.linear(hidden, model[3].weight, model[3].bias))
+out.sum().backward()
+optimizer.step()
+tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+assert {t.dtype for t in tensors} == {torch.float32}
+"""
+    )
+    done = launch(program, *RUN)
+    assert done.returncode == 0, done.stderr
+
+
+RANKS = (
+    BEGIN
+    + """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(model)
+for step in range(3):
+    bad = step == 1 and dist.get_rank() == 1
+    loss = F.cross_entropy(model(x + dist.get_rank()), y) * (torch.inf if bad else 1)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+total = sum(p.sum() for p in model.parameters()).detach()
+totals = [torch.zeros(()) for _ in range(2)]
+dist.all_gather(totals, total)
+assert totals[0] == totals[1] and total.isfinite()
+dist.destroy_process_group()
+"""
+)
+
+
+def test_ranks_skip_together(launch: Any) -> None:
+    """Law: under torchrun an overflow on one rank skips the step of both."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = launch(RANKS, *torchrun, HALFSTEP="fp16", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "optimizer steps" in line]
+    assert len(lines) == 1
+    assert "O1 fp16: 3 optimizer steps, 1 skipped" in lines[0]
+
+
+REFUSED = {
+    ("script.py",): "HALFSTEP='banana' must be bf16, fp16 or auto.",
+    (*RUN, "other.py"): "there is no script other.py.",
+    (*RUN, "-m", "no.such"): "there is no module named no.such.",
+    (*RUN, "--dtype", "fp8", "script.py"): "--dtype fp8 must be bf16, fp16 or auto.",
+    (*RUN,): "no script was given: halfstep run script.py, or run -m module.",
+    (*RUN, "--level", "O2", "script.py"): "--level O2 stores weights in 16 bits, for "
+    "which the script must call halfstep.prepare; a script that is not edited runs at "
+    "O1, O0 or auto.",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refusals(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Law: what cannot be done ends in one line and status 2."""
+    (tmp_path / "script.py").write_text("import torch")
+    environment = {
+        **os.environ,
+        "HALFSTEP": "banana" if words == ("script.py",) else "",
+    }
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"halfstep: error: {REFUSED[words]}\n"
+
+
+def test_signals_reach_the_script(tmp_path: Path) -> None:
+    """Law: the process is the script's: its own handlers run."""
+    (tmp_path / "script.py").write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, *RUN, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 5
