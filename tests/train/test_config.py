@@ -60,9 +60,7 @@ REFUSED = [
     ("mask_tokens", 1.5, "--mask-tokens 1.5 must be at least 0 and below 1."),
     ("warmup", float("nan"), "--warmup nan must be at least 0 and below 1."),
     ("epochs", 0, f"--epochs 0 {COUNT}"),
-    ("batch_size", 0, f"--batch-size 0 {COUNT}"),
     ("accumulate", -2, f"--accumulate -2 {COUNT}"),
-    ("eval_every", 0, f"--eval-every 0 {COUNT}"),
     ("limit", 1, "--limit 1 must be from 2 to 2147483647."),
     ("dev_share", 1.0, "--dev-share 1.0 must be above 0 and below 1."),
     ("lr", 0.0, "--lr 0.0 must be above 0 and finite."),
@@ -84,8 +82,6 @@ REFUSED = [
     ("label_smoothing", 1.0, "--label-smoothing 1.0 must be at least 0 and below 1."),
     ("layer_decay", 0.0, "--layer-decay 0.0 must be above 0 and at most 1."),
     ("layer_decay", 1.1, "--layer-decay 1.1 must be above 0 and at most 1."),
-    ("patience", 0, f"--patience 0 {COUNT}"),
-    ("keep", 0, f"--keep 0 {COUNT}"),
     ("workers", -1, "--workers -1 must be from 0 to 1024."),
     (
         "freeze",

@@ -36,11 +36,13 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
     return split_of(path, "classify", ("a", "b"))
 
 
-def plan_of(split: Split, count: int, *, scratch: bool, **given: Any) -> Plan:
+def plan_of(
+    split: Split, count: int, *, scratch: bool, world: World = CPU, **given: Any
+) -> Plan:
     """Return the plan of settings for a corpus of so many training texts."""
     train = Split(split.store, np.zeros(count, np.int64), split.ids)
     corpus = Corpus("c", "classify", ("a", "b"), train, split, split, "print")
-    return resolve_plan(TrainConfig(**given), corpus, CPU, scratch=scratch)
+    return resolve_plan(TrainConfig(**given), corpus, world, scratch=scratch)
 
 
 def test_rate_by_hand() -> None:
@@ -151,9 +153,8 @@ def test_most_steps(
 )
 def test_workers(split: Split, world: World, told: int | None, workers: int) -> None:
     """Law: two processes prepare batches for a GPU, none for a CPU, or as told."""
-    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "")
-    config = TrainConfig(workers=told)
-    assert resolve_plan(config, corpus, world, scratch=True).workers == workers
+    plan = plan_of(split, 2, scratch=True, world=world, workers=told)
+    assert plan.workers == workers
 
 
 def test_one_text_is_a_step(split: Split) -> None:
@@ -164,13 +165,13 @@ def test_one_text_is_a_step(split: Split) -> None:
 
 def test_every_default_is_filled_in(split: Split) -> None:
     """Law: settings that were resolved resolve to the same plan again."""
-    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
-    config = TrainConfig(batch_size=1, label_smoothing=0.1)
-    plan = resolve_plan(config, corpus, GPU, scratch=True)
+    given: dict[str, Any] = {"batch_size": 1, "label_smoothing": 0.1}
+    plan = plan_of(split, 2, scratch=True, world=GPU, **given)
+    config = TrainConfig(**given)
     full = resolve_config(config, plan, "O2", "bf16")
     assert (full.level, full.dtype, full.label_smoothing) == ("O2", "bf16", 0.1)
     assert (full.device, full.loss_scale, full.dropout) == ("cuda", "none", 0.1)
-    again = resolve_plan(full, corpus, CPU, scratch=False)
+    again = plan_of(split, 2, scratch=False, **full.data_dict())
     assert dataclasses.replace(again, device="cuda") == plan
     left = {name for name, value in full.data_dict().items() if value is None}
     # None has a meaning of its own for these: all, the data's own, none.
@@ -194,17 +195,15 @@ def test_the_scale_is_filled_in(
 ) -> None:
     """Law: the scale is what the help says of each format, or what was told."""
     config = TrainConfig(loss_scale=told)
-    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
-    plan = resolve_plan(config, corpus, CPU, scratch=True)
+    plan = plan_of(split, 2, scratch=True, loss_scale=told)
     assert resolve_config(config, plan, "O2", dtype).loss_scale == scale
 
 
 def test_a_models_own_dropout(split: Split) -> None:
     """Law: a fine-tuned model keeps its own rates, which no one number says."""
-    corpus = Corpus("c", "classify", ("a", "b"), split, split, split, "print")
     for told in (None, 0.0, 0.3):
         config = TrainConfig(dropout=told)
-        plan = resolve_plan(config, corpus, CPU, scratch=False)
+        plan = plan_of(split, 2, scratch=False, dropout=told)
         assert resolve_config(config, plan, "O0", "fp32").dropout == told
 
 
