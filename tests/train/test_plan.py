@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_corpora import split_of
-from torch import nn
 
 from halfstep.distributed.process_group import World
-from halfstep.train import model
 from halfstep.train.config import TrainConfig
-from halfstep.train.data.corpus import Corpus, Split, load
+from halfstep.train.data.corpus import Corpus, Split
 from halfstep.train.plan import Plan, lr_factor, resolve_config, resolve_plan
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPU, GPU = World(0, 1, torch.device("cpu")), World(0, 1, torch.device("cuda", 0))
 
@@ -205,53 +199,3 @@ def test_a_models_own_dropout(split: Split) -> None:
         config = TrainConfig(dropout=told)
         plan = plan_of(split, 2, scratch=False, dropout=told)
         assert resolve_config(config, plan, "O0", "fp32").dropout == told
-
-
-def test_the_dropout_is_that_of_the_network(
-    split: Split, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: a network from scratch, told nothing, drops what the plan says."""
-    shape = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
-    monkeypatch.setitem(model.SIZES, "mini", shape | {"intermediate_size": 8})
-    made = model.build(
-        "mini",
-        lambda clean: Counter(clean("xy")),
-        ("a", "b"),
-        head="SequenceClassification",
-        max_length=8,
-        dropout=None,
-    )
-    rates = [part.p for part in made.model.modules() if isinstance(part, nn.Dropout)]
-    assert rates
-    assert {*rates} == {plan_of(split, 10, scratch=True).dropout}
-
-
-def test_the_plan_knows_its_data(tmp_path: Path) -> None:
-    """Law: the fingerprint tells texts, labels, their names, order, splits apart."""
-    makes = {
-        "base": ("x,a\ny,b\n", "x,a\n"),
-        "order": ("y,b\nx,a\n", "x,a\n"),
-        "label": ("x,b\ny,a\n", "x,a\n"),
-        "dev": ("x,a\ny,b\n", "y,b\n"),
-        "text": ("x,a\nz,b\n", "x,a\n"),
-        "more": ("x,a\ny,b\nx,a\ny,b\n", "x,a\n"),
-    }
-    found = {}
-    for name, (train, dev) in makes.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "train.csv").write_text(train, encoding="utf-8")
-        (folder / "dev.csv").write_text(dev, encoding="utf-8")
-        found[name] = fingerprint(folder, None)
-    found["names"] = fingerprint(tmp_path / "base", ("b", "a"))
-    assert len({*found.values()}) == len(makes) + 1
-    assert fingerprint(tmp_path / "base", None) == found["base"]
-    assert fingerprint(tmp_path / "base", ("a", "b")) == found["base"]
-
-
-def fingerprint(folder: Path, names: tuple[str, ...] | None) -> str:
-    """Return the fingerprint of the plan for a directory of splits."""
-    corpus = load(
-        folder, task="classify", label_names=names, limit=None, dev_share=0.5, seed=0
-    )
-    return resolve_plan(TrainConfig(), corpus, CPU, scratch=True).fingerprint

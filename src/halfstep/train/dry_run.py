@@ -138,11 +138,7 @@ def dry_run(ready: PreparedRun, config: TrainConfig, folder: RunFolder) -> RunRe
 
 
 def _free_bytes(folder: RunFolder) -> int:
-    """Return the bytes that are free where a run would write.
-
-    Raises:
-        UserError: If nothing could be written there, or files of others are there.
-    """
+    """Return the bytes that are free where a run would write; refuse other places."""
     parents = itertools.chain([folder.path], folder.path.absolute().parents)
     existing = next(path for path in parents if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

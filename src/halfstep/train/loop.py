@@ -173,11 +173,7 @@ class Trainer:
                 raise Stopped(self._stop_signal, number, plan.total_steps, out)
 
     def _step_with_replay(self, batch: StepBatch, clock: Timers) -> dict[str, Any]:
-        """Make one step; where it fails for good or without end, see why.
-
-        Raises:
-            LossScaleCollapse: With what was found.
-        """
+        """Make one step; where it fails for good or without end, see why."""
         self._last_batch = batch
         try:
             record = self._step_with_profile(batch, clock)
